@@ -1,0 +1,39 @@
+"""The hook points of a model: their names, the tree they form, and how they meet the computation.
+
+What one extends for a new architecture is `ARCHITECTURES`. Names resolve lazily: importing this package is quick, and
+transformer_lens and transformers are imported when a tree is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
+from sinklens.hooks.names import HookName, PointSpec, aliases, resolve, select, table
+
+if TYPE_CHECKING:
+    from sinklens.hooks.points import Point, Watch
+    from sinklens.hooks.tree import HookTree
+
+_LAZY = {"HookTree": "sinklens.hooks.tree", "Point": "sinklens.hooks.points", "Watch": "sinklens.hooks.points"}
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "HookName",
+    "HookTree",
+    "Point",
+    "PointSpec",
+    "Watch",
+    "aliases",
+    "architecture_of",
+    "resolve",
+    "select",
+    "table",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

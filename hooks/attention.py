@@ -1,0 +1,196 @@
+"""The attention function that sinklens registers with transformers, under the name ``"sinklens"``.
+
+transformers' attention modules hand over rotated queries, keys and values; what happens next depends on who watches:
+
+- nobody: transformers' own fused attention, untouched;
+- ``hook_attn_mask``: fused attention with the edited additive mask;
+- ``hook_sink_scores``: fused attention and its log-sum-exp, from which the column sums follow (column_sums.py);
+- ``hook_attn_scores`` or ``hook_pattern``: the map is made explicit, and edits of it take effect.
+
+``hook_sink_scores`` describes the attention that was used, so it comes after the pattern. An nnsight block that
+already waits for it when attention begins is served before the pattern instead, so either order of reading works.
+
+One way this fails: a pattern kept from the explicit path is computed by another kernel than the fused one; in
+float32 the two agree to about 1e-6, not bit for bit.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sinklens.errors import ReadOnlyHookError
+from sinklens.hooks.column_sums import column_sums, log_sum_exp
+from sinklens.hooks.points import at
+
+if TYPE_CHECKING:
+    from sinklens.hooks.tree import AttentionPoints
+
+NAME = "sinklens"
+POINTS = "sinklens_points"  # key in a module's __dict__: not a submodule, so no tree lists the points twice
+
+
+class Operands(NamedTuple):
+    """What one attention call works on; key and value heads are repeated to the query heads.
+
+    Attributes:
+        mask: True where a query may see a key, as transformers made it; None where nothing is hidden.
+        bias: the value of ``hook_attn_mask``, added to the scores; None while nobody watches it.
+        causal: no mask came because causal order alone decides.
+        scale: factor on the scores.
+    """
+
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch head key d_head"]
+    value: Float[Tensor, "batch head key d_head"]
+    mask: Bool[Tensor, "#batch #head query key"] | None
+    bias: Float[Tensor, "batch head #query key"] | None
+    causal: bool
+    scale: float
+
+    def additive(self) -> Tensor | None:
+        """Mask and bias as one tensor added to the scores; None where there is neither."""
+        if self.mask is None:
+            return self.bias
+        zero = self.query.new_zeros(()) if self.bias is None else self.bias
+        return torch.where(self.mask, zero, -torch.inf)
+
+    def real_queries(self) -> Bool[Tensor, "batch query"] | None:
+        """Queries that are not padding: those that may see themselves. None means all."""
+        if self.mask is None:
+            return None
+        return self.mask.diagonal(self.mask.shape[-1] - self.mask.shape[-2], dim1=-2, dim2=-1)[:, 0]
+
+
+def attention(
+    module: nn.Module,
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    value: Float[Tensor, "batch kv_head key d_head"],
+    attention_mask: Bool[Tensor, "#batch #head query key"] | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "batch query head d_head"], None]:
+    """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
+    points: AttentionPoints | None = module.__dict__.get(POINTS)
+    if points is None or not points.any_watched():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
+    key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
+    bias = None
+    if points.hook_attn_mask.watched:
+        bias = points.hook_attn_mask(query.new_zeros(query.shape[0], query.shape[1], 1, key.shape[2]))
+    is_causal = kwargs.get("is_causal")
+    causal = module.is_causal if is_causal is None else is_causal
+    repeats = query.shape[1] // key.shape[1]
+    operands = Operands(
+        query,
+        key.repeat_interleave(repeats, dim=1) if repeats > 1 else key,
+        value.repeat_interleave(repeats, dim=1) if repeats > 1 else value,
+        attention_mask,
+        bias,
+        causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+    )
+    return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
+
+
+def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
+    """The heads' outputs, by the cheapest way that shows the watchers what they watch."""
+    early = points.hook_sink_scores.watch.waits_for(points.hook_sink_scores.name or "")
+    mixed = _fused_with_sinks(points, operands) if early else None
+    if points.hook_attn_scores.watched or points.hook_pattern.watched:
+        return _explicit(points, operands, sinks=not early)
+    if mixed is not None:
+        return mixed
+    if points.hook_sink_scores.watched:
+        return _fused_with_sinks(points, operands)
+    return _fused(operands)
+
+
+def _fused(operands: Operands) -> Float[Tensor, "batch head query d_head"]:
+    """Fused attention under mask and bias."""
+    additive, causal = _with_triangle(operands)
+    return nn.functional.scaled_dot_product_attention(
+        operands.query, operands.key, operands.value, attn_mask=additive, is_causal=causal, scale=operands.scale
+    )
+
+
+def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
+    """Fused attention; the column sums pass through ``hook_sink_scores``."""
+    additive, causal = _with_triangle(operands)
+    if operands.query.device.type == "cpu" and operands.query.shape[2] > 1:
+        mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            operands.query,
+            operands.key,
+            operands.value,
+            0.0,
+            causal,
+            attn_mask=None if additive is None else _full(additive, operands),
+            scale=operands.scale,
+        )
+    else:
+        mixed = _fused(operands)
+        lse = log_sum_exp(operands.query.detach(), operands.key.detach(), operands.scale, additive, causal)
+    with torch.no_grad():
+        scores = column_sums(
+            operands.query, operands.key, lse, operands.scale, additive, operands.real_queries(), causal
+        )
+    _show_sinks(points, scores)
+    return mixed
+
+
+def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Float[Tensor, "batch head query d_head"]:
+    """Attention through the map, so that scores and pattern can be read and edited."""
+    scores = torch.matmul(operands.query, operands.key.transpose(-2, -1)) * operands.scale
+    additive, causal = _with_triangle(operands)
+    if causal:
+        queries, keys = scores.shape[-2:]
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if additive is not None:
+        scores = scores + additive
+    scores = at(points.hook_attn_scores, scores)
+    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    blind = (scores == -torch.inf).all(dim=-1, keepdim=True)  # no key to see: no attention, as in the fused kernel
+    pattern = at(points.hook_pattern, pattern.masked_fill(blind, 0.0).to(operands.query.dtype))
+    if sinks and points.hook_sink_scores.watched:
+        real = operands.real_queries()
+        counted = pattern.detach().float() if real is None else pattern.detach().float() * real[:, None, :, None]
+        _show_sinks(points, counted.sum(dim=2))
+    return torch.matmul(pattern, operands.value)
+
+
+def _with_triangle(operands: Operands) -> tuple[Tensor | None, bool]:
+    """The additive mask, and whether causal order still has to be applied beside it.
+
+    Fused attention takes either a mask or the causal flag; where a bias meets causal order, the order moves into it.
+    """
+    additive = operands.additive()
+    if additive is None or not operands.causal:
+        return additive, operands.causal
+    queries, keys = operands.query.shape[2], operands.key.shape[2]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=additive.device).tril(keys - queries)
+    return torch.where(seen, additive, -torch.inf), False
+
+
+def _full(additive: Tensor, operands: Operands) -> Tensor:
+    """`additive` seen as [batch, head, query, key], without copying it."""
+    batch, heads, queries, _ = operands.query.shape
+    return additive.expand(batch, heads, queries, operands.key.shape[2]).to(operands.query.dtype)
+
+
+def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:
+    if points.hook_sink_scores(scores) is not scores:
+        raise ReadOnlyHookError(
+            f"{points.hook_sink_scores.name} only reports what attention did; to change it, "
+            f"edit hook_attn_mask (add -inf to a key) or hook_pattern of the same layer."
+        )
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

@@ -1,0 +1,168 @@
+"""The names of the hook points, their shapes, and how a name is looked up.
+
+Names and shapes are TransformerLens's wherever it has one. Three spellings reach a point: its own name
+(``blocks.0.attn.hook_q``), TransformerLens 4's spelling of the same place (``blocks.0.attn.q.hook_out``), and a
+negative layer (``blocks.-1.hook_resid_post``). A name that reaches nothing is an error that names the nearest ones.
+
+Axes are written in the project's one glossary: ``batch step layer head query key pos d_model d_head d_mlp vocab``.
+``kv_head`` counts key/value heads, fewer than ``head`` where a model groups its queries.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from sinklens.errors import HookNameError, nearest
+
+HookName = str | Callable[[str], bool]
+
+
+class PointSpec(NamedTuple):
+    """One row of the table of hook points.
+
+    Attributes:
+        name: the name inside its part of the tree, without a layer prefix.
+        axes: its shape, in glossary names.
+        meaning: one line for `sinklens hooks`.
+    """
+
+    name: str
+    axes: str
+    meaning: str
+
+
+EMBED = (PointSpec("hook_embed", "batch pos d_model", "token embeddings"),)
+NORM = (
+    PointSpec("hook_scale", "batch pos 1", "root mean square each position is divided by"),
+    PointSpec("hook_normalized", "batch pos d_model", "normalized stream, before the learned weight"),
+)
+ATTENTION = (
+    PointSpec("hook_q", "batch pos head d_head", "queries, before the rotation"),
+    PointSpec("hook_k", "batch pos kv_head d_head", "keys, before the rotation"),
+    PointSpec("hook_v", "batch pos kv_head d_head", "values"),
+    PointSpec("hook_rot_q", "batch pos head d_head", "rotated queries"),
+    PointSpec("hook_rot_k", "batch key kv_head d_head", "rotated keys, cached ones included"),
+    PointSpec("hook_attn_mask", "batch head query|1 key", "added to the scores; zeros unless set; stays fused"),
+    PointSpec("hook_attn_scores", "batch head query key", "scores after masking; watching makes the map explicit"),
+    PointSpec("hook_pattern", "batch head query key", "attention weights; watching makes the map explicit"),
+    PointSpec("hook_sink_scores", "batch head key", "column sums of the pattern, mean 1; read-only"),
+    PointSpec("hook_z", "batch pos head d_head", "head outputs before the output projection"),
+    PointSpec("hook_result", "batch pos head d_model", "head outputs after it; their sum is hook_attn_out"),
+)
+MLP = (
+    PointSpec("hook_pre", "batch pos d_mlp", "gate, before the activation function"),
+    PointSpec("hook_pre_linear", "batch pos d_mlp", "the linear branch"),
+    PointSpec("hook_post", "batch pos d_mlp", "activated gate times linear branch"),
+)
+RESID_PRE = PointSpec("hook_resid_pre", "batch pos d_model", "residual stream entering the block")
+ATTN_OUT = PointSpec("hook_attn_out", "batch pos d_model", "what attention adds to the stream")
+RESID_MID = PointSpec("hook_resid_mid", "batch pos d_model", "residual stream between attention and MLP")
+MLP_OUT = PointSpec("hook_mlp_out", "batch pos d_model", "what the MLP adds to the stream")
+RESID_POST = PointSpec("hook_resid_post", "batch pos d_model", "residual stream leaving the block")
+DENOISE = (
+    PointSpec("hook_canvas", "batch pos", "token ids entering the step; editing remasks or forces tokens"),
+    PointSpec("hook_logits", "batch pos vocab", "logits of the token at each position; watching computes all of them"),
+    PointSpec("hook_candidates", "batch pos", "proposed token ids"),
+    PointSpec("hook_confidence", "batch pos", "confidence of each proposal; -inf where none is made"),
+    PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
+)
+READ_ONLY = "hook_sink_scores"
+
+# TransformerLens 4's spelling -> ours, below a block.
+_BLOCK_ALIASES = {
+    "hook_in": "hook_resid_pre",
+    "hook_out": "hook_resid_post",
+    "ln1.hook_in": "hook_resid_pre",
+    "ln2.hook_in": "hook_resid_mid",
+    "attn.q.hook_out": "attn.hook_q",
+    "attn.k.hook_out": "attn.hook_k",
+    "attn.v.hook_out": "attn.hook_v",
+    "attn.o.hook_in": "attn.hook_z",
+    "attn.o.hook_out": "hook_attn_out",
+    "attn.hook_out": "hook_attn_out",
+    "mlp.gate.hook_out": "mlp.hook_pre",
+    "mlp.in.hook_out": "mlp.hook_pre_linear",
+    "mlp.out.hook_in": "mlp.hook_post",
+    "mlp.out.hook_out": "hook_mlp_out",
+    "mlp.hook_out": "hook_mlp_out",
+}
+_ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
+
+
+def aliases(n_layers: int) -> dict[str, str]:
+    """Every accepted TransformerLens 4 spelling, mapped to the name of its point."""
+    found = dict(_ROOT_ALIASES)
+    for layer in range(n_layers):
+        found |= {f"blocks.{layer}.{old}": f"blocks.{layer}.{new}" for old, new in _BLOCK_ALIASES.items()}
+    found["ln_final.hook_in"] = f"blocks.{n_layers - 1}.hook_resid_post"
+    return found
+
+
+def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
+    """The point that `name` means.
+
+    Args:
+        name: a point's name, a TransformerLens 4 spelling of it, or either with a negative layer.
+        known: all names of the tree.
+        n_layers: layers of the model.
+
+    Raises:
+        HookNameError: no such point; says which layers exist, or the nearest names.
+    """
+    match = re.match(r"blocks\.(-?\d+)\.(.+)$", name)
+    if match:
+        layer, rest = int(match.group(1)), match.group(2)
+        if not -n_layers <= layer < n_layers:
+            raise HookNameError(
+                f"{name!r}: layer {layer} does not exist; this model has {n_layers} layers, "
+                f"0 to {n_layers - 1} (or -{n_layers} to -1 from the end)."
+            )
+        name = f"blocks.{layer % n_layers}.{rest}"
+    if name in known:
+        return name
+    spelled = aliases(n_layers)
+    if name in spelled:
+        return spelled[name]
+    raise HookNameError(
+        f"no hook point is called {name!r}.{nearest(name, [*known, *spelled])} "
+        f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."
+    )
+
+
+def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
+    """The points that a name or a predicate on names means, in forward order.
+
+    Raises:
+        HookNameError: an unknown name, or a predicate that no name satisfies.
+    """
+    if isinstance(name, str):
+        return [resolve(name, known, n_layers)]
+    chosen = [point for point in known if name(point)]
+    if not chosen:
+        raise HookNameError(
+            f"the predicate {name!r} matches none of the {len(known)} hook points; "
+            f"they look like {known[1]!r}. `model.hook_names()` lists them."
+        )
+    return chosen
+
+
+def block_specs() -> Iterable[tuple[str, PointSpec]]:
+    """Dotted name below a block and row, in the order the forward pass reaches them."""
+    yield RESID_PRE.name, RESID_PRE
+    yield from ((f"ln1.{spec.name}", spec) for spec in NORM)
+    yield from ((f"attn.{spec.name}", spec) for spec in ATTENTION)
+    yield ATTN_OUT.name, ATTN_OUT
+    yield RESID_MID.name, RESID_MID
+    yield from ((f"ln2.{spec.name}", spec) for spec in NORM)
+    yield from ((f"mlp.{spec.name}", spec) for spec in MLP)
+    yield MLP_OUT.name, MLP_OUT
+    yield RESID_POST.name, RESID_POST
+
+
+def table() -> list[tuple[str, PointSpec]]:
+    """The whole table with ``{l}`` for the layer, in forward order; the rows of `sinklens hooks`."""
+    rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
+    rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs()]
+    rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]
+    rows += [(f"denoise.{spec.name}", spec) for spec in DENOISE[1:]]
+    return rows

@@ -1,0 +1,105 @@
+"""A hook point that knows whether anybody watches it.
+
+A *point* is TransformerLens's `HookPoint`: an identity module that a value passes through. *Watching* it means one of:
+a TransformerLens or PyTorch hook sits on it, an nnsight block is parked at its ``.output`` (or ``.input``), or an
+nnsight cache records it. The model asks `Point.watched` before it computes anything for the sake of a point, so a
+point nobody watches costs a look-up and no tensor work.
+
+Hooks run inside the point's forward, nnsight's handover after it: an nnsight block reads at ``.output`` what the
+hooks have left, and at ``.input`` what the model computed.
+
+One way this fails: an nnsight block names its points only as it goes. Whether a point is watched can therefore be
+asked only at the moment the forward pass reaches it, never for the whole pass in advance.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
+
+if TYPE_CHECKING:
+    from nnsight.intervention.interleaver import Interleaver
+    from torch import Tensor
+
+
+class Watch:
+    """What all points of one tree share: the step being run and the nnsight session, if any.
+
+    Attributes:
+        step: number of the denoising step being run; None outside a run.
+        interleaver: nnsight's interleaver of the root that wraps the tree; None while nothing wraps it.
+        root: nnsight's path of that root, the first part of every location.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.interleaver: Interleaver | None = None
+        self.root = "model"
+
+    def waits_for(self, name: str) -> bool:
+        """Whether an nnsight block or cache wants this visit of the point called `name`."""
+        interleaver = self.interleaver
+        if interleaver is None or not interleaver.interleaving or not interleaver.busy:
+            return False
+        places = (f"{self.root}.{name}.output", f"{self.root}.{name}.input", f"{self.root}.{name}.skip")
+        if any(place in interleaver.observers for place in places):
+            return True
+        return any(
+            mediator.pending is not None
+            and mediator.pending.provider in places
+            and mediator.pending.iteration == mediator.occurrence(mediator.pending.provider)
+            for mediator in interleaver.mediators
+        )
+
+
+class Point(HookPoint):
+    """A TransformerLens `HookPoint` with `watched` and `step`.
+
+    TransformerLens hook functions ``fn(value, hook)`` get the point as `hook`; ``hook.name``, ``hook.layer()`` and
+    ``hook.ctx`` are TransformerLens's, ``hook.step`` is the denoising step (None outside a run).
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self._functions: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    @property
+    def step(self) -> int | None:
+        """Number of the denoising step being run; None outside a run."""
+        return self.watch.step
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants the value that passes here now."""
+        return bool(
+            self._functions or self._backward_hooks or self._forward_hooks or self._forward_pre_hooks
+        ) or self.watch.waits_for(self.name or "")
+
+    def register_forward_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False
+    ) -> RemovableHandle:
+        """As in PyTorch; plain hooks are kept to run inside `forward`, before nnsight's handover."""
+        if with_kwargs or always_call:
+            return super().register_forward_hook(
+                hook, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call
+            )
+        handle = RemovableHandle(self._functions)
+        self._functions[handle.id] = hook
+        if prepend:
+            self._functions.move_to_end(handle.id, last=False)
+        return handle
+
+    def forward(self, x: "Tensor") -> "Tensor":
+        for function in tuple(self._functions.values()):
+            changed = function(self, (x,), x)
+            if changed is not None:
+                x = changed
+        return x
+
+
+def at(point: Point, value: "Tensor") -> "Tensor":
+    """Pass `value` through `point` if anybody watches it."""
+    return point(value) if point.watched else value

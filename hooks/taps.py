@@ -1,0 +1,112 @@
+"""Connects the points of a tree to the modules of its transformers model.
+
+transformers' own forward code computes; a *tap* is a PyTorch hook on one of its modules that lets the value pass
+through a point while somebody watches it. Two places need more than a tap. A block's forward is restated, because
+``hook_resid_mid`` must reach the residual sum as well as the norm. A norm is recomputed from its input while its
+scale or normalized stream is watched; the result then differs from the fused one by rounding.
+
+One way this fails: accelerate wraps `forward` of modules it moves between devices. The restated block therefore goes
+under that wrapper (``_old_forward``), not over it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from einops import einsum, rearrange
+from torch import Tensor, nn
+
+from sinklens.hooks import attention
+from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.points import Point, at
+
+if TYPE_CHECKING:
+    from sinklens.hooks.tree import AttentionPoints, Block, HookTree, Points
+
+
+def connect(tree: "HookTree") -> None:
+    """Install every tap of `tree` on its transformers model; done once, when the tree is built."""
+    architecture, hf = tree.architecture, tree.hf
+    base = hf.get_submodule(architecture.base)
+    _tap_output(base.get_submodule(architecture.embed), tree.hook_embed)
+    _tap_norm(base.get_submodule(architecture.norm), tree.ln_final, architecture.eps)
+    for layer, block in zip(base.get_submodule(architecture.layers), tree.blocks, strict=True):  # type: ignore[call-overload]
+        _connect_layer(layer, block, architecture)
+
+
+def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture) -> None:
+    attn, mlp = layer.get_submodule(architecture.attn), layer.get_submodule(architecture.mlp)
+    _tap_norm(layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
+    _tap_norm(layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
+    for name in ("q", "k", "v"):
+        _tap_heads(attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim)
+    attn.__dict__[attention.POINTS] = block.attn
+    _tap_result(attn.get_submodule(architecture.o), block.attn)
+    _tap_output(mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
+    _tap_output(mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
+    _tap_input(mlp.get_submodule(architecture.down), block.mlp.hook_post)
+    slot = "_old_forward" if hasattr(layer, "_old_forward") else "forward"
+    setattr(layer, slot, _block_forward(layer, block, architecture))
+
+
+def _block_forward(layer: nn.Module, block: "Block", architecture: Architecture) -> Callable[..., Tensor]:
+    """A pre-norm block's forward with its residual points."""
+    ln1, attn = layer.get_submodule(architecture.ln1), layer.get_submodule(architecture.attn)
+    ln2, mlp = layer.get_submodule(architecture.ln2), layer.get_submodule(architecture.mlp)
+
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        resid_pre = at(block.hook_resid_pre, hidden_states)
+        attn_out, _ = attn(hidden_states=ln1(resid_pre), **kwargs)
+        resid_mid = at(block.hook_resid_mid, resid_pre + at(block.hook_attn_out, attn_out))
+        mlp_out = at(block.hook_mlp_out, mlp(ln2(resid_mid)))
+        return at(block.hook_resid_post, resid_mid + mlp_out)
+
+    return forward
+
+
+def _tap_output(module: nn.Module, point: Point) -> None:
+    module.register_forward_hook(lambda _module, _inputs, output: point(output) if point.watched else None)
+
+
+def _tap_input(module: nn.Module, point: Point) -> None:
+    module.register_forward_pre_hook(lambda _module, inputs: (point(inputs[0]),) if point.watched else None)
+
+
+def _tap_heads(module: nn.Module, point: Point, d_head: int) -> None:
+    """Tap a projection; the point sees its output split into heads."""
+
+    def tap(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        if not point.watched:
+            return None
+        return point(output.view(*output.shape[:-1], -1, d_head)).reshape(output.shape)
+
+    module.register_forward_hook(tap)
+
+
+def _tap_norm(norm: nn.Module, points: "Points", eps: str) -> None:
+    """Tap a root-mean-square norm: weight · x / sqrt(mean(x²) + eps)."""
+
+    def tap(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        if not points.any_watched():
+            return None
+        x = inputs[0].float()
+        scale = at(points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, eps)).sqrt())
+        normalized = at(points.hook_normalized, (x / scale).to(output.dtype))
+        return norm.weight * normalized
+
+    norm.register_forward_hook(tap)
+
+
+def _tap_result(output_projection: nn.Linear, points: "AttentionPoints") -> None:
+    """Tap the output projection; the point sees what each head adds to the stream."""
+
+    def tap(module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor | None:
+        if not points.hook_result.watched:
+            return None
+        weights = points.W_O
+        z = rearrange(inputs[0], "batch pos (head d_head) -> batch pos head d_head", head=weights.shape[0])
+        result = einsum(z, weights, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
+        summed = points.hook_result(result).sum(dim=-2)
+        bias: Any = module.bias
+        return summed if bias is None else summed + bias
+
+    output_projection.register_forward_hook(tap)

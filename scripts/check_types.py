@@ -1,0 +1,62 @@
+"""Type-check sinklens the way it is installed: hooks/ and analyses/ inside the package.
+
+mypy cannot be pointed at the three folders as they lie: by path they would be three packages, two of them with the
+wrong name. So a temporary folder gets a `sinklens/` whose entries are links, `hooks` and `analyses` among them, and
+mypy checks the package `sinklens` there. It fails quietly when a folder falls out of its sight (a missing
+`__init__.py`, a new top-level folder), so the number of files it reports has to equal the number there is.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("sinklens", "hooks", "analyses")
+CHECKED = re.compile(r"(?:no issues found in|checked) (\d+) source files?")
+
+
+def link_tree(into: Path) -> None:
+    """Lay out `into`/sinklens as setuptools would, with links."""
+    package = into / "sinklens"
+    package.mkdir()
+    for entry in (ROOT / "sinklens").iterdir():
+        if entry.name != "__pycache__":
+            (package / entry.name).symlink_to(entry)
+    for folder in FOLDERS[1:]:
+        (package / folder).symlink_to(ROOT / folder)
+
+
+def run_mypy(tree: Path) -> subprocess.CompletedProcess[str]:
+    """mypy on the package in `tree`; its cache stays in the repository."""
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache"), "--no-namespace-packages", "--package", "sinklens"]
+    environment = {**os.environ, "MYPYPATH": str(tree)}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+
+
+def as_in_repository(text: str) -> str:
+    """mypy's messages with the paths a reader can open."""
+    return re.sub(r"^sinklens/(hooks|analyses)/", r"\1/", text, flags=re.MULTILINE)
+
+
+def main() -> int:
+    """0 if mypy is content and saw every file."""
+    expected = sum(1 for folder in FOLDERS for _ in (ROOT / folder).rglob("*.py"))
+    with tempfile.TemporaryDirectory() as scratch:
+        link_tree(Path(scratch))
+        result = run_mypy(Path(scratch))
+    print(as_in_repository(result.stdout), end="")
+    print(result.stderr, end="", file=sys.stderr)
+    counted = CHECKED.search(result.stdout)
+    seen = int(counted.group(1)) if counted else 0
+    if seen != expected:
+        print(f"mypy saw {seen} files of {expected} in {', '.join(FOLDERS)}: is an __init__.py missing?")
+        return 1
+    return result.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Build the wheel, install it where the repository is not in reach, and trace a run with it.
+
+An editable install hides what a wheel lacks: a sub-package that pyproject.toml does not list, a checkpoint that
+package-data does not match. So the wheel's contents are compared with the folders, and a small script runs from a
+fresh environment in a temporary folder. The build starts from a copy of the sources, because setuptools leaves a
+`build/` folder behind and puts what it finds there, deleted modules too, into the next wheel.
+
+The fresh environment holds every dependency: without a package cache at hand this downloads a few hundred MB.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+PLACE = {"sinklens": "sinklens", "hooks": "sinklens/hooks", "analyses": "sinklens/analyses"}
+"""Where each folder of the repository lies in the wheel."""
+
+PROBE = """\
+import sinklens
+
+assert "site-packages" in sinklens.__file__, f"not the installed package: {sinklens.__file__}"
+prompt = "Question: Tom has 3 apples. He buys 4 more. How many apples does Tom have now?\\nAnswer:"
+model = sinklens.load("tiny-llada")
+with sinklens.trace(model, prompt) as t:
+    for step in t.steps:
+        pattern = t["blocks.2.attn.hook_pattern"]
+text = t.text if isinstance(t.text, str) else t.text[0]
+assert text.strip(), "the trace generated no text"
+print(text.strip())
+"""
+"""A file and not `-c`: nnsight reads the source of the block it traces."""
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    """Standard output of `command`, run outside the repository; its output is shown if it fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env={**environment, **variables}, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build(scratch: Path) -> Path:
+    """The wheel, made from the sdist that a copy of the sources gives."""
+    sources = scratch / "sources"
+    sources.mkdir()
+    for folder in PLACE:
+        shutil.copytree(ROOT / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    # The build happens in an environment of its own, which only this variable pins.
+    pinned = {"PIP_CONSTRAINT": CONSTRAINTS.as_uri()}
+    run(sys.executable, "-m", "build", "--outdir", scratch / "dist", sources, cwd=scratch, **pinned)
+    (wheel,) = (scratch / "dist").glob("*.whl")
+    return wheel
+
+
+def expected_files() -> set[str]:
+    """What of the three folders belongs into the wheel: modules, the marker for type checkers, checkpoints."""
+    files = {f"sinklens/{path.relative_to(ROOT / 'sinklens')}" for path in shipped_files()} | {"sinklens/py.typed"}
+    for folder, place in PLACE.items():
+        files |= {f"{place}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
+    return files
+
+
+def shipped_files() -> list[Path]:
+    """Every file of every shipped checkpoint."""
+    return [path for path in (ROOT / "sinklens/checkpoints/shipped").rglob("*") if path.is_file()]
+
+
+def check_contents(wheel: Path) -> None:
+    """Exit with the difference between the wheel and the folders, if there is one."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("sinklens/")}
+    expected = expected_files()
+    if missing := sorted(expected - packed):
+        sys.exit(f"the wheel lacks {missing}: list the package or its data in pyproject.toml")
+    if surplus := sorted(packed - expected):
+        sys.exit(f"the wheel holds {surplus}, which are neither modules nor shipped checkpoints")
+    if not any("/shipped/" in name and name.endswith(".safetensors") for name in packed):
+        sys.exit("the wheel holds no checkpoint: sinklens/checkpoints/shipped is empty")
+
+
+def check_run(wheel: Path, scratch: Path) -> str:
+    """The text that the probe generates in a fresh environment, with the Hub out of reach."""
+    environment = scratch / "environment"
+    python = environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    elsewhere = scratch / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "probe.py").write_text(PROBE)
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=scratch)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", "--no-compile", "-c", CONSTRAINTS, wheel, cwd=elsewhere)
+    return run(python, "probe.py", cwd=elsewhere, HF_HUB_OFFLINE="1")
+
+
+def main() -> None:
+    """Build, compare, install, run."""
+    with tempfile.TemporaryDirectory(prefix="sinklens-wheel-") as folder:
+        scratch = Path(folder)
+        print("building the wheel", flush=True)
+        wheel = build(scratch)
+        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB", flush=True)
+        check_contents(wheel)
+        print("installing it into a fresh environment", flush=True)
+        print(check_run(wheel, scratch), end="")
+    print("the wheel is whole, and a trace runs from it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""sinklens: open a diffusion language model while it denoises.
+
+    model = sinklens.load("tiny-llada")
+    with sinklens.trace(model, "Question: ...") as t:
+        for step in t.steps:
+            pattern = t["blocks.2.attn.hook_pattern"]
+    print(t.text)
+
+`load` gets a model, `trace` opens a run of it, `generate` carries one out. Everything is imported when it is first
+used, so ``import sinklens`` is quick.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import SinklensError
+
+if TYPE_CHECKING:
+    from sinklens.generation import Answer, Generation
+    from sinklens.model import Model, load
+    from sinklens.sinks.track import SinkTrack
+    from sinklens.tracing import Trace, generate, trace
+
+__version__ = "0.1.0"
+__all__ = ["Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "generate", "load", "trace"]
+
+_HOMES = {
+    "Answer": "sinklens.generation",
+    "Generation": "sinklens.generation",
+    "Model": "sinklens.model",
+    "SinkTrack": "sinklens.sinks.track",
+    "Trace": "sinklens.tracing",
+    "generate": "sinklens.tracing",
+    "load": "sinklens.model",
+    "trace": "sinklens.tracing",
+}
+_MODULES = ("analyses", "checkpoints", "errors", "hooks", "sampling", "sinks", "tasks", "views")
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"sinklens.{name}")
+    raise AttributeError(f"module 'sinklens' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, *_MODULES])

@@ -1,0 +1,21 @@
+"""Checkpoints: which families there are, how their files are checked and loaded. No code of a checkpoint is run."""
+
+from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.checkpoints.files import shipped_names
+from sinklens.checkpoints.loading import Checkpoint, build_empty, from_bridge, from_pretrained_model, load_checkpoint
+from sinklens.checkpoints.translate import family_named, family_of, translate
+
+__all__ = [
+    "BY_MODEL_TYPE",
+    "FAMILIES",
+    "Checkpoint",
+    "Family",
+    "build_empty",
+    "family_named",
+    "family_of",
+    "from_bridge",
+    "from_pretrained_model",
+    "load_checkpoint",
+    "shipped_names",
+    "translate",
+]

@@ -1,0 +1,167 @@
+"""What sinklens knows of each checkpoint family: one record each, no code.
+
+LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder, DiffuCoder) is
+Qwen2 without the causal mask whose logits predict the *next* position. A family is therefore a translation of its
+config onto a transformers config, renames of its weights, and how it is sampled. No code of a checkpoint is run.
+
+A config value that the translation cannot express is refused by name: see `Family.required`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Sampler = Literal["llada", "dream", "autoregressive"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One checkpoint family.
+
+    Attributes:
+        name: short name, `Model.family`.
+        model_types: values of ``model_type`` in config.json that mean this family.
+        architecture: transformers ``model_type`` of the class it is loaded into.
+        sampler: which sampler generates with it.
+        causal: whether queries see earlier keys only.
+        shift: whether the logits at position i predict the token at i + 1.
+        config_names: its config key -> transformers' key; keys not named keep their name if transformers has them.
+        required: config key -> values that can be expressed; a missing key is fine.
+        renames: regular expression -> replacement, on weight names, in order; at most one group.
+        mask_token_id: used where neither config nor tokenizer tells.
+        eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
+        verified: how far agreement with the reference code was checked.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: str
+    sampler: Sampler
+    verified: str
+    causal: bool = False
+    shift: bool = False
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
+    mask_token_id: int | None = None
+    eot_token_id: int | None = None
+
+
+_LLADA_CONFIG = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers",
+    "mlp_hidden_size": "intermediate_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "max_sequence_length": "max_position_embeddings",
+    "weight_tying": "tie_word_embeddings",
+}
+_LLADA_REQUIRED = {
+    "alibi": (False,),
+    "rope": (True,),
+    "block_type": ("llama",),
+    "block_group_size": (1, None),
+    "activation_type": ("silu",),
+    "layer_norm_type": ("rms",),
+    "layer_norm_with_affine": (True,),
+    "attention_layer_norm": (False,),
+    "input_emb_norm": (False,),
+    "include_bias": (False,),
+    "include_qkv_bias": (False, None),
+    "bias_for_layer_norm": (False, None),
+    "multi_query_attention": (None, False),
+    "scale_logits": (False,),
+    "clip_qkv": (None,),
+}
+_LLADA_RENAMES = {
+    r"^model\.transformer\.wte\.": "model.embed_tokens.",
+    r"^model\.transformer\.ln_f\.": "model.norm.",
+    r"^model\.transformer\.ff_out\.": "lm_head.",
+    r"^model\.transformer\.blocks\.": "model.layers.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ff_norm\.": ".post_attention_layernorm.",
+    r"\.([qkv]_proj)\.": r".self_attn.\1.",
+    r"\.attn_out\.": ".self_attn.o_proj.",
+    r"\.ff_proj\.": ".mlp.gate_proj.",
+    r"\.up_proj\.": ".mlp.up_proj.",
+    r"\.ff_out\.": ".mlp.down_proj.",
+}
+_QWEN_REQUIRED = {
+    "hidden_act": ("silu",),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False,),
+}
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "llada",
+        ("llada",),
+        "llama",
+        "llada",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        config_names=_LLADA_CONFIG,
+        required=_LLADA_REQUIRED,
+        renames=_LLADA_RENAMES,
+        mask_token_id=126336,
+        eot_token_id=126348,
+    ),
+    Family(
+        "mmada",
+        ("mmada",),
+        "llama",
+        "llada",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        config_names=_LLADA_CONFIG,
+        required=_LLADA_REQUIRED,
+        renames=_LLADA_RENAMES,
+        mask_token_id=126336,
+        eot_token_id=126348,
+    ),
+    Family(
+        "dream",
+        ("Dream", "dream"),
+        "qwen2",
+        "dream",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        shift=True,
+        required=_QWEN_REQUIRED,
+        mask_token_id=151666,
+    ),
+    Family(
+        "a2d-llama",
+        ("a2d-llama",),
+        "llama",
+        "llada",
+        "architecture equals transformers' Llama without the causal mask; no reference outputs compared",
+    ),
+    Family(
+        "a2d-qwen2",
+        ("a2d-qwen2",),
+        "qwen2",
+        "llada",
+        "architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
+        required={"use_sliding_window": (False,)},
+    ),
+    Family(
+        "a2d-qwen3",
+        ("a2d-qwen3",),
+        "qwen3",
+        "llada",
+        "architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
+        required={"use_sliding_window": (False,)},
+    ),
+    Family(
+        "llama",
+        ("llama",),
+        "llama",
+        "autoregressive",
+        "logits equal transformers' own; Llama-3.1-8B built at full size, not run",
+        causal=True,
+    ),
+    Family("qwen2", ("qwen2",), "qwen2", "autoregressive", "logits equal transformers' own on tiny weights", causal=True),
+    Family("qwen3", ("qwen3",), "qwen3", "autoregressive", "logits equal transformers' own on tiny weights", causal=True),
+)
+
+BY_MODEL_TYPE: dict[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}

@@ -1,0 +1,189 @@
+"""Finds the files of a checkpoint and checks its weights before any of them is loaded.
+
+Only safetensors is read. The names and shapes in the files' headers are compared with those of the model that the
+config describes, so a checkpoint with missing, surplus, misshapen or truncated weights is refused while nothing has
+been built yet. transformers alone would warn and go on with random weights.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sinklens.checkpoints.families import Family
+from sinklens.errors import CheckpointError, nearest
+
+SHIPPED_FOLDER = "shipped"
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the headers of a checkpoint's safetensors files say.
+
+    Attributes:
+        shapes: weight name, as transformers will call it, -> shape.
+        dtype: element type of most of the weights.
+        original: the same names -> names in the files.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    original: dict[str, str]
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored values."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+
+def shipped_names() -> list[str]:
+    """Names of the checkpoints that come with sinklens."""
+    folder = resources.files("sinklens.checkpoints") / SHIPPED_FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
+
+
+def find(name_or_path: str | Path, revision: str | None) -> Path:
+    """The local folder of a checkpoint: a shipped name, a folder, or a name on the hub (downloaded and cached).
+
+    Raises:
+        CheckpointError: nothing of that name, or no network.
+    """
+    if str(name_or_path) in shipped_names():
+        return Path(str(resources.files("sinklens.checkpoints") / SHIPPED_FOLDER / str(name_or_path)))
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+    looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~")) or str(name_or_path).count("/") != 1
+    if looks_local:
+        raise CheckpointError(
+            f"{name_or_path!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
+            f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}"
+        )
+    return _download(str(name_or_path), revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, httpx.HTTPError) as error:
+        at_revision = f" at revision {revision!r}" if revision else ""
+        raise CheckpointError(
+            f"could not get {name!r}{at_revision} from the hub: {type(error).__name__}: {str(error).splitlines()[0]} "
+            f"Check the name and the network, or download the files elsewhere and give their folder; "
+            f"gated models need `hf auth login` first."
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is missing or not JSON.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder holds config.json and *.safetensors.")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); it may be half-written. Fetch it again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(config).__name__}, not an object.")
+    return config
+
+
+def read_headers(folder: Path, family: Family) -> Weights:
+    """Names, shapes and type of all stored weights, read from the headers alone.
+
+    Raises:
+        CheckpointError: no safetensors (pickles are refused), a shard is missing, a file is truncated.
+    """
+    shapes, original, dtypes = {}, {}, {}
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for stored in opened.keys():  # noqa: SIM118 — safe_open is no mapping
+                    part = opened.get_slice(stored)
+                    name = rename(stored, family)
+                    shapes[name], original[name] = tuple(part.get_shape()), stored
+                    size = torch.Size(shapes[name]).numel()
+                    dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file} is not a whole safetensors file ({error}); it may be truncated. Fetch it again."
+            ) from error
+    main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
+    if main not in _DTYPES:
+        raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(_DTYPES)}.")
+    return Weights(shapes, _DTYPES[main], original)
+
+
+def rename(stored: str, family: Family) -> str:
+    """A stored weight's name under transformers' naming."""
+    for pattern, replacement in family.renames.items():
+        stored = re.sub(pattern, replacement, stored)
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is broken ({error}); fetch it again.") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if any(folder.glob("model-*-of-*.safetensors")):
+        raise CheckpointError(f"{folder} has shards but no {index.name}, which says what is in them. Fetch it too.")
+    pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+    told = f" It has pickles ({', '.join(pickles[:3])}), which can run code and are refused." if pickles else ""
+    raise CheckpointError(f"{folder} has no model.safetensors.{told} Convert the weights to safetensors.")
+
+
+def compare(weights: Weights, expected: dict[str, tuple[int, ...]], tied: set[str], where: str) -> None:
+    """Hold the stored weights to the model's.
+
+    Args:
+        expected: the model's parameter names and shapes.
+        tied: parameters that may be left out because they share another's values.
+
+    Raises:
+        CheckpointError: weights are missing, surplus, or of another shape.
+    """
+    missing = sorted(set(expected) - set(weights.shapes) - tied)
+    surplus = sorted(weights.original[name] for name in set(weights.shapes) - set(expected) - tied)
+    shapes = [
+        f"{weights.original[name]} is {list(shape)}, the config asks for {list(expected[name])}"
+        for name, shape in weights.shapes.items()
+        if name in expected and shape != expected[name]
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} weights are missing ({', '.join(missing[:4])})")
+    if surplus:
+        problems.append(f"{len(surplus)} weights have no place in the model ({', '.join(surplus[:4])})")
+    problems += shapes[:4]
+    if problems:
+        raise CheckpointError(f"{where}: {'; '.join(problems)}. Nothing was loaded; check that config and weights match.")

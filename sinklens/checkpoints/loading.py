@@ -1,0 +1,239 @@
+"""Loads a checkpoint into the transformers class of its family.
+
+The order is: config translated, headers checked against a model on the meta device, and only then the weights read,
+so a failure leaves nothing half-loaded. transformers does the reading (`from_pretrained` with the translated config and
+the family's renames); `is_causal` is set on the config, which decides the mask, and on every attention module, which
+transformers' fused attention consults where no mask is passed.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sinklens.checkpoints import files
+from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
+from sinklens.checkpoints.translate import family_of, translate
+from sinklens.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+SMALL = 1_000_000_000  # values; below it, a model without a GPU is computed in float32
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model and what belongs to it.
+
+    Attributes:
+        hf: the transformers model, in evaluation mode.
+        tokenizer: None where the checkpoint has none.
+        family: its record.
+        mask_token_id: None for autoregressive models.
+        eos_token_ids: tokens that end an answer.
+        defaults: sampler settings that the checkpoint itself asks for.
+        name: how it was asked for.
+        revision: commit or tag asked for, if any.
+    """
+
+    hf: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    family: Family
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    defaults: dict[str, Any]
+    name: str
+    revision: str | None = None
+
+
+def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
+    """The family's model on the meta device: names and shapes, no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def load_checkpoint(
+    name_or_path: str | Path,
+    *,
+    revision: str | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    device_map: Any,
+    tokenizer: Any,
+) -> Checkpoint:
+    """Load by name or folder; see `sinklens.load` for the arguments.
+
+    Raises:
+        CheckpointError: see `sinklens.load`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    import sinklens.hooks.attention as attention
+
+    folder = files.find(name_or_path, revision)
+    raw = files.read_config(folder)
+    family = family_of(raw, str(folder))
+    config = translate(raw, family, str(folder))
+    weights = files.read_headers(folder, family)
+    empty = build_empty(config)
+    tied = set(getattr(empty, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    expected = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters(remove_duplicate=False)}
+    files.compare(weights, expected, tied, str(folder))
+    if device is not None and device_map is not None:
+        raise CheckpointError("give device= or device_map=, not both.")
+    target = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        key_mapping=dict(family.renames) or None,
+        dtype=_dtype(dtype, weights, target if device_map is None else "cuda"),
+        device_map=device_map,
+        attn_implementation=attention.NAME,
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    if device_map is None:
+        hf = hf.to(target)
+    found = tokenizer if tokenizer is not None else _tokenizer(folder)
+    return finish(hf, found, family, raw, str(name_or_path), revision, _defaults(folder))
+
+
+def finish(
+    hf: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    family: Family,
+    raw: dict[str, Any],
+    name: str,
+    revision: str | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> Checkpoint:
+    """Put a transformers model into the state that sinklens relies on, and gather what belongs to it."""
+    import sinklens.hooks.attention as attention
+
+    hf.eval()
+    hf.config.is_causal = family.causal
+    hf.set_attn_implementation(attention.NAME)
+    for module in hf.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = family.causal
+    mask = None
+    if not family.causal:
+        mask = raw.get("mask_token_id")
+        if mask is None and tokenizer is not None:
+            mask = tokenizer.mask_token_id
+        if mask is None:
+            mask = family.mask_token_id
+        if mask is None or not 0 <= mask < hf.config.vocab_size:
+            raise CheckpointError(
+                f"{name}: no usable mask token (found {mask!r}, vocabulary {hf.config.vocab_size}); "
+                f"set mask_token_id in config.json or give a tokenizer that has a mask token."
+            )
+    return Checkpoint(hf, tokenizer, family, mask, _eos(hf, tokenizer, raw), defaults or {}, name, revision)
+
+
+def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None") -> Checkpoint:
+    """Take over a transformers model one already holds; its config says which family it is.
+
+    A bidirectional model of the Llama or Qwen classes says so with ``config.is_causal = False``.
+
+    Raises:
+        CheckpointError: its ``model_type`` is no family's.
+    """
+    raw = hf.config.to_dict()
+    kind = raw.get("model_type")
+    if getattr(hf.config, "is_causal", True) is False and f"a2d-{kind}" in BY_MODEL_TYPE:
+        raw["model_type"] = f"a2d-{kind}"
+    family = family_of(raw, type(hf).__name__)
+    if type(hf).__module__.startswith("transformers_modules"):
+        raise CheckpointError(
+            f"{type(hf).__name__} runs code of its checkpoint; give its name or folder to sinklens.load instead, "
+            f"which loads the same weights into transformers' own class."
+        )
+    return finish(hf, tokenizer, family, raw, getattr(hf.config, "name_or_path", "") or kind)
+
+
+def from_bridge(bridge: Any) -> Checkpoint:
+    """Take over the weights of a TransformerLens `TransformerBridge`, sharing them, not copying.
+
+    The bridge replaces modules inside its transformers model, so the weights go into a fresh shell of the same class.
+    Hooks set on the bridge stay with the bridge; set them on the returned model, where the same names hold.
+
+    Raises:
+        CheckpointError: its weights were folded or otherwise processed, so the class cannot hold them.
+    """
+    original = bridge.original_model
+    renamed = {name.replace("._original_component", ""): value for name, value in original.named_parameters()}
+    shell = build_empty(original.config)
+    expected = {name: tuple(value.shape) for name, value in shell.named_parameters(remove_duplicate=False)}
+    tied = set(getattr(shell, "_tied_weights_keys", None) or ()) if original.config.tie_word_embeddings else set()
+    weights = files.Weights(
+        {name: tuple(value.shape) for name, value in renamed.items()}, torch.float32, {name: name for name in renamed}
+    )
+    files.compare(weights, expected, tied, "the TransformerBridge (weights must not be folded or centred)")
+    from transformers import AutoModelForCausalLM
+
+    first = next(original.parameters())
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(original.config, dtype=first.dtype, attn_implementation="sdpa")
+    hf.load_state_dict(renamed, assign=True, strict=not tied)
+    hf.tie_weights()
+    _materialise_buffers(hf, first.device)
+    return from_pretrained_model(hf, bridge.tokenizer)
+
+
+def _materialise_buffers(hf: "PreTrainedModel", device: torch.device) -> None:
+    """Rebuild what a meta-device model keeps outside its weights: the rotary frequencies."""
+    for module in list(hf.modules()):
+        for name, child in module.named_children():
+            if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
+                setattr(module, name, type(child)(config=hf.config).to(device))
+
+
+def _dtype(dtype: str | torch.dtype, weights: files.Weights, target: Any) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        on_cpu = torch.device(target).type == "cpu"
+        return torch.float32 if on_cpu and weights.parameters < SMALL else weights.dtype
+    named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    key = short.get(dtype, dtype)
+    if key not in named:
+        raise CheckpointError(f"dtype {dtype!r} is not one of auto, {', '.join([*named, *short])}.")
+    return named[key]
+
+
+def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    """The folder's tokenizer; None where it has none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _eos(hf: "PreTrainedModel", tokenizer: Any, raw: dict[str, Any]) -> tuple[int, ...]:
+    generation = getattr(hf, "generation_config", None)
+    for source in (getattr(generation, "eos_token_id", None), raw.get("eos_token_id")):
+        if source is not None:
+            return tuple(source) if isinstance(source, list | tuple) else (source,)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return () if own is None else (own,)
+
+
+def _defaults(folder: Path) -> dict[str, Any]:
+    """Sampler settings that a checkpoint names in generation_config.json under ``"sinklens"``."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text()).get("sinklens", {}))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}). Fetch it again.") from error

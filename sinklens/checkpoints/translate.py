@@ -1,0 +1,95 @@
+"""Turns a checkpoint's config.json into the transformers config it is loaded with.
+
+The translation goes by the family's record: keys are renamed, values that cannot be expressed are refused by name.
+Keys that neither the record nor transformers knows (training settings, initialisation) say nothing about the forward
+pass and are dropped.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.errors import CheckpointError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Keys of a public config that transformers' own config classes take over unchanged.
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout")
+
+
+def family_of(config: dict[str, Any], where: str) -> Family:
+    """The family that config.json's ``model_type`` names.
+
+    Raises:
+        CheckpointError: it names none; says whether the checkpoint would need code of its own.
+    """
+    kind = config.get("model_type")
+    if kind in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[kind]
+    own_code = " It asks for code of its own (auto_map), which sinklens never runs." if config.get("auto_map") else ""
+    raise CheckpointError(
+        f"{where}: model_type {kind!r} is not a known family.{own_code} Known: {', '.join(BY_MODEL_TYPE)}."
+        f"{nearest(str(kind), BY_MODEL_TYPE)} A new family is one record in sinklens/checkpoints/families.py."
+    )
+
+
+def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
+    """The transformers config for `config` (the parsed config.json) of a checkpoint at `where`.
+
+    The result carries ``is_causal`` of the family, and no ``auto_map``.
+
+    Raises:
+        CheckpointError: a value cannot be expressed, or a needed key is missing.
+    """
+    from transformers import CONFIG_MAPPING
+
+    _check_required(config, family, where)
+    config_class = CONFIG_MAPPING[family.architecture]
+    if family.config_names:
+        made = config_class(**_renamed(config, family, where))
+    else:
+        dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
+        made = config_class(**{key: value for key, value in config.items() if key not in dropped})
+    made.is_causal = family.causal
+    return made
+
+
+def _check_required(config: dict[str, Any], family: Family, where: str) -> None:
+    for key, allowed in family.required.items():
+        if key in config and config[key] not in allowed:
+            expected = " or ".join(repr(value) for value in allowed)
+            raise CheckpointError(
+                f"{where}: config.json has {key} = {config[key]!r}; the {family.name} family can express only {expected}. "
+                f"Loading it anyway would compute another model."
+            )
+
+
+def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """LLaDA's config keys under transformers' names, with its two derived sizes."""
+    config = dict(config)
+    if config.get("mlp_hidden_size") is None and config.get("mlp_ratio"):
+        config["mlp_hidden_size"] = config["mlp_ratio"] * config["d_model"]
+    if config.get("n_kv_heads") is None:
+        config["n_kv_heads"] = config.get("n_heads")
+    missing = [key for key in family.config_names if config.get(key) is None and key != "weight_tying"]
+    if missing:
+        raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
+    settings = {new: config[old] for old, new in family.config_names.items() if old in config}
+    theta = settings.pop("rope_theta")
+    settings |= {key: config[key] for key in _KEPT if key in config}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
+    settings["vocab_size"] = config.get("embedding_size") or config["vocab_size"]
+    return settings
+
+
+def family_named(name: str) -> Family:
+    """The family called `name`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    known = [family.name for family in FAMILIES]
+    raise CheckpointError(f"no family is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")

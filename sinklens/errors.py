@@ -1,0 +1,57 @@
+"""Every error that sinklens raises on purpose; each text says what came, what is allowed, and what to do.
+
+`SinklensError` is the one base to catch. The subclasses also derive from the built-in error a caller would expect
+(`ValueError`, `KeyError`, ...), so code that already catches those keeps working.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SinklensError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class CheckpointError(SinklensError, ValueError):
+    """A checkpoint cannot be loaded: unknown family, unsupported setting, missing, surplus or broken weights."""
+
+
+class SelfCheckError(SinklensError, RuntimeError):
+    """A loaded model failed its self-check: its hook points do not show what the model computes."""
+
+
+class PromptError(SinklensError, ValueError):
+    """A prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer."""
+
+
+class SettingError(SinklensError, ValueError):
+    """A sampler setting is unknown or out of range."""
+
+
+class HookNameError(SinklensError, KeyError):
+    """No hook point bears this name."""
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0])
+
+
+class HookOrderError(SinklensError, RuntimeError):
+    """A hook point was asked for after the run had passed it, or outside the trace block."""
+
+
+class ReadOnlyHookError(SinklensError, TypeError):
+    """A read-only hook point was written to."""
+
+
+class TrackError(SinklensError, ValueError):
+    """A sink track cannot be opened, or lacks what was asked of it."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """' Nearest: a, b, c.' for an unknown name, or '' when nothing is close.
+
+    >>> nearest("stpes", ["steps", "seed"])
+    ' Nearest: steps.'
+    """
+    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return f" Nearest: {', '.join(close)}." if close else ""

@@ -1,0 +1,312 @@
+"""The result of a run, and the parts of a run that `trace` and `generate` share.
+
+`Denoising` prepares a run (prompt, settings, hooks, recorder) and carries it out; `Generation` is what is left. Nothing
+about an answer is hidden: whether it ended, whether it is empty, and how many positions are still masked is in
+`Generation.answers`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinklens.errors import HookNameError, PromptError, SinklensError
+from sinklens.hooks import names
+from sinklens.hooks.points import Point
+from sinklens.model import Model
+from sinklens.sampling import AnySettings, LladaSettings, make_settings
+from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.running import Course, Listener, course, run
+from sinklens.sampling.state import State
+from sinklens.sinks.recorder import SinkRecorder
+from sinklens.sinks.track import SinkTrack, build_track
+
+if TYPE_CHECKING:
+    from sinklens.tracing import Trace
+
+HookFunction = Callable[..., Any]
+Hooks = Sequence[tuple[names.HookName, HookFunction]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row's answer.
+
+    Attributes:
+        text: the answer up to its end, without the end token; leftover masks are spelled out. None without a tokenizer.
+        ended: an end-of-sequence token was generated.
+        tokens: tokens before the end.
+        masks: positions that are still masked.
+    """
+
+    text: str | None
+    ended: bool
+    tokens: int
+    masks: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing but the end, or white space, was generated."""
+        return self.tokens == 0 or (self.text is not None and not self.text.strip())
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is left of a run.
+
+    Attributes:
+        canvas: ids entering each step and after the last, [batch, steps + 1, pos]; undecided positions hold the mask
+            token (-1 in an autoregressive run).
+        unmask_step: step that gave each position its token, [batch, pos]; -1 for prompt and padding, the number of
+            steps where none did.
+        real: False on left padding, [batch, pos].
+        prompt_length: positions before the answers, padding included.
+        answers: one per row.
+        settings: as used, defaults filled in.
+        seed: as used.
+        sinks: sink scores of every step, layer and head; None if they were not recorded or no step ended.
+        single: the prompt was one string, so `text` is one string.
+    """
+
+    canvas: Int[Tensor, "batch step pos"]
+    unmask_step: Int[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
+    prompt_length: int
+    answers: tuple[Answer, ...]
+    settings: AnySettings
+    seed: int
+    sinks: SinkTrack | None
+    single: bool
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """Prompt and answer as the run left them."""
+        return self.canvas[:, -1]
+
+    @property
+    def steps_run(self) -> int:
+        """Steps that ran; fewer than `settings.steps` where the run ended early."""
+        return self.canvas.shape[1] - 1
+
+    @property
+    def text(self) -> Any:
+        """The answer of a single prompt, else a list of answers.
+
+        Raises:
+            PromptError: the model has no tokenizer.
+        """
+        texts = [answer.text for answer in self.answers]
+        if any(text is None for text in texts):
+            raise PromptError("the model has no tokenizer, so there is no text; read .tokens instead.")
+        return texts[0] if self.single else texts
+
+    def __repr__(self) -> str:
+        masks, empty = sum(a.masks for a in self.answers), sum(a.empty for a in self.answers)
+        return (
+            f"Generation({len(self.answers)} answers, {self.steps_run} of {self.settings.steps} steps, "
+            f"{sum(a.ended for a in self.answers)} ended, {empty} empty, {masks} positions still masked)"
+        )
+
+
+class Denoising:
+    """One run, from prompt to `Generation`.
+
+    Attributes:
+        model: the model it runs.
+        settings: as used.
+        state: the sampler's state; its canvas is the start until `carry_out`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Any,
+        *,
+        given: dict[str, Any],
+        seed: int,
+        chat_template: bool | str,
+        hooks: Hooks,
+        record_sinks: bool,
+        replay: "Generation | Trace | None",
+        progress: bool | None,
+    ) -> None:
+        self.model, self.seed, self.progress = model, seed, progress
+        self.settings = make_settings(model.record.sampler, given, model.checkpoint.defaults)
+        ids, real = model.encode(prompt, chat_template)
+        self._check_prompt(ids, real)
+        self.single = isinstance(prompt, str)
+        self.state = self._start(ids, real)
+        self.hooks = self._resolve(hooks)
+        self.replay = None if replay is None else replay.canvas
+        self._canvases: list[Tensor] = []
+        self._recorder = (
+            SinkRecorder(ids.shape[0], self.state.canvas.shape[1], model.cfg.n_layers) if record_sinks else None
+        )
+
+    @property
+    def rows(self) -> int:
+        """Prompts in the batch."""
+        return self.state.canvas.shape[0]
+
+    @property
+    def guided(self) -> bool:
+        """Whether a pass holds unconditional rows behind the conditional ones."""
+        return isinstance(self.settings, LladaSettings) and self.settings.cfg_scale > 0
+
+    def _check_prompt(self, ids: Tensor, real: Tensor) -> None:
+        mask, context = self.model.mask_token_id, self.model.cfg.n_ctx
+        if mask is not None and bool(((ids == mask) & real).any()):
+            row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
+            raise PromptError(
+                f"prompt {row} holds the mask token ({mask}) at position {position}; it would be taken for an answer "
+                f"position. Remove it from the text or the ids."
+            )
+        longest = int(real.sum(dim=1).max())
+        if longest + self.settings.gen_length > context:
+            raise PromptError(
+                f"a prompt of {longest} tokens and gen_length {self.settings.gen_length} need "
+                f"{longest + self.settings.gen_length} positions; {self.model.name} has {context}. "
+                f"Shorten the prompt or give gen_length of at most {max(0, context - longest)}."
+            )
+
+    def _start(self, ids: Tensor, real: Tensor) -> State:
+        model, length = self.model, self.settings.gen_length
+        mask = -1 if model.mask_token_id is None else model.mask_token_id
+        blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
+        return State(
+            tree=model.tree,
+            canvas=torch.cat([ids, blank], dim=1),
+            real=torch.cat([real, torch.ones_like(blank, dtype=torch.bool)], dim=1),
+            prompt_length=ids.shape[1],
+            mask_id=mask,
+            eos_ids=model.eos_token_ids,
+            eot_id=model.record.eot_token_id,
+            noise=RowNoise(self.seed, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]),
+            shift=model.record.shift,
+            finished=torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device),
+        )
+
+    def _resolve(self, hooks: Hooks) -> list[tuple[str, HookFunction]]:
+        """(point, function) pairs; the recorder's come last, so that it sees what the others leave."""
+        known, layers = self.model.hook_names(), self.model.cfg.n_layers
+        found = []
+        for entry in hooks:
+            if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
+                raise HookNameError(f"hooks= is a list of (name or predicate, function) pairs; got {entry!r}.")
+            found += [(point, entry[1]) for point in names.select(entry[0], known, layers)]
+        return found
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """The run's hooks on their points; afterwards the model is as it was."""
+        tree = self.model.tree
+        handles = []
+        try:
+            for name, function in self.hooks:
+                point: Point = tree.hook_dict[name]  # type: ignore[assignment]
+                handles.append((point, point.add_hook(self._on_conditional_rows(function))))
+            if self._recorder is not None:
+                for block in tree.blocks:
+                    point = block.attn.hook_sink_scores  # type: ignore[union-attr,assignment]
+                    handles.append((point, point.add_hook(self._recorder.hook)))
+            yield
+        finally:
+            for point, handle in handles:
+                handle.hook.remove()
+                point.fwd_hooks.remove(handle)
+            tree.watch.step = None
+
+    def _on_conditional_rows(self, function: HookFunction) -> HookFunction:
+        """Under guidance, show `function` the conditional rows alone and put back what it returns."""
+        if not self.guided:
+            return function
+
+        def narrowed(value: Tensor, hook: Point) -> Tensor | None:
+            if value.shape[0] != 2 * self.rows:
+                return function(value, hook=hook)
+            changed = function(value[: self.rows], hook=hook)
+            return None if changed is None else torch.cat([changed, value[self.rows :]])
+
+        return narrowed
+
+    def carry_out(self, listeners: Sequence[Listener] = ()) -> Course:
+        """Run all steps."""
+        from sinklens.progress import Progress
+
+        with self._hooked(), Progress(self.settings.steps, self.progress) as bar:
+            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self.replay, self._canvases)
+
+    def result(self) -> Generation:
+        """What is left, after all steps or after those that ran until it was stopped."""
+        if not self._canvases:
+            raise SinklensError("the run stopped before it began; nothing was generated.")
+        done = course(self.state, self._canvases)
+        answers = tuple(self._answer(row) for row in done.canvas[:, -1, self.state.prompt_length :])
+        real = self.state.real.cpu()
+        return Generation(
+            done.canvas, done.unmask_step, real, self.state.prompt_length, answers, self.settings, self.seed,
+            self._track(done, real), self.single,
+        )  # fmt: skip
+
+    def _answer(self, ids: Int[Tensor, " pos"]) -> Answer:
+        ids = ids[ids >= 0]
+        ends = torch.isin(ids, torch.tensor(self.model.eos_token_ids, dtype=ids.dtype)).nonzero()
+        kept = ids[: int(ends[0])] if len(ends) else ids
+        masks = 0 if self.model.mask_token_id is None else int((ids == self.model.mask_token_id).sum())
+        text = None
+        if self.model.tokenizer is not None:
+            text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
+        return Answer(text, bool(len(ends)), len(kept), masks)
+
+    def _track(self, done: Course, real: Tensor) -> SinkTrack | None:
+        scores = None if self._recorder is None else self._recorder.scores()
+        if scores is None:
+            return None
+        steps = min(scores.shape[1], done.steps)
+        entering, left = done.canvas[:, :steps], done.canvas[:, 1 : steps + 1]
+        masked = entering == self.state.mask_id
+        return build_track(
+            scores[:, :steps].float().numpy(),
+            entering.numpy(),
+            masked.numpy(),
+            (masked & (left != self.state.mask_id)).numpy(),
+            real.numpy(),
+            done.unmask_step.numpy(),
+            self._provenance(),
+        )
+
+    def _provenance(self) -> dict[str, Any]:
+        import json
+        from importlib.metadata import version
+
+        kept = {name: value for name, value in asdict(self.settings).items() if value is not None}
+        return {
+            "model": self.model.name,
+            "revision": self.model.checkpoint.revision or "",
+            "family": self.model.family,
+            "settings": json.dumps(kept),
+            "seed": self.seed,
+            "prompt_length": self.state.prompt_length,
+            "dtype": str(self.model.cfg.dtype),
+            "device": str(self.model.cfg.device),
+            "versions": json.dumps({name: version(name) for name in ("torch", "transformers", "nnsight")}),
+        }
+
+
+class _Recording:
+    """Tells the recorder when a step has ended."""
+
+    def __init__(self, denoising: Denoising) -> None:
+        self._recorder = denoising._recorder
+
+    def before(self, step: int, state: State) -> None:
+        """Nothing."""
+
+    def after(self, step: int, state: State) -> None:
+        """Keep the step's scores."""
+        if self._recorder is not None:
+            self._recorder.end_step(state.partial)

@@ -1,0 +1,244 @@
+"""The model a user holds: hook points, tokenizer and family in one object.
+
+`Model` is an nnsight root over the tree of hook points, so `model.trace(ids)`, ``.edit()`` and ``.output`` are
+nnsight's own, and `run_with_cache`, `run_with_hooks` and `hooks` are TransformerLens's own. Calling it is one forward
+pass. Denoising runs start from `sinklens.trace` and `sinklens.generate`.
+
+One way this fails: on an nnsight root a child module wins over a method of the same name; no method here may be
+called ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from nnsight import NNsight
+from torch import Tensor
+
+from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
+from sinklens.errors import CheckpointError, PromptError
+from sinklens.hooks.architectures import architecture_of
+from sinklens.hooks.tree import HookTree, Sizes
+from sinklens.selfcheck import check as run_check
+
+if TYPE_CHECKING:
+    from transformer_lens import ActivationCache
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+class Model(NNsight):
+    """A loaded model with named hook points.
+
+    Attributes:
+        tokenizer: None where the checkpoint has none; it then takes token ids only.
+        family: name of its checkpoint family, e.g. "llada".
+        mask_token_id: the mask; None for autoregressive models.
+        eos_token_ids: tokens that end an answer.
+        config: its transformers config.
+        cfg: lengths of its axes under TransformerLens's names (n_layers, n_heads, d_model, ...).
+        name: how it was asked for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
+        super().__init__(tree)
+        tree.watch.interleaver, tree.watch.root = self.interleaver, self.path
+        self.checkpoint = checkpoint
+        self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
+        self.family: str = checkpoint.family.name
+        self.mask_token_id: int | None = checkpoint.mask_token_id
+        self.eos_token_ids: tuple[int, ...] = checkpoint.eos_token_ids
+        self.name: str = checkpoint.name
+
+    @property
+    def tree(self) -> HookTree:
+        """The tree of hook points itself, a TransformerLens `HookedRootModule`."""
+        return self._module  # type: ignore[return-value]
+
+    @property
+    def config(self) -> "PreTrainedConfig":
+        """The transformers config."""
+        return self.tree.hf.config
+
+    @property
+    def cfg(self) -> Sizes:
+        """Lengths of the axes."""
+        return self.tree.cfg
+
+    @property
+    def record(self) -> Family:
+        """Everything known of the checkpoint's family."""
+        return self.checkpoint.family
+
+    def hook_names(self) -> list[str]:
+        """Names of all hook points, in the order a step reaches them."""
+        return self.tree.point_names()
+
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> "tuple[Float[Tensor, 'batch pos vocab'], ActivationCache]":
+        """One pass that keeps the points chosen by ``names_filter`` (all, if None): (logits, ActivationCache)."""
+        return self.tree.run_with_cache(*args, **kwargs)
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos vocab"]:
+        """One pass under ``fwd_hooks=[(name or predicate, fn(value, hook)), …]``, as in TransformerLens."""
+        return self.tree.run_with_hooks(*args, **kwargs)
+
+    def encode(
+        self, prompt: str | Sequence[str] | Sequence[int] | Int[Tensor, "..."], chat_template: bool | str = False
+    ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
+        """Token ids of a prompt or of several, left-padded to one length, and which of them are real.
+
+        Args:
+            prompt: a string, a list of strings, token ids [pos] or [batch, pos].
+            chat_template: True puts a text prompt as one user turn through the tokenizer's template; a string is
+                used as the template.
+
+        Raises:
+            PromptError: empty, not token ids, out of the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, Tensor):
+            return self._check_ids(prompt)
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not texts:
+            raise PromptError("the list of prompts is empty; give at least one.")
+        if all(isinstance(part, int) for part in texts):
+            return self._check_ids(torch.tensor(texts))
+        if not all(isinstance(part, str) for part in texts):
+            kinds = ", ".join(sorted({type(part).__name__ for part in texts}))
+            raise PromptError(f"a prompt is a string, a list of strings, or token ids; got a list of {kinds}.")
+        rows = [self._encode_one(str(text), chat_template) for text in texts]
+        length = max(len(row) for row in rows)
+        pad = self._pad_id()
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
+        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        return ids.to(self.cfg.device), real.to(self.cfg.device)
+
+    def _encode_one(self, text: str, chat_template: bool | str) -> list[int]:
+        if self.tokenizer is None:
+            raise PromptError(
+                f"{self.name} came without a tokenizer, so it takes token ids [batch, pos], not text; "
+                f"or load it with sinklens.load(..., tokenizer=...)."
+            )
+        if not text:
+            raise PromptError("the prompt is empty; give at least one character.")
+        if chat_template is False:
+            return list(self.tokenizer(text).input_ids)
+        template = chat_template if isinstance(chat_template, str) else self.tokenizer.chat_template
+        if template is None:
+            raise PromptError(f"chat_template=True, but the tokenizer of {self.name} has none; give one as a string.")
+        turns = [{"role": "user", "content": text}]
+        made = self.tokenizer.apply_chat_template(
+            turns, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return list(made["input_ids"])
+
+    def _check_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if ids.dtype.is_floating_point or ids.dtype is torch.bool or ids.ndim not in (1, 2) or ids.numel() == 0:
+            raise PromptError(
+                f"token ids are a non-empty integer tensor [pos] or [batch, pos]; "
+                f"got {ids.dtype} of shape {list(ids.shape)}."
+            )
+        ids = (ids[None] if ids.ndim == 1 else ids).long().to(self.cfg.device)
+        if int(ids.min()) < 0 or int(ids.max()) >= self.cfg.d_vocab:
+            raise PromptError(
+                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
+                f"this model's vocabulary is 0 to {self.cfg.d_vocab - 1}."
+            )
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+
+    def _pad_id(self) -> int:
+        own = getattr(self.tokenizer, "pad_token_id", None)
+        return own if own is not None else (self.eos_token_ids[0] if self.eos_token_ids else 0)
+
+    # nnsight asks these two how the inputs of a trace make one batch.
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        if not inputs and not kwargs:
+            return 0
+        first = inputs[0] if inputs else kwargs.get("input_ids")
+        if isinstance(first, Tensor):
+            return 1 if first.ndim == 1 else first.shape[0]
+        return len(first) if isinstance(first, list) and first and isinstance(first[0], str) else 1
+
+    def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
+        if not invokes:
+            return (), {}
+        if len(invokes) == 1 and (not invokes[0][0] or isinstance(invokes[0][0][0], Tensor)):
+            return invokes[0]
+        rows: list[list[int]] = []
+        for inputs, _ in invokes:
+            ids, real = self.encode(inputs[0])
+            rows += [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+        length = max(len(row) for row in rows)
+        pad = self._pad_id()
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
+        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        return (ids,), {"attention_mask": real}
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
+        return (
+            f"Model({self.name!r}, family={self.family!r}, {size:,} parameters, {self.cfg.n_layers} layers, "
+            f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
+        )
+
+
+def load(
+    name_or_path: Any,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: Any = None,
+    tokenizer: Any = None,
+    check: bool = True,
+) -> Model:
+    """Load a model and name every point in it.
+
+    Args:
+        name_or_path: a shipped checkpoint ("tiny-llada", "tiny-llama"), a hub name, a local folder in the public
+            layout (config.json and one or several *.safetensors), a transformers `PreTrainedModel`, or a
+            TransformerLens `TransformerBridge`.
+        revision: branch, tag or commit on the hub.
+        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored type; on a CPU, models
+            below 10⁹ parameters are computed in float32.
+        device: e.g. "cpu", "cuda:1"; by default a GPU if there is one.
+        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs.
+        tokenizer: used instead of the checkpoint's own.
+        check: run the self-check (selfcheck.py), one short pass.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: not found, no network, unknown family, a config value that cannot be expressed, pickles
+            only, or weights missing, surplus, misshapen or truncated.
+        SelfCheckError: the hook points do not show what the model computes.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(name_or_path, Model):
+        return name_or_path
+    held = isinstance(name_or_path, PreTrainedModel) or hasattr(name_or_path, "original_model")
+    if held and (revision is not None or device_map is not None or device is not None or dtype != "auto"):
+        raise CheckpointError(
+            "revision, dtype, device and device_map belong to loading; the model given is loaded already. "
+            "Move or convert it before handing it over."
+        )
+    if isinstance(name_or_path, PreTrainedModel):
+        checkpoint = from_pretrained_model(name_or_path, tokenizer)
+    elif hasattr(name_or_path, "original_model"):
+        checkpoint = from_bridge(name_or_path)
+    elif isinstance(name_or_path, str | Path):
+        checkpoint = load_checkpoint(
+            name_or_path, revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer
+        )
+    else:
+        raise CheckpointError(
+            f"cannot load a {type(name_or_path).__name__}; give a name, a folder, a transformers PreTrainedModel "
+            f"or a TransformerLens TransformerBridge."
+        )
+    model = Model(checkpoint)
+    if check:
+        run_check(model.tree, checkpoint.family.causal)
+    return model

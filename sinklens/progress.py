@@ -1,0 +1,59 @@
+"""A progress bar for runs that last.
+
+By default it appears on a terminal, after the first seconds, and never elsewhere; ``progress=True`` or ``False``
+decides outright.
+"""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+PATIENCE = 3.0  # seconds before a bar appears by itself
+
+
+class Progress:
+    """A listener (see sampling/running.py) that shows how many steps are done."""
+
+    def __init__(self, steps: int, wanted: bool | None) -> None:
+        self._steps, self._wanted = steps, wanted
+        self._started = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def before(self, step: int, state: object) -> None:
+        """Show the bar once it is due."""
+        due = self._wanted or (
+            self._wanted is None and sys.stderr.isatty() and time.monotonic() - self._started > PATIENCE
+        )
+        if due and self._bar is None:
+            self._show(step)
+
+    def after(self, step: int, state: object) -> None:
+        """Count the step."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1)
+
+    def _show(self, done: int) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self._bar = progress.Progress(
+            progress.TextColumn("denoising"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("denoising", total=self._steps, completed=done)
+        self._bar.start()

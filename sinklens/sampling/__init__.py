@@ -1,0 +1,21 @@
+"""Samplers: LLaDA's, Dream's, and left-to-right decoding, each a loop over one function per decision."""
+
+from sinklens.sampling.settings import (
+    BY_SAMPLER,
+    AnySettings,
+    AutoregressiveSettings,
+    DreamSettings,
+    LladaSettings,
+    Settings,
+    make_settings,
+)
+
+__all__ = [
+    "BY_SAMPLER",
+    "AnySettings",
+    "AutoregressiveSettings",
+    "DreamSettings",
+    "LladaSettings",
+    "Settings",
+    "make_settings",
+]

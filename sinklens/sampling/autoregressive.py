@@ -1,0 +1,66 @@
+"""Left-to-right decoding, under the names of a denoising run: a step is one decoded token.
+
+``denoise.hook_canvas`` is the text so far; ``hook_logits``, ``hook_candidates``, ``hook_confidence`` and
+``hook_commit`` have one position, the one being decoded. With a cache a step computes the new position alone. An edit
+of the canvas that changes tokens whose keys are cached empties the cache, so that the edit takes effect.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinklens.errors import ReadOnlyHookError
+from sinklens.hooks.points import at
+from sinklens.sampling import decisions
+from sinklens.sampling.settings import AutoregressiveSettings
+from sinklens.sampling.state import State
+
+
+def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
+    """Yield before each step; when resumed, decode one token into `state.canvas`."""
+    from transformers import DynamicCache
+
+    cache, cached = None, None
+    for position in range(state.prompt_length, state.canvas.shape[1]):
+        if bool(state.finished.all()):
+            return
+        yield
+        text = at(state.tree.denoise.hook_canvas, state.canvas[:, :position])
+        if settings.use_cache and (cache is None or not _extends(text, cached)):
+            cache = DynamicCache(config=state.tree.hf.config)
+        new = text if cache is None else text[:, cache.get_seq_length() :]
+        hidden = state.tree.hidden(new, state.real[:, :position], cache)[:, -1:]
+        state.partial = new.shape[1] < text.shape[1]
+        cached = text
+        _decode(state, settings, text, hidden, position)
+
+
+def _extends(text: Int[Tensor, "batch pos"], cached: Int[Tensor, "batch earlier"] | None) -> bool:
+    return cached is not None and torch.equal(text[:, : cached.shape[1]], cached)
+
+
+def _decode(
+    state: State, settings: AutoregressiveSettings, text: Int[Tensor, "batch pos"], hidden: Tensor, position: int
+) -> None:
+    denoise_points = state.tree.denoise
+    logits = at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float()
+    probs = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k).softmax(dim=-1)
+    every = torch.ones_like(state.finished)[:, None]
+    noise = state.noise.uniform(every, dtype=torch.float64) if settings.temperature > 0 else None
+    drawn = decisions.categorical_candidates(probs, noise)
+    candidates = at(denoise_points.hook_candidates, drawn[:, None])
+    at(denoise_points.hook_confidence, decisions.probability(probs, candidates[:, 0])[:, None])
+    if not bool(at(denoise_points.hook_commit, every).all()):
+        raise ReadOnlyHookError(
+            "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
+            "Edit denoise.hook_candidates to force another token, or call t.stop()."
+        )
+    token = candidates[:, 0]
+    if state.eos_ids:
+        token = torch.where(state.finished, state.eos_ids[0], token)
+        state.finished = state.finished | torch.isin(token, torch.tensor(state.eos_ids, device=token.device))
+    canvas = state.canvas.clone()
+    canvas[:, :position], canvas[:, position] = text, token
+    state.canvas = canvas

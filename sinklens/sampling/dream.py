@@ -1,0 +1,67 @@
+"""Dream's sampler: no blocks; a time from 1 down to eps decides how many tokens each step commits.
+
+Dream's weights began as an autoregressive model's: the logits at position i predict the token at i + 1, which
+`State.logits` has shifted back already.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.hooks.points import at
+from sinklens.sampling import decisions
+from sinklens.sampling.settings import DreamSettings
+from sinklens.sampling.state import State
+
+
+def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
+    """Yield before each step; when resumed, carry it out on `state.canvas`."""
+    times = decisions.dream_times(settings.steps, settings.eps)
+    for step in range(settings.steps):
+        if not bool((state.canvas == state.mask_id).any()):
+            return
+        yield
+        _step(state, settings, times, step)
+
+
+def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], step: int) -> None:
+    canvas = at(state.tree.denoise.hook_canvas, state.canvas)
+    where = (canvas == state.mask_id) & state.real
+    logits = state.logits(canvas, where)
+    probs = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k).softmax(dim=-1)
+    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
+    candidates = decisions.categorical_candidates(probs, noise)
+    proposed, surely = state.spread(where, candidates, _confidence(settings, probs, candidates), canvas)
+    commit = at(state.tree.denoise.hook_commit, _commit(state, settings, where, surely, times, step))
+    state.canvas = torch.where(commit, proposed, canvas)
+
+
+def _confidence(
+    settings: DreamSettings, probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+) -> Float[Tensor, " masked"]:
+    if settings.alg == "topk_margin":
+        return decisions.margin(probs)
+    if settings.alg == "entropy":
+        return decisions.negative_entropy(probs)
+    return decisions.probability(probs, candidates)
+
+
+def _commit(
+    state: State,
+    settings: DreamSettings,
+    where: Bool[Tensor, "batch pos"],
+    confidence: Float[Tensor, "batch pos"],
+    times: Float[Tensor, " step"],
+    step: int,
+) -> Bool[Tensor, "batch pos"]:
+    if settings.alg == "origin":
+        share = 1 - times[step + 1] / times[step] if step < settings.steps - 1 else torch.tensor(1.0)
+        drawn = state.noise.uniform(where, dtype=torch.float32) < share.to(where.device)
+        return torch.zeros_like(where).masked_scatter(where, drawn)
+    counts = decisions.dream_schedule(where.sum(dim=1), times, step)
+    if not settings.alg_temp:
+        return decisions.most_confident(confidence, counts, settings.threshold)
+    commit = decisions.drawn_by_confidence(confidence, counts, settings.alg_temp, state.noise)
+    return commit if settings.threshold is None else commit | (confidence >= settings.threshold)

@@ -1,0 +1,63 @@
+"""LLaDA's sampler: blocks from left to right, the least confident proposals masked again.
+
+Within a block every step proposes a token at each masked position and commits the block's next share of them, the most
+confident first. A proposal may be the mask token itself; the position then simply stays masked, as in the reference.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.hooks.points import at
+from sinklens.sampling import decisions
+from sinklens.sampling.settings import LladaSettings
+from sinklens.sampling.state import State
+
+
+def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
+    """Yield before each step; when resumed, carry it out on `state.canvas`."""
+    blocks = settings.gen_length // settings.block_length
+    for block in range(blocks):
+        end = state.prompt_length + (block + 1) * settings.block_length
+        masked = state.canvas[:, end - settings.block_length : end] == state.mask_id
+        for counts in decisions.even_schedule(masked.sum(dim=1), settings.steps // blocks):
+            if not bool((state.canvas[:, :end] == state.mask_id).any()):
+                break
+            yield
+            _step(state, settings, end, counts)
+
+
+def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) -> None:
+    canvas = at(state.tree.denoise.hook_canvas, state.canvas)
+    where = canvas == state.mask_id
+    where[:, end:] = False
+    where &= state.real
+    logits = state.logits(canvas, where, settings.cfg_scale)
+    if settings.logits_eos_inf:
+        logits[:, list(state.eos_ids)] = -torch.inf
+    noise = None
+    if settings.temperature > 0:
+        noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)
+    candidates = decisions.gumbel_candidates(logits, settings.temperature, noise)
+    confidence = _confidence(state, settings, where, logits, candidates)
+    proposed, surely = state.spread(where, candidates, confidence, canvas)
+    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(surely, counts, settings.threshold))
+    state.canvas = torch.where(commit, proposed, canvas)
+
+
+def _confidence(
+    state: State,
+    settings: LladaSettings,
+    where: Bool[Tensor, "batch pos"],
+    logits: Float[Tensor, "masked vocab"],
+    candidates: Int[Tensor, " masked"],
+) -> Float[Tensor, " masked"]:
+    if settings.remasking == "random":
+        return state.noise.uniform(where, dtype=torch.float32)
+    if settings.confidence_eos_eot_inf:
+        ended = [*state.eos_ids, *([] if state.eot_id is None else [state.eot_id])]
+        logits = logits.clone()
+        logits[:, ended] = -torch.inf
+    return decisions.probability(logits.softmax(dim=-1), candidates)

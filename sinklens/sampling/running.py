@@ -1,0 +1,135 @@
+"""Drives a sampler through a run and keeps what happened.
+
+`run` is the one loop under `sinklens.trace` and `sinklens.generate`. It counts steps over the whole generation,
+through all blocks, calls its listener before and after each, replays an earlier run's canvas if asked to, and returns
+the canvas of every step. The model computes without gradients.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.sampling import autoregressive, dream, llada
+from sinklens.sampling.settings import AnySettings, AutoregressiveSettings, DreamSettings, LladaSettings
+from sinklens.sampling.state import Sampler, State
+
+SAMPLERS: dict[type, Sampler] = {
+    LladaSettings: llada.denoise,  # type: ignore[dict-item]
+    DreamSettings: dream.denoise,  # type: ignore[dict-item]
+    AutoregressiveSettings: autoregressive.denoise,  # type: ignore[dict-item]
+}
+
+
+class Listener(Protocol):
+    """Called around every step."""
+
+    def before(self, step: int, state: State) -> None:
+        """Step `step` is about to run on `state.canvas`."""
+
+    def after(self, step: int, state: State) -> None:
+        """Step `step` has run; `state.canvas` is what it left."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happened to the canvas.
+
+    Attributes:
+        canvas: token ids entering each step, and after the last: [batch, steps + 1, pos]. Undecided positions hold
+            the mask token, or -1 in an autoregressive run.
+        unmask_step: step at which each position got the token it ended with; -1 for the prompt and for padding, the
+            number of steps for a position that never got one.
+    """
+
+    canvas: Int[Tensor, "batch step pos"]
+    unmask_step: Int[Tensor, "batch pos"]
+
+    @property
+    def steps(self) -> int:
+        """Steps that ran."""
+        return self.canvas.shape[1] - 1
+
+
+def run(
+    state: State,
+    settings: AnySettings,
+    listeners: Sequence[Listener] = (),
+    replay: Int[Tensor, "batch step pos"] | None = None,
+    keep: "list[Tensor] | None" = None,
+) -> Course:
+    """Run all steps.
+
+    Args:
+        state: the canvas at the start; it is changed.
+        settings: decides the sampler.
+        listeners: told before and after each step, in order.
+        replay: canvases that are forced at every step, whatever the step itself decided.
+        keep: filled with the canvases as they come, so that a run that is stopped keeps its finished steps.
+
+    Raises:
+        SettingError: `replay` has another shape than this run.
+    """
+    canvases = [] if keep is None else keep
+    canvases.append(state.canvas)
+    if replay is not None:
+        _check_replay(state, settings, replay)
+    step = -1
+    with torch.no_grad():
+        for step, _ in enumerate(SAMPLERS[type(settings)](state, settings)):
+            if step > 0:
+                _finish(step - 1, state, listeners, canvases, replay)
+            if replay is not None and step >= replay.shape[1] - 1:
+                break  # the replayed run had ended here
+            state.tree.watch.step = step
+            for listener in listeners:
+                listener.before(step, state)
+        else:
+            if step >= 0:
+                _finish(step, state, listeners, canvases, replay)
+    return course(state, canvases)
+
+
+def _finish(
+    step: int, state: State, listeners: Sequence[Listener], canvases: list[Tensor], replay: Tensor | None
+) -> None:
+    if replay is not None:
+        state.canvas = replay[:, step + 1].to(state.canvas.device)
+    canvases.append(state.canvas)
+    for listener in listeners:
+        listener.after(step, state)
+
+
+def course(state: State, canvases: list[Tensor]) -> Course:
+    """Gather the canvases of the finished steps."""
+    stacked = torch.stack(canvases, dim=1).cpu()
+    return Course(stacked, unmask_steps(stacked, state.real.cpu(), state.prompt_length, state.mask_id))
+
+
+def unmask_steps(
+    canvas: Int[Tensor, "batch step pos"], real: Bool[Tensor, "batch pos"], prompt_length: int, mask_id: int
+) -> Int[Tensor, "batch pos"]:
+    """The step at which each position last changed; see `Course.unmask_step`."""
+    steps = canvas.shape[1] - 1
+    changed = canvas[:, 1:] != canvas[:, :-1]
+    last = torch.where(changed, torch.arange(steps)[None, :, None], -1).amax(dim=1) if steps else canvas[:, 0] * 0 - 1
+    last = torch.where(canvas[:, -1] == mask_id, steps, last)
+    last[:, :prompt_length] = torch.where(last[:, :prompt_length] == steps, -1, last[:, :prompt_length])
+    return last.masked_fill(~real, -1)
+
+
+def _check_replay(state: State, settings: AnySettings, replay: Tensor) -> None:
+    batch, canvases, length = replay.shape
+    if (batch, length) != tuple(state.canvas.shape):
+        raise SettingError(
+            f"replay holds {batch} rows of {length} positions, this run {state.canvas.shape[0]} of "
+            f"{state.canvas.shape[1]}; give the same prompts and gen_length as the replayed run."
+        )
+    if canvases - 1 > settings.steps:
+        raise SettingError(f"replay has {canvases - 1} steps, this run at most {settings.steps}; give the same steps.")
+    if not torch.equal(replay[:, 0].to(state.canvas.device), state.canvas):
+        raise SettingError("replay began from another canvas; give the same prompts and settings as the replayed run.")

@@ -1,0 +1,98 @@
+"""What a run carries from step to step, and how a sampler asks the model.
+
+A sampler is a generator: it yields once *before* each step and carries the step out when resumed, changing
+`State.canvas`. Whoever drives it (running.py) can thus serve the step number, replay another canvas, or stop, between
+two steps, and knows after the last one that the run is over.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.hooks.points import at
+from sinklens.hooks.tree import HookTree
+from sinklens.sampling.decisions import RowNoise
+
+
+@dataclass
+class State:
+    """A run in progress.
+
+    Attributes:
+        tree: the model.
+        canvas: token ids of prompt and answer as they stand.
+        real: False on left padding.
+        prompt_length: positions before the answer, padding included.
+        mask_id: the mask token; -1 for an autoregressive model, whose undecided positions hold -1.
+        eos_ids: tokens that end an answer.
+        eot_id: end-of-turn token, if the family has one.
+        noise: the rows' random generators.
+        shift: whether logits at i predict the token at i + 1.
+        finished: rows that ended (autoregressive only).
+        partial: the last pass computed new positions only, behind cached ones (autoregressive only).
+    """
+
+    tree: HookTree
+    canvas: Int[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
+    prompt_length: int
+    mask_id: int
+    eos_ids: tuple[int, ...]
+    eot_id: int | None
+    noise: RowNoise
+    shift: bool
+    finished: Bool[Tensor, " batch"]
+    partial: bool = False
+
+    def logits(
+        self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"], cfg_scale: float = 0.0
+    ) -> Float[Tensor, "masked vocab"]:
+        """Logits, in float32, of the tokens at the True positions of `where`.
+
+        The language-model head runs at those positions alone, unless ``denoise.hook_logits`` is watched. With
+        `cfg_scale` w > 0 the pass holds the conditional rows first, then the same rows with the prompt masked, and
+        the logits are un + (w + 1)(cond − un).
+        """
+        point = self.tree.denoise.hook_logits
+        rows, real = canvas, self.real
+        if cfg_scale > 0:
+            unconditional = canvas.clone()
+            unconditional[:, : self.prompt_length] = self.mask_id
+            rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
+        hidden = self.tree.hidden(rows, real)
+        if self.shift:  # what predicts position i stands at i - 1; position 0 has only itself
+            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
+        if point.watched:
+            return point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float()
+        return _guided([self.tree.head(part[where]) for part in parts], cfg_scale).float()
+
+    def spread(
+        self,
+        where: Bool[Tensor, "batch pos"],
+        candidates: Int[Tensor, " masked"],
+        confidence: Float[Tensor, " masked"],
+        canvas: Int[Tensor, "batch pos"],
+    ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
+        """Candidates and confidence on the whole canvas, through their points; elsewhere the canvas and −inf."""
+        denoise = self.tree.denoise
+        proposed = at(denoise.hook_candidates, canvas.masked_scatter(where, candidates))
+        surely = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        return proposed, at(denoise.hook_confidence, surely.masked_scatter(where, confidence.float()))
+
+
+def _guided(logits: list[Tensor], scale: float) -> Tensor:
+    if len(logits) == 1:
+        return logits[0]
+    conditional, unconditional = logits
+    return unconditional + (scale + 1) * (conditional - unconditional)
+
+
+class Sampler(Protocol):
+    """A sampler: yields before every step, carries it out when resumed."""
+
+    def __call__(self, state: State, settings: object) -> Iterator[None]: ...

@@ -1,0 +1,188 @@
+"""Templated word problems whose answer ends the way GSM8K's do: ``#### 42``.
+
+A *problem* is a question and a worked answer of one or two arithmetic steps; the worked answer states every
+intermediate result, so a model has to compute, not to guess. Problems are drawn from a seeded generator: the same
+seed gives the same problems on every machine. The *held-out* set is drawn from its own seed, and the training stream
+leaves out every question that occurs in it.
+
+One way this fails: a name or noun that the tokenizer splits into pieces makes an answer longer than the region the
+models were trained on. `tests/tasks` holds every vocabulary word to one token.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HELD_OUT_SEED = 20_251_015
+HELD_OUT_SIZE = 500
+
+NAMES = {
+    "he": ("Tom", "Ben", "Sam", "Leo", "Max", "Dan", "Ali", "Jack"),
+    "she": ("Mia", "Ana", "Eva", "Zoe", "Lily", "Nora", "Kim", "Rosa"),
+}
+ITEMS = ("apples", "books", "pens", "coins", "eggs", "cards", "shells", "stamps",
+         "marbles", "cookies", "balls", "stones", "flowers", "toys", "cups", "kites")  # fmt: skip
+BOXES = (("boxes", "box"), ("bags", "bag"), ("trays", "tray"), ("shelves", "shelf"), ("jars", "jar"))
+WHEN = ("", "", "", "On Monday, ", "In the morning, ", "At school, ", "Last week, ", "At the market, ")
+GAINS = ("buys", "finds", "gets", "wins")
+LOSSES = ("gives away", "loses", "sells", "drops")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One word problem.
+
+    Attributes:
+        kind: which template made it, one of `KINDS`.
+        question: the text of the question, without any prompt format around it.
+        answer: the worked answer, its last line ``#### <result>``.
+        result: the number asked for.
+    """
+
+    kind: str
+    question: str
+    answer: str
+    result: int
+
+    @property
+    def prompt(self) -> str:
+        """The text a model is given; `answer` follows after one space."""
+        return f"Question: {self.question}\nAnswer:"
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """The people and things of one problem."""
+
+    who: str
+    pronoun: str
+    other: str
+    item: str
+    box: tuple[str, str]
+    when: str
+
+
+def _cast(rng: random.Random) -> _Cast:
+    pronoun = rng.choice(("he", "she"))
+    who = rng.choice(NAMES[pronoun])
+    other = rng.choice([name for names in NAMES.values() for name in names if name != who])
+    return _Cast(who, pronoun.capitalize(), other, rng.choice(ITEMS), rng.choice(BOXES), rng.choice(WHEN))
+
+
+def _more(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a, b = rng.randint(1, 20), rng.randint(1, 20)
+    gain = rng.choice(GAINS)
+    question = f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {gain} {b} more. How many {c.item} does {c.who} have now?"
+    return question, f"{c.who} has {a} + {b} = {a + b} {c.item}.", a + b
+
+
+def _fewer(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a = rng.randint(2, 20)
+    b = rng.randint(1, a - 1)
+    question = (
+        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(LOSSES)} {b} of them. "
+        f"How many {c.item} are left?"
+    )
+    return question, f"{c.who} has {a} - {b} = {a - b} {c.item} left.", a - b
+
+
+def _groups(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    question = (
+        f"{c.when}{c.who} has {a} {c.box[0]}. Each {c.box[1]} holds {b} {c.item}. "
+        f"How many {c.item} are there in total?"
+    )
+    return question, f"There are {a} * {b} = {a * b} {c.item}.", a * b
+
+
+def _share(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    question = (
+        f"{c.when}{c.who} shares {a * b} {c.item} equally among {a} friends. How many {c.item} does each friend get?"
+    )
+    return question, f"Each friend gets {a * b} / {a} = {b} {c.item}.", b
+
+
+def _more_then_fewer(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a, b = rng.randint(1, 20), rng.randint(1, 20)
+    d = rng.randint(1, min(20, a + b - 1))
+    question = (
+        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(GAINS)} {b} more and then "
+        f"{rng.choice(LOSSES)} {d}. How many {c.item} are left?"
+    )
+    return question, f"{c.who} has {a} + {b} = {a + b}.\nThen {a + b} - {d} = {a + b - d}.", a + b - d
+
+
+def _groups_then_more(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a, b, d = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 20)
+    question = (
+        f"{c.when}{c.who} has {a} {c.box[0]} of {b} {c.item} and {rng.choice(GAINS)} {d} more. "
+        f"How many {c.item} does {c.who} have now?"
+    )
+    return question, f"{c.who} has {a} * {b} = {a * b}.\nThen {a * b} + {d} = {a * b + d}.", a * b + d
+
+
+def _together(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
+    a, b = rng.randint(1, 20), rng.randint(1, 20)
+    question = (
+        f"{c.when}{c.who} has {a} {c.item}. {c.other} has {b} more than {c.who}. "
+        f"How many {c.item} do they have together?"
+    )
+    return question, f"{c.other} has {a} + {b} = {a + b}.\nThen {a} + {a + b} = {2 * a + b}.", 2 * a + b
+
+
+_TEMPLATES = {
+    "more": _more,
+    "fewer": _fewer,
+    "groups": _groups,
+    "share": _share,
+    "more-then-fewer": _more_then_fewer,
+    "groups-then-more": _groups_then_more,
+    "together": _together,
+}
+KINDS = tuple(_TEMPLATES)
+
+
+def stream(seed: int) -> Iterator[Problem]:
+    """Endless problems, all kinds equally likely; equal seeds give equal streams."""
+    rng = random.Random(seed)
+    while True:
+        kind = rng.choice(KINDS)
+        question, work, result = _TEMPLATES[kind](rng, _cast(rng))
+        yield Problem(kind, question, f"{work}\n#### {result}", result)
+
+
+def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
+    """The first `size` distinct problems of the held-out seed, in a fixed order."""
+    problems: dict[str, Problem] = {}
+    for problem in stream(HELD_OUT_SEED):
+        if len(problems) == size:
+            return list(problems.values())
+        problems.setdefault(problem.question, problem)
+    raise AssertionError("an endless stream ended")
+
+
+def training(seed: int, size: int) -> list[Problem]:
+    """`size` problems of another seed, none of whose questions is held out.
+
+    Raises:
+        ValueError: `seed` is the held-out seed.
+    """
+    if seed == HELD_OUT_SEED:
+        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
+    forbidden = {problem.question for problem in held_out()}
+    source = (problem for problem in stream(seed) if problem.question not in forbidden)
+    return [next(source) for _ in range(size)]
+
+
+def read_answer(text: str) -> int | None:
+    """The number behind the first ``####`` of `text`; None where there is none.
+
+    >>> read_answer("Tom has 5 + 7 = 12 apples.\\n#### 12")
+    12
+    >>> read_answer("I do not know") is None
+    True
+    """
+    match = re.search(r"####\s*(-?\d+)", text)
+    return int(match.group(1)) if match else None

@@ -1,0 +1,338 @@
+"""`trace` and `generate`: open a denoising run, or just carry it out.
+
+The body of ``with sinklens.trace(model, prompt) as t:`` does not run where it stands. nnsight captures it and runs it
+in step with the model: it pauses wherever it asks for a value, the model runs until it has computed that value, and the
+body goes on, perhaps after changing it. sinklens adds the steps. Before each step the sampler offers the step's number
+at a location of its own, `STEP`; ``for step in t.steps`` waits there, and after the last step it is told that the run
+is over, so the loop ends and the statements after it run.
+
+One way this fails: points must be asked for in the order a step reaches them. nnsight would serve a point asked for too
+late from the *next* step, silently. At the end of every step sinklens looks who still waits for a point, and raises
+`HookOrderError` on the line that asked.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+from nnsight.intervention.batching import Batcher
+from nnsight.intervention.interleaver import Event, Mediator
+from nnsight.intervention.tracer import InterleavingTracer
+from nnsight.tracing.tracer import WithBlockNotFoundError
+from nnsight.tracing.util import push
+
+from sinklens.errors import HookOrderError, SettingError, SinklensError
+from sinklens.generation import Denoising, Generation, Hooks
+from sinklens.model import Model, load
+from sinklens.sampling import Settings
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+STEP = "denoise.step"
+_OVER = object()  # served at STEP instead of a number when the run has ended
+
+
+def trace(
+    model: Any,
+    prompt: Any,
+    *,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    hooks: Hooks = (),
+    record_sinks: bool = True,
+    replay: "Generation | Trace | None" = None,
+    progress: bool | None = None,
+    **settings: Unpack[Settings],
+) -> "Trace":
+    """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
+
+    Inside the block, `t` gives and takes the values of every step by name:
+
+        for step in t.steps:                                  # or t.steps[8:], t.steps[[0, 5]], t.steps[-1]
+            pattern = t["blocks.2.attn.hook_pattern"]         # [batch, head, query, key]
+            t["blocks.2.attn.hook_pattern"][:, 3] = 0         # changes what the model computes
+
+    After it, `t` holds what `Generation` holds: ``t.text``, ``t.tokens``, ``t.canvas``, ``t.unmask_step``, ``t.sinks``.
+    Names that the block assigns are available after it.
+
+    Args:
+        model: a `Model`, or anything `sinklens.load` takes.
+        prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
+        seed: the same seed, prompt and settings give the same result; a row's result does not depend on its batch.
+        chat_template: True puts text through the tokenizer's chat template; a string is used as the template.
+        hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
+            the step. They are removed when the run ends.
+        record_sinks: keep the sink scores of every step, layer and head.
+        replay: an earlier run of the same prompts; its canvas is forced at every step, so that each step's effect of
+            an intervention stands alone.
+        progress: show a progress bar; by default on a terminal, after a few seconds.
+        **settings: of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or `AutoregressiveSettings`.
+
+    Raises:
+        PromptError: the prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer.
+        SettingError: an unknown setting, or one out of range.
+        HookNameError: a name in `hooks` (or in the block) that no point bears.
+        HookOrderError: the block asked for a point that the step had passed.
+    """
+    opened = Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
+    try:
+        opened.capture()  # here, where nnsight finds the caller's `with` two frames up
+    except WithBlockNotFoundError as error:
+        if not Trace.source(sys._getframe(1).f_code.co_filename):
+            raise SinklensError(
+                f"the body of a trace is read as source, and there is none here: {error} In a plain REPL or exec'd "
+                f"code use sinklens.generate(..., hooks=[(name, fn)]), which needs no source."
+            ) from error
+    return opened  # not written as `with sinklens.trace(...)`: nnsight looks again when the block is entered
+
+
+def generate(
+    model: Any,
+    prompt: Any,
+    *,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    hooks: Hooks = (),
+    record_sinks: bool = True,
+    replay: "Generation | Trace | None" = None,
+    progress: bool | None = None,
+    **settings: Unpack[Settings],
+) -> Generation:
+    """Carry out a run without a block; arguments and result are those of `trace`."""
+    denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
+    denoising.carry_out()
+    return denoising.result()
+
+
+def _denoising(
+    model: Any,
+    prompt: Any,
+    settings: Any,
+    seed: int,
+    chat_template: bool | str,
+    hooks: Hooks,
+    record_sinks: bool,
+    replay: "Generation | Trace | None",
+    progress: bool | None,
+) -> Denoising:
+    return Denoising(
+        load(model),
+        prompt,
+        given=dict(settings),
+        seed=seed,
+        chat_template=chat_template,
+        hooks=hooks,
+        record_sinks=record_sinks,
+        replay=replay,
+        progress=progress,
+    )
+
+
+class Trace(InterleavingTracer):
+    """An open run; see `trace`. It is an nnsight tracer, so ``t.stop()``, ``t.cache()`` and ``.save()`` work."""
+
+    def __init__(self, denoising: Denoising) -> None:
+        super().__init__(denoising.model, "__call__")
+        self._denoising = denoising
+        self._generation: Generation | None = None
+        self.steps = Steps(self)
+
+    def __repr__(self) -> str:
+        return f"Trace({self._generation!r})" if self._generation is not None else "Trace(not run yet)"
+
+    @property
+    def step(self) -> int | None:
+        """The step being run; None outside the block."""
+        return self._denoising.model.tree.watch.step
+
+    def __getitem__(self, name: str) -> Any:
+        """The value at the hook point `name` in this step; an in-place edit of it takes effect."""
+        return self._point(name).output
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Replace the value at the hook point `name` in this step."""
+        self._point(name).output = value
+
+    def _point(self, name: str) -> Any:
+        model: Model = self._denoising.model
+        resolved = model.tree.resolve(name)
+        if not model.interleaver.interleaving:
+            raise HookOrderError(
+                f"t[{name!r}] has a value only while the run goes on: read it inside the `with sinklens.trace(...)` "
+                f"block and keep it in a variable. After the block, t.canvas, t.sinks and t.text remain."
+            )
+        return model.get(resolved)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in Generation.__dataclass_fields__ or name in ("tokens", "text", "steps_run"):
+            if self._generation is None:
+                raise HookOrderError(f"t.{name} is known after the run; read it below the `with` block.")
+            return getattr(self._generation, name)
+        model = self._denoising.model
+        if name in model._child_map:
+            return getattr(model, name)
+        raise AttributeError(f"a trace has no attribute {name!r}; hook points are read as t['blocks.0.hook_resid_pre'].")
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> "Trace": ...
+
+    def execute(self, code: CodeType) -> None:
+        """Run the captured body in step with the sampler, then hand the names it assigned back to its frame."""
+        if self._generation is not None:
+            raise SinklensError("this trace has run already; call sinklens.trace(...) again for another run.")
+        assert self.info is not None
+        frame, model = self.info.frame, self._denoising.model
+        self.batcher = _ConditionalRows(model, self._denoising)
+        mediator = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
+        mediator.batch_group = [0, self._denoising.rows]
+        model.interleaver.mediators.append(mediator)
+        try:
+            model.interleave(self._run, batcher=self.batcher)
+        except Exception as error:
+            raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
+        finally:
+            model.interleaver.cancel()
+        self._generation = self._denoising.result()
+        push(frame, mediator.lcls.writes())
+
+    def _run(self) -> None:
+        listener = _StepServer(self._denoising.model)
+        self._denoising.carry_out([listener])
+        listener.close()
+
+
+def _block_frames(error: Exception, filename: str) -> TracebackType | None:
+    """The traceback of an error, from the first line of the block on; whole if no line of the block is in it."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename != filename:
+        entry = entry.tb_next
+    return entry if entry is not None else error.__traceback__
+
+
+class _ConditionalRows(Batcher):
+    """Under guidance, a block sees the conditional rows of a pass; otherwise all rows."""
+
+    def __init__(self, model: Model, denoising: Denoising) -> None:
+        super().__init__(model)
+        self._guided = denoising.guided
+        self.total = 2 * denoising.rows
+
+    @property
+    def batching(self) -> bool:
+        return self._guided
+
+
+class _StepServer:
+    """Offers every step's number to the blocks that wait for it, and finds those that wait in vain."""
+
+    def __init__(self, model: Model) -> None:
+        self._interleaver = model.interleaver
+        self._root = model.path + "."
+        self._names = {f"{model.path}.{name}": name for name in model.hook_names()}
+        self._step: int | None = None
+
+    def before(self, step: int, state: "State") -> None:
+        """Serve the step's number."""
+        self._step = step
+        self._interleaver.handle(STEP, step)
+
+    def after(self, step: int, state: "State") -> None:
+        """Look who still waits for a point of the step that just ended."""
+        for mediator in self._interleaver.mediators:
+            pending = mediator.pending
+            if pending is None or pending.event is Event.BARRIER or mediator.iteration:
+                continue  # mediator.iteration > 0: nnsight's own iter waits for a later visit
+            if pending.provider is not None and pending.provider.startswith(self._root):
+                place = self._names.get(pending.provider.rpartition(".")[0], pending.provider)
+                mediator.worker.throw(HookOrderError(self._too_late(place, step)))  # type: ignore[union-attr]
+
+    def _too_late(self, place: str, step: int) -> str:
+        return (
+            f"{place!r} was asked for in step {step} after the step had passed it. Points are read in the order a step "
+            f"reaches them (model.hook_names()): move this line up, or ask in the next step."
+        )
+
+    def close(self) -> None:
+        """The run is over: end the loops that wait for another step."""
+        while STEP in self._interleaver.parked:
+            self._interleaver.handle(STEP, _OVER)
+        for mediator in self._interleaver.mediators:
+            pending = mediator.pending
+            if pending is not None and pending.provider is not None and pending.provider.startswith(self._root):
+                place = self._names.get(pending.provider.rpartition(".")[0], pending.provider)
+                ran = 0 if self._step is None else self._step + 1
+                mediator.worker.throw(  # type: ignore[union-attr]
+                    HookOrderError(f"{place!r} was asked for when the run was over; it had {ran} steps.")
+                )
+
+
+class Steps:
+    """Which steps a block visits: all, or a selection.
+
+    ``t.steps[8:]``, ``t.steps[::2]``, ``t.steps[[0, 5]]``, ``t.steps[-1]`` and ``t.steps.at(0.5)`` select. Negative
+    numbers and fractions count from the number of steps planned; a run that ends early ends the loop. Iterating waits
+    for each step in turn and gives its number.
+    """
+
+    def __init__(self, owner: Trace, chosen: Sequence[int] | None = None) -> None:
+        self._owner = owner
+        self._chosen = list(range(len(self))) if chosen is None else list(chosen)
+
+    def __len__(self) -> int:
+        """Steps planned."""
+        return self._owner._denoising.settings.steps
+
+    def __getitem__(self, key: int | slice | Sequence[int]) -> "Steps":
+        """A selection, visited in ascending order.
+
+        Raises:
+            SettingError: a step that the run does not have.
+        """
+        total = len(self)
+        if isinstance(key, slice):
+            return Steps(self._owner, range(total)[key])
+        wanted = [key] if isinstance(key, int) else list(key)
+        for step in wanted:
+            if not isinstance(step, int) or not -total <= step < total:
+                raise SettingError(
+                    f"step {step!r} does not exist; this run has {total} steps, 0 to {total - 1} "
+                    f"(or -{total} to -1 from the end)."
+                )
+        return Steps(self._owner, sorted({step % total for step in wanted}))
+
+    def at(self, *fractions: float) -> "Steps":
+        """The steps at fractions of the run: 0 is the first, 1 the last."""
+        for fraction in fractions:
+            if not 0 <= fraction <= 1:
+                raise SettingError(f"a fraction of the run lies between 0 and 1; got {fraction}.")
+        return self[[round(fraction * (len(self) - 1)) for fraction in fractions]]
+
+    def __iter__(self) -> Iterator[int]:
+        mediator = Mediator.current("t.steps") if self._owner._denoising.model.interleaver.interleaving else None
+        if mediator is None:
+            raise HookOrderError("t.steps can be walked only inside the `with sinklens.trace(...)` block.")
+        for step in self._chosen:
+            now = self._owner.step
+            if now is not None and step < now:
+                raise HookOrderError(
+                    f"step {step} was asked for, but the run is at step {now} already; steps are visited in order, "
+                    f"each in one loop. Put both loops' statements into one loop over t.steps."
+                )
+            if step != now and self._wait(mediator, step) is _OVER:
+                return
+            yield step
+        if self._chosen:  # what follows the loop belongs after its last step, not into it
+            self._wait(mediator, self._chosen[-1] + 1)
+
+    @staticmethod
+    def _wait(mediator: Mediator, step: int) -> Any:
+        """Pause the block until `step` begins or the run is over."""
+        mediator.iteration = step  # asked for unpinned, the same visit would be served again and again
+        served = Mediator.value(STEP)
+        mediator.iteration = None
+        return served

@@ -1,0 +1,25 @@
+"""What every test shares."""
+
+from pathlib import Path
+
+# Before any test imports nnsight: nnsight mounts an unhashable `save` on `object`, and beartype, which the jaxtyping
+# plugin would otherwise import only at the first annotated function, hashes all that `object` has as it is imported.
+import beartype  # noqa: F401
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference data that lies beside some checkouts."""
+    if not SHARED.is_dir():
+        pytest.skip("../shared is not beside this checkout")
+    return SHARED
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """The same random numbers whichever tests run, and in whatever order."""
+    torch.manual_seed(0)

@@ -1,0 +1,115 @@
+"""pyproject.toml, constraints.txt and the folders say the same."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"sinklens": "sinklens", "hooks": "sinklens.hooks", "analyses": "sinklens.analyses"}
+HEAVY = ("transformer_lens", "datasets", "matplotlib", "circuitsvis")
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the three folders by the name it is imported under."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The modules that a file names in its import statements, wherever in it they stand."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def _requirements() -> list[Requirement]:
+    groups = [PROJECT["build-system"]["requires"], PROJECT["project"]["dependencies"]]
+    groups += PROJECT["project"]["optional-dependencies"].values()
+    return [Requirement(line) for group in groups for line in group]
+
+
+def _pins() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin for pin in pins}
+
+
+def test_every_package_folder_is_listed_and_every_listed_package_has_a_folder():
+    folders = {name for name, path in _modules().items() if path.name == "__init__.py"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
+
+
+def test_every_module_lies_in_a_package():
+    """A folder without `__init__.py` works from the repository and is missing from the wheel."""
+    bare = {path.parent for path in _modules().values() if not (path.parent / "__init__.py").exists()}
+    assert not bare
+
+
+def test_mapped_packages_are_imported_from_their_top_level_folders():
+    for folder, package in FOLDERS.items():
+        assert Path(importlib.import_module(package).__file__) == ROOT / folder / "__init__.py"
+
+
+def test_importing_sinklens_loads_no_heavy_library(tmp_path):
+    question = f"import sys, sinklens; print([name for name in {HEAVY} if name in sys.modules])"
+    # From elsewhere, and without the type checks of this test run.
+    done = subprocess.run([sys.executable, "-c", question], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_source_file_imports_a_second_copy_of_hooks_or_analyses():
+    tops = {(name, module) for name, path in _modules().items() for module in _imports(path)}
+    assert not [(name, module) for name, module in tops if module.split(".")[0] in ("hooks", "analyses")]
+
+
+def test_no_source_file_imports_relatively():
+    assert not [name for name, path in _modules().items() for module in _imports(path) if module.startswith(".")]
+
+
+@pytest.mark.parametrize("requirement", _requirements(), ids=str)
+def test_dependency_is_pinned_inside_its_range(requirement):
+    pin = _pins()[canonicalize_name(requirement.name)]
+    (version,) = (clause.version for clause in pin.specifier)
+    assert requirement.specifier.contains(version)
+
+
+def test_constraints_pin_one_public_version_each():
+    """A local version such as ``+cpu`` exists on one index only; an editable line names one machine's folder."""
+    for pin in _pins().values():
+        assert [clause.operator for clause in pin.specifier] == ["=="], pin
+        assert "+" not in str(pin.specifier), pin
+        assert pin.url is None, pin
+
+
+def test_tensor_annotations_are_checked_in_this_test_run():
+    """jaxtyping's plugin instruments what Python's path finder finds, so a mapped folder could slip past it.
+
+    The three top packages may (setuptools' own finder serves them); they only re-export.
+    """
+    loaders = {name: type(importlib.util.find_spec(name).loader).__name__ for name in _modules()}
+    assert {name for name, loader in loaders.items() if loader != "_JaxtypingLoader"} <= set(FOLDERS.values())
+
+
+def test_citation_names_the_version_of_the_package():
+    assert f"version: {PROJECT['project']['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
+def test_the_ci_entry_point_can_be_executed():
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
