@@ -101,7 +101,7 @@ def attention(
 
 def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
     """The heads' outputs, by the cheapest way that shows the watchers what they watch."""
-    early = points.hook_sink_scores.watch.waits_for(points.hook_sink_scores.name or "")
+    early = points.hook_sink_scores.watch.parked_at(points.hook_sink_scores.name or "")
     mixed = _fused_with_sinks(points, operands) if early else None
     if points.hook_attn_scores.watched or points.hook_pattern.watched:
         return _explicit(points, operands, sinks=not early)
@@ -155,8 +155,8 @@ def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Flo
     if additive is not None:
         scores = scores + additive
     scores = at(points.hook_attn_scores, scores)
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32)
     blind = (scores == -torch.inf).all(dim=-1, keepdim=True)  # no key to see: no attention, as in the fused kernel
+    pattern = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1, dtype=torch.float32)  # filled: no NaN gradients
     pattern = at(points.hook_pattern, pattern.masked_fill(blind, 0.0).to(operands.query.dtype))
     if sinks and points.hook_sink_scores.watched:
         real = operands.real_queries()
@@ -185,7 +185,10 @@ def _full(additive: Tensor, operands: Operands) -> Tensor:
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:
-    if points.hook_sink_scores(scores) is not scores:
+    # PyTorch counts the writes to a tensor, except under torch.inference_mode.
+    writes = 0 if scores.is_inference() else scores._version
+    shown = points.hook_sink_scores(scores)
+    if shown is not scores or (not scores.is_inference() and scores._version != writes):
         raise ReadOnlyHookError(
             f"{points.hook_sink_scores.name} only reports what attention did; to change it, "
             f"edit hook_attn_mask (add -inf to a key) or hook_pattern of the same layer."

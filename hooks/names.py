@@ -146,6 +146,17 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     return chosen
 
 
+def position_axis(name: str) -> int:
+    """The axis of a point's value that counts positions, from the end; of queries and keys it is the queries.
+
+    >>> position_axis("blocks.0.attn.hook_pattern"), position_axis("blocks.0.attn.hook_sink_scores")
+    (-2, -1)
+    """
+    last = name.rsplit(".", 1)[-1].removesuffix("_grad")
+    axes = next(spec.axes for _, spec in table() if spec.name == last).split()
+    return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
+
+
 def block_specs() -> Iterable[tuple[str, PointSpec]]:
     """Dotted name below a block and row, in the order the forward pass reaches them."""
     yield RESID_PRE.name, RESID_PRE

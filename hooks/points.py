@@ -43,15 +43,24 @@ class Watch:
         interleaver = self.interleaver
         if interleaver is None or not interleaver.interleaving or not interleaver.busy:
             return False
-        places = (f"{self.root}.{name}.output", f"{self.root}.{name}.input", f"{self.root}.{name}.skip")
-        if any(place in interleaver.observers for place in places):
-            return True
+        return any(place in interleaver.observers for place in self._places(name)) or self.parked_at(name)
+
+    def parked_at(self, name: str) -> bool:
+        """Whether an nnsight block has stopped at this visit of the point called `name`."""
+        interleaver = self.interleaver
+        if interleaver is None or not interleaver.interleaving:
+            return False
+        places = self._places(name)
         return any(
             mediator.pending is not None
             and mediator.pending.provider in places
             and mediator.pending.iteration == mediator.occurrence(mediator.pending.provider)
             for mediator in interleaver.mediators
         )
+
+    def _places(self, name: str) -> tuple[str, str, str]:
+        """nnsight's locations at a point."""
+        return f"{self.root}.{name}.output", f"{self.root}.{name}.input", f"{self.root}.{name}.skip"
 
 
 class Point(HookPoint):
@@ -74,9 +83,9 @@ class Point(HookPoint):
     @property
     def watched(self) -> bool:
         """Whether anybody wants the value that passes here now."""
-        return bool(
-            self._functions or self._backward_hooks or self._forward_hooks or self._forward_pre_hooks
-        ) or self.watch.waits_for(self.name or "")
+        forward = self._functions or self._forward_hooks or self._forward_pre_hooks
+        backward = self._backward_hooks or self._backward_pre_hooks
+        return bool(forward or backward) or self.watch.waits_for(self.name or "")
 
     def register_forward_hook(
         self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False

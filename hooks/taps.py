@@ -5,11 +5,12 @@ through a point while somebody watches it. Two places need more than a tap. A bl
 ``hook_resid_mid`` must reach the residual sum as well as the norm. A norm is recomputed from its input while its
 scale or normalized stream is watched; the result then differs from the fused one by rounding.
 
-One way this fails: accelerate wraps `forward` of modules it moves between devices. The restated block therefore goes
-under that wrapper (``_old_forward``), not over it.
+One way this fails: accelerate wraps `forward` of the modules it moves between devices and keeps the one it found in
+``_old_forward``; nnsight takes the wrapper's place and falls back on the class's forward. The restated block is
+therefore a subclass's forward, and goes into ``_old_forward`` as well.
 """
 
-from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from einops import einsum, rearrange
@@ -21,6 +22,8 @@ from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import AttentionPoints, Block, HookTree, Points
+
+BLOCK = "sinklens_block"  # key in a layer's __dict__, as attention.POINTS
 
 
 def connect(tree: "HookTree") -> None:
@@ -44,23 +47,23 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture)
     _tap_output(mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
     _tap_output(mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
     _tap_input(mlp.get_submodule(architecture.down), block.mlp.hook_post)
-    slot = "_old_forward" if hasattr(layer, "_old_forward") else "forward"
-    setattr(layer, slot, _block_forward(layer, block, architecture))
+    layer.__dict__[BLOCK] = block, architecture
+    kind = type(layer)
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": _block_forward, "__module__": kind.__module__})
+    if hasattr(layer, "_old_forward"):
+        layer._old_forward = MethodType(_block_forward, layer)  # type: ignore[assignment]
 
 
-def _block_forward(layer: nn.Module, block: "Block", architecture: Architecture) -> Callable[..., Tensor]:
+def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """A pre-norm block's forward with its residual points."""
-    ln1, attn = layer.get_submodule(architecture.ln1), layer.get_submodule(architecture.attn)
-    ln2, mlp = layer.get_submodule(architecture.ln2), layer.get_submodule(architecture.mlp)
-
-    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        resid_pre = at(block.hook_resid_pre, hidden_states)
-        attn_out, _ = attn(hidden_states=ln1(resid_pre), **kwargs)
-        resid_mid = at(block.hook_resid_mid, resid_pre + at(block.hook_attn_out, attn_out))
-        mlp_out = at(block.hook_mlp_out, mlp(ln2(resid_mid)))
-        return at(block.hook_resid_post, resid_mid + mlp_out)
-
-    return forward
+    block, architecture = self.__dict__[BLOCK]
+    ln1, attn = self.get_submodule(architecture.ln1), self.get_submodule(architecture.attn)
+    ln2, mlp = self.get_submodule(architecture.ln2), self.get_submodule(architecture.mlp)
+    resid_pre = at(block.hook_resid_pre, hidden_states)
+    attn_out, _ = attn(hidden_states=ln1(resid_pre), **kwargs)
+    resid_mid = at(block.hook_resid_mid, resid_pre + at(block.hook_attn_out, attn_out))
+    mlp_out = at(block.hook_mlp_out, mlp(ln2(resid_mid)))
+    return at(block.hook_resid_post, resid_mid + mlp_out)
 
 
 def _tap_output(module: nn.Module, point: Point) -> None:

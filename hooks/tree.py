@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.utilities import Slice
 from transformers import PreTrainedModel
 
 from sinklens.errors import SinklensError
@@ -60,6 +61,18 @@ class Points(nn.Module):
         return any(point.watched for point in self._modules.values())  # type: ignore[union-attr]
 
 
+class NormPoints(Points):
+    """The points of one norm; calling the group applies the norm, as TransformerLens's helpers do."""
+
+    def __init__(self, watch: Watch, norm: nn.Module) -> None:
+        super().__init__(names.NORM, watch)
+        self.__dict__["_norm"] = norm  # as for the output weights below: the layer owns it
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The whole norm of `x`, its learned weight included."""
+        return self.__dict__["_norm"](x)
+
+
 class AttentionPoints(Points):
     """The points of one attention layer, and its output weights as TransformerLens shapes them."""
 
@@ -95,14 +108,15 @@ class AttentionPoints(Points):
 class Block(nn.Module):
     """The points of one layer, in the order the forward pass reaches them."""
 
-    def __init__(self, watch: Watch, output: nn.Linear, n_heads: int) -> None:
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, n_heads: int) -> None:
         super().__init__()
+        output: Any = layer.get_submodule(f"{architecture.attn}.{architecture.o}")
         self.hook_resid_pre = Point(watch)
-        self.ln1 = Points(names.NORM, watch)
+        self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
         self.attn = AttentionPoints(watch, output, n_heads)
         self.hook_attn_out = Point(watch)
         self.hook_resid_mid = Point(watch)
-        self.ln2 = Points(names.NORM, watch)
+        self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2))
         self.mlp = Points(names.MLP, watch)
         self.hook_mlp_out = Point(watch)
         self.hook_resid_post = Point(watch)
@@ -127,10 +141,10 @@ class HookTree(HookedRootModule):
         self.hook_embed = Point(self.watch)
         layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
         self.blocks = nn.ModuleList(
-            Block(self.watch, layer.get_submodule(f"{architecture.attn}.{architecture.o}"), self.cfg.n_heads)
+            Block(self.watch, layer, architecture, self.cfg.n_heads)
             for layer in layers  # type: ignore[union-attr]
         )
-        self.ln_final = Points(names.NORM, self.watch)
+        self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
         self.hf = hf
         self.setup()
         connect(self)
@@ -185,15 +199,18 @@ class HookTree(HookedRootModule):
     def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, ActivationCache]:  # type: ignore[override]
         """TransformerLens's `run_with_cache`; returns the logits and an `ActivationCache`.
 
-        ``names_filter`` takes a name, a list of names or a predicate; every accepted spelling works.
+        ``names_filter`` takes a name, a list of names or a predicate; every accepted spelling works. ``pos_slice``
+        goes by `names.position_axis`: TransformerLens's own rule would cut some of these points along their heads.
         """
+        pos_slice = Slice.unwrap(kwargs.pop("pos_slice", None))
         chosen = kwargs.get("names_filter")
         if isinstance(chosen, str):
             kwargs["names_filter"] = [self.resolve(chosen)]
         elif chosen is not None and not callable(chosen):
             kwargs["names_filter"] = [self.resolve(name) for name in chosen]
         output, cache = super().run_with_cache(*args, **kwargs)
-        return output, ActivationCache(cache, self)
+        sliced = {name: pos_slice.apply(value, dim=names.position_axis(name)) for name, value in cache.items()}
+        return output, ActivationCache(sliced, self)
 
     def add_hook(self, name: names.HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """TransformerLens's `add_hook`; every accepted spelling of a name works."""
@@ -233,5 +250,3 @@ def _sizes(hf: PreTrainedModel) -> Sizes:
         device=first.device,
         dtype=first.dtype,
     )
-
-

@@ -59,7 +59,7 @@ class Generation:
     """What is left of a run.
 
     Attributes:
-        canvas: ids entering each step and after the last, [batch, steps + 1, pos]; undecided positions hold the mask
+        canvas: ids as each step worked on them, and as the last left them, [batch, steps + 1, pos]; undecided positions hold the mask
             token (-1 in an autoregressive run).
         unmask_step: step that gave each position its token, [batch, pos]; -1 for prompt and padding, the number of
             steps where none did.
@@ -141,7 +141,7 @@ class Denoising:
         self.single = isinstance(prompt, str)
         self.state = self._start(ids, real)
         self.hooks = self._resolve(hooks)
-        self.replay = None if replay is None else replay.canvas
+        self.state.replay = None if replay is None else replay.canvas
         self._canvases: list[Tensor] = []
         self._recorder = (
             SinkRecorder(ids.shape[0], self.state.canvas.shape[1], model.cfg.n_layers) if record_sinks else None
@@ -174,7 +174,7 @@ class Denoising:
             )
 
     def _start(self, ids: Tensor, real: Tensor) -> State:
-        model, length = self.model, self.settings.gen_length
+        model, length, eot = self.model, self.settings.gen_length, self.model.record.eot_token_id
         mask = -1 if model.mask_token_id is None else model.mask_token_id
         blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
         return State(
@@ -184,10 +184,9 @@ class Denoising:
             prompt_length=ids.shape[1],
             mask_id=mask,
             eos_ids=model.eos_token_ids,
-            eot_id=model.record.eot_token_id,
+            eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
             noise=RowNoise(self.seed, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]),
             shift=model.record.shift,
-            finished=torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device),
         )
 
     def _resolve(self, hooks: Hooks) -> list[tuple[str, HookFunction]]:
@@ -238,7 +237,7 @@ class Denoising:
         from sinklens.progress import Progress
 
         with self._hooked(), Progress(self.settings.steps, self.progress) as bar:
-            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self.replay, self._canvases)
+            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._canvases)
 
     def result(self) -> Generation:
         """What is left, after all steps or after those that ran until it was stopped."""

@@ -85,7 +85,7 @@ class Model(NNsight):
         return self.tree.run_with_hooks(*args, **kwargs)
 
     def encode(
-        self, prompt: str | Sequence[str] | Sequence[int] | Int[Tensor, "..."], chat_template: bool | str = False
+        self, prompt: str | Sequence[str] | Sequence[int] | Tensor, chat_template: bool | str = False
     ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
         """Token ids of a prompt or of several, left-padded to one length, and which of them are real.
 
@@ -163,17 +163,23 @@ class Model(NNsight):
     def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
         if not invokes:
             return (), {}
-        if len(invokes) == 1 and (not invokes[0][0] or isinstance(invokes[0][0][0], Tensor)):
-            return invokes[0]
-        rows: list[list[int]] = []
-        for inputs, _ in invokes:
-            ids, real = self.encode(inputs[0])
-            rows += [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+        inputs, kwargs = invokes[0]
+        first = inputs[0] if inputs else kwargs.get("input_ids")
+        if len(invokes) == 1 and isinstance(first, Tensor) and first.ndim == 2:
+            return inputs, kwargs
+        rows = [row for inputs, kwargs in invokes for row in self._real_tokens(*inputs, **kwargs)]
         length = max(len(row) for row in rows)
         pad = self._pad_id()
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
         real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
         return (ids,), {"attention_mask": real}
+
+    def _real_tokens(self, input_ids: Any, attention_mask: Tensor | None = None) -> list[list[int]]:
+        """The tokens of one invoke, row by row, without its padding."""
+        ids, real = self.encode(input_ids)
+        if attention_mask is not None:
+            real = attention_mask.to(ids.device).bool().reshape(ids.shape)
+        return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())

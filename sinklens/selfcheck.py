@@ -34,6 +34,11 @@ def check(tree: HookTree, causal: bool) -> None:
         scale = max(1.0, plain.abs().max().item())
         tolerance = TOLERANCE.get(tree.cfg.dtype, 1e-3)
         _require((hooked - plain).abs().max().item() / scale, tolerance, "watching every pattern changes the logits by")
+        if len(patterns) != tree.cfg.n_layers:
+            raise SelfCheckError(
+                f"{len(patterns)} of {tree.cfg.n_layers} layers showed a pattern; the others do not run sinklens's "
+                f"attention (attn_implementation is {tree.hf.config._attn_implementation!r})."
+            )
         for layer, pattern in enumerate(patterns):
             off = (pattern.float().sum(-1) - 1).abs().max().item()
             _require(off, max(tolerance, 1e-3), f"rows of the pattern of layer {layer} miss 1 by")
@@ -50,7 +55,9 @@ def _watched_pass(tree: HookTree, ids: Int[Tensor, "batch pos"]) -> tuple[list[T
 def _check_direction(pattern: Float[Tensor, "batch head query key"], layer: int, causal: bool) -> None:
     later = pattern.float().triu(1).sum().item()
     if causal and later > 0:
-        raise SelfCheckError(f"layer {layer} attends to later positions (mass {later:.3g}) though its family is causal.")
+        raise SelfCheckError(
+            f"layer {layer} attends to later positions (mass {later:.3g}) though its family is causal."
+        )
     if not causal and later == 0:
         raise SelfCheckError(
             f"layer {layer} never attends to later positions though its family is bidirectional: "
@@ -64,7 +71,9 @@ def _check_edit(tree: HookTree, ids: Int[Tensor, "batch pos"], plain: Float[Tens
 
     edited = tree.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_pattern", drop_all)])
     if torch.equal(edited, plain):
-        raise SelfCheckError("setting the pattern of layer 0 to zero leaves the logits as they were: edits do not reach it.")
+        raise SelfCheckError(
+            "setting the pattern of layer 0 to zero leaves the logits as they were: edits do not reach it."
+        )
 
 
 def _require(value: float, limit: float, what: str) -> None:

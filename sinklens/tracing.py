@@ -11,7 +11,6 @@ late from the *next* step, silently. At the end of every step sinklens looks who
 `HookOrderError` on the line that asked.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from nnsight.intervention.batching import Batcher
 from nnsight.intervention.interleaver import Event, Mediator
 from nnsight.intervention.tracer import InterleavingTracer
-from nnsight.tracing.tracer import WithBlockNotFoundError
 from nnsight.tracing.util import push
 
 from sinklens.errors import HookOrderError, SettingError, SinklensError
@@ -76,16 +74,7 @@ def trace(
         HookNameError: a name in `hooks` (or in the block) that no point bears.
         HookOrderError: the block asked for a point that the step had passed.
     """
-    opened = Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
-    try:
-        opened.capture()  # here, where nnsight finds the caller's `with` two frames up
-    except WithBlockNotFoundError as error:
-        if not Trace.source(sys._getframe(1).f_code.co_filename):
-            raise SinklensError(
-                f"the body of a trace is read as source, and there is none here: {error} In a plain REPL or exec'd "
-                f"code use sinklens.generate(..., hooks=[(name, fn)]), which needs no source."
-            ) from error
-    return opened  # not written as `with sinklens.trace(...)`: nnsight looks again when the block is entered
+    return Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
 
 
 def generate(
@@ -143,6 +132,13 @@ class Trace(InterleavingTracer):
         return f"Trace({self._generation!r})" if self._generation is not None else "Trace(not run yet)"
 
     @property
+    def generation(self) -> Generation:
+        """What is left of the run, as `generate` would return it."""
+        if self._generation is None:
+            raise HookOrderError("t.generation is known after the run; read it below the `with` block.")
+        return self._generation
+
+    @property
     def step(self) -> int | None:
         """The step being run; None outside the block."""
         return self._denoising.model.tree.watch.step
@@ -181,6 +177,21 @@ class Trace(InterleavingTracer):
 
         def __enter__(self) -> "Trace": ...
 
+    @staticmethod
+    def source(filename: str) -> str:
+        """nnsight's reader of the source that a block stands in.
+
+        Raises:
+            SinklensError: there is none, as in a plain REPL or exec'd code.
+        """
+        text = InterleavingTracer.source(filename)
+        if not text:
+            raise SinklensError(
+                f"the body of a trace is read as source, and {filename} has none (a plain REPL, or code run by exec). "
+                f"Write it in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]), which needs none."
+            )
+        return text
+
     def execute(self, code: CodeType) -> None:
         """Run the captured body in step with the sampler, then hand the names it assigned back to its frame."""
         if self._generation is not None:
@@ -197,6 +208,7 @@ class Trace(InterleavingTracer):
             raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
         finally:
             model.interleaver.cancel()
+            self.info = None
         self._generation = self._denoising.result()
         push(frame, mediator.lcls.writes())
 

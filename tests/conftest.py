@@ -1,12 +1,22 @@
 """What every test shares."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before any test imports nnsight: nnsight mounts an unhashable `save` on `object`, and beartype, which the jaxtyping
 # plugin would otherwise import only at the first annotated function, hashes all that `object` has as it is imported.
 import beartype  # noqa: F401
 import pytest
 import torch
+
+import sinklens
+
+if TYPE_CHECKING:
+    from sinklens import Model
+
+torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
+
+torch.set_num_threads(1)  # tiny models are faster so, and a second process beside the tests does not slow them down
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -23,3 +33,15 @@ def shared() -> Path:
 def _seed() -> None:
     """The same random numbers whichever tests run, and in whatever order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_llada() -> "Model":
+    """The shipped diffusion model."""
+    return sinklens.load("tiny-llada")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> "Model":
+    """Its autoregressive twin."""
+    return sinklens.load("tiny-llama")

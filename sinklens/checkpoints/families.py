@@ -160,8 +160,12 @@ FAMILIES: tuple[Family, ...] = (
         "logits equal transformers' own; Llama-3.1-8B built at full size, not run",
         causal=True,
     ),
-    Family("qwen2", ("qwen2",), "qwen2", "autoregressive", "logits equal transformers' own on tiny weights", causal=True),
-    Family("qwen3", ("qwen3",), "qwen3", "autoregressive", "logits equal transformers' own on tiny weights", causal=True),
+    Family(
+        "qwen2", ("qwen2",), "qwen2", "autoregressive", "logits equal transformers' own on tiny weights", causal=True
+    ),
+    Family(
+        "qwen3", ("qwen3",), "qwen3", "autoregressive", "logits equal transformers' own on tiny weights", causal=True
+    ),
 )
 
 BY_MODEL_TYPE: dict[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}

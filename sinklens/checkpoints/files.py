@@ -21,7 +21,7 @@ from sinklens.errors import CheckpointError, nearest
 SHIPPED_FOLDER = "shipped"
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,16 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     """The local folder of a checkpoint: a shipped name, a folder, or a name on the hub (downloaded and cached).
 
     Raises:
-        CheckpointError: nothing of that name, or no network.
+        CheckpointError: nothing of that name, no network, or a revision of something that has none.
     """
-    if str(name_or_path) in shipped_names():
-        return Path(str(resources.files("sinklens.checkpoints") / SHIPPED_FOLDER / str(name_or_path)))
     path = Path(name_or_path)
+    if str(name_or_path) in shipped_names():
+        path = Path(str(resources.files("sinklens.checkpoints") / SHIPPED_FOLDER / str(name_or_path)))
     if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision {revision!r} belongs to a name on the hub; {path} is a folder. Leave it out."
+            )
         return path
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
@@ -75,16 +79,16 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: that of the client the hub uses
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, httpx.HTTPError) as error:
+    except (OSError, HTTPError, HFValidationError) as error:
         at_revision = f" at revision {revision!r}" if revision else ""
+        reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
         raise CheckpointError(
-            f"could not get {name!r}{at_revision} from the hub: {type(error).__name__}: {str(error).splitlines()[0]} "
+            f"could not get {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
             f"Check the name and the network, or download the files elsewhere and give their folder; "
             f"gated models need `hf auth login` first."
         ) from error
@@ -100,8 +104,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder holds config.json and *.safetensors.")
     try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); it may be half-written. Fetch it again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} holds a JSON {type(config).__name__}, not an object.")
@@ -129,9 +133,9 @@ def read_headers(folder: Path, family: Family) -> Weights:
                 f"{file} is not a whole safetensors file ({error}); it may be truncated. Fetch it again."
             ) from error
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
-    if main not in _DTYPES:
-        raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(_DTYPES)}.")
-    return Weights(shapes, _DTYPES[main], original)
+    if main not in DTYPES:
+        raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
+    return Weights(shapes, DTYPES[main], original)
 
 
 def rename(stored: str, family: Family) -> str:
@@ -142,19 +146,20 @@ def rename(stored: str, family: Family) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    single = folder / "model.safetensors"
+    if single.is_file():  # before the index, because transformers, which reads the weights, looks in this order
+        return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            shards = [folder / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is broken ({error}); fetch it again.") from error
-        missing = [name for name in names if not (folder / name).is_file()]
+        missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
+        return shards
     if any(folder.glob("model-*-of-*.safetensors")):
         raise CheckpointError(f"{folder} has shards but no {index.name}, which says what is in them. Fetch it too.")
     pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
@@ -186,4 +191,5 @@ def compare(weights: Weights, expected: dict[str, tuple[int, ...]], tied: set[st
         problems.append(f"{len(surplus)} weights have no place in the model ({', '.join(surplus[:4])})")
     problems += shapes[:4]
     if problems:
-        raise CheckpointError(f"{where}: {'; '.join(problems)}. Nothing was loaded; check that config and weights match.")
+        told = "; ".join(problems)
+        raise CheckpointError(f"{where}: {told}. Nothing was loaded; check that config and weights match.")

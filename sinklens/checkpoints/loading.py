@@ -1,12 +1,14 @@
 """Loads a checkpoint into the transformers class of its family.
 
-The order is: config translated, headers checked against a model on the meta device, and only then the weights read,
-so a failure leaves nothing half-loaded. transformers does the reading (`from_pretrained` with the translated config and
-the family's renames); `is_causal` is set on the config, which decides the mask, and on every attention module, which
-transformers' fused attention consults where no mask is passed.
+The order is: config translated, headers checked against a model on the meta device, device, element type, tokenizer
+and mask token settled, and only then the weights read, so a failure leaves nothing half-loaded. transformers does the
+reading (`from_pretrained` with the translated config and the family's renames); `is_causal` is set on the config, which
+decides the mask, and on every attention module, which transformers' fused attention consults where no mask is passed.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +17,13 @@ import torch
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
-from sinklens.checkpoints.translate import family_of, translate
+from sinklens.checkpoints.translate import check_required, family_of, translate
 from sinklens.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SMALL = 1_000_000_000  # values; below it, a model without a GPU is computed in float32
+SMALL = 1_000_000_000  # values; below it, a model without a GPU is computed in float32, and no bar shows its loading
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,20 @@ class Checkpoint:
 
 
 def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """The family's model on the meta device: names and shapes, no memory."""
+    """The family's model on the meta device: names and shapes, no memory.
+
+    Raises:
+        CheckpointError: transformers has no such model, e.g. an activation function it does not know.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"transformers cannot build a {config.model_type} model of this config: {type(error).__name__}: {error}."
+        ) from error
 
 
 def load_checkpoint(
@@ -86,21 +97,25 @@ def load_checkpoint(
     files.compare(weights, expected, tied, str(folder))
     if device is not None and device_map is not None:
         raise CheckpointError("give device= or device_map=, not both.")
-    target = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    hf = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        key_mapping=dict(family.renames) or None,
-        dtype=_dtype(dtype, weights, target if device_map is None else "cuda"),
-        device_map=device_map,
-        attn_implementation=attention.NAME,
-        use_safetensors=True,
-        local_files_only=True,
-    )
+    target = _device(device)
+    chosen = _dtype(dtype, weights, target)
+    found = tokenizer if tokenizer is not None else _tokenizer(folder, config)
+    _mask_token(raw, found, family, config.vocab_size, str(name_or_path))
+    defaults = _defaults(folder)
+    with _bars(weights.parameters >= SMALL):
+        hf = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            key_mapping=dict(family.renames) or None,
+            dtype=chosen,
+            device_map=device_map,
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            local_files_only=True,
+        )
     if device_map is None:
         hf = hf.to(target)
-    found = tokenizer if tokenizer is not None else _tokenizer(folder)
-    return finish(hf, found, family, raw, str(name_or_path), revision, _defaults(folder))
+    return finish(hf, found, family, raw, str(name_or_path), revision, defaults)
 
 
 def finish(
@@ -115,25 +130,28 @@ def finish(
     """Put a transformers model into the state that sinklens relies on, and gather what belongs to it."""
     import sinklens.hooks.attention as attention
 
+    mask = _mask_token(raw, tokenizer, family, hf.config.vocab_size, name)  # a model that is refused stays as it was
     hf.eval()
     hf.config.is_causal = family.causal
     hf.set_attn_implementation(attention.NAME)
     for module in hf.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = family.causal
-    mask = None
-    if not family.causal:
-        mask = raw.get("mask_token_id")
-        if mask is None and tokenizer is not None:
-            mask = tokenizer.mask_token_id
-        if mask is None:
-            mask = family.mask_token_id
-        if mask is None or not 0 <= mask < hf.config.vocab_size:
-            raise CheckpointError(
-                f"{name}: no usable mask token (found {mask!r}, vocabulary {hf.config.vocab_size}); "
-                f"set mask_token_id in config.json or give a tokenizer that has a mask token."
-            )
     return Checkpoint(hf, tokenizer, family, mask, _eos(hf, tokenizer, raw), defaults or {}, name, revision)
+
+
+def _mask_token(raw: dict[str, Any], tokenizer: Any, family: Family, vocabulary: int, name: str) -> int | None:
+    """The mask token: the config's, else the tokenizer's, else the family's; None for autoregressive models."""
+    if family.causal:
+        return None
+    named = (raw.get("mask_token_id"), getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
+    mask = next((token for token in named if token is not None), None)
+    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
+        raise CheckpointError(
+            f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "
+            f"set mask_token_id in config.json or give a tokenizer that has a mask token."
+        )
+    return mask
 
 
 def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None") -> Checkpoint:
@@ -142,8 +160,10 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
     A bidirectional model of the Llama or Qwen classes says so with ``config.is_causal = False``.
 
     Raises:
-        CheckpointError: its ``model_type`` is no family's.
+        CheckpointError: its ``model_type`` is no family's, it has no head, or it was taken over before.
     """
+    import sinklens.hooks.attention as attention
+
     raw = hf.config.to_dict()
     kind = raw.get("model_type")
     if getattr(hf.config, "is_causal", True) is False and f"a2d-{kind}" in BY_MODEL_TYPE:
@@ -154,7 +174,16 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
             f"{type(hf).__name__} runs code of its checkpoint; give its name or folder to sinklens.load instead, "
             f"which loads the same weights into transformers' own class."
         )
-    return finish(hf, tokenizer, family, raw, getattr(hf.config, "name_or_path", "") or kind)
+    if hf.get_output_embeddings() is None:
+        raise CheckpointError(f"{type(hf).__name__} has no language-model head; give a model of a …ForCausalLM class.")
+    if any(attention.POINTS in module.__dict__ for module in hf.modules()):
+        raise CheckpointError(
+            f"this {type(hf).__name__} has hook points already, and a second tree of them would cut off the first; "
+            f"go on with the model that sinklens.load returned for it."
+        )
+    name = getattr(hf.config, "name_or_path", "") or kind
+    check_required(raw, family, name)
+    return finish(hf, tokenizer, family, raw, name)
 
 
 def from_bridge(bridge: Any) -> Checkpoint:
@@ -175,6 +204,11 @@ def from_bridge(bridge: Any) -> Checkpoint:
         {name: tuple(value.shape) for name, value in renamed.items()}, torch.float32, {name: name for name in renamed}
     )
     files.compare(weights, expected, tied, "the TransformerBridge (weights must not be folded or centred)")
+    if parted := sorted(tied & set(renamed)):  # named_parameters tells shared weights once, under the first name
+        raise CheckpointError(
+            f"the TransformerBridge ties its weights by its config, but {', '.join(parted)} has values of its own: "
+            f"weights must not be folded or centred. Give the bridge as it was booted."
+        )
     from transformers import AutoModelForCausalLM
 
     first = next(original.parameters())
@@ -194,29 +228,54 @@ def _materialise_buffers(hf: "PreTrainedModel", device: torch.device) -> None:
                 setattr(module, name, type(child)(config=hf.config).to(device))
 
 
-def _dtype(dtype: str | torch.dtype, weights: files.Weights, target: Any) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Show transformers' progress bars or not; afterwards they are as the user had them."""
+    from transformers.utils import logging
+
+    if shown:
+        yield
+        return
+    before = logging.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or a GPU if there is one."""
+    try:
+        found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise CheckpointError(f"device {device!r} is none that torch knows; give 'cpu', 'cuda' or 'cuda:1'.") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise CheckpointError(f"device {str(found)!r} is not there: torch sees {torch.cuda.device_count()} GPUs.")
+    return found
+
+
+def _dtype(dtype: str | torch.dtype, weights: files.Weights, target: torch.device) -> torch.dtype:
     if dtype == "auto":
-        on_cpu = torch.device(target).type == "cpu"
-        return torch.float32 if on_cpu and weights.parameters < SMALL else weights.dtype
-    named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+        return torch.float32 if target.type == "cpu" and weights.parameters < SMALL else weights.dtype
+    named = {str(kind).removeprefix("torch."): kind for kind in files.DTYPES.values()}
     short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    key = short.get(dtype, dtype)
-    if key not in named:
+    key = str(dtype).removeprefix("torch.")
+    if short.get(key, key) not in named:
         raise CheckpointError(f"dtype {dtype!r} is not one of auto, {', '.join([*named, *short])}.")
-    return named[key]
+    return named[short.get(key, key)]
 
 
-def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
-    """The folder's tokenizer; None where it has none."""
+def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase | None":
+    """The folder's tokenizer; None where it has none. Code that tokenizer_config.json names is not run."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if (folder / "vocab.json").is_file():  # Dream's: Qwen2's byte-level BPE under a class name of its own
+        return AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
 
 
 def _eos(hf: "PreTrainedModel", tokenizer: Any, raw: dict[str, Any]) -> tuple[int, ...]:
@@ -234,6 +293,6 @@ def _defaults(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text()).get("sinklens", {}))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}). Fetch it again.") from error
+        return dict(json.loads(file.read_text(encoding="utf-8")).get("sinklens") or {})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file} holds no valid settings ({error}). Fetch it again.") from error

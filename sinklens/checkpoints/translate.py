@@ -13,8 +13,10 @@ from sinklens.errors import CheckpointError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Keys of a public config that transformers' own config classes take over unchanged.
-_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout")
+# Keys of a public config that transformers' own config classes take over unchanged. A token that the config does not
+# name is none: the classes' own defaults are of another vocabulary.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_KEPT = ("initializer_range", "attention_dropout")
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
@@ -41,44 +43,56 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     Raises:
         CheckpointError: a value cannot be expressed, or a needed key is missing.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
-    _check_required(config, family, where)
-    config_class = CONFIG_MAPPING[family.architecture]
+    check_required(config, family, where)
     if family.config_names:
-        made = config_class(**_renamed(config, family, where))
+        settings = _renamed(config, family, where)
     else:
         dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
-        made = config_class(**{key: value for key, value in config.items() if key not in dropped})
+        settings = {key: value for key, value in config.items() if key not in dropped}
+    try:
+        made = CONFIG_MAPPING[family.architecture](**settings)
+    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{where}: config.json describes no {family.architecture} model: {reason}") from error
     made.is_causal = family.causal
     return made
 
 
-def _check_required(config: dict[str, Any], family: Family, where: str) -> None:
+def check_required(config: dict[str, Any], family: Family, where: str) -> None:
+    """Hold a config to what the family can express.
+
+    Raises:
+        CheckpointError: names the key, its value and the values that can be expressed.
+    """
     for key, allowed in family.required.items():
         if key in config and config[key] not in allowed:
             expected = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(
-                f"{where}: config.json has {key} = {config[key]!r}; the {family.name} family can express only {expected}. "
-                f"Loading it anyway would compute another model."
+                f"{where}: config.json has {key} = {config[key]!r}; the {family.name} family can express only "
+                f"{expected}. Loading it anyway would compute another model."
             )
 
 
 def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """LLaDA's config keys under transformers' names, with its two derived sizes."""
     config = dict(config)
-    if config.get("mlp_hidden_size") is None and config.get("mlp_ratio"):
+    if config.get("mlp_hidden_size") is None and config.get("mlp_ratio") and config.get("d_model"):
         config["mlp_hidden_size"] = config["mlp_ratio"] * config["d_model"]
     if config.get("n_kv_heads") is None:
         config["n_kv_heads"] = config.get("n_heads")
-    missing = [key for key in family.config_names if config.get(key) is None and key != "weight_tying"]
+    config["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
+    needed = [*family.config_names, "vocab_size"]
+    missing = [key for key in needed if config.get(key) is None and key != "weight_tying"]
     if missing:
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
     settings = {new: config[old] for old, new in family.config_names.items() if old in config}
     theta = settings.pop("rope_theta")
-    settings |= {key: config[key] for key in _KEPT if key in config}
+    settings |= {key: config[key] for key in _KEPT if key in config} | {key: config.get(key) for key in _TOKENS}
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
-    settings["vocab_size"] = config.get("embedding_size") or config["vocab_size"]
+    settings["vocab_size"] = config["vocab_size"]
     return settings
 
 

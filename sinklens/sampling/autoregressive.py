@@ -8,7 +8,7 @@ of the canvas that changes tokens whose keys are cached empties the cache, so th
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError
@@ -24,10 +24,11 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
 
     cache, cached = None, None
     for position in range(state.prompt_length, state.canvas.shape[1]):
-        if bool(state.finished.all()):
+        if bool(_ended(state, position).all()):
             return
         yield
         text = at(state.tree.denoise.hook_canvas, state.canvas[:, :position])
+        state.entered = torch.cat([text, state.canvas[:, position:]], dim=1)
         if settings.use_cache and (cache is None or not _extends(text, cached)):
             cache = DynamicCache(config=state.tree.hf.config)
         new = text if cache is None else text[:, cache.get_seq_length() :]
@@ -35,6 +36,12 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
         state.partial = new.shape[1] < text.shape[1]
         cached = text
         _decode(state, settings, text, hidden, position)
+
+
+def _ended(state: State, position: int) -> Bool[Tensor, " batch"]:
+    """Rows whose answer holds an end-of-sequence token before `position`."""
+    ends = torch.tensor(state.eos_ids, dtype=state.canvas.dtype, device=state.canvas.device)
+    return torch.isin(state.canvas[:, state.prompt_length : position], ends).any(dim=1)
 
 
 def _extends(text: Int[Tensor, "batch pos"], cached: Int[Tensor, "batch earlier"] | None) -> bool:
@@ -46,8 +53,9 @@ def _decode(
 ) -> None:
     denoise_points = state.tree.denoise
     logits = at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float()
-    probs = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k).softmax(dim=-1)
-    every = torch.ones_like(state.finished)[:, None]
+    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
+    probs = kept.softmax(dim=-1, dtype=torch.float64)
+    every = torch.ones(len(text), 1, dtype=torch.bool, device=text.device)
     noise = state.noise.uniform(every, dtype=torch.float64) if settings.temperature > 0 else None
     drawn = decisions.categorical_candidates(probs, noise)
     candidates = at(denoise_points.hook_candidates, drawn[:, None])
@@ -59,8 +67,7 @@ def _decode(
         )
     token = candidates[:, 0]
     if state.eos_ids:
-        token = torch.where(state.finished, state.eos_ids[0], token)
-        state.finished = state.finished | torch.isin(token, torch.tensor(state.eos_ids, device=token.device))
+        token = torch.where(_ended(state, position), state.eos_ids[0], token)
     canvas = state.canvas.clone()
     canvas[:, :position], canvas[:, position] = text, token
-    state.canvas = canvas
+    state.leave(canvas)

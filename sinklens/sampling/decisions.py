@@ -4,7 +4,8 @@
 *Confidence*: how sure each proposal is. *Commit*: which proposals are taken. The samplers (llada.py, dream.py,
 autoregressive.py) are loops over these, with a hook point after each, so an intervention can sit between any two.
 
-Candidates and confidence work on the masked positions only, flattened to one axis ``masked``; random numbers are drawn
+Confidence is computed in float64: in float32 the probabilities of a trained model round to 1 in droves, and which of the
+tied positions comes first would depend on the last bit. Candidates and confidence work on the masked positions only, flattened to one axis ``masked``; random numbers are drawn
 row by row from the row's own generator, so a prompt's result does not depend on what else is in its batch.
 """
 

@@ -27,15 +27,16 @@ def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
 
 
 def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], step: int) -> None:
-    canvas = at(state.tree.denoise.hook_canvas, state.canvas)
+    canvas = state.enter()
     where = (canvas == state.mask_id) & state.real
     logits = state.logits(canvas, where)
-    probs = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k).softmax(dim=-1)
+    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
+    probs = kept.softmax(dim=-1, dtype=torch.float64)
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
     candidates = decisions.categorical_candidates(probs, noise)
     proposed, surely = state.spread(where, candidates, _confidence(settings, probs, candidates), canvas)
     commit = at(state.tree.denoise.hook_commit, _commit(state, settings, where, surely, times, step))
-    state.canvas = torch.where(commit, proposed, canvas)
+    state.leave(torch.where(commit, proposed, canvas))
 
 
 def _confidence(

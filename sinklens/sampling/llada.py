@@ -30,7 +30,7 @@ def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
 
 
 def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) -> None:
-    canvas = at(state.tree.denoise.hook_canvas, state.canvas)
+    canvas = state.enter()
     where = canvas == state.mask_id
     where[:, end:] = False
     where &= state.real
@@ -44,7 +44,7 @@ def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) ->
     confidence = _confidence(state, settings, where, logits, candidates)
     proposed, surely = state.spread(where, candidates, confidence, canvas)
     commit = at(state.tree.denoise.hook_commit, decisions.most_confident(surely, counts, settings.threshold))
-    state.canvas = torch.where(commit, proposed, canvas)
+    state.leave(torch.where(commit, proposed, canvas))
 
 
 def _confidence(
@@ -60,4 +60,4 @@ def _confidence(
         ended = [*state.eos_ids, *([] if state.eot_id is None else [state.eot_id])]
         logits = logits.clone()
         logits[:, ended] = -torch.inf
-    return decisions.probability(logits.softmax(dim=-1), candidates)
+    return decisions.probability(logits.softmax(dim=-1, dtype=torch.float64), candidates)

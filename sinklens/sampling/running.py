@@ -1,13 +1,13 @@
 """Drives a sampler through a run and keeps what happened.
 
 `run` is the one loop under `sinklens.trace` and `sinklens.generate`. It counts steps over the whole generation,
-through all blocks, calls its listener before and after each, replays an earlier run's canvas if asked to, and returns
+through all blocks, calls its listener before and after each, and returns
 the canvas of every step. The model computes without gradients.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,6 +25,7 @@ SAMPLERS: dict[type, Sampler] = {
 }
 
 
+@runtime_checkable
 class Listener(Protocol):
     """Called around every step."""
 
@@ -40,7 +41,7 @@ class Course:
     """What happened to the canvas.
 
     Attributes:
-        canvas: token ids entering each step, and after the last: [batch, steps + 1, pos]. Undecided positions hold
+        canvas: token ids as each step worked on them, and as the last left them: [batch, steps + 1, pos]. Undecided positions hold
             the mask token, or -1 in an autoregressive run.
         unmask_step: step at which each position got the token it ended with; -1 for the prompt and for padding, the
             number of steps for a position that never got one.
@@ -59,7 +60,6 @@ def run(
     state: State,
     settings: AnySettings,
     listeners: Sequence[Listener] = (),
-    replay: Int[Tensor, "batch step pos"] | None = None,
     keep: "list[Tensor] | None" = None,
 ) -> Course:
     """Run all steps.
@@ -68,37 +68,34 @@ def run(
         state: the canvas at the start; it is changed.
         settings: decides the sampler.
         listeners: told before and after each step, in order.
-        replay: canvases that are forced at every step, whatever the step itself decided.
         keep: filled with the canvases as they come, so that a run that is stopped keeps its finished steps.
 
     Raises:
-        SettingError: `replay` has another shape than this run.
+        SettingError: `state.replay` is of another run than this one.
     """
     canvases = [] if keep is None else keep
     canvases.append(state.canvas)
-    if replay is not None:
-        _check_replay(state, settings, replay)
+    if state.replay is not None:
+        _check_replay(state, settings, state.replay)
     step = -1
     with torch.no_grad():
         for step, _ in enumerate(SAMPLERS[type(settings)](state, settings)):
             if step > 0:
-                _finish(step - 1, state, listeners, canvases, replay)
-            if replay is not None and step >= replay.shape[1] - 1:
+                _finish(step - 1, state, listeners, canvases)
+            if state.replay is not None and step >= state.replay.shape[1] - 1:
                 break  # the replayed run had ended here
             state.tree.watch.step = step
             for listener in listeners:
                 listener.before(step, state)
         else:
             if step >= 0:
-                _finish(step, state, listeners, canvases, replay)
+                _finish(step, state, listeners, canvases)
     return course(state, canvases)
 
 
-def _finish(
-    step: int, state: State, listeners: Sequence[Listener], canvases: list[Tensor], replay: Tensor | None
-) -> None:
-    if replay is not None:
-        state.canvas = replay[:, step + 1].to(state.canvas.device)
+def _finish(step: int, state: State, listeners: Sequence[Listener], canvases: list[Tensor]) -> None:
+    assert state.entered is not None, "a sampler's step works on State.entered"
+    canvases[-1] = state.entered
     canvases.append(state.canvas)
     for listener in listeners:
         listener.after(step, state)

@@ -7,7 +7,7 @@ two steps, and knows after the last one that the run is over.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,8 +32,10 @@ class State:
         eot_id: end-of-turn token, if the family has one.
         noise: the rows' random generators.
         shift: whether logits at i predict the token at i + 1.
-        finished: rows that ended (autoregressive only).
+        entered: the canvas as the current step works on it, edits at ``denoise.hook_canvas`` included.
         partial: the last pass computed new positions only, behind cached ones (autoregressive only).
+        replay: canvases of an earlier run, forced after every step; None for a free run.
+        steps_done: steps that have been carried out.
     """
 
     tree: HookTree
@@ -45,8 +47,20 @@ class State:
     eot_id: int | None
     noise: RowNoise
     shift: bool
-    finished: Bool[Tensor, " batch"]
+    entered: Int[Tensor, "batch pos"] | None = None
     partial: bool = False
+    replay: Int[Tensor, "batch step pos"] | None = None
+    steps_done: int = 0
+
+    def enter(self) -> Int[Tensor, "batch pos"]:
+        """The canvas the step works on: what the last step left, through ``denoise.hook_canvas``."""
+        self.entered = at(self.tree.denoise.hook_canvas, self.canvas)
+        return self.entered
+
+    def leave(self, canvas: Int[Tensor, "batch pos"]) -> None:
+        """End the step with `canvas`, or with what the replayed run had at this place."""
+        self.steps_done += 1
+        self.canvas = canvas if self.replay is None else self.replay[:, self.steps_done].to(canvas.device)
 
     def logits(
         self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"], cfg_scale: float = 0.0
@@ -81,8 +95,8 @@ class State:
         """Candidates and confidence on the whole canvas, through their points; elsewhere the canvas and −inf."""
         denoise = self.tree.denoise
         proposed = at(denoise.hook_candidates, canvas.masked_scatter(where, candidates))
-        surely = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
-        return proposed, at(denoise.hook_confidence, surely.masked_scatter(where, confidence.float()))
+        surely = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
+        return proposed, at(denoise.hook_confidence, surely.masked_scatter(where, confidence.double()))
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:
@@ -92,6 +106,7 @@ def _guided(logits: list[Tensor], scale: float) -> Tensor:
     return unconditional + (scale + 1) * (conditional - unconditional)
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """A sampler: yields before every step, carries it out when resumed."""
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
+from sinklens.writing import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +76,7 @@ class SinkTrack:
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
         return xr.DataArray(order, dims=("batch", "step", "layer", "head", "rank"))
 
-    def trajectory(self, layer: int, head: int, batch: int = 0) -> Float[np.ndarray, " step"]:
+    def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:
         """Position of the strongest key at each step.
 
         Raises:
@@ -97,18 +98,13 @@ class SinkTrack:
         """Write to one NetCDF-4 file; a half-written file is never left behind.
 
         Raises:
-            TrackError: the file cannot be written (no folder, no right, disk full).
+            SinklensError: the file cannot be written; the track is still in memory.
         """
-        path = Path(path)
-        part = path.with_name(path.name + ".part")
-        try:
-            self.data.to_netcdf(part, engine="h5netcdf", encoding={"score": {"zlib": True, "complevel": 1}})
-            part.replace(path)
-        except OSError as error:
-            raise TrackError(f"could not write {path}: {error}. The track is still in memory; save it elsewhere.") from error
-        finally:
-            part.unlink(missing_ok=True)
-        return path
+        # Through memory: on a full disk the HDF5 library fails while closing, where its error cannot be caught.
+        content = self.data.to_netcdf(engine="h5netcdf", encoding={"score": {"zlib": True, "complevel": 1}})
+        with whole(path) as part:
+            part.write_bytes(content)
+        return Path(path)
 
     @classmethod
     def open(cls, path: str | Path) -> "SinkTrack":

@@ -39,7 +39,8 @@ class Recipe:
         name: folder and model name.
         objective: "masked" trains a diffusion model, "causal" its autoregressive twin.
         seed: of the weights, the problems and every batch.
-        steps: optimizer steps of `batch` rows each.
+        cycles: optimizer steps of each cosine cycle of the learning rate; every cycle peaks at half the one before.
+        batch: rows per step.
         problems: size of the training set; none of them is held out.
         prompt_weight: weight of the loss on prompt tokens, relative to the answer's.
     """
@@ -47,7 +48,7 @@ class Recipe:
     name: str
     objective: Literal["masked", "causal"]
     seed: int = 1
-    steps: int = 2800
+    cycles: tuple[int, ...] = (2800, 1400)
     batch: int = 128
     problems: int = 300_000
     learning_rate: float = 2e-3
@@ -60,6 +61,11 @@ class Recipe:
     n_heads: int = 6
     d_mlp: int = 512
     context: int = 128
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all."""
+        return sum(self.cycles)
 
 
 RECIPES = {recipe.name: recipe for recipe in (Recipe("tiny-llada", "masked"), Recipe("tiny-llama", "causal"))}
@@ -166,11 +172,14 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "LlamaF
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine down to a hundredth of the peak."""
+    """In each cycle a linear warm-up, then a cosine down to a hundredth of the cycle's peak."""
+    peak, cycles = recipe.learning_rate, list(recipe.cycles)
+    while len(cycles) > 1 and step >= cycles[0]:
+        step, peak = step - cycles.pop(0), peak / 2
     if step < recipe.warmup:
-        return recipe.learning_rate * (step + 1) / recipe.warmup
-    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+        return peak * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, cycles[0] - recipe.warmup)
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def _save_state(path: Path, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> None:

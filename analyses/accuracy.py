@@ -1,0 +1,84 @@
+"""How many of the held-out word problems does a model answer exactly?
+
+    python -m sinklens.analyses.accuracy tiny-llada tiny-llama
+
+A problem counts if the number behind ``####`` is the right one. The interval is Wilson's, 95 %. Answers that are empty
+or still hold masks are counted as wrong, and told.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sinklens
+from sinklens.tasks.word_problems import Problem, held_out, read_answer
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Exact-match accuracy of one model.
+
+    Attributes:
+        right, total: problems.
+        empty: answers without any text.
+        masked: answers with positions still masked.
+        by_kind: problem kind -> (right, total).
+    """
+
+    right: int
+    total: int
+    empty: int
+    masked: int
+    by_kind: dict[str, tuple[int, int]]
+
+    @property
+    def share(self) -> float:
+        """Right answers, in [0, 1]."""
+        return self.right / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of `share`."""
+        z, n, p = 1.959964, self.total, self.share
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> Accuracy:
+    """Let `model` answer `problems` with its own defaults (one token committed per step), or with `settings`."""
+    model = sinklens.load(model)
+    tally: dict[str, tuple[int, int]] = {}
+    empty = masked = 0
+    ordered = sorted(problems, key=lambda problem: len(model.tokenizer(problem.prompt).input_ids))
+    for start in range(0, len(ordered), batch):
+        part = ordered[start : start + batch]
+        run = sinklens.generate(model, [p.prompt for p in part], record_sinks=False, **settings)
+        for problem, answer in zip(part, run.answers, strict=True):
+            right, total = tally.get(problem.kind, (0, 0))
+            tally[problem.kind] = (right + (read_answer(answer.text) == problem.result), total + 1)
+            empty, masked = empty + answer.empty, masked + (answer.masks > 0)
+    return Accuracy(sum(r for r, _ in tally.values()), len(ordered), empty, masked, dict(sorted(tally.items())))
+
+
+def main() -> None:
+    """Print the accuracy of each model named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m sinklens.analyses.accuracy", description=__doc__)
+    parser.add_argument("models", nargs="+", help="names or folders, as sinklens.load takes them")
+    parser.add_argument("--problems", type=int, default=500, help="held-out problems (default 500)")
+    options = parser.parse_args()
+    for name in options.models:
+        result = measure(name, held_out(options.problems))
+        low, high = result.interval
+        print(
+            f"{name}: {result.share:.3f} [{low:.3f}, {high:.3f}] of {result.total} "
+            f"({result.empty} empty, {result.masked} with leftover masks)"
+        )
+        for kind, (right, total) in result.by_kind.items():
+            print(f"  {kind:18s} {right}/{total}")
+
+
+if __name__ == "__main__":
+    main()

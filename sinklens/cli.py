@@ -1,0 +1,270 @@
+"""The command line: ``sinklens demo | trace | hooks | models | train``.
+
+Exit codes: 0 done; 1 an error that the message explains; 2 a wrong call; 130 interrupted. Files are written whole or
+not at all.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from sinklens.errors import SinklensError
+
+if TYPE_CHECKING:
+    from sinklens.generation import Generation
+    from sinklens.model import Model
+
+DEMO_PROBLEM = 7
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except SinklensError as error:
+        print(f"sinklens: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sinklens: interrupted; files that were not finished were not kept.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinklens", description="Look inside diffusion language models while they denoise.",
+        epilog="sinklens COMMAND --help tells more of a command. From Python: sinklens.load, sinklens.trace.",
+    )  # fmt: skip
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_trace(commands)
+    _add_hooks(commands)
+    _add_models(commands)
+    _add_train(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    text = "trace the shipped models on a held-out problem: watch the answer fill in and its sinks move"
+    demo = commands.add_parser("demo", help=text, description=text)
+    demo.add_argument("--out", type=Path, default=Path("sinklens-demo"), help="folder for the results (%(default)s)")
+    demo.add_argument(
+        "--problem", type=int, default=DEMO_PROBLEM, metavar="N", help="held-out problem, 0 to 499 (%(default)s)"
+    )
+    demo.set_defaults(command=run_demo)
+
+
+def _add_trace(commands: Any) -> None:
+    from sinklens.sampling.settings import Settings
+
+    text = "run a model on a prompt; write its answer, its sink track and a picture of it"
+    trace = commands.add_parser("trace", help=text, description=text)
+    trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
+    trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from a file")
+    trace.add_argument("--out", type=Path, required=True, help="folder for answer.txt, sinks.nc and sinks.png")
+    trace.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
+    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
+    trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
+    trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
+    group = trace.add_argument_group("sampler settings (which apply depends on the model)")
+    for name, kind in Settings.__annotations__.items():
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", **_flag(kind))
+    trace.set_defaults(command=run_trace)
+
+
+def _flag(kind: Any) -> dict[str, Any]:
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": None}
+    if get_origin(kind) is not None:  # Literal
+        return {"choices": get_args(kind), "default": None}
+    return {"type": kind, "default": None, "metavar": kind.__name__.upper()}
+
+
+def _add_hooks(commands: Any) -> None:
+    text = "list the hook points of a model, with shapes; weights are not loaded"
+    hooks = commands.add_parser("hooks", help=text, description=text)
+    hooks.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder")
+    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all")
+    hooks.set_defaults(command=run_hooks)
+
+
+def _add_models(commands: Any) -> None:
+    text = "list what can be loaded, and how far each family was verified"
+    commands.add_parser("models", help=text, description=text).set_defaults(command=run_models)
+
+
+def _add_train(commands: Any) -> None:
+    text = "train a shipped model again; an interrupted run goes on where it stopped"
+    train = commands.add_parser("train", help=text, description=text)
+    train.add_argument("name", metavar="NAME", help="tiny-llada or tiny-llama")
+    train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
+    train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
+    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")
+    train.set_defaults(command=run_train)
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """`sinklens demo`: both twins on one held-out problem."""
+    from rich.console import Console
+
+    import sinklens
+    from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
+    from sinklens.views import sink_paths, terminal
+
+    if not 0 <= options.problem < HELD_OUT_SIZE:
+        raise SinklensError(f"--problem lies between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
+    problem = held_out()[options.problem]
+    console = Console(highlight=False)
+    tracks, report = [], [f"{problem.prompt}\n"]
+    for name, kind in (("tiny-llada", "diffusion"), ("tiny-llama", "autoregressive")):
+        model = sinklens.load(name)
+        with sinklens.trace(model, problem.prompt) as t:
+            pass
+        run = t.generation
+        console.rule(f"{name} ({kind}, {run.steps_run} steps)")
+        console.print(problem.prompt, markup=False)
+        terminal.show(model, run, console)
+        console.print(f"Answer: {run.text.strip()}   (right: {problem.result})\n", markup=False)
+        report.append(f"{name}: {run.text.strip()}\n")
+        run.sinks.save(options.out / f"{name}.sinks.nc")
+        tracks.append(run.sinks)
+    _write_text(options.out / "answers.txt", "\n".join(report))
+    _write_figure(options.out / "sinks.png", sink_paths(tracks))
+    console.print(
+        f"Written to {options.out}/: answers.txt, sinks.png (where the sinks are at every step, both models), and the "
+        f"sink tracks (sinklens.SinkTrack.open).", markup=False,
+    )  # fmt: skip
+
+
+def run_trace(options: argparse.Namespace) -> None:
+    """`sinklens trace`."""
+    from rich.console import Console
+
+    import sinklens
+    from sinklens.views import terminal
+    from sinklens.views.figures import most_moving_head, sink_path
+
+    prompt = _prompt(options.prompt)
+    settings = {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
+    model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
+    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings)
+    assert run.sinks is not None
+    terminal.show(model, run, Console(highlight=False))
+    print(f"\n{run.text}")
+    _write_text(options.out / "answer.txt", f"{run.text}\n")
+    run.sinks.save(options.out / "sinks.nc")
+    _write_figure(options.out / "sinks.png", sink_path(run.sinks, *most_moving_head(run.sinks)).figure)
+    _tell(run, model)
+    print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png.")
+
+
+def _prompt(given: str) -> str:
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SinklensError(f"could not read the prompt from {given[1:]}: {error}") from error
+
+
+def _tell(run: "Generation", model: "Model") -> None:
+    """Say what is odd about an answer."""
+    for answer in run.answers:
+        if answer.empty:
+            print("The answer is empty.")
+        if answer.masks:
+            print(f"{answer.masks} positions are still masked at the end.")
+        if not answer.ended:
+            print("No end-of-sequence token was generated; a larger --gen-length may be needed.")
+
+
+def run_hooks(options: argparse.Namespace) -> None:
+    """`sinklens hooks`."""
+    from sinklens.checkpoints import build_empty, family_of, translate
+    from sinklens.checkpoints.files import find, read_config
+    from sinklens.hooks import architecture_of, table
+    from sinklens.hooks.tree import HookTree
+
+    folder = find(options.model, None)
+    raw = read_config(folder)
+    family = family_of(raw, str(folder))
+    config = translate(raw, family, str(folder))
+    tree = HookTree(build_empty(config), architecture_of(config.model_type))
+    cfg = tree.cfg
+    sizes = {
+        "head": cfg.n_heads, "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head,
+        "d_mlp": cfg.d_mlp, "vocab": cfg.d_vocab,
+    }  # fmt: skip
+    print(f"{options.model}: family {family.name}, {cfg.n_layers} layers, {len(tree.point_names())} hook points")
+    print("\n".join(_hook_lines(table(), sizes, cfg.n_layers, options.all)))
+
+
+def _hook_lines(rows: Any, sizes: dict[str, int], layers: int, every: bool) -> list[str]:
+    def line(name: str, spec: Any) -> str:
+        shape = " ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in spec.axes.split())
+        return f"{name:36s} [{shape:44s}] {spec.meaning}"
+
+    if not every:
+        return [f"l: layer, 0 to {layers - 1}", *(line(name, spec) for name, spec in rows)]
+    block = [row for row in rows if "{l}" in row[0]]
+    first = rows.index(block[0])
+    lines = [line(name, spec) for name, spec in rows[:first]]
+    for layer in range(layers):
+        lines += [line(name.replace("{l}", str(layer)), spec) for name, spec in block]
+    return lines + [line(name, spec) for name, spec in rows[first + len(block) :]]
+
+
+def run_models(options: argparse.Namespace) -> None:
+    """`sinklens models`."""
+    from sinklens.checkpoints import FAMILIES, shipped_names
+
+    print("Shipped checkpoints (by name):")
+    for name in shipped_names():
+        print(f"  {name}")
+    print("\nFamilies (from a hub name or a folder with config.json and *.safetensors; no code of a checkpoint is run):")
+    for family in FAMILIES:
+        kinds = ", ".join(family.model_types)
+        print(f"  {family.name:10s} model_type {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """`sinklens train`."""
+    import dataclasses
+
+    from sinklens.errors import nearest
+    from sinklens.zoo import RECIPES, train
+    from sinklens.zoo.export import export
+
+    if options.name not in RECIPES:
+        raise SinklensError(f"no recipe is called {options.name!r}; known: {', '.join(RECIPES)}.{nearest(options.name, RECIPES)}")
+    recipe = RECIPES[options.name]
+    if options.steps is not None:
+        recipe = dataclasses.replace(recipe, cycles=(options.steps,))
+    folder = options.run or Path("runs") / recipe.name
+    for record in train(recipe, folder):
+        print(f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s", flush=True)
+    out = export(recipe, folder, options.out or folder / "checkpoint")
+    print(f"Checkpoint in {out}; try: python -m sinklens.analyses.accuracy {out}")
+
+
+def _write_text(path: Path, text: str) -> None:
+    from sinklens.writing import whole
+
+    with whole(path) as part:
+        part.write_text(text)
+
+
+def _write_figure(path: Path, figure: Any) -> None:
+    from sinklens.writing import whole
+
+    with whole(path) as part:
+        figure.savefig(part, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Figures of sink tracks, one function each.
+
+Every function takes ``ax=`` and gives it back, so figures can be put together; none shows or saves anything.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sinklens.sinks.track import SinkTrack
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MASKED = "#c6dbef"
+
+
+def _axes(ax: "Axes | None", size: tuple[float, float] = (8, 4)) -> "Axes":
+    if ax is not None:
+        return ax
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=size, layout="constrained")[1]
+
+
+def sink_map(
+    track: SinkTrack, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
+) -> "Axes":
+    """Step × position map of sink scores (the paper's Fig. 1), the strongest key of each step marked.
+
+    Args:
+        layer, head: which; None averages over all.
+    """
+    score = track.scores().isel(batch=batch)
+    score = score.mean("layer") if layer is None else score.isel(layer=layer)
+    score = score.mean("head") if head is None else score.isel(head=head)
+    values = score.to_numpy()
+    ax = _axes(ax)
+    image = ax.imshow(values, aspect="auto", cmap="magma", interpolation="nearest", vmin=0)
+    strongest = np.nanargmax(values, axis=1)
+    ax.plot(strongest, np.arange(len(values)), ".", color="white", markersize=4, label="strongest key")
+    ax.axvline(track.data.attrs["prompt_length"] - 0.5, color="white", linewidth=0.8, linestyle=":")
+    ax.set(xlabel="position (dotted: end of prompt)", ylabel="denoising step", title=_title(track, layer, head))
+    ax.figure.colorbar(image, ax=ax, label="attention received (uniform = 1)")
+    return ax
+
+
+def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
+    """Layer and head whose strongest key changes most often from step to step; ties go to the stronger sink."""
+    top = track.top(1).isel(batch=batch, rank=0).to_numpy()
+    moves = (np.diff(top, axis=0) != 0).sum(axis=0)
+    strength = track.scores().isel(batch=batch).max("pos").mean("step").to_numpy()
+    best = np.lexsort((strength.ravel(), moves.ravel()))[-1]
+    layer, head = np.unravel_index(best, moves.shape)
+    return int(layer), int(head)
+
+
+def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes | None" = None) -> "Axes":
+    """Position of the strongest key against step: every head faintly, one drawn out (the paper's Fig. 7).
+
+    The background tells which positions were still masked when the step began.
+    """
+    from matplotlib.colors import to_rgba
+
+    ax = _axes(ax)
+    data = track.data.isel(batch=batch)
+    steps = np.arange(track.steps)
+    masked = data["masked"].to_numpy()
+    shade = np.where(masked.T[..., None], to_rgba(MASKED), (1, 1, 1, 1))
+    ax.imshow(shade, aspect="auto", origin="lower", interpolation="nearest")
+    every = track.top(1).isel(batch=batch, rank=0).to_numpy()
+    jitter = np.linspace(-0.3, 0.3, every[0].size)
+    for offset, path in zip(jitter, every.reshape(len(steps), -1).T, strict=True):
+        ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
+    ax.plot(steps, every[:, layer, head], "o-", color="#d94801", markersize=4, label=f"layer {layer}, head {head}")
+    ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
+    ax.set(xlabel="step", ylabel="position of the strongest key", title=data.attrs.get("model", ""))
+    ax.legend(loc="upper right", frameon=True)
+    return ax
+
+
+def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
+    """`sink_path` of several runs side by side, each with the head whose sink moves most."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(tracks), figsize=(6 * len(tracks), 4.5), layout="constrained", squeeze=False, sharey=True
+    )
+    for track, ax in zip(tracks, axes[0], strict=True):
+        sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
+    figure.suptitle(
+        "Where each head's strongest key is: grey, all heads; orange, the head that moves most; blue, still masked; "
+        "dotted, end of prompt",
+        fontsize=9,
+    )
+    return figure
+
+
+def _title(track: SinkTrack, layer: int | None, head: int | None) -> str:
+    which = ["mean over layers" if layer is None else f"layer {layer}", "mean over heads" if head is None else f"head {head}"]
+    return f"{track.data.attrs.get('model', '')}: {', '.join(which)}"

@@ -1,0 +1,31 @@
+"""Files that are whole or absent.
+
+Everything sinklens writes goes to a neighbour of its place first and is moved there when it is complete, so an
+interrupt, a kill or a full disk leaves either the old file or none.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sinklens.errors import SinklensError
+
+
+@contextmanager
+def whole(path: str | Path) -> Iterator[Path]:
+    """Give a path to write to; what is there at the end of the block becomes `path`.
+
+    Raises:
+        SinklensError: the file cannot be written (no folder, no right, disk full).
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        part.replace(path)
+    except OSError as error:
+        raise SinklensError(f"could not write {path}: {error}. Make room or choose another place.") from error
+    finally:
+        with suppress(OSError):  # a folder that could not be made holds no part either
+            part.unlink(missing_ok=True)

@@ -1,0 +1,180 @@
+"""Tiny random models, and their forward pass in plain torch for tests to compare with.
+
+`plain_pass` shares no code with sinklens or transformers: it reads the weights and writes every formula out. It hands
+each value to an edit under the name of its hook point, so one function says what every point should show, in which
+order, and what editing it should do.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sinklens.model import Model, load
+from sinklens.zoo.tokenizer import train_tokenizer
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "mask_token_id": 60,
+}
+KINDS = [(architecture, causal) for architecture in ("llama", "qwen2", "qwen3") for causal in (False, True)]
+
+Edit = Callable[[Tensor], Tensor]
+
+
+def random_hf(
+    architecture: str = "llama", causal: bool = False, dtype: torch.dtype = torch.float32, **settings: Any
+) -> PreTrainedModel:
+    """A transformers model with random weights and grouped key/value heads, always the same."""
+    config = CONFIG_MAPPING[architecture](**SIZES | settings)
+    config.is_causal = causal
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, parameter in hf.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is left out
+                parameter.data.uniform_(0.5, 1.5)
+    return hf.eval()
+
+
+def random_model(architecture: str = "llama", causal: bool = False, **settings: Any) -> Model:
+    """`random_hf` as sinklens loads it."""
+    return load(random_hf(architecture, causal, **settings))
+
+
+@cache
+def shared_model(architecture: str = "llama", causal: bool = False) -> Model:
+    """One `random_model` for all tests that leave its weights alone."""
+    return random_model(architecture, causal)
+
+
+def small_tokenizer(folder: Path) -> Any:
+    """A tokenizer, written to `folder` and read from there."""
+    train_tokenizer(problems=500).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def bridge_over(hf: PreTrainedModel, folder: Path) -> Any:
+    """TransformerLens's bridge over `hf`, a Llama, which it takes apart; `folder` is for its tokenizer's files."""
+    from transformer_lens.model_bridge.sources.transformers import boot
+
+    return boot("meta-llama/Llama-3.1-8B", hf_model=hf, tokenizer=small_tokenizer(folder))
+
+
+def random_ids(batch: int = 2, length: int = 7) -> Tensor:
+    """Token ids without the mask token."""
+    return torch.randint(0, SIZES["vocab_size"] - 1, (batch, length))
+
+
+def left_padding(batch: int = 2, length: int = 7, padded: int = 3) -> Tensor:
+    """An attention mask whose first row starts with `padded` padding tokens."""
+    real = torch.ones(batch, length, dtype=torch.bool)
+    real[0, :padded] = False
+    return real
+
+
+class PlainPass(NamedTuple):
+    """What `plain_pass` computes.
+
+    Attributes:
+        logits: [batch, pos, vocab].
+        values: by name of the hook point, after its edit, in the order the pass reaches them.
+    """
+
+    logits: Tensor
+    values: dict[str, Tensor]
+
+
+def plain_pass(
+    model: Model, ids: Tensor, real: Tensor | None = None, edits: Mapping[str, Edit] | None = None
+) -> PlainPass:
+    """One pass of `model` in plain torch.
+
+    Args:
+        real: False on padding.
+        edits: hook point -> function applied to its value on the way.
+    """
+    hf: Any = model.tree.hf
+    values: dict[str, Tensor] = {}
+
+    def point(name: str, value: Tensor) -> Tensor:
+        values[name] = value if edits is None or name not in edits else edits[name](value)
+        return values[name]
+
+    real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+    seen = real[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+    if hf.config.is_causal:
+        seen = seen & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    stream = point("hook_embed", hf.model.embed_tokens.weight[ids])
+    for number, layer in enumerate(hf.model.layers):
+        at = f"blocks.{number}"
+        stream = point(f"{at}.hook_resid_pre", stream)
+        normed = _norm(layer.input_layernorm, stream, f"{at}.ln1", point)
+        attn_out = _attention(layer.self_attn, normed, real, seen, hf.config, f"{at}.attn", point)
+        stream = point(f"{at}.hook_resid_mid", stream + point(f"{at}.hook_attn_out", attn_out))
+        normed = _norm(layer.post_attention_layernorm, stream, f"{at}.ln2", point)
+        mlp_out = _mlp(layer.mlp, normed, f"{at}.mlp", point)
+        stream = point(f"{at}.hook_resid_post", stream + point(f"{at}.hook_mlp_out", mlp_out))
+    return PlainPass(_norm(hf.model.norm, stream, "ln_final", point) @ hf.lm_head.weight.T, values)
+
+
+def _norm(norm: Any, x: Tensor, at: str, point: Callable[[str, Tensor], Tensor]) -> Tensor:
+    scale = point(f"{at}.hook_scale", ((x * x).mean(-1, keepdim=True) + norm.variance_epsilon) ** 0.5)
+    return point(f"{at}.hook_normalized", x / scale) * norm.weight
+
+
+def _mlp(mlp: Any, x: Tensor, at: str, point: Callable[[str, Tensor], Tensor]) -> Tensor:
+    gate = point(f"{at}.hook_pre", x @ mlp.gate_proj.weight.T)
+    linear = point(f"{at}.hook_pre_linear", x @ mlp.up_proj.weight.T)
+    return point(f"{at}.hook_post", gate / (1 + (-gate).exp()) * linear) @ mlp.down_proj.weight.T
+
+
+def _attention(
+    attn: Any, x: Tensor, real: Tensor, seen: Tensor, config: Any, at: str, point: Callable[[str, Tensor], Tensor]
+) -> Tensor:
+    heads, d_head = config.num_attention_heads, config.head_dim
+    q, k, v = (
+        point(f"{at}.hook_{letter}", _linear(getattr(attn, f"{letter}_proj"), x).unflatten(-1, (-1, d_head)))
+        for letter in "qkv"
+    )
+    if hasattr(attn, "q_norm"):
+        q, k = _norm(attn.q_norm, q, "", lambda _, value: value), _norm(attn.k_norm, k, "", lambda _, value: value)
+    positions = (real.long().cumsum(1) - 1).clamp(min=0)
+    q = point(f"{at}.hook_rot_q", _rotate(q, positions, config.rope_parameters["rope_theta"]))
+    k = point(f"{at}.hook_rot_k", _rotate(k, positions, config.rope_parameters["rope_theta"]))
+    group = heads // config.num_key_value_heads
+    k, v = (torch.stack([value[:, :, head // group] for head in range(heads)], dim=2) for value in (k, v))
+    bias = point(f"{at}.hook_attn_mask", torch.zeros(len(x), heads, 1, x.shape[1]))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / d_head**0.5
+    scores = point(f"{at}.hook_attn_scores", torch.where(seen, scores + bias, -torch.inf))
+    weights = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e30)).exp()
+    pattern = point(f"{at}.hook_pattern", weights / weights.sum(-1, keepdim=True).clamp(min=1e-30))
+    point(f"{at}.hook_sink_scores", (pattern * real[:, None, :, None]).sum(2))
+    z = point(f"{at}.hook_z", torch.einsum("bhqk,bkhd->bqhd", pattern, v))
+    weight = attn.o_proj.weight.T.unflatten(0, (heads, d_head))
+    result = point(f"{at}.hook_result", torch.einsum("bqhd,hdm->bqhm", z, weight))
+    return result.sum(2) if attn.o_proj.bias is None else result.sum(2) + attn.o_proj.bias
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return x @ module.weight.T if module.bias is None else x @ module.weight.T + module.bias
+
+
+def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding: dimension i turns with dimension i + d/2 by position · theta^(−2i/d)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None, None] * theta ** (-torch.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)

@@ -1,0 +1,54 @@
+"""The table of families is consistent, and its renames lead every public weight name to its place."""
+
+import re
+
+import pytest
+from building import random_hf
+from layouts import ARCHITECTURES, causal, llada_names, public_weights
+
+from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named
+from sinklens.checkpoints.files import rename
+from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
+from sinklens.sampling import BY_SAMPLER
+
+LLADAS = ["llada", "mmada"]
+
+
+def test_every_family_is_tested_here():
+    assert {family.name: family.architecture for family in FAMILIES} == ARCHITECTURES
+
+
+def test_no_model_type_means_two_families():
+    assert len(BY_MODEL_TYPE) == sum(len(family.model_types) for family in FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_family_has_hook_points_and_a_sampler(family):
+    assert family.architecture in WITH_POINTS
+    assert family.sampler in BY_SAMPLER
+    assert family.causal == causal(family.name) == (family.sampler == "autoregressive")
+
+
+@pytest.mark.parametrize("name", LLADAS)
+def test_llada_names_lead_to_llamas(name):
+    found = {public: rename(public, family_named(name)) for public in llada_names(layers=12)}
+    assert found == llada_names(layers=12)
+
+
+def test_ff_out_means_the_head_at_the_top_and_the_down_projection_in_a_block():
+    family = family_named("llada")
+    assert rename("model.transformer.ff_out.weight", family) == "lm_head.weight"
+    assert rename("model.transformer.blocks.31.ff_out.weight", family) == "model.layers.31.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_public_names_become_exactly_the_parameters_of_the_class(family):
+    hf = random_hf(ARCHITECTURES[family.name], family.causal)
+    renamed = [rename(public, family) for public in public_weights(family.name, hf)]
+    assert sorted(renamed) == sorted(name for name, _ in hf.named_parameters())
+
+
+@pytest.mark.parametrize("name", LLADAS)
+def test_renames_are_plain_substitutions(name):
+    """transformers takes patterns with at most one group."""
+    assert all(re.compile(pattern).groups <= 1 for pattern in family_named(name).renames)

@@ -1,0 +1,300 @@
+"""A checkpoint's files are found and held to the model before any weight is read."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from building import random_hf
+from huggingface_hub import errors as hub
+from huggingface_hub.utils import filter_repo_objects
+from layouts import llada_names, public_weights, write_checkpoint, write_family
+from safetensors.torch import save_file
+
+from sinklens.checkpoints import family_named, shipped_names
+from sinklens.checkpoints.files import Weights, compare, find, read_config, read_headers
+from sinklens.errors import CheckpointError
+
+LLADA = family_named("llada")
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A LLaDA checkpoint in one file."""
+    write_family(tmp_path / "whole", "llada")
+    return tmp_path / "whole"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The same in three files and an index."""
+    write_family(tmp_path / "sharded", "llada", shards=3)
+    return tmp_path / "sharded"
+
+
+# Finding
+
+
+def test_folder_is_found_where_it_lies(whole):
+    assert find(whole, None) == whole
+    assert find(str(whole), None) == whole
+
+
+def test_shipped_names_are_folders_of_the_package():
+    for name in shipped_names():
+        assert (find(name, None) / "config.json").is_file()
+
+
+def test_file_is_refused_with_a_hint_at_its_folder(whole):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a file; give the folder that holds config\.json"):
+        find(whole / "model.safetensors", None)
+
+
+@pytest.mark.parametrize("name", ["tiny-lada", "./nowhere", "/no/such/folder", "a/b/c", "~/models/llada"])
+def test_name_of_nothing_is_refused(name):
+    with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}' is neither a folder nor a shipped checkpoint \("):
+        find(name, None)
+
+
+def test_misspelled_shipped_name_gets_the_nearest(monkeypatch):
+    monkeypatch.setattr("sinklens.checkpoints.files.shipped_names", lambda: ["tiny-llada", "tiny-llama"])
+    with pytest.raises(CheckpointError, match="Nearest: tiny-llada"):
+        find("tiny-lada", None)
+
+
+def test_revision_of_a_folder_is_refused(whole):
+    with pytest.raises(CheckpointError, match=r"revision 'v1' belongs to a name on the hub; .*whole is a folder"):
+        find(whole, "v1")
+
+
+# The hub
+
+
+def _client() -> Any:
+    """The http library that huggingface_hub uses; it has changed between its versions."""
+    return importlib.import_module(hub.HTTPError.__module__.split(".")[0])
+
+
+def _refusal(status: int, kind: type[hub.HfHubHTTPError], text: str) -> hub.HfHubHTTPError:
+    client = _client()
+    request = client.Request("GET", "https://huggingface.co/api/models/someone/model")
+    return kind(text, response=client.Response(status, request=request))
+
+
+FAILURES = [
+    hub.LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder."),
+    hub.OfflineModeIsEnabled("offline mode is enabled"),
+    hub.HFValidationError("Repo id must use alphanumeric chars"),
+    _refusal(404, hub.RepositoryNotFoundError, "404 Client Error.\n\nRepository Not Found"),
+    _refusal(403, hub.GatedRepoError, "403 Client Error.\n\nCannot access gated repo"),
+    _refusal(404, hub.RevisionNotFoundError, "404 Client Error.\n\nRevision Not Found"),
+    _refusal(503, hub.HfHubHTTPError, ""),
+    _client().ProxyError("407 Proxy Authentication Required"),
+    _client().ReadTimeout("timed out"),
+    OSError("No space left on device"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_failed_download_says_why_and_what_to_do(monkeypatch, failure):
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    reason = str(failure).splitlines()[0].rstrip(".") if str(failure) else "no reason given"
+    told = (
+        rf"could not get 'someone/model' from the hub: {type(failure).__name__}: {re.escape(reason)}\. Check the name"
+    )
+    with pytest.raises(CheckpointError, match=told) as caught:
+        find("someone/model", None)
+    assert caught.value.__cause__ is failure
+
+
+def test_failed_download_names_the_revision(monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise _refusal(404, hub.RevisionNotFoundError, "404 Client Error.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match="could not get 'someone/model' at revision 'v9' from the hub"):
+        find("someone/model", "v9")
+
+
+def test_download_takes_the_revision_and_leaves_code_and_pickles(monkeypatch, tmp_path):
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **kwargs: Any) -> str:
+        asked.update(kwargs, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find("someone/model", "v9") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("someone/model", "v9")
+    wanted = ["config.json", "generation_config.json", INDEX, "model-00001-of-00002.safetensors", "tokenizer.json"]
+    wanted += ["tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    unwanted = ["modeling_llada.py", "pytorch_model.bin", "consolidated.00.pth", "README.md", "model.gguf"]
+    assert list(filter_repo_objects([*wanted, *unwanted], allow_patterns=asked["allow_patterns"])) == wanted
+
+
+def test_hub_name_without_network_is_refused_at_once(tmp_path):
+    """Asked for real, in a process that may not go online."""
+    code = "import time, sinklens.checkpoints.files as files\nfrom sinklens.errors import CheckpointError\n"
+    code += "import huggingface_hub\nstart = time.monotonic()\n"
+    code += "try: files.find('GSAI-ML/LLaDA-8B-Instruct', None)\n"
+    code += "except CheckpointError as error: print(round(time.monotonic() - start), error)"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    seconds, _, told = done.stdout.partition(" ")
+    assert told.startswith("could not get 'GSAI-ML/LLaDA-8B-Instruct' from the hub: LocalEntryNotFoundError: ")
+    assert int(seconds) < 5
+
+
+# config.json
+
+
+def test_config_is_read(whole):
+    assert read_config(whole)["n_heads"] == 6
+
+
+def test_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json; a checkpoint folder holds config\.json and"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("broken", [b'{"d_model": 24, "n_', b"", b"\xff\xfe\x00"], ids=["cut", "empty", "not text"])
+def test_broken_config_is_refused(tmp_path, broken):
+    (tmp_path / "config.json").write_bytes(broken)
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON \(.*may be half-written"):
+        read_config(tmp_path)
+
+
+def test_config_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json holds a JSON list, not an object"):
+        read_config(tmp_path)
+
+
+# Headers
+
+
+def test_headers_tell_names_shapes_and_type(whole):
+    hf = random_hf("llama")
+    weights = read_headers(whole, LLADA)
+    assert weights.shapes == {name: tuple(value.shape) for name, value in hf.named_parameters()}
+    assert weights.original == {theirs: public for public, theirs in llada_names(3).items()}
+    assert weights.dtype is torch.float32
+    assert weights.parameters == sum(parameter.numel() for parameter in hf.parameters())
+
+
+def test_shards_tell_what_one_file_tells(whole, sharded):
+    assert read_headers(sharded, LLADA) == read_headers(whole, LLADA)
+
+
+def test_type_is_that_of_most_values(tmp_path):
+    weights = {name: value.bfloat16() for name, value in public_weights("llada", random_hf("llama")).items()}
+    weights["model.transformer.ln_f.weight"] = weights["model.transformer.ln_f.weight"].float()
+    write_checkpoint(tmp_path, {}, weights)
+    assert read_headers(tmp_path, LLADA).dtype is torch.bfloat16
+
+
+def test_single_file_comes_before_an_index_as_in_transformers(whole, sharded):
+    """Otherwise the headers of one file would be checked and another one loaded."""
+    save_file({"other.weight": torch.zeros(2)}, sharded / "model.safetensors")
+    assert list(read_headers(sharded, LLADA).shapes) == ["other.weight"]
+
+
+def test_integer_weights_are_refused(tmp_path):
+    write_checkpoint(tmp_path, {}, {"model.weight": torch.zeros(4, 4, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match="weights of type I8 are not supported; use F64, F32, F16, BF16"):
+        read_headers(tmp_path, LLADA)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, -1], ids=["nothing", "no length", "half a header", "all but a byte"])
+def test_truncated_file_is_refused(whole, kept):
+    file = whole / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file \(.*truncated"):
+        read_headers(whole, LLADA)
+
+
+def test_truncated_shard_is_named(sharded):
+    file = sharded / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is not a whole safetensors file"):
+        read_headers(sharded, LLADA)
+
+
+def test_missing_shards_are_named(sharded):
+    (sharded / "model-00001-of-00003.safetensors").unlink()
+    (sharded / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"2 of 3 shards are missing: model-00001-of-00003.*, model-00003-of-00003"
+    ):
+        read_headers(sharded, LLADA)
+
+
+def test_shards_without_their_index_are_refused(sharded):
+    (sharded / INDEX).unlink()
+    with pytest.raises(CheckpointError, match=r"has shards but no model\.safetensors\.index\.json"):
+        read_headers(sharded, LLADA)
+
+
+BROKEN_INDEXES = ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": []}}']
+
+
+@pytest.mark.parametrize("broken", BROKEN_INDEXES)
+def test_broken_index_is_refused(sharded, broken):
+    (sharded / INDEX).write_text(broken)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is broken \(.*; fetch it again"):
+        read_headers(sharded, LLADA)
+
+
+def test_pickles_are_refused_and_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(
+        CheckpointError,
+        match=r"has no model\.safetensors\. It has pickles \(pytorch_model\.bin\), which can run code and are refused",
+    ):
+        read_headers(tmp_path, LLADA)
+
+
+def test_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors\. Convert the weights to safetensors"):
+        read_headers(tmp_path, LLADA)
+
+
+# Comparing
+
+
+def _weights(**shapes: tuple[int, ...]) -> Weights:
+    return Weights(shapes, torch.float32, {name: f"public.{name}" for name in shapes})
+
+
+def test_weights_that_match_pass():
+    compare(_weights(a=(2, 3), b=(4,)), {"b": (4,), "a": (2, 3)}, set(), "here")
+
+
+def test_missing_surplus_and_misshapen_weights_are_all_told():
+    told = (
+        r"here: 1 weights are missing \(b\); 1 weights have no place in the model \(public\.c\); "
+        r"public\.a is \[2, 3\], the config asks for \[3, 2\]\. Nothing was loaded"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        compare(_weights(a=(2, 3), c=(1,)), {"a": (3, 2), "b": (4,)}, set(), "here")
+
+
+@pytest.mark.parametrize("stored", [{"embed": (4, 2)}, {"embed": (4, 2), "head": (4, 2)}], ids=["once", "twice"])
+def test_tied_weight_may_be_stored_once_or_twice(stored):
+    compare(_weights(**stored), {"embed": (4, 2), "head": (4, 2)}, {"head"}, "here")
+
+
+def test_index_names_every_weight_of_the_shards(sharded):
+    """Of the builder: what these tests break was whole before."""
+    assert set(json.loads((sharded / INDEX).read_text())["weight_map"]) == set(llada_names(3))

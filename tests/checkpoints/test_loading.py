@@ -1,0 +1,584 @@
+"""Loading gives the model that transformers' own class computes from the same weights, or nothing at all."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from building import SIZES, left_padding, plain_pass, random_hf, random_ids
+from layouts import (
+    ARCHITECTURES,
+    WORDS,
+    causal,
+    change_config,
+    eager_logits,
+    public_config,
+    public_weights,
+    write_checkpoint,
+    write_family,
+    write_tokenizer,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+import sinklens
+from sinklens.checkpoints import loading
+from sinklens.errors import CheckpointError
+
+LLADA_HEAD = "model.transformer.ff_out.weight"
+
+
+def _logits(model: Callable[..., Any], ids: Tensor, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        made = model(ids, **kwargs)
+    return made if isinstance(made, Tensor) else made.logits
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(write_tokenizer(folder))
+
+
+@pytest.fixture
+def llada(tmp_path: Path) -> Path:
+    """A LLaDA checkpoint."""
+    write_family(tmp_path / "llada", "llada")
+    return tmp_path / "llada"
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading weights fails the test."""
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_logits_are_those_of_the_transformers_class_with_the_same_weights(tmp_path, family):
+    hf, ids = write_family(tmp_path, family), random_ids()
+    model = sinklens.load(tmp_path)
+    torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
+    assert model.family == family
+    assert model.mask_token_id == (None if causal(family) else 60)
+    assert model.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_weights_in_shards_make_the_same_model(tmp_path, family):
+    write_family(tmp_path / "whole", family)
+    write_family(tmp_path / "sharded", family, shards=3)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 3
+    ids = random_ids()
+    assert torch.equal(
+        _logits(sinklens.load(tmp_path / "sharded"), ids), _logits(sinklens.load(tmp_path / "whole"), ids)
+    )
+
+
+def test_sharded_reference_checkpoint_gives_the_references_logits(tmp_path, shared):
+    folder = shared / "conformance" / "llada-gqa"
+    config = json.loads((folder / "config.json").read_text())
+    write_checkpoint(tmp_path, config, load_file(folder / "model.safetensors"), shards=4)
+    expected = load_file(folder / "expected.safetensors")
+    found = _logits(sinklens.load(tmp_path), expected["input_ids"])
+    torch.testing.assert_close(found, expected["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "llama", "qwen3"])
+@pytest.mark.parametrize("twice", [False, True], ids=["stored once", "stored twice"])
+def test_tied_head_is_the_embedding(tmp_path, family, twice):
+    hf = random_hf(ARCHITECTURES[family], causal(family), tie_word_embeddings=True)
+    weights = public_weights(family, hf)
+    if twice:
+        weights[LLADA_HEAD if family == "llada" else "lm_head.weight"] = hf.lm_head.weight.data.clone()
+    write_checkpoint(tmp_path, public_config(family, hf), weights)
+    model, ids = sinklens.load(tmp_path), random_ids()
+    assert model.tree.W_U.data_ptr() == model.tree.W_E.data_ptr()
+    torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_start_no_gradient_and_no_dropout(llada):
+    model = sinklens.load(llada)
+    assert not any(module.training for module in model.tree.hf.modules())
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("auto", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("float16", torch.float16),
+        (torch.float16, torch.float16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_element_type_is_the_one_asked_for(tmp_path, asked, given):
+    hf = random_hf("llama", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
+    model, ids = sinklens.load(tmp_path, dtype=asked), random_ids()
+    assert {parameter.dtype for parameter in model.tree.hf.parameters()} == {given}
+    torch.testing.assert_close(
+        _logits(model, ids).float(),
+        eager_logits(random_hf("llama", dtype=torch.bfloat16).to(given), ids, causal=False).float(),
+        rtol=0.05 if given.itemsize == 2 else 1e-4,
+        atol=0.1 if given.itemsize == 2 else 1e-5,
+    )
+
+
+def test_stored_type_is_kept_where_the_model_is_not_small(tmp_path, monkeypatch):
+    hf = random_hf("llama", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
+    monkeypatch.setattr(loading, "SMALL", 1)
+    assert sinklens.load(tmp_path).cfg.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "llama"])
+def test_sink_scores_in_bfloat16_are_the_column_sums_of_its_queries_and_keys(tmp_path, family):
+    write_family(tmp_path, family)
+    model, ids, real = sinklens.load(tmp_path, dtype="bf16"), random_ids(), left_padding()
+    names = [f"blocks.{layer}.attn.hook_{point}" for layer in range(3) for point in ("rot_q", "rot_k", "sink_scores")]
+    with torch.no_grad():
+        _, cache = model.run_with_cache(ids, attention_mask=real, names_filter=names)
+    seen = real[:, None, None, :] & (torch.ones(7, 7, dtype=torch.bool).tril() if causal(family) else True)
+    for layer in range(3):
+        queries = cache[f"blocks.{layer}.attn.hook_rot_q"].double()
+        keys = cache[f"blocks.{layer}.attn.hook_rot_k"].double().repeat_interleave(3, dim=2)  # 6 heads share 2
+        scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys) / 4**0.5
+        pattern = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()
+        found = cache[f"blocks.{layer}.attn.hook_sink_scores"]
+        assert found.dtype is torch.float32
+        wanted = (pattern * real[:, None, :, None]).sum(dim=2).float()
+        torch.testing.assert_close(found, wanted, rtol=0.002, atol=0.002)
+
+
+SPREAD = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+SPREAD |= {f"model.layers.{layer}": "cpu" for layer in range(3)}
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto", SPREAD], ids=["cpu", "all", "auto", "by module"])
+def test_device_map_leads_to_the_same_logits(llada, device_map):
+    ids = random_ids()
+    mapped, plain = sinklens.load(llada, device_map=device_map), sinklens.load(llada, device="cpu")
+    torch.testing.assert_close(_logits(mapped, ids).cpu(), _logits(plain, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_small_model_on_a_cpu_is_computed_in_float32_with_a_device_map_too(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("without a GPU only")
+    hf = random_hf("llama", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
+    assert sinklens.load(tmp_path, device_map="cpu").cfg.dtype is torch.float32
+
+
+def test_model_with_a_layer_on_disk_shows_its_points(llada):
+    """accelerate wraps the layers of a model that is spread over devices."""
+    ids, place = random_ids(), SPREAD | {"model.layers.1": "disk"}
+    model, plain = sinklens.load(llada, device_map=place), sinklens.load(llada, device="cpu")
+    names = [
+        "blocks.1.attn.hook_pattern",
+        "blocks.1.hook_resid_mid",
+        "blocks.1.mlp.hook_post",
+        "blocks.2.hook_attn_out",
+    ]
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(ids, names_filter=names)
+        wanted, wanted_cache = plain.run_with_cache(ids, names_filter=names)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    for name in names:
+        torch.testing.assert_close(cache[name], wanted_cache[name], rtol=1e-4, atol=1e-5)
+
+
+# What comes with it
+
+
+def test_checkpoint_without_tokenizer_has_none(llada):
+    assert sinklens.load(llada).tokenizer is None
+
+
+def test_tokenizer_of_the_folder_is_taken(llada):
+    write_tokenizer(llada)
+    model = sinklens.load(llada)
+    assert model.tokenizer("w7 w9").input_ids == [7, 9]
+    assert model.tokenizer.mask_token_id == 60
+
+
+def test_tokenizer_given_comes_before_the_folders(llada, tmp_path):
+    write_tokenizer(llada)
+    given = _tokenizer(tmp_path / "other")
+    assert sinklens.load(llada, tokenizer=given).tokenizer is given
+
+
+def test_mask_token_comes_from_the_tokenizer_where_the_config_names_none(llada):
+    change_config(llada, mask_token_id=None)
+    assert sinklens.load(write_tokenizer(llada)).mask_token_id == WORDS.index("<mask>")
+
+
+def test_config_without_end_token_takes_the_tokenizers(llada):
+    change_config(llada, eos_token_id=None)
+    assert sinklens.load(llada).eos_token_ids == ()
+    assert sinklens.load(write_tokenizer(llada)).eos_token_ids == (2,)
+
+
+def test_generation_config_names_end_tokens_and_sampler_settings(llada):
+    made = {"eos_token_id": [5, 6], "sinklens": {"gen_length": 8, "block_length": 4}}
+    (llada / "generation_config.json").write_text(json.dumps(made))
+    model = sinklens.load(llada)
+    assert model.eos_token_ids == (5, 6)
+    assert model.checkpoint.defaults == {"gen_length": 8, "block_length": 4}
+    assert sinklens.generate(model, torch.tensor([3, 4])).settings.block_length == 4
+
+
+def test_tokenizer_that_names_code_of_its_own_is_read_without_it(tmp_path):
+    """Dream's layout: Qwen2's vocabulary files under a class that only its repository has."""
+    write_family(tmp_path, "dream")
+    vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4, "<|endoftext|>": 5}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ ab\n")
+    added = {"content": "<|mask|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {"6": {**added, "special": True}},
+        "mask_token": "<|mask|>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_dream.py").write_text("raise SystemExit('code of the checkpoint was run')")
+    tokenizer = sinklens.load(tmp_path).tokenizer
+    assert tokenizer("ab ab<|mask|>b").input_ids == [3, 4, 6, 1]
+    assert tokenizer.mask_token_id == 6
+
+
+# Quiet
+
+
+def test_loading_small_checkpoints_prints_nothing(tmp_path):
+    """In a process of its own, so that warnings and everything transformers prints once are seen."""
+    for family in ARCHITECTURES:
+        write_family(tmp_path / family, family, shards=2)
+        write_tokenizer(tmp_path / family)
+    code = f"import sinklens\nfor name in {list(ARCHITECTURES)}: sinklens.load(name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_bar_is_shown_where_loading_takes_long(llada, monkeypatch, capfd):
+    sinklens.load(llada)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(loading, "SMALL", 1)
+    sinklens.load(llada)
+    assert "Loading weights" in capfd.readouterr().err
+
+
+def test_transformers_bars_are_afterwards_as_before(llada, monkeypatch):
+    def own(make: Any, args: Any, kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(logging, "_tqdm_hook", own)
+    enabled = logging.is_progress_bar_enabled()
+    sinklens.load(llada)
+    assert logging._tqdm_hook is own
+
+    assert logging.is_progress_bar_enabled() is enabled
+
+
+def test_transformers_bars_are_as_before_where_loading_is_interrupted(llada, nothing_loads):
+    with pytest.raises(AssertionError, match="weights were read"):
+        sinklens.load(llada)
+    assert logging._tqdm_hook is None
+
+
+# Models one holds
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("sees_back_only", [True, False], ids=["causal", "bidirectional"])
+def test_model_one_holds_computes_as_its_config_says(architecture, sees_back_only, tmp_path):
+    hf, ids = random_hf(architecture, sees_back_only), random_ids()
+    wanted = eager_logits(hf, ids, sees_back_only)
+    tokenizer = _tokenizer(tmp_path)
+    model = sinklens.load(hf, tokenizer=tokenizer)
+    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    assert model.family == (architecture if sees_back_only else f"a2d-{architecture}")
+    assert model.tree.hf is hf
+    assert model.tokenizer is tokenizer
+
+
+def test_mask_token_of_a_model_one_holds_comes_from_its_tokenizer_too(tmp_path):
+    hf = random_hf("llama", mask_token_id=None)
+    assert sinklens.load(hf, tokenizer=_tokenizer(tmp_path)).mask_token_id == 60
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"revision": "v1"}, {"dtype": "bf16"}, {"device": "cpu"}, {"device_map": "cpu"}],
+    ids=str,
+)
+def test_settings_of_loading_are_refused_for_a_model_one_holds(given):
+    with pytest.raises(CheckpointError, match="revision, dtype, device and device_map belong to loading"):
+        sinklens.load(random_hf(), **given)
+
+
+def test_model_that_is_refused_is_left_as_it_was():
+    hf = random_hf("llama", mask_token_id=None)
+    before = hf.config.to_dict(), hf.config._attn_implementation
+    with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
+        sinklens.load(hf)
+    assert (hf.config.to_dict(), hf.config._attn_implementation) == before
+
+
+def test_model_with_hook_points_gets_no_second_tree():
+    """Its first tree would go on without the points of attention and the residual stream."""
+    hf = random_hf()
+    sinklens.load(hf)
+    with pytest.raises(
+        CheckpointError, match=r"has hook points already.*the model that sinklens\.load returned for it"
+    ):
+        sinklens.load(hf)
+
+
+def test_model_without_a_head_is_refused():
+    with pytest.raises(CheckpointError, match="LlamaModel has no language-model head; give a model of a …ForCausalLM"):
+        sinklens.load(random_hf().model)
+
+
+def test_model_of_an_unknown_kind_is_refused():
+    config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel: model_type 'gpt2' is not a known family"):
+        sinklens.load(transformers.GPT2LMHeadModel(config))
+
+
+def test_bidirectional_sliding_window_of_a_model_one_holds_is_refused():
+    hf = random_hf("qwen2", use_sliding_window=True, sliding_window=4)
+    with pytest.raises(
+        CheckpointError, match=r"use_sliding_window = True; the a2d-qwen2 family can express only False"
+    ):
+        sinklens.load(hf)
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(
+        CheckpointError, match="cannot load a int; give a name, a folder, a transformers PreTrainedModel"
+    ):
+        sinklens.load(8)
+
+
+# TransformerLens bridges
+
+
+BRIDGED = {"llama": "meta-llama/Llama-3.1-8B", "qwen2": "Qwen/Qwen2.5-0.5B", "qwen3": "Qwen/Qwen3-0.6B"}
+
+
+def _bridge(hf: PreTrainedModel, folder: Path) -> Any:
+    from transformer_lens.model_bridge.sources.transformers import boot
+
+    return boot(BRIDGED[hf.config.model_type], hf_model=hf, tokenizer=_tokenizer(folder))
+
+
+@pytest.mark.parametrize("architecture", BRIDGED)
+@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied head"])
+def test_bridge_is_taken_over_with_its_weights(architecture, tied, tmp_path):
+    bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
+    ids = random_ids()
+    wanted = _logits(bridge, ids)
+    model = sinklens.load(bridge)
+    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    held = {parameter.data_ptr() for parameter in bridge.original_model.parameters()}
+    assert {parameter.data_ptr() for parameter in model.tree.hf.parameters()} == held
+    assert model.tokenizer is bridge.tokenizer
+    assert model.family == architecture
+
+
+def test_bridge_goes_on_as_before_and_shows_the_same_values(tmp_path):
+    bridge, ids = _bridge(random_hf("llama", causal=True), tmp_path), random_ids()
+    with torch.no_grad():
+        logits, cache = bridge.run_with_cache(ids)
+        model = sinklens.load(bridge)
+        again, cache_again = bridge.run_with_cache(ids)
+        _, ours = model.run_with_cache(ids)
+    assert torch.equal(logits, again)
+    for name in ("blocks.1.attn.hook_pattern", "blocks.2.hook_resid_pre", "blocks.0.attn.hook_z"):
+        assert torch.equal(cache[name], cache_again[name])
+        torch.testing.assert_close(ours[name], cache[name], rtol=1e-4, atol=1e-5)
+
+
+def test_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp_path):
+    """Folding and centring move Llama's logits by one number per position; the model moves along."""
+    hf, ids = random_hf("llama", causal=True), random_ids()
+    raw = _logits(hf, ids)
+    bridge = _bridge(hf, tmp_path)
+    bridge.enable_compatibility_mode(disable_warnings=True)
+    wanted = _logits(bridge, ids)
+    assert (wanted - raw).abs().max() > 1e-3
+    torch.testing.assert_close(_logits(sinklens.load(bridge), ids), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "told"),
+    [
+        ("llama", True, r"ties its weights by its config, but lm_head\.weight has values of its own"),
+        ("qwen3", True, r"ties its weights by its config, but lm_head\.weight has values of its own"),
+        (
+            "qwen2",
+            False,
+            r"weights must not be folded or centred\): 3 weights have no place in the model \(.*o_proj\.bias",
+        ),
+    ],
+)
+def test_bridge_whose_processed_weights_do_not_fit_is_refused(architecture, tied, told, tmp_path):
+    bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
+    bridge.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(CheckpointError, match=told):
+        sinklens.load(bridge)
+
+
+# Refused before a weight is read
+
+
+def _drop(folder: Path, *names: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if name not in names}, folder / "model.safetensors")
+
+
+def _add(folder: Path, **more: Tensor) -> None:
+    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors")
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _write(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
+    "broken config": (_write("config.json", "{"), r"config\.json is not valid JSON"),
+    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type 'mamba' is not a known"),
+    "unsupported": (
+        lambda folder: change_config(folder, alibi=True),
+        "alibi = True; the llada family can express only",
+    ),
+    "missing key": (lambda folder: change_config(folder, d_model=None), r"config\.json lacks .*d_model"),
+    "wrong size": (
+        lambda folder: change_config(folder, n_layers=2),
+        r"9 weights have no place in the model \(model\.tra",
+    ),
+    "missing weight": (
+        lambda folder: _drop(folder, LLADA_HEAD, "model.transformer.ln_f.weight"),
+        r"2 weights are missing \(lm_head\.weight, model\.norm\.weight\)\. Nothing was loaded",
+    ),
+    "surplus weight": (
+        lambda folder: _add(folder, **{"model.transformer.blocks.0.q_proj.bias": torch.zeros(24)}),
+        r"1 weights have no place in the model \(model\.transformer\.blocks\.0\.q_proj\.bias\)",
+    ),
+    "wrong shape": (
+        lambda folder: _add(folder, **{LLADA_HEAD: torch.zeros(60, 24)}),
+        r"model\.transformer\.ff_out\.weight is \[60, 24\], the config asks for \[61, 24\]",
+    ),
+    "head of an untied model tied": (
+        lambda folder: _drop(folder, LLADA_HEAD),
+        r"1 weights are missing \(lm_head\.weight\)",
+    ),
+    "truncated": (_cut, r"model\.safetensors is not a whole safetensors file"),
+    "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are refused"),
+    "mask token outside": (
+        lambda folder: change_config(folder, mask_token_id=61),
+        r"llada: no usable mask token \(found 61, vocabulary 61\); set mask_token_id",
+    ),
+    "mask token of the family outside": (
+        lambda folder: change_config(folder, mask_token_id=None),
+        r"no usable mask token \(found 126336, vocabulary 61\)",
+    ),
+    "mask token no number": (
+        lambda folder: change_config(folder, mask_token_id="<mask>"),
+        r"no usable mask token \(found '<mask>', vocabulary 61\)",
+    ),
+    "broken generation config": (
+        _write("generation_config.json", "{"),
+        r"generation_config\.json holds no valid settings",
+    ),
+    "generation config no object": (_write("generation_config.json", "[]"), r"generation_config\.json holds no valid"),
+    "defaults no object": (
+        _write("generation_config.json", '{"sinklens": 3}'),
+        r"generation_config\.json holds no valid",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+@pytest.mark.usefixtures("nothing_loads")
+def test_spoiled_checkpoint_is_refused_before_a_weight_is_read(llada, spoiled):
+    spoil, told = SPOILED[spoiled]
+    spoil(llada)
+    with pytest.raises(CheckpointError, match=told):
+        sinklens.load(llada)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_missing_shard_is_refused_before_a_weight_is_read(tmp_path):
+    write_family(tmp_path, "dream", shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="1 of 2 shards are missing: model-00002-of-00002"):
+        sinklens.load(tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_adapted_model_without_a_mask_token_is_refused_before_a_weight_is_read(tmp_path):
+    write_family(tmp_path, "a2d-qwen3")
+    change_config(tmp_path, mask_token_id=None)
+    with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
+        sinklens.load(tmp_path)
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "float8"}, "dtype 'float8' is not one of auto, float64, float32, float16, bfloat16, fp32, fp16, bf16"),
+    ({"dtype": torch.int8}, r"dtype torch\.int8 is not one of auto"),
+    ({"device": "cpu", "device_map": "cpu"}, "give device= or device_map=, not both"),
+    ({"device": "gpu"}, "device 'gpu' is none that torch knows; give 'cpu', 'cuda' or 'cuda:1'"),
+    ({"device": "cuda:77"}, r"device 'cuda:77' is not there: torch sees \d+ GPUs"),
+    ({"revision": "v1"}, "revision 'v1' belongs to a name on the hub"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), ARGUMENTS, ids=[str(given) for given, _ in ARGUMENTS])
+@pytest.mark.usefixtures("nothing_loads")
+def test_wrong_argument_is_refused_before_a_weight_is_read(llada, given, told):
+    with pytest.raises(CheckpointError, match=told):
+        sinklens.load(llada, **given)
+
+
+def test_reading_does_begin_where_nothing_is_wrong(llada, nothing_loads):
+    """What the tests above rely on."""
+    with pytest.raises(AssertionError, match="weights were read"):
+        sinklens.load(llada)
+
+
+# The builder
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "a2d-qwen3", "llama"])
+def test_transformers_eager_attention_is_what_plain_torch_computes(family):
+    """The two truths these tests and others compare with agree."""
+    hf, ids = random_hf(ARCHITECTURES[family], causal(family)), random_ids()
+    wanted = eager_logits(hf, ids, causal(family))
+    plain = plain_pass(sinklens.load(hf), ids)
+    torch.testing.assert_close(plain.logits, wanted, rtol=1e-4, atol=1e-5)
+    assert wanted.shape[-1] == SIZES["vocab_size"]

@@ -1,0 +1,214 @@
+"""A public config becomes the transformers config of the same model, or is refused by name."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from building import random_hf
+from layouts import ARCHITECTURES, causal, llada_names, public_config
+
+from sinklens.checkpoints import FAMILIES, build_empty, family_named, family_of, translate
+from sinklens.checkpoints.files import rename
+from sinklens.errors import CheckpointError
+
+FULL_SIZE = ["llada-8b", "mmada-8b", "dream-7b", "llama-3.1-8b"]
+REQUIRED = [(family.name, key) for family in FAMILIES for key in family.required]
+# One value of each such key that makes another model.
+UNSUPPORTED: dict[str, Any] = {
+    "alibi": True,
+    "rope": False,
+    "block_type": "sequential",
+    "block_group_size": 4,
+    "activation_type": "swiglu",
+    "layer_norm_type": "default",
+    "layer_norm_with_affine": False,
+    "attention_layer_norm": True,
+    "input_emb_norm": True,
+    "include_bias": True,
+    "include_qkv_bias": True,
+    "bias_for_layer_norm": True,
+    "multi_query_attention": True,
+    "scale_logits": True,
+    "clip_qkv": 8.0,
+    "hidden_act": "gelu",
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "use_sliding_window": True,
+}
+
+
+def _config(family: str, **changes: Any) -> dict[str, Any]:
+    """A small public config with keys changed."""
+    return public_config(family, random_hf(ARCHITECTURES[family], causal(family))) | changes
+
+
+def _without(family: str, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in _config(family).items() if key not in keys}
+
+
+def _translated(config: dict[str, Any]) -> Any:
+    return translate(config, family_of(config, "here"), "here")
+
+
+@pytest.fixture(params=FULL_SIZE)
+def full_size(request: pytest.FixtureRequest, shared: Any) -> dict[str, Any]:
+    return json.loads((shared / "conformance" / "configs" / f"{request.param}.json").read_text())
+
+
+def _count(config: dict[str, Any]) -> int:
+    """Parameters by arithmetic from a public config: two embeddings, and per layer attention, MLP and two norms."""
+    if "d_model" in config:
+        width, layers, mlp = config["d_model"], config["n_layers"], config["mlp_hidden_size"]
+        heads, kv_heads, vocabulary = config["n_heads"], config["n_kv_heads"], config["embedding_size"]
+    else:
+        width, layers, mlp = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+        heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
+    kv_width = width // heads * kv_heads
+    biases = width + 2 * kv_width if config["model_type"] == "Dream" else 0
+    layer = 2 * width * width + 2 * width * kv_width + biases + 3 * width * mlp + 2 * width
+    return 2 * vocabulary * width + layers * layer + width
+
+
+PUBLISHED = {"llada": 8_015_581_184, "mmada": 8_082_690_048, "Dream": 7_615_616_512, "llama": 8_030_261_248}
+
+
+def test_full_size_model_has_the_parameters_that_arithmetic_gives(full_size):
+    model = build_empty(_translated(full_size))
+    assert sum(parameter.numel() for parameter in model.parameters()) == _count(full_size)
+    assert _count(full_size) == PUBLISHED[full_size["model_type"]]
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_full_size_model_has_a_place_for_every_public_name(full_size):
+    family = family_of(full_size, "here")
+    parameters = {name for name, _ in build_empty(_translated(full_size)).named_parameters()}
+    if family.name in ("llada", "mmada"):
+        public = list(llada_names(full_size["n_layers"]))
+    else:
+        inside = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        inside += [f"self_attn.{letter}_proj" for letter in "qkvo"]
+        public = [f"model.layers.{i}.{part}.weight" for i in range(full_size["num_hidden_layers"]) for part in inside]
+        public += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+        if family.name == "dream":
+            public += [f"model.layers.{i}.self_attn.{letter}_proj.bias" for i in range(28) for letter in "qkv"]
+    assert sorted(rename(name, family) for name in public) == sorted(parameters)
+
+
+def test_rotation_of_llama_3_1_is_scaled_as_published(shared):
+    """Frequencies below 1/8192 turn eight times slower, those above 4/8192 as they were, the rest in between."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = _translated(json.loads((shared / "conformance/configs/llama-3.1-8b.json").read_text()))
+    assert config.rope_parameters["rope_type"] == "llama3"
+    wanted = []
+    for i in range(64):
+        frequency = 500_000.0 ** (-2 * i / 128)
+        turns = 8192 * frequency / (2 * math.pi)
+        share = min(1.0, max(0.0, (turns - 1.0) / (4.0 - 1.0)))
+        wanted.append(share * frequency + (1 - share) * frequency / 8.0)
+    torch.testing.assert_close(LlamaRotaryEmbedding(config).inv_freq, torch.tensor(wanted), rtol=1e-5, atol=0)
+
+
+def test_rotation_base_of_llada_is_kept():
+    assert _translated(_config("llada", rope_theta=70_000.0)).rope_parameters["rope_theta"] == 70_000.0
+
+
+def test_key_value_heads_default_to_the_heads():
+    assert _translated(_config("llada", n_kv_heads=None)).num_key_value_heads == 6
+
+
+def test_mlp_width_defaults_to_its_ratio():
+    assert _translated(_config("llada", mlp_hidden_size=None, mlp_ratio=5)).intermediate_size == 5 * 24
+
+
+def test_embedding_size_comes_before_vocab_size():
+    assert _translated(_config("llada", embedding_size=64, vocab_size=61)).vocab_size == 64
+    assert _translated(_config("llada", embedding_size=None, vocab_size=61)).vocab_size == 61
+
+
+def test_tokens_that_a_llada_config_does_not_name_are_none():
+    """Llama's defaults, 1 and 2, are tokens of Llama's vocabulary."""
+    config = _translated(_without("llada", "eos_token_id", "pad_token_id"))
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_translated_config_says_its_direction_and_asks_for_no_code(family):
+    config = _translated(_config(family))
+    assert config.is_causal is causal(family)
+    assert config.model_type == ARCHITECTURES[family]
+    assert not hasattr(config, "auto_map")
+
+
+@pytest.mark.parametrize(("family", "key"), REQUIRED)
+def test_value_that_cannot_be_expressed_is_refused_by_name(family, key):
+    config = _config(family, **{key: UNSUPPORTED[key]})
+    with pytest.raises(
+        CheckpointError, match=rf"here: config\.json has {key} = .*the {family} family can express only"
+    ):
+        _translated(config)
+
+
+@pytest.mark.parametrize(("family", "key"), REQUIRED)
+def test_key_that_is_missing_leaves_the_familys_usual_value(family, key):
+    assert _translated(_without(family, key)).to_dict() == _translated(_config(family)).to_dict()
+
+
+SIZES = ["d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_sequence_length"]
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_missing_size_is_named(key):
+    with pytest.raises(CheckpointError, match=rf"config\.json lacks .*\b{key}\b.*, which the llada family needs"):
+        _translated(_without("llada", key))
+
+
+def test_missing_vocabulary_is_named():
+    with pytest.raises(CheckpointError, match=r"config\.json lacks vocab_size, which"):
+        _translated(_without("llada", "vocab_size", "embedding_size"))
+
+
+def test_missing_mlp_width_is_named():
+    with pytest.raises(CheckpointError, match=r"config\.json lacks mlp_hidden_size, which"):
+        _translated(_without("llada", "mlp_hidden_size", "mlp_ratio"))
+
+
+def test_width_of_the_wrong_type_is_named():
+    with pytest.raises(CheckpointError, match=r"here: config\.json describes no llama model: .*'hidden_size'.*got str"):
+        _translated(_config("llada", d_model="24"))
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(CheckpointError, match=r"hidden size \(24\) is not a multiple of the number of attention heads"):
+        _translated(_config("llada", n_heads=5))
+
+
+def test_activation_that_transformers_lacks_is_refused():
+    with pytest.raises(CheckpointError, match=r"cannot build a llama model of this config: KeyError: 'swigloo'"):
+        build_empty(_translated(_config("llama", hidden_act="swigloo")))
+
+
+def test_unknown_model_type_names_the_known_and_the_nearest():
+    with pytest.raises(
+        CheckpointError,
+        match=r"here: model_type 'lada' is not a known family\. Known: llada, .*Nearest: llada.*families\.py",
+    ):
+        family_of({"model_type": "lada"}, "here")
+
+
+def test_unknown_model_type_with_code_of_its_own_says_that_it_is_never_run():
+    with pytest.raises(
+        CheckpointError, match=r"'own' is not .* code of its own \(auto_map\), which sinklens never runs"
+    ):
+        family_of({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.OwnModel"}}, "here")
+
+
+def test_config_without_model_type_is_refused():
+    with pytest.raises(CheckpointError, match="model_type None is not a known family"):
+        family_of({}, "here")
+
+
+def test_unknown_family_names_the_nearest():
+    with pytest.raises(CheckpointError, match=r"no family is called 'a2d-qwen4'; known: llada, .*Nearest: a2d-qwen"):
+        family_named("a2d-qwen4")

@@ -1,0 +1,279 @@
+"""Which attention is computed depends on who watches; what it computes does not."""
+
+import pytest
+import torch
+from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from transformers import DynamicCache
+
+from sinklens.errors import ReadOnlyHookError
+from sinklens.hooks import attention as module
+
+AT = "blocks.1.attn"
+PADDINGS = [pytest.param(None, id="whole"), pytest.param(left_padding(), id="padded")]
+
+
+def watch(model, ids, *points, real=None, edits=None):
+    """The logits and the values of `points` of layer 1 in one pass, under `edits` of others of its points."""
+    seen = {}
+
+    def keep(value, hook):
+        seen[hook.name.removeprefix(f"{AT}.")] = value.detach().clone()
+
+    hooks = [(f"{AT}.{point}", lambda value, hook, edit=edit: edit(value)) for point, edit in (edits or {}).items()]
+    hooks += [(f"{AT}.{point}", keep) for point in points]
+    logits = model.run_with_hooks(ids, attention_mask=real, fwd_hooks=hooks)
+    return logits, *(seen[point] for point in points)
+
+
+@pytest.fixture
+def no_explicit_map(monkeypatch):
+    """Making the map explicit is an error in this test."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the map was made explicit")
+
+    monkeypatch.setattr(module, "_explicit", refuse)
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_unwatched_logits_are_those_of_transformers_bit_for_bit(architecture, causal, real):
+    hf, ids = random_hf(architecture, causal), random_ids()
+    hf.set_attn_implementation("sdpa")
+    for part in hf.modules():
+        if hasattr(part, "is_causal"):
+            part.is_causal = causal
+    positions = None if real is None else (real.long().cumsum(1) - 1).clamp(min=0)
+    expected = hf(ids, attention_mask=real, position_ids=positions, use_cache=False).logits
+    assert torch.equal(shared_model(architecture, causal)(ids, attention_mask=real), expected)
+
+
+def test_a_model_without_points_attends_as_transformers_does():
+    hf, ids = random_hf(causal=True), random_ids()
+    expected = hf(ids).logits
+    hf.set_attn_implementation(module.NAME)
+    assert torch.equal(hf(ids).logits, expected)
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_attn_mask"], ["hook_rot_q", "hook_rot_k", "hook_z"]])
+@pytest.mark.usefixtures("no_explicit_map")
+def test_watching_anything_but_the_map_leaves_the_logits_bit_for_bit(architecture, causal, real, points):
+    model, ids = shared_model(architecture, causal), random_ids()
+    assert torch.equal(watch(model, ids, *points, real=real)[0], model(ids, attention_mask=real))
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
+def test_watching_the_map_changes_the_logits_by_rounding_only(architecture, causal, real, point):
+    model, ids = shared_model(architecture, causal), random_ids()
+    torch.testing.assert_close(
+        watch(model, ids, point, real=real)[0], model(ids, attention_mask=real), atol=1e-5, rtol=0
+    )
+
+
+# The last is odd and longer than a block of the fused kernel, and than a block of the sums.
+@pytest.mark.parametrize(
+    ("architecture", "causal", "length"),
+    [(*kind, length) for kind in KINDS for length in (2, 7)] + [("llama", False, 531), ("llama", True, 531)],
+)
+@pytest.mark.parametrize("real", [False, True])
+def test_sink_scores_are_the_column_sums_of_the_pattern(architecture, causal, real, length):
+    model, ids = shared_model(architecture, causal), random_ids(length=length)
+    real = left_padding(length=length, padded=length // 2) if real else None
+    fused = watch(model, ids, "hook_sink_scores", real=real)[1]
+    explicit, pattern = watch(model, ids, "hook_sink_scores", "hook_pattern", real=real)[1:]
+    plain = plain_pass(model, ids, real).values
+    counted = pattern.double() if real is None else pattern.double() * real[:, None, :, None]
+    for scores in (fused, explicit):
+        torch.testing.assert_close(scores.double(), counted.sum(2), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(scores, plain[f"{AT}.hook_sink_scores"], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
+def test_padding_scores_exactly_zero_and_real_tokens_have_mean_one(causal, points):
+    real = left_padding()
+    scores = watch(shared_model("llama", causal), random_ids(), *points, real=real)[1]
+    assert (scores[0, :, :3] == 0).all()
+    torch.testing.assert_close(scores.sum(-1) / real.sum(1, keepdim=True), torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_in_bfloat16_sink_scores_agree_with_the_pattern_to_its_rounding(causal):
+    """A weight of at most 1 is kept to 2⁻⁹; seven of them, and the fused kernel's own sums, stay within 0.03."""
+    model, ids = random_model("llama", causal, dtype=torch.bfloat16), random_ids()
+    logits, fused = watch(model, ids, "hook_sink_scores", real=left_padding())
+    pattern = watch(model, ids, "hook_pattern", real=left_padding())[1]
+    assert torch.equal(logits, model(ids, attention_mask=left_padding()))
+    assert fused.dtype == torch.float32
+    assert pattern.dtype == torch.bfloat16
+    counted = pattern.float() * left_padding()[:, None, :, None]
+    torch.testing.assert_close(fused, counted.sum(2), atol=0.03, rtol=0)
+    torch.testing.assert_close(fused.sum(-1), torch.tensor([[4.0], [7.0]]).expand(2, 6), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_a_cached_step_scores_its_own_query_against_all_keys(points, padded):
+    model, ids, real = shared_model("llama", causal=True), random_ids(), left_padding(padded=padded)
+    plain = plain_pass(model, ids, real)
+    past, seen = DynamicCache(), {}
+    model.tree.hidden(ids[:, :-1], real[:, :-1], past)
+    hooks = [(f"{AT}.{point}", lambda value, hook: seen.update({hook.name: value})) for point in points]
+    with model.tree.hooks(fwd_hooks=hooks):
+        hidden = model.tree.hidden(ids[:, -1:], real, past)
+    torch.testing.assert_close(model.tree.head(hidden)[:, 0], plain.logits[:, -1], atol=1e-4, rtol=0)
+    last_row = plain.values[f"{AT}.hook_pattern"][:, :, -1]
+    torch.testing.assert_close(seen[f"{AT}.hook_sink_scores"], last_row, atol=1e-5, rtol=0)
+
+
+def hide_key_2(mask):
+    mask[..., 2] = -torch.inf
+    return mask
+
+
+def hide_key_2_in_head_1(mask):
+    mask[:, 1, :, 2] = -torch.inf
+    return mask
+
+
+def favour_by_row(mask):
+    """A full [query, key] bias: numbers everywhere, and query 5 does not see key 4."""
+    rows, keys = torch.arange(7)[:, None], torch.arange(7)
+    bias = (rows * 1.3 + keys * 0.7).sin()
+    bias[5, 4] = -torch.inf
+    return mask + bias
+
+
+MASKS = [hide_key_2, hide_key_2_in_head_1, favour_by_row]
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize("edit", MASKS)
+def test_an_edited_mask_acts_alike_in_fused_and_explicit_attention(architecture, causal, real, edit):
+    model, ids = shared_model(architecture, causal), random_ids()
+    fused, fused_sinks = watch(model, ids, "hook_sink_scores", real=real, edits={"hook_attn_mask": edit})
+    only = watch(model, ids, real=real, edits={"hook_attn_mask": edit})[0]
+    explicit, pattern, sinks = watch(
+        model, ids, "hook_pattern", "hook_sink_scores", real=real, edits={"hook_attn_mask": edit}
+    )
+    plain = plain_pass(model, ids, real, {f"{AT}.hook_attn_mask": lambda value: edit(value.clone())})
+    assert torch.equal(only, fused)
+    counted = slice(None) if real is None else real
+    for logits in (fused, explicit):
+        torch.testing.assert_close(logits[counted], plain.logits[counted], atol=1e-4, rtol=0)
+    torch.testing.assert_close(pattern, plain.values[f"{AT}.hook_pattern"], atol=1e-5, rtol=0)
+    for scores in (fused_sinks, sinks):
+        torch.testing.assert_close(scores, plain.values[f"{AT}.hook_sink_scores"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_a_key_masked_with_minus_infinity_gets_exactly_nothing_and_rows_still_sum_to_one(architecture, causal):
+    model, ids = shared_model(architecture, causal), random_ids()
+    edits = {"hook_attn_mask": hide_key_2_in_head_1}
+    pattern, sinks = watch(model, ids, "hook_pattern", "hook_sink_scores", edits=edits)[1:]
+    fused_sinks = watch(model, ids, "hook_sink_scores", edits=edits)[1]
+    assert (pattern[:, 1, :, 2] == 0).all()
+    assert (sinks[:, 1, 2] == 0).all()
+    assert (fused_sinks[:, 1, 2] == 0).all()
+    assert (pattern[:, 0, 2, 2] > 0).all()
+    torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 6, 7))
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize("edit", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("no_explicit_map")
+def test_editing_the_mask_does_not_make_the_map_explicit(causal, edit, real):
+    model, ids = shared_model("llama", causal), random_ids()
+    edited = watch(model, ids, "hook_sink_scores", real=real, edits={"hook_attn_mask": edit})[0]
+    assert not torch.equal(edited, model(ids, attention_mask=real))
+
+
+def test_a_float32_mask_is_accepted_by_a_bfloat16_model():
+    model, ids = random_model(dtype=torch.bfloat16), random_ids()
+    as_float = {"hook_attn_mask": lambda mask: hide_key_2(mask.float())}
+    as_given = {"hook_attn_mask": hide_key_2}
+    assert torch.equal(watch(model, ids, edits=as_float)[0], watch(model, ids, edits=as_given)[0])
+    expected = watch(model, ids, "hook_sink_scores", edits=as_given)[1]
+    assert torch.equal(watch(model, ids, "hook_sink_scores", edits=as_float)[1], expected)
+
+
+def blind_query_4(mask):
+    mask = mask.expand(-1, -1, 7, -1).clone()
+    mask[:, :, 4] = -torch.inf
+    return mask
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
+def test_a_query_that_sees_no_key_attends_to_nothing(causal, points):
+    model, ids = shared_model("llama", causal), random_ids()
+    z, sinks = watch(model, ids, "hook_z", *points, edits={"hook_attn_mask": blind_query_4})[1:3]
+    assert (z[:, 4] == 0).all()
+    torch.testing.assert_close(sinks.sum(-1), torch.full((2, 6), 6.0))
+
+
+@pytest.mark.parametrize("point", ["hook_sink_scores", "hook_pattern", "hook_attn_scores"])
+@pytest.mark.parametrize(
+    ("causal", "real", "edits"),
+    [(True, left_padding(), {}), (False, None, {"hook_attn_mask": blind_query_4})],
+    ids=["padding", "mask"],
+)
+def test_gradients_past_a_query_that_sees_no_key_are_those_of_fused_attention(causal, real, edits, point):
+    """softmax over nothing is 0/0: its gradient would be NaN and spread to every weight below."""
+
+    def gradient(*points):
+        model = random_model("llama", causal)
+        logits = watch(model, ids, *points, real=real, edits=edits)[0]
+        logits[:, 5:].sin().sum().backward()
+        return model.tree.hf.model.embed_tokens.weight.grad
+
+    ids = random_ids()
+    torch.testing.assert_close(gradient(point), gradient(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("points", [[], ["hook_pattern"]], ids=["fused", "explicit"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value: value * 2,
+        lambda value: value.clone(),
+        lambda value: value.zero_(),
+        lambda value: value[:, 0].fill_(1),
+    ],
+    ids=["new", "copy", "in place", "view in place"],
+)
+def test_sink_scores_cannot_be_written(points, write):
+    message = rf"{AT}\.hook_sink_scores only reports .* edit hook_attn_mask .* or hook_pattern of the same layer"
+    model, ids = shared_model(), random_ids()
+    before = model(ids)
+    with pytest.raises(ReadOnlyHookError, match=message):
+        watch(model, ids, *points, edits={"hook_sink_scores": write})
+    assert torch.equal(model(ids), before)
+
+
+def test_sink_scores_describe_the_attention_that_was_used():
+    """An edited pattern is what the values are mixed by, so its column sums are reported."""
+
+    def only_key_3(pattern):
+        return torch.zeros_like(pattern).index_fill(3, torch.tensor([3]), 1.0)
+
+    sinks, z = watch(shared_model(), random_ids(), "hook_sink_scores", "hook_z", edits={"hook_pattern": only_key_3})[1:]
+    expected = torch.zeros(2, 6, 7)
+    expected[:, :, 3] = 7.0
+    assert torch.equal(sinks, expected)
+    assert torch.equal(z, z[:, :1].expand_as(z))
+
+
+def test_without_gradients_sink_scores_can_be_watched_in_inference_mode():
+    model, ids = shared_model(), random_ids()
+    expected = watch(model, ids, "hook_sink_scores")[1]
+    with torch.inference_mode():
+        assert torch.equal(watch(model, ids, "hook_sink_scores")[1], expected)
+        with pytest.raises(ReadOnlyHookError, match="only reports what attention did"):
+            watch(model, ids, edits={"hook_sink_scores": lambda value: value * 2})

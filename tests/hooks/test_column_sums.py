@@ -1,0 +1,141 @@
+"""Column sums and log-sum-exps against loops in float64, and against a map whose sink was put there by hand."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from sinklens.hooks import column_sums as module
+from sinklens.hooks.column_sums import column_sums, log_sum_exp
+
+SCALE = 0.37
+
+
+def naive_pattern(query: Tensor, key: Tensor, mask: Tensor | None = None, causal: bool = False) -> Iterator[tuple]:
+    """(batch, head, query, weights over keys, log-sum-exp) row by row; weights are None where no key is seen."""
+    query, key = query.double(), key.double()
+    keys = key.shape[2]
+    for b, h, i in product(*map(range, query.shape[:3])):
+        row = [float(query[b, h, i] @ key[b, h, j]) * SCALE for j in range(keys)]
+        if mask is not None:
+            shown = mask.expand(*query.shape[:3], keys)[b, h, i].tolist()
+            row = [score + added for score, added in zip(row, shown, strict=True)]
+        if causal:
+            row = [score if j <= i + keys - query.shape[2] else -math.inf for j, score in enumerate(row)]
+        top = max(row)
+        if top == -math.inf:
+            yield b, h, i, None, -math.inf
+            continue
+        total = sum(math.exp(score - top) for score in row)
+        yield b, h, i, [math.exp(score - top) / total for score in row], top + math.log(total)
+
+
+def naive_sums(query, key, mask=None, causal=False, real=None) -> tuple[Tensor, Tensor]:
+    """Column sums and log-sum-exp."""
+    sums = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float64)
+    lse = torch.zeros(query.shape[:3], dtype=torch.float64)
+    for b, h, i, weights, row_lse in naive_pattern(query, key, mask, causal):
+        lse[b, h, i] = row_lse
+        if weights is not None and (real is None or real[b, i]):
+            sums[b, h] += torch.tensor(weights, dtype=torch.float64)
+    return sums, lse
+
+
+def operands(queries=7, keys=7, dtype=torch.float32, batch=2, heads=3, d_head=4) -> tuple[Tensor, Tensor]:
+    return 2 * torch.randn(batch, heads, queries, d_head, dtype=dtype), 2 * torch.randn(
+        batch, heads, keys, d_head, dtype=dtype
+    )
+
+
+def forbidding(*shape: int) -> Tensor:
+    """Zeros, numbers and a few −inf; key 0 stays visible."""
+    mask = torch.randn(shape)
+    mask[torch.rand(shape) < 0.3] = -torch.inf
+    mask[..., 0] = 0.5
+    return mask
+
+
+def assert_sums(query, key, mask=None, causal=False, real=None, atol=1e-5):
+    expected, expected_lse = naive_sums(query, key, mask, causal, real)
+    lse = log_sum_exp(query, key, SCALE, mask, causal)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=atol, rtol=1e-6)
+    sums = column_sums(query, key, lse, SCALE, mask, real, causal)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), expected, atol=atol, rtol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (1, 9), (1, 1), (3, 8), (13, 13)])
+def test_sums_equal_a_loop_over_the_map(queries, keys, causal):
+    """One query against many keys, and few against many, are what a key/value cache leaves to compute."""
+    assert_sums(*operands(queries, keys), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 7), (1, 1, 7, 7), (2, 1, 7, 7), (2, 3, 1, 7), (2, 1, 1, 7)])
+def test_an_additive_mask_with_minus_infinity_is_obeyed_in_every_broadcast_shape(shape, causal):
+    assert_sums(*operands(), mask=forbidding(*shape), causal=causal)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_where_the_blocks_are_cut_does_not_matter(monkeypatch, rows, causal):
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", rows * 2 * 3 * 7)
+    real = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+    assert_sums(*operands(), mask=forbidding(2, 3, 7, 7), causal=causal, real=real)
+
+
+def test_a_row_longer_than_a_block_is_still_taken(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 5)
+    assert_sums(*operands(), causal=True)
+
+
+def test_queries_that_are_padding_are_left_out():
+    query, key = operands()
+    real = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+    assert_sums(query, key, real=real)
+    without = column_sums(query, key, log_sum_exp(query, key, SCALE), SCALE, real=real)
+    torch.testing.assert_close(without.sum(-1), real.sum(1, keepdim=True).float().expand(-1, 3))
+
+
+def test_a_row_that_sees_no_key_is_left_out_and_leaves_no_nan():
+    query, key = operands()
+    mask = torch.zeros(2, 3, 7, 7)
+    mask[0, 1, 4] = -torch.inf
+    assert_sums(query, key, mask=mask)
+    sums = column_sums(query, key, log_sum_exp(query, key, SCALE, mask), SCALE, mask)
+    expected = torch.full((2, 3), 7.0)
+    expected[0, 1] = 6.0
+    torch.testing.assert_close(sums.sum(-1), expected)
+
+
+def test_keys_hidden_from_all_get_exactly_zero():
+    query, key = operands()
+    mask = torch.zeros(1, 1, 1, 7)
+    mask[..., :2] = -torch.inf
+    sums = column_sums(query, key, log_sum_exp(query, key, SCALE, mask), SCALE, mask)
+    assert (sums[..., :2] == 0).all()
+    torch.testing.assert_close(sums.mean(-1), torch.ones(2, 3))
+
+
+def test_a_planted_sink_is_found():
+    """Every query has the score log 9 with key 2 and 0 with the other nine: it gives 9/18 to the one, 1/18 to each."""
+    query, key = torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 10, 4)
+    query[..., 0], key[0, 0, 2, 0] = 1.0, math.log(9) / SCALE
+    sums = column_sums(query, key, log_sum_exp(query, key, SCALE), SCALE)
+    expected = torch.full((10,), 10 / 18)
+    expected[2] = 5.0
+    torch.testing.assert_close(sums[0, 0], expected)
+
+
+def test_bfloat16_operands_are_summed_in_float32():
+    """The operands are exact in float64, so only the sum's own rounding is left: as small as for float32."""
+    assert_sums(*operands(9, 9, torch.bfloat16), causal=True)
+
+
+def test_scores_too_large_for_a_plain_exponential_do_not_overflow():
+    query, key = operands()
+    assert_sums(query * 30, key * 30, atol=1e-3)

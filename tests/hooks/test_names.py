@@ -1,0 +1,123 @@
+"""Names lead to points in every accepted spelling, and an unknown one is told what is near."""
+
+import re
+
+import pytest
+import torch
+from building import plain_pass, random_ids, shared_model
+
+from sinklens.errors import HookNameError, SinklensError
+from sinklens.hooks import names
+
+KNOWN = [name.format(l=layer) for name, _ in names.table() for layer in range(3 if "{l}" in name else 1)]
+
+
+def resolve(name):
+    return names.resolve(name, KNOWN, n_layers=3)
+
+
+def test_the_table_lists_the_points_in_the_order_a_step_reaches_them():
+    model = shared_model()
+    reached = list(plain_pass(model, random_ids()).values)
+    rows = [name for name, _ in names.table()]
+    once = [name.replace("blocks.0.", "blocks.{l}.") for name in reached if not re.match(r"blocks\.[12]\.", name)]
+    sampler = ["hook_logits", "hook_candidates", "hook_confidence", "hook_commit"]
+    assert rows == ["denoise.hook_canvas", *once, *(f"denoise.{name}" for name in sampler)]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_points_own_name_leads_to_it(name):
+    assert resolve(name) == name
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("embed.hook_out", "hook_embed"),
+        ("blocks.1.hook_in", "blocks.1.hook_resid_pre"),
+        ("blocks.1.hook_out", "blocks.1.hook_resid_post"),
+        ("blocks.1.attn.q.hook_out", "blocks.1.attn.hook_q"),
+        ("blocks.1.attn.o.hook_in", "blocks.1.attn.hook_z"),
+        ("blocks.1.mlp.in.hook_out", "blocks.1.mlp.hook_pre_linear"),
+        ("ln_final.hook_in", "blocks.2.hook_resid_post"),
+    ],
+)
+def test_transformerlens_4_spellings_lead_to_the_same_place(spelling, name):
+    assert resolve(spelling) == name
+
+
+def test_every_alias_leads_to_a_point_and_hides_none():
+    spellings = names.aliases(3)
+    assert set(spellings.values()) <= set(KNOWN)
+    assert not set(spellings) & set(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("negative", "name"),
+    [
+        ("blocks.-1.hook_resid_post", "blocks.2.hook_resid_post"),
+        ("blocks.-3.attn.hook_z", "blocks.0.attn.hook_z"),
+        ("blocks.-2.attn.v.hook_out", "blocks.1.attn.hook_v"),
+    ],
+)
+def test_negative_layers_count_from_the_end(negative, name):
+    assert resolve(negative) == name
+
+
+@pytest.mark.parametrize("layer", [3, 17, -4])
+def test_a_layer_out_of_range_is_told_the_range(layer):
+    message = rf"layer {layer} does not exist; this model has 3 layers, 0 to 2 \(or -3 to -1 from the end\)"
+    with pytest.raises(HookNameError, match=message):
+        resolve(f"blocks.{layer}.attn.hook_z")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("blocks.0.attn.hook_patern", "blocks.0.attn.hook_pattern"),
+        ("blocks.1.hook_sink_scores", "blocks.1.attn.hook_sink_scores"),
+        ("hook_embedd", "hook_embed"),
+        ("denoise.hook_canvass", "denoise.hook_canvas"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest(wrong, meant):
+    with pytest.raises(HookNameError, match=rf"called '{re.escape(wrong)}'\. Nearest: .*{re.escape(meant)}") as caught:
+        resolve(wrong)
+    assert "model.hook_names()" in str(caught.value)
+
+
+def test_an_unknown_name_far_from_all_points_to_the_list():
+    with pytest.raises(HookNameError, match=r"^no hook point is called 'xyz'\. `model\.hook_names\(\)` or"):
+        resolve("xyz")
+
+
+def test_a_wrong_name_can_be_caught_as_a_key_error_and_as_a_sinklens_error():
+    with pytest.raises(KeyError, match="no hook point"):
+        resolve("xyz")
+    with pytest.raises(SinklensError, match="no hook point"):
+        resolve("xyz")
+
+
+def test_a_name_selects_one_point_and_a_predicate_all_that_satisfy_it_in_forward_order():
+    assert names.select("blocks.-1.hook_out", KNOWN, 3) == ["blocks.2.hook_resid_post"]
+    backwards = KNOWN[::-1]
+    assert names.select(lambda name: name.endswith("hook_z"), backwards, 3) == [
+        name for name in backwards if name.endswith("hook_z")
+    ]
+
+
+def test_a_predicate_that_nothing_satisfies_is_an_error():
+    with pytest.raises(
+        HookNameError, match=rf"matches none of the {len(KNOWN)} hook points; they look like 'hook_embed'"
+    ):
+        names.select(lambda name: name.startswith("layers."), KNOWN, 3)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith(("denoise", "blocks.1", "blocks.2"))])
+def test_the_position_axis_is_the_one_that_grows_with_the_input(name):
+    """Scores and patterns grow along two; of those it is the queries."""
+    model = shared_model()
+    short, long = (plain_pass(model, random_ids(length=length)).values[name] for length in (5, 6))
+    grown = [axis - short.ndim for axis in range(short.ndim) if short.shape[axis] != long.shape[axis]]
+    assert names.position_axis(name) == grown[0]
+    assert torch.equal(torch.tensor(long.shape)[grown], torch.full((len(grown),), 6))

@@ -1,0 +1,178 @@
+"""A point knows whether anybody watches it, and what it hands to whom."""
+
+import pytest
+import torch
+from building import random_ids, shared_model
+from torch import nn
+
+from sinklens.hooks.points import Point, Watch, at
+
+NAME = "blocks.1.attn.hook_z"
+
+
+@pytest.fixture
+def point():
+    """A point of no tree."""
+    point = Point(Watch())
+    point.name = NAME
+    return point
+
+
+def double(value, hook):
+    return value * 2
+
+
+def add_one(value, hook):
+    return value + 1
+
+
+def test_a_fresh_point_is_not_watched_and_is_passed_by(point):
+    value = torch.ones(3)
+    point.forward = None  # calling it would fail
+    assert not point.watched
+    assert at(point, value) is value
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda point: point.add_hook(double).hook,
+        lambda point: point.add_hook(double, dir="bwd").hook,
+        lambda point: point.register_forward_hook(lambda *_: None),
+        lambda point: point.register_forward_hook(lambda *_: None, with_kwargs=True),
+        lambda point: point.register_forward_hook(lambda *_: None, always_call=True),
+        lambda point: point.register_forward_pre_hook(lambda *_: None),
+        lambda point: point.register_full_backward_hook(lambda *_: None),
+        lambda point: point.register_full_backward_pre_hook(lambda *_: None),
+    ],
+)
+def test_every_kind_of_hook_is_watching_until_it_is_removed(point, register):
+    handle = register(point)
+    assert point.watched
+    handle.remove()
+    assert not point.watched
+
+
+def test_hooks_run_in_the_order_they_were_added_and_prepended_ones_first(point):
+    point.add_hook(double)
+    point.add_hook(add_one)
+    assert at(point, torch.tensor(3.0)) == 3 * 2 + 1
+    point.add_hook(add_one, prepend=True)
+    assert at(point, torch.tensor(3.0)) == (3 + 1) * 2 + 1
+
+
+def test_a_hook_that_returns_nothing_leaves_the_value(point):
+    seen = []
+    point.add_hook(lambda value, hook: seen.append(value))
+    value = torch.ones(3)
+    assert at(point, value) is value
+    assert seen[0] is value
+
+
+def test_a_hook_may_remove_itself_while_it_runs(point):
+    def once(value, hook):
+        hook.remove_hooks()
+        return value * 2
+
+    point.add_hook(once)
+    point.add_hook(add_one)  # taken away with it, though this visit still runs it
+    assert at(point, torch.tensor(3.0)) == 7
+    assert at(point, torch.tensor(3.0)) == 3
+
+
+def test_plain_pytorch_hooks_get_module_inputs_and_output(point):
+    seen = []
+    point.register_forward_hook(lambda *given: seen.append(given))
+    value = torch.ones(3)
+    point(value)
+    assert seen == [(point, (value,), value)]
+
+
+def test_a_hook_is_told_name_layer_and_step(point):
+    told = []
+    point.add_hook(lambda value, hook: told.append((hook.name, hook.layer(), hook.step)))
+    point(torch.ones(1))
+    point.watch.step = 4
+    point(torch.ones(1))
+    assert told == [(NAME, 1, None), (NAME, 1, 4)]
+
+
+def test_a_backward_hook_sees_and_replaces_the_gradient(point):
+    seen = []
+    point.add_hook(lambda gradient, hook: seen.append(gradient) or gradient * 10, dir="bwd")
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (at(point, x * 3) ** 2).sum().backward()
+    torch.testing.assert_close(seen[0], 2 * 3 * x.detach())
+    torch.testing.assert_close(x.grad, 2 * 3 * x.detach() * 3 * 10)
+
+
+def test_while_nobody_watches_no_point_of_a_model_is_called(monkeypatch):
+    call, called = nn.Module.__call__, []
+
+    def count(self, *args, **kwargs):
+        called.extend([self.name] if isinstance(self, Point) else [])
+        return call(self, *args, **kwargs)
+
+    model, ids = shared_model(), random_ids()
+    monkeypatch.setattr(nn.Module, "__call__", count)
+    model(ids)
+    assert called == []
+    model.run_with_hooks(ids, fwd_hooks=[(NAME, double)])
+    assert called == [NAME]
+
+
+@pytest.mark.parametrize("place", ["output", "input"])
+def test_a_point_is_no_longer_watched_once_an_nnsight_block_has_been_served(place):
+    model, ids = shared_model(), random_ids()
+    point, watched = model.tree.hook_dict[NAME], []
+    with model.trace(ids):
+        model.blocks[1].hook_resid_pre.output  # noqa: B018
+        watched.append(point.watched)  # the block runs, so it waits for nothing yet
+        getattr(model.blocks[1].attn.hook_z, place)
+        model.blocks[1].hook_resid_post.output  # noqa: B018
+        watched.append(point.watched)
+    assert [*watched, point.watched] == [False, False, False]
+
+
+def test_while_a_block_waits_for_a_point_that_point_alone_is_watched():
+    model, ids = shared_model(), random_ids()
+    watched = []
+
+    def look(value, hook):
+        watched.extend(name for name, point in model.tree.hook_dict.items() if point.watched and name != hook.name)
+
+    with model.tree.hooks(fwd_hooks=[("hook_embed", look)]), model.trace(ids):
+        model.blocks[1].attn.hook_pattern.output  # noqa: B018
+    assert watched == ["blocks.1.attn.hook_pattern"]
+
+
+def test_points_that_an_nnsight_cache_records_are_watched():
+    model, ids = shared_model(), random_ids()
+    watched = []
+
+    def look(value, hook):
+        watched.extend(name for name, point in model.tree.hook_dict.items() if point.watched and name != hook.name)
+
+    with model.tree.hooks(fwd_hooks=[("hook_embed", look)]), model.trace(ids) as tracer:
+        tracer.cache(modules=[model.blocks[2].attn.hook_z], include_inputs=True)
+    assert watched == ["blocks.2.attn.hook_z"]
+
+
+def test_an_nnsight_block_reads_at_output_what_hooks_left_and_at_input_what_the_model_computed():
+    model, ids = shared_model(), random_ids()
+    computed = model.run_with_cache(ids, names_filter=NAME)[1][NAME]
+    with model.tree.hooks(fwd_hooks=[(NAME, double)]), model.trace(ids):
+        before = model.blocks[1].attn.hook_z.input.save()
+        after = model.blocks[1].attn.hook_z.output.save()
+    assert torch.equal(before, computed)
+    assert torch.equal(after, computed * 2)
+
+
+def test_what_an_nnsight_block_sets_at_input_the_hooks_receive():
+    model, ids = shared_model(), random_ids()
+    received = []
+    with model.tree.hooks(fwd_hooks=[(NAME, lambda value, hook: received.append(value.clone()))]), model.trace(ids):
+        z = model.blocks[1].attn.hook_z.input
+        model.blocks[1].attn.hook_z.input = z * 3
+    computed = model.run_with_cache(ids, names_filter=NAME)[1][NAME]
+    assert torch.equal(received[0], computed * 3)

@@ -1,0 +1,185 @@
+"""Editing a point does what plain torch does with the same edit, at every point there is."""
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+
+from sinklens.checkpoints import from_pretrained_model
+from sinklens.hooks import HookTree, architecture_of
+from sinklens.model import Model
+
+LAYER = [name for name in plain_pass(shared_model(), random_ids()).values if name.startswith("blocks.1.")]
+READ_ONLY = "blocks.1.attn.hook_sink_scores"
+EDITABLE = [
+    "hook_embed",
+    *(name for name in LAYER if name != READ_ONLY),
+    "ln_final.hook_scale",
+    "ln_final.hook_normalized",
+]
+
+
+def shift(value):
+    """Another number added to every element."""
+    return value + 0.3 * torch.arange(value.numel()).cos().view(value.shape)
+
+
+def hooked(model, ids, edits, **kwargs):
+    hooks = [(name, lambda value, hook: edits[hook.name](value)) for name in edits]
+    return model.run_with_hooks(ids, fwd_hooks=hooks, **kwargs)
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", EDITABLE)
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_an_edit_has_the_effect_it_has_in_plain_torch(architecture, causal, name):
+    model, ids = shared_model(architecture, causal), random_ids()
+    expected = plain_pass(model, ids, edits={name: shift}).logits
+    assert (expected - plain_pass(model, ids).logits).abs().max() > 1e-3
+    assert_close(hooked(model, ids, {name: shift}), expected)
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_edits_at_all_points_at_once_combine(architecture, causal):
+    model, ids, real = shared_model(architecture, causal), random_ids(), left_padding()
+    edits = dict.fromkeys(EDITABLE, shift)
+    found = hooked(model, ids, edits, attention_mask=real)
+    assert_close(found[real], plain_pass(model, ids, real, edits).logits[real])
+
+
+@pytest.mark.parametrize("name", EDITABLE)
+def test_an_edit_in_an_nnsight_block_has_the_same_effect(name):
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        model.get(name).output = shift(model.get(name).output)
+        logits = model.output.save()
+    assert torch.equal(logits, hooked(model, ids, {name: shift}))
+
+
+@pytest.mark.parametrize("name", EDITABLE)
+def test_an_edit_in_place_in_an_nnsight_block_has_the_same_effect(name):
+    model, ids = shared_model(), random_ids()
+    with torch.no_grad():
+        with model.trace(ids):
+            model.get(name).output[:] = shift(model.get(name).output)
+            logits = model.output.save()
+        assert torch.equal(logits, hooked(model, ids, {name: shift}))
+
+
+def test_a_head_set_to_zero_adds_nothing_and_the_others_add_what_they_did():
+    model, ids = shared_model(), random_ids()
+    looked_at = ("hook_result", "hook_attn_out")
+    plain = model.run_with_cache(ids, names_filter=lambda name: name.endswith(looked_at))[1]
+
+    def without_head_2(z, hook):
+        z[:, :, 2] = 0
+        return z
+
+    seen = {}
+    hooks = [
+        ("blocks.1.attn.hook_z", without_head_2),
+        (lambda name: name.endswith(looked_at), lambda value, hook: seen.update({hook.name: value})),
+    ]
+    model.run_with_hooks(ids, fwd_hooks=hooks)
+    before, after = plain["blocks.1.attn.hook_result"], seen["blocks.1.attn.hook_result"]
+    others = [0, 1, 3, 4, 5]
+    assert (after[:, :, 2] == 0).all()
+    assert torch.equal(after[:, :, others], before[:, :, others])
+    lost = plain["blocks.1.hook_attn_out"] - seen["blocks.1.hook_attn_out"]
+    assert_close(lost, before[:, :, 2])
+    assert torch.equal(seen["blocks.0.hook_attn_out"], plain["blocks.0.hook_attn_out"])
+
+
+def test_zeroing_a_heads_result_equals_zeroing_its_output():
+    model, ids = shared_model("qwen2"), random_ids()
+
+    def without_head_2(value):
+        return value * (torch.arange(6) != 2)[:, None]
+
+    by_z = hooked(model, ids, {"blocks.1.attn.hook_z": without_head_2})
+    assert_close(hooked(model, ids, {"blocks.1.attn.hook_result": without_head_2}), by_z)
+    assert (by_z - model(ids)).abs().max() > 1e-3
+
+
+def test_an_edit_of_the_middle_stream_reaches_the_residual_sum_and_the_mlp():
+    model, ids = shared_model(), random_ids()
+    before = model.run_with_cache(ids)[1]
+    seen = {}
+    hooks = [
+        ("blocks.1.hook_resid_mid", lambda value, hook: shift(value)),
+        (lambda name: name.startswith("blocks.1."), lambda value, hook: seen.update({hook.name[9:]: value})),
+    ]
+    model.run_with_hooks(ids, fwd_hooks=hooks)
+    mid = shift(before["blocks.1.hook_resid_mid"])
+    assert_close(seen["hook_resid_post"], mid + seen["hook_mlp_out"])
+    scale = (mid.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+    assert_close(seen["ln2.hook_normalized"], mid / scale)
+    assert (seen["hook_mlp_out"] - before["blocks.1.hook_mlp_out"]).abs().max() > 1e-2
+
+
+def test_a_biased_output_projection_adds_its_bias_once_beside_the_results():
+    model, ids = random_model(attention_bias=True), random_ids()
+    assert model.tree.hf.model.layers[1].self_attn.o_proj.bias.abs().min() > 0.1
+    for name in ("blocks.1.attn.hook_result", "blocks.1.attn.hook_z", "blocks.1.attn.hook_v"):
+        assert_close(hooked(model, ids, {name: shift}), plain_pass(model, ids, edits={name: shift}).logits)
+        assert_close(hooked(model, ids, {name: lambda value: value}), plain_pass(model, ids).logits)
+
+
+def test_a_value_set_at_one_point_is_what_the_next_one_sees():
+    """An embedding put in place of another is that of a prompt with the other token."""
+    model, ids = shared_model(), random_ids()
+    other = ids.clone()
+    other[:, 3] = 8
+
+    def replace(value, hook):
+        value[:, 3] = model.tree.W_E[8]
+        return value
+
+    with torch.no_grad():
+        assert torch.equal(model.run_with_hooks(ids, fwd_hooks=[("hook_embed", replace)]), model(other))
+
+
+class Counting(ModelHook):
+    """Stands for accelerate's hook that moves a layer's inputs between devices."""
+
+    calls = 0
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls += 1
+        return args, kwargs
+
+
+@pytest.mark.parametrize("under_nnsight", [False, True])
+def test_layers_that_accelerate_wraps_stay_wrapped_and_show_their_points(under_nnsight):
+    hf, counting, ids = random_hf(), Counting(), random_ids()
+    for layer in hf.model.layers:
+        add_hook_to_module(layer, counting)
+    checkpoint = from_pretrained_model(hf, None)
+    wrapped = Model(checkpoint) if under_nnsight else HookTree(hf, architecture_of("llama"))
+    name = "blocks.1.hook_resid_mid"
+    assert torch.equal(hooked(wrapped, ids, {name: shift}), hooked(shared_model(), ids, {name: shift}))
+    assert counting.calls == 3
+
+
+def test_a_tapped_layer_is_still_what_transformers_takes_it_for():
+    layer, untapped = shared_model().tree.hf.model.layers[0], random_hf().model.layers[0]
+    assert isinstance(layer, type(untapped))
+    assert type(layer).__name__ == type(untapped).__name__
+    ids = random_ids()
+    hidden = shared_model().tree.hf(ids, output_hidden_states=True, use_cache=False).hidden_states
+    for number in range(3):
+        assert_close(hidden[number], plain_pass(shared_model(), ids).values[f"blocks.{number}.hook_resid_pre"])
+
+
+def test_the_points_of_one_model_do_not_see_another():
+    one, other, ids = random_model(), random_model(), random_ids()
+    seen = []
+    with one.hooks(fwd_hooks=[(lambda name: True, lambda value, hook: seen.append(hook.name))]):
+        HookTree(random_hf(), architecture_of("llama"))(ids)
+        other(ids)
+        assert not seen
+        one(ids)
+    assert seen

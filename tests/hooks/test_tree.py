@@ -1,0 +1,383 @@
+"""The tree of points: what passes through it, TransformerLens's own view of the same model, caches and hooks."""
+
+import pytest
+import torch
+from building import KINDS, SIZES, bridge_over, left_padding, plain_pass, random_hf, random_ids, shared_model
+from torch import nn
+from transformer_lens import ActivationCache
+from transformers import DynamicCache
+
+from sinklens.errors import HookNameError, SinklensError
+from sinklens.hooks import HookTree, aliases, architecture_of, table
+
+PADDINGS = [pytest.param(None, id="whole"), pytest.param(left_padding(), id="padded")]
+BATCH, LENGTH = 2, 7
+AXES = {
+    "batch": BATCH,
+    "pos": LENGTH,
+    "query": LENGTH,
+    "key": LENGTH,
+    "query|1": 1,
+    "1": 1,
+    "head": SIZES["num_attention_heads"],
+    "kv_head": SIZES["num_key_value_heads"],
+    "d_model": SIZES["hidden_size"],
+    "d_head": SIZES["head_dim"],
+    "d_mlp": SIZES["intermediate_size"],
+}
+
+
+def in_a_pass(model) -> list[str]:
+    """The points that a forward pass reaches: all but the sampler's."""
+    return [name for name in model.hook_names() if not name.startswith("denoise.")]
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_every_point_is_passed_once_in_the_order_of_hook_names(architecture, causal):
+    model, passed = shared_model(architecture, causal), []
+    hooks = [(everything, lambda value, hook: passed.append(hook.name))]
+    model.run_with_hooks(random_ids(), fwd_hooks=hooks)
+    assert passed == in_a_pass(model) == list(plain_pass(model, random_ids()).values)
+
+
+def test_the_samplers_points_stand_first_and_last():
+    names = shared_model().hook_names()
+    assert names[0] == "denoise.hook_canvas"
+    assert names[-4:] == [f"denoise.hook_{what}" for what in ("logits", "candidates", "confidence", "commit")]
+    assert len(names) == len(set(names)) == len(in_a_pass(shared_model())) + 5
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_every_point_shows_what_plain_torch_computes_in_the_shape_of_the_table(architecture, causal, real):
+    model, ids = shared_model(architecture, causal), random_ids()
+    logits, cache = model.run_with_cache(ids, attention_mask=real)
+    plain = plain_pass(model, ids, real)
+    axes = {name: spec.axes for name, spec in table()}
+    assert set(cache.keys()) == set(plain.values)
+    for name, value in plain.values.items():
+        torch.testing.assert_close(
+            cache[name], value, atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        row = ".".join("{l}" if part.isdecimal() else part for part in name.split("."))
+        assert list(cache[name].shape) == [AXES[axis] for axis in axes[row].split()]
+    torch.testing.assert_close(logits, plain.logits, atol=1e-4, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def bridged(tmp_path_factory):
+    """A Llama, and TransformerLens's bridge over another model with the same weights."""
+    return shared_model("llama", causal=True), bridge_over(random_hf(causal=True), tmp_path_factory.mktemp("tokenizer"))
+
+
+OURS_ALONE = ("hook_attn_mask", "hook_sink_scores")
+
+
+def test_names_shapes_and_values_are_those_of_transformerlens(bridged):
+    model, bridge = bridged
+    ids = random_ids()
+    bridge.set_use_attn_result(True)
+    logits, ours = model.run_with_cache(ids)
+    expected, theirs = bridge.run_with_cache(ids)
+    bridge.set_use_attn_result(False)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+    assert set(ours.keys()) - set(theirs.keys()) == {name for name in ours.keys() if name.endswith(OURS_ALONE)}  # noqa: SIM118
+    for name in set(ours.keys()) & set(theirs.keys()):
+        shown = theirs[name]
+        if name.endswith("hook_attn_scores"):  # it hides with the least finite number
+            shown = shown.masked_fill(shown == torch.finfo(shown.dtype).min, -torch.inf)
+        torch.testing.assert_close(
+            ours[name], shown, atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_transformerlens_4_spellings_name_the_values_that_it_finds_there(bridged):
+    model, bridge = bridged
+    ids = random_ids()
+    ours, theirs = model.run_with_cache(ids)[1], bridge.run_with_cache(ids)[1]
+    for spelling, name in aliases(3).items():
+        torch.testing.assert_close(
+            ours[name],
+            theirs[spelling],
+            atol=1e-4,
+            rtol=1e-5,
+            msg=lambda text, spelling=spelling: f"{spelling}: {text}",
+        )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ("blocks.1.attn.hook_z", ["blocks.1.attn.hook_z"]),
+        ("blocks.1.attn.o.hook_in", ["blocks.1.attn.hook_z"]),
+        ("blocks.-1.hook_out", ["blocks.2.hook_resid_post"]),
+        (["embed.hook_out", "blocks.0.attn.v.hook_out"], ["hook_embed", "blocks.0.attn.hook_v"]),
+        (("ln_final.hook_in",), ["blocks.2.hook_resid_post"]),
+        (lambda name: name.endswith("hook_pattern"), [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]),
+    ],
+)
+def test_a_cache_keeps_exactly_the_points_chosen_in_any_spelling(chosen, names):
+    model, ids = shared_model(), random_ids()
+    cache = model.run_with_cache(ids, names_filter=chosen)[1]
+    plain = plain_pass(model, ids).values
+    assert list(cache.keys()) == names
+    for name in names:
+        torch.testing.assert_close(cache[name], plain[name], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", ["blocks.0.attn.hook_zz", ["hook_embed", "blocks.0.attn.hook_zz"]])
+def test_a_cache_of_an_unknown_point_is_refused(chosen):
+    with pytest.raises(HookNameError, match=r"'blocks\.0\.attn\.hook_zz'\. Nearest: blocks\.0\.attn\.hook_z"):
+        shared_model().run_with_cache(random_ids(), names_filter=chosen)
+
+
+@pytest.mark.parametrize("pos_slice", [-1, (2, 5), [0, 3, 6]])
+def test_a_cache_can_be_cut_to_some_positions(pos_slice):
+    model, ids = shared_model(), random_ids()
+    whole, cut = model.run_with_cache(ids)[1], model.run_with_cache(ids, pos_slice=pos_slice)[1]
+    index = slice(*pos_slice) if isinstance(pos_slice, tuple) else torch.tensor(pos_slice).view(-1)  # an axis is kept
+    for name in in_a_pass(model):
+        if name.endswith(("hook_pattern", "hook_attn_scores")):
+            expected = whole[name][:, :, index]
+        elif name.endswith(("hook_sink_scores", "hook_attn_mask")):
+            expected = whole[name][..., index]
+        else:
+            expected = whole[name][:, index]
+        assert torch.equal(cut[name], expected), name
+
+
+def test_positions_are_cut_where_transformerlens_cuts_them(bridged):
+    model, bridge = bridged
+    ids = random_ids()
+    ours, theirs = model.run_with_cache(ids, pos_slice=(2, 5))[1], bridge.run_with_cache(ids, pos_slice=(2, 5))[1]
+    for name in set(ours.keys()) & set(theirs.keys()) - {f"blocks.{layer}.attn.hook_attn_scores" for layer in range(3)}:
+        torch.testing.assert_close(
+            ours[name], theirs[name], atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_residual_streams_add_up_in_an_activation_cache():
+    model, ids = shared_model(), random_ids()
+    cache = model.run_with_cache(ids)[1]
+    assert isinstance(cache, ActivationCache)
+    plain = plain_pass(model, ids).values
+    accumulated, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
+    assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "2_pre", "2_mid", "final_post"]
+    streams = [plain[f"blocks.{layer}.hook_resid_{at}"] for layer in range(3) for at in ("pre", "mid")]
+    expected = torch.stack([*streams, plain["blocks.2.hook_resid_post"]])
+    torch.testing.assert_close(accumulated, expected, atol=1e-4, rtol=1e-5)
+    parts, labels = cache.decompose_resid(return_labels=True)
+    assert labels == ["embed", *(f"{layer}_{part}_out" for layer in range(3) for part in ("attn", "mlp"))]
+    torch.testing.assert_close(parts.sum(0), expected[-1], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(cache.decompose_resid(layer=2).sum(0), expected[4], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [["hook_z", "hook_resid_post"], ["hook_z", "hook_result", "hook_resid_post"]])
+def test_head_results_and_the_remainder_add_up_to_the_stream(kept):
+    """From the cached results, or from hook_z and W_O where they were not cached."""
+    model, ids = shared_model(), random_ids()
+    cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(tuple(kept)))[1]
+    stack, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
+    assert labels == [*(f"L{layer}H{head}" for layer in range(3) for head in range(6)), "remainder"]
+    plain = plain_pass(model, ids).values
+    for layer in range(3):
+        heads = stack[6 * layer : 6 * layer + 6]
+        torch.testing.assert_close(heads.movedim(0, 2), plain[f"blocks.{layer}.attn.hook_result"], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(heads.sum(0), plain[f"blocks.{layer}.hook_attn_out"], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(stack.sum(0), plain["blocks.2.hook_resid_post"], atol=1e-4, rtol=1e-5)
+
+
+def test_the_logit_lens_at_the_last_stream_gives_the_logits():
+    model, ids = shared_model(), random_ids()
+    logits, cache = model.run_with_cache(ids)
+    lens = cache.accumulated_resid(apply_ln=True) @ model.tree.W_U
+    torch.testing.assert_close(lens[-1], logits, atol=1e-4, rtol=1e-5)
+    stream = plain_pass(model, ids).values["blocks.1.hook_resid_pre"]
+    scale = (stream.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+    expected = stream / scale * model.tree.hf.model.norm.weight @ model.tree.hf.lm_head.weight.T
+    torch.testing.assert_close(lens[1], expected, atol=1e-4, rtol=1e-5)
+
+
+def test_parts_scaled_by_the_cached_norm_add_up_to_the_normalized_stream():
+    cache = shared_model().run_with_cache(random_ids())[1]
+    for layer, mlp_input, name in [(1, False, "blocks.1.ln1"), (1, True, "blocks.1.ln2"), (3, False, "ln_final")]:
+        parts = cache.decompose_resid(layer=layer, mlp_input=mlp_input, apply_ln=True)
+        torch.testing.assert_close(parts.sum(0), cache[f"{name}.hook_normalized"], atol=1e-5, rtol=1e-5)
+
+
+def test_weights_are_shaped_as_transformerlens_shapes_them():
+    model, ids = shared_model(), random_ids()
+    logits, cache = model.run_with_cache(ids)
+    assert torch.equal(model.tree.W_E[ids], cache["hook_embed"])
+    result = torch.einsum("bphd,hdm->bphm", cache["blocks.1.attn.hook_z"], model.tree.blocks[1].attn.W_O)
+    torch.testing.assert_close(result, cache["blocks.1.attn.hook_result"], atol=1e-5, rtol=1e-5)
+    final = cache["ln_final.hook_normalized"] * model.tree.hf.model.norm.weight
+    torch.testing.assert_close(final @ model.tree.W_U, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_sizes_are_those_of_the_weights():
+    model = shared_model()
+    cfg, layer = model.cfg, model.tree.hf.model.layers[0]
+    assert (cfg.d_vocab, cfg.d_model) == tuple(model.tree.hf.lm_head.weight.shape)
+    assert (cfg.n_heads * cfg.d_head, cfg.n_key_value_heads * cfg.d_head) == (
+        len(layer.self_attn.q_proj.weight),
+        len(layer.self_attn.k_proj.weight),
+    )
+    assert (cfg.n_layers, cfg.d_mlp) == (len(model.tree.hf.model.layers), len(layer.mlp.up_proj.weight))
+
+
+def test_a_model_without_parameters_is_refused():
+    hf = random_hf()
+    hf.model, hf.lm_head = nn.Module(), nn.Module()
+    with pytest.raises(SinklensError, match="the model has no parameters; give a loaded transformers model"):
+        HookTree(hf, architecture_of("llama"))
+
+
+def halve(value, hook):
+    return value / 2
+
+
+def fail(value, hook):
+    raise ZeroDivisionError("from a hook")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_after_any_kind_of_run_the_logits_are_what_they_were(causal):
+    model, ids = shared_model("llama", causal), random_ids()
+    before = model(ids)
+    model.run_with_cache(ids)
+    model.run_with_hooks(ids, fwd_hooks=[(everything, lambda value, hook: None)])
+    assert not torch.equal(model.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_z", halve)]), before)
+    with pytest.raises(ZeroDivisionError, match="from a hook"):
+        model.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_pattern", halve), ("blocks.1.hook_mlp_out", fail)])
+    with pytest.raises(ZeroDivisionError, match="from the block"), model.hooks(fwd_hooks=[(everything, halve)]):
+        raise ZeroDivisionError("from the block")
+    with pytest.raises(HookNameError, match="nothing_like_it"):
+        model.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_z", halve), ("nothing_like_it", halve)])
+    assert not any(point.watched for point in model.tree.hook_dict.values())
+    assert torch.equal(model(ids), before)
+
+
+def test_hooks_of_an_inner_context_end_with_it_and_those_of_the_outer_stay():
+    model, ids = shared_model(), random_ids()
+    plain = model(ids)
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", halve)]):
+        outer = model(ids)
+        with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", halve)]):
+            both = model(ids)
+        assert torch.equal(model(ids), outer)
+    at_once = [("blocks.0.attn.hook_z", halve), ("blocks.1.attn.hook_z", halve)]
+    assert torch.equal(both, model.run_with_hooks(ids, fwd_hooks=at_once))
+    assert torch.equal(model(ids), plain)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["blocks.2.attn.hook_z", "blocks.2.attn.o.hook_in", "blocks.-1.attn.hook_z", lambda name: "2.attn.hook_z" in name],
+)
+def test_hooks_are_set_in_any_spelling(spelling):
+    model, ids = shared_model(), random_ids()
+    expected = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": lambda z: z / 2}).logits
+    torch.testing.assert_close(model.run_with_hooks(ids, fwd_hooks=[(spelling, halve)]), expected, atol=1e-4, rtol=1e-5)
+    model.tree.add_hook(spelling, halve)
+    added = model(ids)
+    model.tree.reset_hooks()
+    torch.testing.assert_close(added, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_a_permanent_hook_stays_until_it_is_removed_as_such():
+    model, ids = shared_model(), random_ids()
+    plain, halved = model(ids), model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn.hook_z", halve)])
+    model.tree.add_perma_hook("blocks.-2.attn.hook_z", halve)
+    model.tree.reset_hooks()
+    assert torch.equal(model(ids), halved)
+    model.tree.reset_hooks(including_permanent=True)
+    assert torch.equal(model(ids), plain)
+
+
+def test_hooks_on_what_does_not_exist_are_refused():
+    model = shared_model()
+    with pytest.raises(
+        HookNameError, match=r"called 'blocks\.0\.attn\.hook_patern'\. Nearest: blocks\.0\.attn\.hook_pattern"
+    ):
+        model.tree.add_hook("blocks.0.attn.hook_patern", halve)
+    with pytest.raises(HookNameError, match="layer 3 does not exist; this model has 3 layers"):
+        model.run_with_hooks(random_ids(), fwd_hooks=[("blocks.3.attn.hook_z", halve)])
+    with pytest.raises(HookNameError, match="matches none of the 77 hook points"):
+        model.run_with_hooks(random_ids(), fwd_hooks=[(lambda name: "self_attn" in name, halve)])
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_left_padding_does_not_change_what_a_prompt_gets(architecture, causal):
+    model, ids = shared_model(architecture, causal), random_ids(1, 4)
+    padded = torch.cat([torch.full((1, 3), 5), ids], dim=1)
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    for mask in (real, real.bool()):
+        torch.testing.assert_close(model(padded, attention_mask=mask)[:, 3:], model(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_a_mask_without_padding_is_no_mask():
+    model, ids = shared_model(), random_ids()
+    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)), model(ids))
+
+
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_steps_with_a_cache_give_the_logits_of_one_pass(architecture, real):
+    model, ids = shared_model(architecture, causal=True), random_ids()
+    mask = torch.ones_like(ids) if real is None else real
+    past, parts = DynamicCache(), []
+    for start, stop in [(0, 4), (4, 5), (5, 7)]:
+        parts.append(model.tree.hidden(ids[:, start:stop], mask[:, :stop], past))
+    logits = model.tree.head(torch.cat(parts, dim=1))
+    counted = mask.bool()
+    torch.testing.assert_close(logits[counted], model(ids, attention_mask=real)[counted], atol=1e-4, rtol=1e-5)
+
+
+def gradients(hf, logits) -> dict[str, torch.Tensor]:
+    hf.zero_grad()
+    logits.sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in hf.named_parameters()}
+
+
+@pytest.mark.parametrize("watched", [None, "hook_sink_scores", ""], ids=["nothing", "sink scores", "everything"])
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_gradients_of_a_hooked_pass_are_those_of_plain_torch(architecture, causal, watched):
+    model, ids = shared_model(architecture, causal), random_ids()
+    expected = gradients(model.tree.hf, plain_pass(model, ids).logits)
+    hooks = [] if watched is None else [(lambda name: name.endswith(watched), lambda value, hook: None)]
+    found = gradients(model.tree.hf, model.run_with_hooks(ids, fwd_hooks=hooks))
+    model.tree.hf.zero_grad()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, atol=2e-3, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", ["blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern", "blocks.-2.hook_in"])
+def test_a_backward_hook_sees_the_gradient_of_its_point(name):
+    model, ids, seen = shared_model(), random_ids(), {}
+    with model.hooks(bwd_hooks=[(name, lambda gradient, hook: seen.update(found=gradient))]):
+        model(ids).sum().backward()
+    model.tree.hf.zero_grad()
+    plain = plain_pass(model, ids)
+    (expected,) = torch.autograd.grad(plain.logits.sum(), plain.values[model.tree.resolve(name)])
+    torch.testing.assert_close(seen["found"], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_backward_hook_that_stops_the_gradient_cuts_off_what_lies_below():
+    model, ids = shared_model(), random_ids()
+    with model.hooks(bwd_hooks=[("blocks.2.attn.hook_z", lambda gradient, hook: torch.zeros_like(gradient))]):
+        found = gradients(model.tree.hf, model(ids))
+    model.tree.hf.zero_grad()
+    detached = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": lambda z: z.detach()})
+    expected = torch.autograd.grad(
+        detached.logits.sum(), [model.tree.W_E, model.tree.hf.model.layers[2].self_attn.o_proj.weight]
+    )
+    assert (found["model.layers.2.self_attn.v_proj.weight"] == 0).all()
+    torch.testing.assert_close(found["model.embed_tokens.weight"], expected[0], atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(found["model.layers.2.self_attn.o_proj.weight"], expected[1], atol=2e-3, rtol=1e-3)

@@ -1,0 +1,177 @@
+"""Checkpoints in the public layouts, written by hand.
+
+Names of weights, keys of config.json and files are spelled out as the public repositories have them, without a look
+into sinklens: a wrong rename or translation there shows as another model here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from building import random_hf
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+ARCHITECTURES = {
+    "llada": "llama",
+    "mmada": "llama",
+    "dream": "qwen2",
+    "a2d-llama": "llama",
+    "a2d-qwen2": "qwen2",
+    "a2d-qwen3": "qwen3",
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""Family -> the transformers class that computes the same."""
+
+LLADA_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ff_norm": "post_attention_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+"""LLaDA's name of each weight in a block -> Llama's."""
+
+
+def causal(family: str) -> bool:
+    """Whether a family sees earlier tokens only."""
+    return family in ("llama", "qwen2", "qwen3")
+
+
+def llada_names(layers: int, tied: bool = False) -> dict[str, str]:
+    """Every weight name of a LLaDA checkpoint -> Llama's name."""
+    names = {"model.transformer.wte.weight": "model.embed_tokens.weight"}
+    for layer in range(layers):
+        for ours, theirs in LLADA_BLOCK.items():
+            names[f"model.transformer.blocks.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"
+    names["model.transformer.ln_f.weight"] = "model.norm.weight"
+    return names if tied else names | {"model.transformer.ff_out.weight": "lm_head.weight"}
+
+
+def public_weights(family: str, hf: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of `hf` under the names that the family's files use."""
+    tied = hf.config.tie_word_embeddings
+    own = {name: value.clone() for name, value in hf.state_dict().items() if not (tied and name == "lm_head.weight")}
+    if family not in ("llada", "mmada"):
+        return own
+    return {public: own[name] for public, name in llada_names(hf.config.num_hidden_layers, tied).items()}
+
+
+def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
+    """config.json of `hf` with the keys that the family's repositories use."""
+    if family in ("llada", "mmada"):
+        return _llada_config(family, hf.config)
+    theta = hf.config.rope_parameters["rope_theta"]
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    same += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    config = {key: getattr(hf.config, key) for key in same if hasattr(hf.config, key)} | {"rope_theta": theta}
+    config |= {"model_type": "Dream" if family == "dream" else family, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    if not causal(family):
+        config |= {"mask_token_id": 60, "auto_map": {"AutoModel": "modeling_own.OwnModel"}}
+    if ARCHITECTURES[family] != "llama":
+        config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
+    return config
+
+
+def _llada_config(family: str, config: Any) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "auto_map": {"AutoModelForCausalLM": "modeling_llada.LLaDAModelLM"},
+        "d_model": config.hidden_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "n_layers": config.num_hidden_layers,
+        "mlp_hidden_size": config.intermediate_size,
+        "mlp_ratio": 4,
+        "vocab_size": config.vocab_size - 3,
+        "embedding_size": config.vocab_size,
+        "max_sequence_length": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "weight_tying": config.tie_word_embeddings,
+        "mask_token_id": 60,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "init_device": "meta",
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": None,
+        "rope": True,
+        "scale_logits": False,
+    }
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shards: int = 1) -> Path:
+    """Write config.json and the weights, in one file or in several with their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    place = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        part = {key: weights[key] for key in list(weights)[number::shards]}
+        save_file(part, folder / name, metadata={"format": "pt"})
+        place |= dict.fromkeys(part, name)
+    index = {"metadata": {"total_size": sum(value.nbytes for value in weights.values())}, "weight_map": place}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_family(folder: Path, family: str, shards: int = 1, **settings: Any) -> PreTrainedModel:
+    """Write a random checkpoint of a family; returns the transformers model that holds the same weights."""
+    hf = random_hf(ARCHITECTURES[family], causal(family), **settings)
+    write_checkpoint(folder, public_config(family, hf), public_weights(family, hf), shards)
+    return hf
+
+
+def change_config(folder: Path, **changes: Any) -> Path:
+    """Set keys of a folder's config.json; None takes a key away."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def eager_logits(hf: PreTrainedModel, ids: Tensor, causal: bool) -> Tensor:
+    """transformers' own logits by its plain attention under a mask written out here, whatever its config says."""
+    length = ids.shape[1]
+    mask = torch.full((length, length), -torch.inf).triu(1) if causal else torch.zeros(length, length)
+    hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        return hf(input_ids=ids, attention_mask=mask[None, None].to(hf.dtype)).logits
+
+
+WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, 60)), "<mask>"]
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of whole words: ``w7`` is token 7, the mask is token 60."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
+    folder.mkdir(parents=True, exist_ok=True)
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    return folder

@@ -1,0 +1,51 @@
+"""Settings: defaults, and errors that say what to do."""
+
+import pytest
+
+from sinklens.errors import SettingError
+from sinklens.sampling import AutoregressiveSettings, LladaSettings, make_settings
+
+
+def test_steps_and_block_length_follow_gen_length():
+    made = make_settings("llada", {"gen_length": 64}, {})
+    assert (made.steps, made.block_length) == (64, 32)
+    assert make_settings("llada", {"gen_length": 24}, {}).block_length == 24
+
+
+def test_a_checkpoints_own_lengths_are_the_defaults_until_gen_length_is_given():
+    own = {"gen_length": 24, "steps": 24, "block_length": 8}
+    assert make_settings("llada", {}, own) == LladaSettings(24, 24, 8)
+    assert make_settings("llada", {"gen_length": 64}, own) == LladaSettings(64, 64, 32)
+
+
+def test_an_autoregressive_step_is_one_token():
+    assert AutoregressiveSettings(gen_length=9).steps == 9
+
+
+@pytest.mark.parametrize(
+    ("sampler", "given", "text"),
+    [
+        ("llada", {"gen_length": 24, "block_length": 7}, r"block_length 7 does not divide gen_length 24.*1, 2, 3, 4, 6, 8"),
+        ("llada", {"gen_length": 24, "block_length": 8, "steps": 10}, r"steps 10 cannot be shared by 3 blocks.*multiple of 3"),
+        ("llada", {"gen_length": 8, "steps": 16}, r"steps 16 is more than gen_length 8"),
+        ("llada", {"gen_length": 0}, r"gen_length is a whole number of at least 1; got 0"),
+        ("llada", {"gen_length": 8.0}, r"gen_length is a whole number of at least 1; got 8.0"),
+        ("llada", {"steps": -1}, r"steps is a whole number"),
+        ("llada", {"temperature": -1.0}, r"temperature is at least 0; got -1.0"),
+        ("llada", {"cfg_scale": -0.5}, r"cfg_scale is at least 0"),
+        ("llada", {"remasking": "low-confidence"}, r"remasking.*low_confidence.*random"),
+        ("llada", {"stpes": 4}, r"stpes is no setting of the llada sampler: no sampler has it. Nearest: steps"),
+        ("llada", {"alg": "entropy"}, r"alg is no setting of the llada sampler: it belongs to the dream sampler"),
+        ("dream", {"block_length": 8}, r"belongs to the llada sampler"),
+        ("dream", {"alg": "entrpoy"}, r"alg.*origin.*maskgit_plus.*topk_margin.*entropy"),
+        ("dream", {"eps": 0.0}, r"eps lies between 0 and 1"),
+        ("dream", {"alg": "origin", "threshold": 0.9}, r"'origin' commits at random"),
+        ("dream", {"top_p": 0.0}, r"top_p lies in \(0, 1\]"),
+        ("autoregressive", {"top_k": 0}, r"top_k is at least 1"),
+        ("autoregressive", {"steps": 4}, r"steps is no setting of the autoregressive sampler"),
+        ("llada", {"temperature": "hot"}, r"wrong type"),
+    ],
+)  # fmt: skip
+def test_a_bad_setting_is_refused_with_what_is_allowed(sampler, given, text):
+    with pytest.raises(SettingError, match=text):
+        make_settings(sampler, given, {})

@@ -1,0 +1,67 @@
+"""The generated problems: their answers are right, seeded, apart from the held-out set, and one token per word."""
+
+import re
+
+import pytest
+
+from sinklens.tasks import word_problems
+from sinklens.tasks.word_problems import KINDS, held_out, read_answer, training
+from sinklens.zoo.tokenizer import END, MASK, START, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return training(seed=9, size=3000)
+
+
+def test_every_line_of_work_is_true_arithmetic_and_the_last_line_is_its_result(problems):
+    for problem in problems:
+        steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", problem.answer)
+        assert 1 <= len(steps) <= 2
+        for a, sign, b, c in steps:
+            value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[sign]
+            assert value == int(c), problem
+        assert problem.answer.endswith(f"\n#### {steps[-1][3]}")
+        assert problem.result == int(steps[-1][3]) >= 0
+        numbers = set(re.findall(r"\d+", problem.question))
+        assert {steps[0][0], steps[0][2]} <= numbers
+
+
+def test_all_kinds_occur_and_a_seed_repeats(problems):
+    assert {problem.kind for problem in problems} == set(KINDS)
+    assert training(9, 50) == training(9, 50) != training(10, 50)
+    assert held_out(20) == held_out(500)[:20]
+
+
+def test_held_out_questions_are_distinct_and_never_trained_on():
+    questions = [problem.question for problem in held_out()]
+    assert len(set(questions)) == word_problems.HELD_OUT_SIZE
+    assert not set(questions) & {problem.question for problem in training(1, 30_000)}
+    with pytest.raises(ValueError, match="train on any other seed"):
+        training(word_problems.HELD_OUT_SEED, 1)
+
+
+def test_numbers_and_vocabulary_are_whole_tokens(problems):
+    tokenizer = train_tokenizer(problems=5000)
+    for problem in problems[:500]:
+        words = re.findall(r" [A-Za-z]+| \d+", f" {problem.question} {problem.answer}")
+        for word in words:
+            assert len(tokenizer(word, add_special_tokens=False).input_ids) == 1, word
+
+
+def test_the_shipped_tokenizer_is_the_one_that_training_makes(tiny_llada):
+    made = train_tokenizer()
+    assert made.get_vocab() == tiny_llada.tokenizer.get_vocab()
+    ids = made(held_out(1)[0].prompt).input_ids
+    assert ids == tiny_llada.tokenizer(held_out(1)[0].prompt).input_ids
+    assert ids[0] == made.convert_tokens_to_ids(START)
+    assert made.decode(ids[1:]) == held_out(1)[0].prompt
+    assert (made.eos_token, made.mask_token) == (END, MASK)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("#### 42", 42), ("a\n####7", 7), ("#### -3", -3), ("42", None), ("####", None), ("#### 1\n#### 2", 1)],
+)
+def test_reading_an_answer(text, number):
+    assert read_answer(text) == number

@@ -1,0 +1,125 @@
+"""The command line as a user calls it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sinklens import SinkTrack
+from sinklens.cli import main
+from sinklens.tasks.word_problems import held_out
+
+PROMPT = held_out(1)[0].prompt
+COMMAND = [sys.executable, "-m", "sinklens.cli"]
+
+
+def test_demo_shows_both_models_and_writes_its_files(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    problem = held_out()[7]
+    assert problem.question.split(".")[0] in printed
+    assert "tiny-llada (diffusion, 24 steps)" in printed
+    assert "tiny-llama (autoregressive" in printed
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "answers.txt",
+        "sinks.png",
+        "tiny-llada.sinks.nc",
+        "tiny-llama.sinks.nc",
+    ]
+    moving, still = (SinkTrack.open(tmp_path / f"{name}.sinks.nc") for name in ("tiny-llada", "tiny-llama"))
+    assert moving.steps == 24
+    assert (tmp_path / "sinks.png").read_bytes().startswith(b"\x89PNG")
+    assert str(problem.result) in (tmp_path / "answers.txt").read_text()
+    assert still.data.attrs["family"] == "llama"
+
+
+def test_trace_writes_answer_track_and_picture(tmp_path, capsys):
+    code = main(["trace", "tiny-llada", "--prompt", PROMPT, "--out", str(tmp_path / "new" / "folder"), "--steps", "12"])
+    assert code == 0
+    folder = tmp_path / "new" / "folder"
+    assert sorted(file.name for file in folder.iterdir()) == ["answer.txt", "sinks.nc", "sinks.png"]
+    assert SinkTrack.open(folder / "sinks.nc").steps == 12
+    assert (folder / "answer.txt").read_text().strip() in capsys.readouterr().out
+
+
+def test_trace_reads_a_prompt_from_a_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert main(["trace", "tiny-llama", "--prompt", f"@{tmp_path / 'prompt.txt'}", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "answer.txt").is_file()
+
+
+def test_hooks_lists_every_point_with_its_shape(capsys):
+    assert main(["hooks", "tiny-llada", "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert "family llada, 4 layers, 100 hook points" in printed
+    assert "blocks.3.attn.hook_pattern" in printed
+    assert "[batch head=6 query key" in printed
+    listed = [line for line in printed.splitlines()[1:] if "hook_" in line.split(" ")[0]]
+    assert len(listed) == 100
+
+
+def test_models_lists_the_shipped_ones_and_every_family(capsys):
+    assert main(["models"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("tiny-llada", "tiny-llama", "dream", "mmada", "a2d-qwen3", "verified:"):
+        assert name in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["hooks", "tiny-lada"], "Nearest: tiny-llada"),
+        (["trace", "tiny-llada", "--prompt", "", "--out", "x"], "the prompt is empty"),
+        (["trace", "tiny-llada", "--prompt", "@/no/such/file", "--out", "x"], "could not read the prompt"),
+        (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--alg", "entropy"], "belongs to the dream sampler"),
+        (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
+        (["demo", "--problem", "500"], "lies between 0 and 499"),
+        (["train", "tiny-lada"], "Nearest: tiny-llada"),
+    ],
+)
+def test_an_error_is_one_message_and_exit_code_one(arguments, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    captured = capsys.readouterr().err
+    assert text in captured
+    assert captured.startswith("sinklens: ")
+    assert "Traceback" not in captured
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_call_is_exit_code_two_and_help_is_zero(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["tracee"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    for name in ("demo", "trace", "hooks", "models", "train"):
+        assert name in capsys.readouterr().out or name
+
+
+def test_generated_text_is_shown_as_text_not_as_markup(capsys, tmp_path):
+    prompt = "Question: [red]Tom[/red] has 2 apples. [/]\nAnswer:"
+    assert main(["trace", "tiny-llada", "--prompt", prompt, "--out", str(tmp_path)]) == 0
+
+
+def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
+    """A real process, interrupted while it runs."""
+    out = tmp_path / "out"
+    started = time.monotonic()
+    process = subprocess.Popen([*COMMAND, "demo", "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()  # the first model is loaded and its run is over
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, (time.monotonic() - started, errors.decode()[-500:])
+    assert b"interrupted" in errors
+    assert not [file for file in (out.rglob("*") if out.exists() else []) if ".part" in file.name]
+
+
+def test_the_console_script_is_installed():
+    script = Path(sys.executable).with_name("sinklens")
+    done = subprocess.run([script, "models"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,341 @@
+"""The model in a user's hands: nnsight's blocks, prompts, and what `load` takes."""
+
+import pytest
+import torch
+from building import (
+    bridge_over,
+    left_padding,
+    plain_pass,
+    random_hf,
+    random_ids,
+    random_model,
+    shared_model,
+)
+from nnsight.intervention.interleaver import OutOfOrderError
+
+from sinklens.errors import CheckpointError, HookNameError, ReadOnlyHookError
+from sinklens.model import load
+
+Z = "blocks.1.attn.hook_z"
+SINKS, PATTERN = "blocks.1.attn.hook_sink_scores", "blocks.1.attn.hook_pattern"
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def without_head_2(value, hook=None):
+    value[:, :, 2] = 0
+    return value
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_trace_that_looks_at_nothing_gives_the_logits_of_a_call(causal):
+    model, ids = shared_model("llama", causal), random_ids()
+    with model.trace(ids) as tracer:
+        output = model.output.save()
+        result = tracer.result.save()
+    assert torch.equal(result, model(ids))
+    assert torch.equal(output, result)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_one_edit_has_one_effect_however_it_is_made(architecture):
+    model, ids = shared_model(architecture), random_ids()
+    with model.trace(ids):
+        model.blocks[1].attn.hook_z.output[:, :, 2] = 0
+        in_place = model.output.save()
+    with model.trace(ids):
+        model.blocks[1].attn.hook_z.output = without_head_2(model.blocks[1].attn.hook_z.output.clone())
+        replaced = model.output.save()
+    with model.trace(ids):
+        model.blocks[1].attn.hook_z.input = without_head_2(model.blocks[1].attn.hook_z.input.clone())
+        at_input = model.output.save()
+    with model.hooks(fwd_hooks=[(Z, without_head_2)]):
+        in_context = model(ids)
+    run = model.run_with_hooks(ids, fwd_hooks=[(Z, without_head_2)])
+    for logits in (in_place, replaced, at_input, in_context):
+        assert torch.equal(logits, run)
+    edits = {Z: lambda z: z * (torch.arange(6) != 2)[:, None]}
+    assert_close(run, plain_pass(model, ids, edits=edits).logits)
+
+
+def test_skipping_a_point_puts_a_value_in_its_place():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        model.blocks[1].attn.hook_z.skip(torch.ones(2, 7, 6, 4))
+        logits = model.output.save()
+    assert_close(logits, plain_pass(model, ids, edits={Z: torch.ones_like}).logits)
+
+
+def test_what_a_block_reads_is_what_a_cache_keeps():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        embed = model.hook_embed.output.save()
+        mask = model.blocks[1].attn.hook_attn_mask.output.save()
+        pattern = model.blocks[1].attn.hook_pattern.output.save()
+        z = model.blocks[1].attn.hook_z.output.save()
+        final = model.ln_final.hook_normalized.output.save()
+    names = ["hook_embed", "blocks.1.attn.hook_attn_mask", PATTERN, Z, "ln_final.hook_normalized"]
+    cache = model.run_with_cache(ids, names_filter=names)[1]
+    for name, value in zip(names, (embed, mask, pattern, z, final), strict=True):
+        assert torch.equal(value, cache[name])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sink_scores_may_be_read_before_the_pattern_or_after_it(causal):
+    model, ids = shared_model("llama", causal), random_ids()
+    with model.trace(ids):
+        scores_first = model.blocks[1].attn.hook_sink_scores.output.save()
+        pattern_after = model.blocks[1].attn.hook_pattern.output.save()
+        z = model.blocks[1].attn.hook_z.output.save()
+    with model.trace(ids):
+        pattern = model.blocks[1].attn.hook_pattern.output.save()
+        scores = model.blocks[1].attn.hook_sink_scores.output.save()
+    plain = plain_pass(model, ids).values
+    assert torch.equal(pattern, pattern_after)
+    for found, name in [(scores_first, SINKS), (scores, SINKS), (pattern, PATTERN), (z, Z)]:
+        assert_close(found, plain[name])
+
+
+def test_after_an_edit_of_the_pattern_sink_scores_are_those_of_the_edited_one():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        model.blocks[1].attn.hook_pattern.output[:] = 0.25
+        scores = model.blocks[1].attn.hook_sink_scores.output.save()
+    assert torch.equal(scores, torch.full((2, 6, 7), 7 * 0.25))
+
+
+def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        model.blocks[1].attn.hook_sink_scores.output  # noqa: B018
+        model.blocks[1].attn.hook_pattern.output[:] = 0.25
+        logits = model.output.save()
+    expected = plain_pass(model, ids, edits={PATTERN: lambda pattern: torch.full_like(pattern, 0.25)}).logits
+    assert_close(logits, expected)
+
+
+def test_an_nnsight_cache_keeps_the_sink_scores_of_the_edited_pattern():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids) as tracer:
+        cache = tracer.cache(modules=[model.blocks[1].attn.hook_sink_scores])
+        model.blocks[1].attn.hook_pattern.output[:] = 0.25
+    assert torch.equal(cache[f"model.{SINKS}"].output, torch.full((2, 6, 7), 7 * 0.25))
+
+
+def test_an_nnsight_cache_of_everything_holds_every_point():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids) as tracer:
+        cache = tracer.cache()
+    plain = plain_pass(model, ids).values
+    for name, value in plain.items():
+        assert_close(cache[f"model.{name}"].output, value)
+    assert torch.equal(model(ids), shared_model()(ids))
+
+
+def replace_scores(model, ids):
+    with model.trace(ids):
+        model.blocks[1].attn.hook_sink_scores.output = torch.zeros(2, 6, 7)
+
+
+def overwrite_scores(model, ids):
+    with model.trace(ids):
+        model.blocks[1].attn.hook_sink_scores.output[:, 2] = 0
+
+
+def overwrite_scores_after_the_pattern(model, ids):
+    with model.trace(ids):
+        model.blocks[1].attn.hook_pattern.output  # noqa: B018
+        model.blocks[1].attn.hook_sink_scores.output[:] = 0
+
+
+@pytest.mark.parametrize("write", [replace_scores, overwrite_scores, overwrite_scores_after_the_pattern])
+def test_writing_sink_scores_in_a_block_is_refused_and_leaves_the_model_usable(write):
+    model, ids = shared_model(), random_ids()
+    before = model(ids)
+    with pytest.raises(ReadOnlyHookError, match=r"blocks\.1\.attn\.hook_sink_scores only reports what attention did"):
+        write(model, ids)
+    assert torch.equal(model(ids), before)
+    with model.trace(ids):
+        again = model.output.save()
+    assert torch.equal(again, before)
+
+
+def read_backwards(model, ids):
+    with model.trace(ids):
+        model.blocks[1].hook_resid_mid.output  # noqa: B018
+        model.blocks[0].hook_resid_mid.output  # noqa: B018
+
+
+def test_a_point_asked_for_after_the_pass_has_left_it_is_an_error():
+    model, ids = shared_model(), random_ids()
+    with pytest.raises(OutOfOrderError, match=r"blocks\.0\.hook_resid_mid\.output\S* was requested"):
+        read_backwards(model, ids)
+    assert not any(point.watched for point in model.tree.hook_dict.values())
+
+
+def test_a_gradient_read_in_a_block_is_that_of_plain_torch():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        stream = model.blocks[0].hook_resid_post.output
+        z = model.blocks[1].attn.hook_z.output
+        loss = model.output.sum()
+        with loss.backward():
+            z_gradient = z.grad.save()
+            stream_gradient = stream.grad.save()
+    model.tree.hf.zero_grad()
+    plain = plain_pass(model, ids)
+    expected = torch.autograd.grad(plain.logits.sum(), [plain.values[Z], plain.values["blocks.0.hook_resid_post"]])
+    torch.testing.assert_close(z_gradient, expected[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(stream_gradient, expected[1], atol=1e-3, rtol=1e-3)
+
+
+def test_the_logit_lens_can_be_written_in_a_block():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        stream = model.blocks[-1].hook_resid_post.output
+        lens = model.hf.lm_head(model.ln_final(stream)).save()
+        logits = model.output.save()
+    assert_close(lens, logits)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_of_several_invokes_equals_its_run_alone(causal):
+    model, short, long = shared_model("llama", causal), random_ids(1, 5), random_ids(2, 8)
+    with model.trace() as tracer:
+        with tracer.invoke(short):
+            short_scores = model.blocks[1].attn.hook_sink_scores.output.save()
+            short_logits = model.output.save()
+        with tracer.invoke(long):
+            long_scores = model.blocks[1].attn.hook_sink_scores.output.save()
+            long_logits = model.output.save()
+    assert_close(short_logits[:, -5:], model(short))
+    assert_close(long_logits, model(long))
+    assert_close(short_scores[..., -5:], plain_pass(model, short).values[SINKS])
+    assert_close(long_scores, plain_pass(model, long).values[SINKS])
+    assert (short_scores[..., :3] == 0).all()
+
+
+def test_an_edit_in_one_invoke_leaves_the_others_alone():
+    model, short, long = shared_model(), random_ids(1, 5), random_ids(1, 8)
+    with model.trace() as tracer:
+        with tracer.invoke(short):
+            model.blocks[1].attn.hook_pattern.output[:, 2] = 0
+            edited = model.output.save()
+        with tracer.invoke(long):
+            untouched = model.output.save()
+
+    def no_attention(pattern):
+        return pattern * (torch.arange(6) != 2)[:, None, None]
+
+    assert_close(edited[:, -5:], plain_pass(model, short, edits={PATTERN: no_attention}).logits)
+    assert_close(untouched, model(long))
+
+
+def test_each_invoke_keeps_its_own_attention_mask():
+    model, ids, other, real = shared_model(), random_ids(), random_ids(1, 8), left_padding()
+    with model.trace() as tracer:
+        with tracer.invoke(ids, attention_mask=real):
+            masked = model.output.save()
+        with tracer.invoke(input_ids=other):
+            by_keyword = model.output.save()
+    assert_close(masked[:, -7:][real], model(ids, attention_mask=real)[real])
+    assert_close(by_keyword, model(other))
+
+
+def invoke_with_a_typo(model):
+    with model.trace() as tracer:
+        with tracer.invoke(random_ids(1, 5), attention_maks=torch.ones(1, 5)):
+            model.output  # noqa: B018
+        with tracer.invoke(random_ids(1, 8)):
+            model.output  # noqa: B018
+
+
+def test_an_invoke_with_an_argument_the_model_does_not_take_is_an_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attention_maks'"):
+        invoke_with_a_typo(shared_model())
+
+
+def test_an_edited_copy_keeps_its_edit_and_the_model_does_not():
+    model, ids = shared_model(), random_ids()
+    with model.edit() as (_, edited):
+        edited.blocks[1].attn.hook_z.output[:, :, 2] = 0
+    with edited.trace(ids):
+        changed = edited.output.save()
+    with model.trace(ids):
+        unchanged = model.output.save()
+    assert torch.equal(changed, model.run_with_hooks(ids, fwd_hooks=[(Z, without_head_2)]))
+    assert torch.equal(unchanged, model(ids))
+
+
+def test_an_edit_in_place_acts_in_every_trace_until_it_is_cleared():
+    model, ids = random_model(), random_ids()
+    with model.edit(inplace=True):
+        model.blocks[1].attn.hook_z.output[:, :, 2] = 0
+    for _ in range(2):
+        with model.trace(ids):
+            changed = model.output.save()
+        assert torch.equal(changed, model.run_with_hooks(ids, fwd_hooks=[(Z, without_head_2)]))
+    model.clear_edits()
+    with model.trace(ids):
+        unchanged = model.output.save()
+    assert torch.equal(unchanged, model(ids))
+
+
+def test_a_model_says_what_it_is():
+    model = shared_model("qwen2")
+    size = sum(parameter.numel() for parameter in random_hf("qwen2").parameters())
+    assert repr(model) == (
+        f"Model('qwen2', family='a2d-qwen2', {size:,} parameters, "
+        "3 layers, 6 heads, 77 hook points, torch.float32, cpu)"
+    )
+    assert model.mask_token_id == 60
+    assert shared_model("qwen2", causal=True).mask_token_id is None
+    assert (model.record.name, model.family) == ("a2d-qwen2", "a2d-qwen2")
+
+
+def test_unknown_names_are_refused_by_the_model_too():
+    model = shared_model()
+    with pytest.raises(HookNameError, match=r"Nearest: .*blocks\.1\.attn\.hook_z"):
+        model.run_with_cache(random_ids(), names_filter="blocks.1.attn.hook_zet")
+    with pytest.raises(HookNameError, match="layer 9 does not exist; this model has 3 layers"):
+        model.run_with_hooks(random_ids(), fwd_hooks=[("blocks.9.attn.hook_z", without_head_2)])
+
+
+def test_a_model_that_is_loaded_already_is_handed_back():
+    assert load(shared_model()) is shared_model()
+
+
+def test_a_transformers_model_is_taken_over_with_its_weights():
+    hf = random_hf("qwen3")
+    assert load(hf).tree.hf is hf
+
+
+def test_a_bridge_shares_its_weights_and_keeps_computing(tmp_path):
+    bridge, ids = bridge_over(random_hf(causal=True), tmp_path), random_ids()
+    before = bridge(ids)
+    model = load(bridge)
+    assert model.family == "llama"
+    assert model.tokenizer is bridge.tokenizer
+    assert torch.equal(model(ids), shared_model("llama", causal=True)(ids))
+    assert_close(model(ids), before)
+    assert torch.equal(bridge(ids), before)
+    with torch.no_grad():
+        model.tree.hf.lm_head.weight.mul_(2)
+    assert_close(bridge(ids), 2 * before)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"dtype": "float16"}, {"device": "cpu"}, {"revision": "main"}, {"device_map": "auto"}]
+)
+def test_a_model_in_hand_cannot_be_converted_while_loading(setting):
+    with pytest.raises(CheckpointError, match="belong to loading; the model given is loaded already"):
+        load(random_hf(), **setting)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(
+        CheckpointError, match="cannot load a int; give a name, a folder, a transformers PreTrainedModel"
+    ):
+        load(3)

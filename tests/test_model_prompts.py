@@ -1,0 +1,103 @@
+"""What a model takes for a prompt, and what it says of the rest."""
+
+import jaxtyping
+import pytest
+import torch
+from building import random_hf, random_ids, shared_model, small_tokenizer
+
+from sinklens.errors import PromptError
+from sinklens.model import load
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A model with a tokenizer."""
+    tokenizer = small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return load(random_hf(vocab_size=len(tokenizer)), tokenizer=tokenizer)
+
+
+SHORT, LONG = "Tom has 3 apples.", "Tom has 3 apples and 4 pears. How many?"
+
+
+def test_a_text_is_encoded_by_the_tokenizer(speaking):
+    ids, real = speaking.encode(SHORT)
+    assert ids.tolist() == [speaking.tokenizer(SHORT).input_ids]
+    assert real.all()
+    assert speaking.tokenizer.decode(ids[0], skip_special_tokens=True) == SHORT
+
+
+def test_several_texts_are_padded_on_the_left(speaking):
+    ids, real = speaking.encode([SHORT, LONG])
+    alone = speaking.encode(SHORT)[0]
+    missing = ids.shape[1] - alone.shape[1]
+    assert missing > 0
+    assert real.tolist() == [[False] * missing + [True] * alone.shape[1], [True] * ids.shape[1]]
+    assert torch.equal(ids[:1, missing:], alone)
+    assert (ids[0, :missing] == speaking.tokenizer.pad_token_id).all()
+
+
+def test_texts_traced_together_equal_each_alone(speaking):
+    with speaking.trace([SHORT, LONG]):
+        together = speaking.output.save()
+    for row, text in enumerate((SHORT, LONG)):
+        ids, _ = speaking.encode(text)
+        with speaking.trace(text):
+            alone = speaking.output.save()
+        assert_close(alone, speaking(ids))
+        assert_close(together[row, -ids.shape[1] :], alone[0])
+
+
+@pytest.mark.parametrize("as_given", [lambda ids: ids[0], lambda ids: ids[0].tolist(), lambda ids: ids])
+def test_one_prompt_may_come_without_a_batch_axis(as_given):
+    model, ids = shared_model(), random_ids(1, 5)
+    assert torch.equal(model.encode(as_given(ids))[0], ids)
+    with model.trace(as_given(ids)):
+        logits = model.output.save()
+    assert torch.equal(logits, model(ids))
+
+
+def test_a_chat_template_wraps_the_text_as_one_turn(speaking):
+    template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %} answer:"
+    ids, _ = speaking.encode(SHORT, chat_template=template)
+    assert speaking.tokenizer.decode(ids[0]) == f"user: {SHORT} answer:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ("", {}, "the prompt is empty; give at least one character"),
+        ([SHORT, ""], {}, "the prompt is empty"),
+        ([], {}, "the list of prompts is empty; give at least one"),
+        (SHORT, {"chat_template": True}, "the tokenizer of .* has none; give one as a string"),
+        (torch.ones(1, 3), {}, r"got torch\.float32 of shape \[1, 3\]"),
+        (torch.ones(1, 3, dtype=torch.bool), {}, r"got torch\.bool of shape \[1, 3\]"),
+        (
+            torch.ones(1, 2, 3, dtype=torch.long),
+            {},
+            r"non-empty integer tensor \[pos\] or \[batch, pos\]; got .* \[1, 2, 3\]",
+        ),
+        (torch.ones(1, 0, dtype=torch.long), {}, r"got torch\.int64 of shape \[1, 0\]"),
+        ([3, 100_000], {}, "token ids run from 3 to 100000; this model's vocabulary is 0 to 6"),
+        (torch.tensor([-1, 2]), {}, "token ids run from -1 to 2; this model's vocabulary is 0 to 6"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_told_what_is_allowed(speaking, prompt, settings, message):
+    with pytest.raises(PromptError, match=message):
+        speaking.encode(prompt, **settings)
+
+
+def test_a_list_of_something_else_is_refused(speaking, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the test run's own checks would be first
+    with pytest.raises(PromptError, match="a string, a list of strings, or token ids; got a list of float, str"):
+        speaking.encode([SHORT, 3.5])
+
+
+def test_a_text_for_a_model_without_a_tokenizer_is_told_what_to_do():
+    with pytest.raises(
+        PromptError, match=r"came without a tokenizer, so it takes token ids .*\.load\(\.\.\., tokenizer=\.\.\.\)"
+    ):
+        shared_model().encode(SHORT)

@@ -1,0 +1,148 @@
+"""The self-check lets good models pass and refuses each fault, planted one at a time."""
+
+import pytest
+import torch
+from building import KINDS, random_hf, random_model
+from torch import Tensor
+
+from sinklens.checkpoints import from_pretrained_model
+from sinklens.errors import SelfCheckError
+from sinklens.hooks import attention
+from sinklens.model import Model, load
+from sinklens.selfcheck import check
+
+
+def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(from_pretrained_model(random_hf("llama", causal, dtype), None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_good_models_pass(architecture, causal, dtype):
+    model = random_model(architecture, causal, dtype=dtype)
+    assert model.cfg.dtype == dtype
+    assert not any(point.watched for point in model.tree.hook_dict.values())
+
+
+def test_the_check_leaves_the_model_as_it_was():
+    model, ids = unchecked(), torch.tensor([[3, 1, 4, 1, 5]])
+    before = model(ids)
+    check(model.tree, causal=False)
+    assert torch.equal(model(ids), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "weight", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
+)
+def test_broken_weights_are_refused(weight, dtype):
+    hf = random_hf(dtype=dtype)
+    hf.get_parameter(weight).data[3, 3] = torch.nan  # 3 is a token of the check's prompt
+    with pytest.raises(SelfCheckError, match="logits are not finite on a plain pass; its weights are broken"):
+        load(hf)
+
+
+def test_the_check_can_be_skipped():
+    hf = random_hf()
+    hf.lm_head.weight.data.fill_(torch.nan)
+    assert load(hf, check=False)(torch.tensor([[1, 2]])).isnan().all()
+
+
+def make_causal(model: Model, causal: bool) -> None:
+    model.config.is_causal = causal
+    for module in model.tree.hf.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = causal
+
+
+def test_a_diffusion_model_that_is_still_causal_is_refused():
+    model = unchecked()
+    make_causal(model, True)
+    with pytest.raises(SelfCheckError, match=r"layer 0 never attends .* the causal mask is still on"):
+        check(model.tree, causal=False)
+
+
+def test_one_causal_layer_is_named():
+    model = unchecked()
+    attn = model.tree.hf.model.layers[2].self_attn
+    attn.register_forward_pre_hook(lambda _, given, named: (given, {**named, "is_causal": True}), with_kwargs=True)
+    with pytest.raises(SelfCheckError, match="layer 2 never attends to later positions"):
+        check(model.tree, causal=False)
+
+
+def test_an_autoregressive_model_that_sees_later_positions_is_refused():
+    model = unchecked(causal=True)
+    make_causal(model, False)
+    with pytest.raises(
+        SelfCheckError, match=r"layer 0 attends to later positions \(mass [\d.]+\) though its family is causal"
+    ):
+        check(model.tree, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_do_not_sum_to_one_are_refused(dtype):
+    """Every pass is wrong in the same way, so the logits alone do not tell."""
+    model = unchecked(dtype=dtype)
+    model.tree.add_perma_hook("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)
+    with pytest.raises(
+        SelfCheckError, match=r"rows of the pattern of layer 1 miss 1 by 0\.5\d*; at most .* cannot be trusted"
+    ):
+        check(model.tree, causal=False)
+
+
+def explicit_with(monkeypatch, change):
+    """Put `change(honest)` in the place of the explicit attention."""
+    monkeypatch.setattr(attention, "_explicit", change(attention._explicit))
+
+
+def test_a_pattern_whose_edits_do_not_reach_the_logits_is_refused(monkeypatch):
+    """It shows an honest map and goes on with the fused kernel's output."""
+
+    def deaf(honest):
+        def explicit(points, operands, sinks):
+            honest(points, operands, sinks)
+            return attention._fused(operands)
+
+        return explicit
+
+    explicit_with(monkeypatch, deaf)
+    with pytest.raises(
+        SelfCheckError, match="pattern of layer 0 to zero leaves the logits as they were: edits do not reach it"
+    ):
+        check(unchecked().tree, causal=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_watching_that_changes_what_is_computed_is_refused(monkeypatch, dtype):
+    """The explicit path forgets the scale of the scores."""
+
+    def unscaled(honest):
+        return lambda points, operands, sinks: honest(points, operands._replace(scale=10.0), sinks)
+
+    explicit_with(monkeypatch, unscaled)
+    with pytest.raises(SelfCheckError, match=r"watching every pattern changes the logits by .*; at most .* is allowed"):
+        check(unchecked(dtype=dtype).tree, causal=False)
+
+
+def test_a_model_that_runs_another_attention_is_refused():
+    model = unchecked()
+    model.tree.hf.set_attn_implementation("sdpa")
+    with pytest.raises(SelfCheckError, match=r"0 of 3 layers showed a pattern; .*attn_implementation is 'sdpa'"):
+        check(model.tree, causal=False)
+
+
+def test_a_single_layer_without_its_points_is_refused():
+    model = unchecked()
+    del model.tree.hf.model.layers[1].self_attn.__dict__[attention.POINTS]
+    with pytest.raises(SelfCheckError, match="2 of 3 layers showed a pattern"):
+        check(model.tree, causal=False)
+
+
+def test_a_pattern_with_nan_is_refused():
+    def spoil(pattern: Tensor, hook: object) -> None:
+        pattern[0, 0, 0, 0] = torch.nan
+
+    model = unchecked()
+    seen = [("blocks.2.attn.hook_pattern", spoil)]
+    with model.hooks(fwd_hooks=seen), pytest.raises(SelfCheckError, match="logits are not finite"):
+        check(model.tree, causal=False)

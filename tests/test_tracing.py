@@ -1,0 +1,494 @@
+"""The trace: steps, names, edits, what is left, and every error with its text."""
+
+import subprocess
+import sys
+import traceback
+import warnings
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import HookNameError, HookOrderError, PromptError, ReadOnlyHookError, SettingError
+from sinklens.tasks.word_problems import held_out
+
+PROMPT = held_out(1)[0].prompt
+PATTERN = "blocks.2.attn.hook_pattern"
+
+
+@pytest.fixture(scope="module")
+def base(tiny_llada):
+    return sinklens.generate(tiny_llada, PROMPT)
+
+
+def test_every_step_is_visited_in_order_and_the_statements_after_the_loop_run(tiny_llada, base):
+    visited, patterns = [], []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in t.steps:
+            patterns.append(t[PATTERN])
+            visited.append((step, t.step))
+        after = "ran"
+    assert visited == [(n, n) for n in range(24)]
+    assert after == "ran"
+    assert torch.equal(t.canvas, base.canvas)
+    assert t.text == base.text
+    assert torch.equal(t.unmask_step, base.unmask_step)
+    for pattern in patterns:
+        torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern.sum(-1)))
+
+
+def test_the_pattern_of_a_step_is_that_of_a_plain_pass_over_its_canvas(tiny_llada, base):
+    kept = {}
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in t.steps[[0, 7, 23]]:
+            kept[step] = t[PATTERN]
+    for step, pattern in kept.items():
+        _, cache = tiny_llada.run_with_cache(base.canvas[:, step], names_filter=PATTERN)
+        torch.testing.assert_close(pattern, cache[PATTERN], atol=1e-5, rtol=1e-5)
+
+
+def test_recorded_sinks_are_the_column_sums_of_each_steps_patterns(tiny_llada):
+    patterns = []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps:
+            patterns.append(torch.stack([t[f"blocks.{layer}.attn.hook_pattern"] for layer in range(4)], dim=1))
+    expected = torch.stack(patterns, dim=1).sum(dim=-2)
+    recorded = torch.from_numpy(t.sinks.data["score"].to_numpy())
+    torch.testing.assert_close(recorded, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        (lambda steps: steps[20:], [20, 21, 22, 23]),
+        (lambda steps: steps[::8], [0, 8, 16]),
+        (lambda steps: steps[[5, 0]], [0, 5]),
+        (lambda steps: steps[-1], [23]),
+        (lambda steps: steps.at(0.0, 0.5, 1.0), [0, 12, 23]),
+        (lambda steps: steps[24:], []),
+    ],
+)
+def test_selections_visit_just_their_steps(tiny_llada, select, expected):
+    visited = []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in select(t.steps):
+            visited.append((step, t["denoise.hook_canvas"].shape[0]))
+    assert [step for step, _ in visited] == expected
+
+
+def test_two_loops_share_a_run(tiny_llada):
+    visited = []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in t.steps[:2]:
+            visited.append(step)
+        embedded = t["hook_embed"]
+        for step in t.steps[2:5]:
+            visited.append(step)
+    assert visited == [0, 1, 2, 3, 4]
+    assert embedded.shape[-1] == tiny_llada.cfg.d_model
+
+
+def test_a_loop_ends_with_a_run_that_ends_early(tiny_llada):
+    visited = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sinklens.trace(tiny_llada, PROMPT, threshold=0.5) as t:
+            for step in t.steps:
+                visited.append(step)
+            after = len(visited)
+    assert visited == list(range(t.steps_run))
+    assert after == t.steps_run < 24
+
+
+def test_asking_for_a_step_that_an_early_end_left_out_ends_the_loop(tiny_llada):
+    visited = []
+    with sinklens.trace(tiny_llada, PROMPT, threshold=0.5) as t:
+        for step in t.steps[[0, 23]]:
+            visited.append(step)
+    assert visited == [0]
+
+
+def test_an_in_place_edit_and_an_assignment_take_effect(tiny_llada, base):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps:
+            t[PATTERN][:, 3] = 0
+            z = t["blocks.2.attn.hook_z"]
+    assert z[:, :, 3].abs().max() == 0
+    assert z[:, :, 2].abs().max() > 0
+    with sinklens.trace(tiny_llada, PROMPT) as assigned:
+        for _ in assigned.steps:
+            pattern = assigned[PATTERN].clone()
+            pattern[:, 3] = 0
+            assigned[PATTERN] = pattern
+    assert torch.equal(t.canvas, assigned.canvas)
+    assert not torch.equal(t.canvas, base.canvas)
+
+
+def test_a_block_and_a_hook_function_make_the_same_edit(tiny_llada):
+    def drop_head(value, hook):
+        value[:, :, 1] = 0
+        return value
+
+    logits = []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps:
+            t["blocks.1.attn.hook_z"][:, :, 1] = 0
+            logits.append(t["denoise.hook_logits"])
+    seen = []
+    run = sinklens.generate(
+        tiny_llada,
+        PROMPT,
+        hooks=[
+            ("blocks.1.attn.hook_z", drop_head),
+            ("denoise.hook_logits", lambda value, hook: seen.append(value)),
+        ],
+    )
+    assert torch.equal(t.canvas, run.canvas)
+    assert all(torch.equal(a, b) for a, b in zip(logits, seen, strict=True))
+    single = tiny_llada.run_with_hooks(run.canvas[:, 0], fwd_hooks=[("blocks.1.attn.hook_z", drop_head)])
+    torch.testing.assert_close(single, seen[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_hook_function_knows_its_step_and_can_choose_it(tiny_llada, base):
+    steps = []
+
+    def at_step_five(value, hook):
+        steps.append(hook.step)
+        return value * 0 if hook.step == 5 else value
+
+    run = sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.0.hook_resid_post", at_step_five)])
+    assert steps == list(range(run.steps_run))
+    assert torch.equal(run.canvas[:, :6], base.canvas[:, :6])
+    assert not torch.equal(run.canvas, base.canvas)
+    assert tiny_llada.tree.blocks[0].hook_resid_post.step is None
+
+
+def test_hooks_take_predicates_and_transformerlens_four_spellings(tiny_llada):
+    seen = set()
+    hooks = [
+        (lambda name: name.endswith("hook_pattern"), lambda value, hook: seen.add(hook.name)),
+        ("blocks.-1.attn.q.hook_out", lambda value, hook: seen.add(hook.name)),
+    ]
+    sinklens.generate(tiny_llada, PROMPT, hooks=hooks, record_sinks=False)
+    assert seen == {f"blocks.{layer}.attn.hook_pattern" for layer in range(4)} | {"blocks.3.attn.hook_q"}
+
+
+def test_points_are_reached_by_attribute_as_well_as_by_name(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps[:1]:
+            by_attribute = t.blocks[2].attn.hook_pattern.output
+            by_name = t["blocks.2.attn.hook_pattern"]
+            raw = t.hf.model.layers[3].mlp.output
+    assert by_attribute is by_name
+    assert raw.shape[-1] == tiny_llada.cfg.d_model
+
+
+def test_stopping_keeps_what_was_done(tiny_llada, base):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in t.steps:
+            if step == 6:
+                t.stop()
+    assert t.steps_run == 6
+    assert torch.equal(t.canvas, base.canvas[:, :7])
+    assert t.sinks.steps == 6
+    assert t.answers[0].masks == 18
+
+
+def test_names_of_the_block_are_there_after_it_and_save_works_too(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in t.steps[:1]:
+            total = t["hook_embed"].sum().item()
+            kept = t["blocks.0.hook_resid_post"].save()
+    assert isinstance(total, float)
+    assert step == 0
+    assert kept.shape[-1] == tiny_llada.cfg.d_model
+
+
+def test_an_empty_block_just_runs(tiny_llada, base):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        pass
+    assert t.text == base.text
+
+
+def test_the_trace_can_be_made_before_its_block(tiny_llada, base):
+    t = sinklens.trace(tiny_llada, PROMPT)
+    with t:
+        first = t["denoise.hook_canvas"]
+    assert torch.equal(first, base.canvas[:, 0])
+    assert t.text == base.text
+
+
+def test_under_guidance_blocks_hooks_and_recorder_see_the_conditional_rows(tiny_llada):
+    shapes = []
+    hooks = [("blocks.0.attn.hook_q", lambda value, hook: shapes.append(value.shape[0]))]
+    with sinklens.trace(tiny_llada, [PROMPT, PROMPT], cfg_scale=1.0, hooks=hooks) as t:
+        for _ in t.steps[:1]:
+            pattern = t[PATTERN]
+    assert set(shapes) == {2}
+    assert pattern.shape[0] == 2
+    assert t.sinks.data.sizes["batch"] == 2
+    _, cache = tiny_llada.run_with_cache(t.canvas[:, 0], names_filter=PATTERN)
+    torch.testing.assert_close(pattern, cache[PATTERN], atol=1e-5, rtol=1e-5)
+
+
+def test_under_guidance_an_edit_changes_the_conditional_rows_alone(tiny_llada):
+    seen = []
+
+    def watch(value, hook):
+        seen.append(value.clone())
+
+    point = tiny_llada.tree.blocks[1].hook_resid_pre
+    handle = point.add_hook(watch)
+    try:
+        with sinklens.trace(tiny_llada, PROMPT, cfg_scale=1.0, steps=1) as t:
+            for _ in t.steps:
+                t["blocks.0.hook_resid_post"] = t["blocks.0.hook_resid_post"] * 0
+    finally:
+        point.remove_hooks()
+    assert handle is not None
+    assert seen[0][0].abs().max() == 0
+    assert seen[0][1].abs().max() > 0
+
+
+def test_replay_forces_the_earlier_canvas_and_shows_each_steps_own_effect(tiny_llada, base):
+    logits = []
+
+    def break_it(value, hook):
+        return value * 0
+
+    hooks = [
+        ("blocks.3.hook_resid_post", break_it),
+        ("denoise.hook_logits", lambda value, hook: logits.append(value)),
+    ]
+    run = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base)
+    assert torch.equal(run.canvas, base.canvas)
+    alone = tiny_llada.run_with_hooks(base.canvas[:, 9], fwd_hooks=hooks[:1])
+    torch.testing.assert_close(logits[9], alone, atol=1e-5, rtol=1e-5)
+    free = sinklens.generate(tiny_llada, PROMPT, hooks=hooks[:1])
+    assert not torch.equal(free.canvas, base.canvas)
+
+
+def test_replay_of_an_early_end_ends_as_early(tiny_llada):
+    fast = sinklens.generate(tiny_llada, PROMPT, threshold=0.5)
+    run = sinklens.generate(tiny_llada, PROMPT, replay=fast)
+    assert torch.equal(run.canvas, fast.canvas)
+
+
+def test_replay_works_left_to_right_too(tiny_llama):
+    base = sinklens.generate(tiny_llama, PROMPT)
+    hooks = [("blocks.0.hook_resid_post", lambda value, hook: value * 0)]
+    assert torch.equal(sinklens.generate(tiny_llama, PROMPT, hooks=hooks, replay=base).canvas, base.canvas)
+
+
+def test_an_autoregressive_run_has_the_same_names(tiny_llama):
+    lengths, confidences = [], []
+    with sinklens.trace(tiny_llama, PROMPT) as t:
+        for _ in t.steps:
+            lengths.append(t["denoise.hook_canvas"].shape[1])
+            pattern = t[PATTERN]
+            confidences.append(t["denoise.hook_confidence"].item())
+    assert lengths == list(range(t.prompt_length, t.prompt_length + t.steps_run))
+    assert pattern.shape == (1, 6, 1, t.prompt_length + t.steps_run - 1)
+    assert all(0 < value <= 1 for value in confidences)
+
+
+def test_nnsights_own_iteration_and_cache_work_on_a_trace(tiny_llada):
+    seen = []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        cache = t.cache(modules=["model.blocks.0.hook_resid_post"])
+        for _ in t.iter[:3]:
+            seen.append(t.blocks[0].hook_resid_pre.output.shape)
+    assert len(seen) == 3
+    assert len(cache["model.blocks.0.hook_resid_post"]) == 24
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def attempt(model, body):
+    """Run `body(t)` inside a trace."""
+    with sinklens.trace(model, PROMPT) as t:
+        body(t)
+
+
+def test_a_point_asked_for_too_late_is_an_error_on_its_line_not_the_next_steps_value(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 3 after the step had passed") as e:
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for step in t.steps[3:]:
+                t["blocks.2.hook_resid_post"]
+                t["blocks.0.hook_resid_pre"]
+    assert 't["blocks.0.hook_resid_pre"]' in "".join(traceback.format_exception(e.value))
+
+
+def test_a_point_only_made_when_watched_is_as_late_as_any_other(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.1.attn.hook_pattern' was asked for in step 0"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            t["blocks.2.hook_resid_post"]
+            t["blocks.1.attn.hook_pattern"]
+
+
+def test_a_point_asked_for_when_the_run_is_over_is_an_error(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'hook_embed' was asked for when the run was over; it had 24 steps"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps:
+                pass
+            t["hook_embed"]
+
+
+def test_a_step_that_has_passed_is_an_error(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"step 2 was asked for, but the run is at step 5 already"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps[:5]:
+                pass
+            for _ in t.steps[2:]:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "text"),
+    [
+        (lambda t: t["blocks.2.attn.hook_patern"], HookNameError, r"hook_patern'. Nearest: blocks.2.attn.hook_pattern"),
+        (lambda t: t["blocks.9.attn.hook_pattern"], HookNameError, r"layer 9 does not exist; this model has 4 layers, 0 to 3"),
+        (lambda t: t.steps[24], SettingError, r"step 24 does not exist; this run has 24 steps, 0 to 23"),
+        (lambda t: t.steps[[0, -25]], SettingError, r"step -25 does not exist"),
+        (lambda t: t.steps.at(1.5), SettingError, r"between 0 and 1; got 1.5"),
+        (lambda t: t[PATTERN][:, 6], IndexError, r"index 6 is out of bounds"),
+        (lambda t: t.text, HookOrderError, r"t.text is known after the run"),
+        (lambda t: t.blokcs, AttributeError, r"no attribute 'blokcs'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_layer_step_or_head_is_refused(tiny_llada, body, error, text):
+    with pytest.raises(error, match=text):
+        attempt(tiny_llada, body)
+
+
+def test_sink_scores_cannot_be_written(tiny_llada):
+    with pytest.raises(ReadOnlyHookError, match=r"only reports what attention did.*hook_attn_mask"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            t["blocks.0.attn.hook_sink_scores"] = torch.zeros(1)
+
+
+def test_reading_a_point_outside_the_block_says_what_remains(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPT, steps=1) as t:
+        pass
+    with pytest.raises(HookOrderError, match=r"only while the run goes on.*t.canvas, t.sinks and t.text remain"):
+        t["hook_embed"]
+    with pytest.raises(HookOrderError, match=r"only inside the `with sinklens.trace"):
+        list(t.steps)
+    with pytest.raises(sinklens.SinklensError, match=r"this trace has run already"):
+        with t:
+            t["hook_embed"]
+
+
+def test_an_error_in_the_block_shows_its_line_and_leaves_the_model_as_it_was(tiny_llada, base):
+    ids = base.canvas[:, 4]
+    before = tiny_llada(ids)
+    with pytest.raises(ZeroDivisionError, match=r"division by zero") as caught:
+        with sinklens.trace(tiny_llada, PROMPT, hooks=[("hook_embed", lambda value, hook: value * 2)]) as t:
+            for step in t.steps:
+                t[PATTERN][:] = 0
+                if step == 2:
+                    1 / 0  # noqa: B018
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any("1 / 0" in line for line in lines)
+    assert torch.equal(tiny_llada(ids), before)
+    assert not any(point.watched for point in tiny_llada.tree.hook_points())
+    assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
+
+
+def test_an_error_in_a_hook_function_leaves_the_model_as_it_was(tiny_llada, base):
+    def fail(value, hook):
+        raise RuntimeError("from the hook")
+
+    with pytest.raises(RuntimeError, match="from the hook"):
+        sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", fail)])
+    assert not any(point.watched for point in tiny_llada.tree.hook_points())
+    assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "error", "text"),
+    [
+        ("", {}, PromptError, r"the prompt is empty"),
+        ([], {}, PromptError, r"the list of prompts is empty"),
+        (["a", ""], {}, PromptError, r"the prompt is empty"),
+        (["a", 3], {}, PromptError, r"a string, a list of strings, or token ids; got a list of int, str"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, PromptError, r"non-empty integer tensor"),
+        (torch.ones(3), {}, PromptError, r"non-empty integer tensor.*float32"),
+        (torch.tensor([[700]]), {}, PromptError, r"vocabulary is 0 to 642"),
+        ("a <|mdm_mask|> b", {}, PromptError, r"prompt 0 holds the mask token \(1\) at position 3"),
+        (PROMPT * 5, {}, PromptError, r"need 1\d\d positions; tiny-llada has 128.*gen_length of at most"),
+        (PROMPT, {"gen_length": 0}, SettingError, r"at least 1; got 0"),
+        (PROMPT, {"block_length": 7}, SettingError, r"block_length 7 does not divide gen_length 24"),
+        (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be shared by 3 blocks"),
+        (PROMPT, {"stesp": 5}, SettingError, r"Nearest: steps"),
+        (PROMPT, {"hooks": [("hook_embd", print)]}, HookNameError, r"Nearest: hook_embed"),
+        (PROMPT, {"hooks": [(lambda name: False, print)]}, HookNameError, r"matches none of the 100 hook points"),
+    ],
+)  # fmt: skip
+def test_a_bad_prompt_or_setting_is_refused_before_anything_runs(tiny_llada, prompt, settings, error, text):
+    with pytest.raises(error, match=text):
+        sinklens.generate(tiny_llada, prompt, **settings)
+
+
+def test_a_chat_template_is_an_error_where_there_is_none_and_applied_where_given(tiny_llada):
+    with pytest.raises(PromptError, match=r"has none; give one as a string"):
+        sinklens.generate(tiny_llada, PROMPT, chat_template=True)
+    template = "{% for m in messages %}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
+    problem = held_out(1)[0]
+    run = sinklens.generate(tiny_llada, problem.question, chat_template=template, steps=1)
+    plain, _ = tiny_llada.encode(problem.prompt)
+    assert run.tokens[0, : run.prompt_length].tolist()[-5:] == plain[0].tolist()[-5:]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"prompt": [PROMPT, PROMPT]}, r"replay holds 1 rows of \d+ positions, this run 2"),
+        ({"gen_length": 12, "block_length": 12}, r"replay holds 1 rows"),
+        ({"steps": 12}, r"replay has 24 steps, this run at most 12"),
+        ({"prompt": held_out(1)[0].prompt.replace("has", "had")}, r"replay"),
+    ],
+)
+def test_a_replay_of_another_run_is_refused(tiny_llada, base, change, text):
+    change = {"prompt": PROMPT, **change}
+    with pytest.raises(SettingError, match=text):
+        sinklens.generate(tiny_llada, change.pop("prompt"), replay=base, **change)
+
+
+def test_code_without_source_gets_an_error_that_names_the_way_out(tiny_llada):
+    code = "with sinklens.trace(model, prompt) as t:\n    for step in t.steps:\n        x = t['hook_embed']\n"
+    with pytest.raises(sinklens.SinklensError, match=r"<nowhere> has none.*sinklens.generate\(\.\.\., hooks="):
+        exec(compile(code, "<nowhere>", "exec"), {"sinklens": sinklens, "model": tiny_llada, "prompt": PROMPT})
+
+
+def test_python_dash_c_has_its_source():
+    code = (
+        "import sinklens\n"
+        "with sinklens.trace('tiny-llada', 'Question: Tom has 2 apples.', steps=2) as t:\n"
+        "    for step in t.steps:\n"
+        "        shape = tuple(t['hook_embed'].shape)\n"
+        "print(step, shape[0], t.steps_run)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1", "1", "2"], done.stderr
+
+
+def test_answers_tell_what_is_odd(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPT)
+    assert run.answers[0].ended
+    assert not run.answers[0].empty
+    end = tiny_llada.eos_token_ids[0]
+    empty = sinklens.generate(
+        tiny_llada, PROMPT, hooks=[("denoise.hook_candidates", lambda value, hook: torch.where(value == 1, value, end))]
+    )
+    assert empty.answers[0].empty
+    assert empty.answers[0].ended
+    assert "1 empty" in repr(empty)
+
+
+def test_a_list_of_prompts_gives_a_list_of_texts_and_ids_give_rows(tiny_llada):
+    texts = sinklens.generate(tiny_llada, [PROMPT]).text
+    assert texts == [sinklens.generate(tiny_llada, PROMPT).text]
+    ids, _ = tiny_llada.encode(PROMPT)
+    assert sinklens.generate(tiny_llada, ids[0]).text == texts
