@@ -315,6 +315,15 @@ def test_model_one_holds_computes_as_its_config_says(architecture, sees_back_onl
     assert model.tokenizer is tokenizer
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_model_made_bidirectional_after_it_was_built_looks_ahead(architecture):
+    """Its attention modules were built to say that they are causal."""
+    hf, ids = random_hf(architecture, causal=True), random_ids()
+    wanted = eager_logits(hf, ids, causal=False)
+    hf.config.is_causal = False
+    torch.testing.assert_close(_logits(sinklens.load(hf, check=False), ids), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_mask_token_of_a_model_one_holds_comes_from_its_tokenizer_too(tmp_path):
     hf = random_hf("llama", mask_token_id=None)
     assert sinklens.load(hf, tokenizer=_tokenizer(tmp_path)).mask_token_id == 60

@@ -14,9 +14,8 @@ from sinklens.checkpoints.files import rename
 from sinklens.errors import CheckpointError
 
 FULL_SIZE = ["llada-8b", "mmada-8b", "dream-7b", "llama-3.1-8b"]
-REQUIRED = [(family.name, key) for family in FAMILIES for key in family.required]
-# One value of each such key that makes another model.
-UNSUPPORTED: dict[str, Any] = {
+# Of each key that can ask for another model than the class computes, a value that does.
+LLADA: dict[str, Any] = {
     "alibi": True,
     "rope": False,
     "block_type": "sequential",
@@ -32,10 +31,11 @@ UNSUPPORTED: dict[str, Any] = {
     "multi_query_attention": True,
     "scale_logits": True,
     "clip_qkv": 8.0,
-    "hidden_act": "gelu",
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    "use_sliding_window": True,
 }
+WINDOW = {"use_sliding_window": True}
+DREAM = WINDOW | {"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+UNSUPPORTED = {"llada": LLADA, "mmada": LLADA, "dream": DREAM, "a2d-qwen2": WINDOW, "a2d-qwen3": WINDOW}
+REQUIRED = [(family, key) for family, values in UNSUPPORTED.items() for key in values]
 
 
 def _config(family: str, **changes: Any) -> dict[str, Any]:
@@ -141,9 +141,13 @@ def test_translated_config_says_its_direction_and_asks_for_no_code(family):
     assert not hasattr(config, "auto_map")
 
 
+def test_every_key_that_can_be_refused_is_tested_here():
+    assert {(family.name, key) for family in FAMILIES for key in family.required} == set(REQUIRED)
+
+
 @pytest.mark.parametrize(("family", "key"), REQUIRED)
 def test_value_that_cannot_be_expressed_is_refused_by_name(family, key):
-    config = _config(family, **{key: UNSUPPORTED[key]})
+    config = _config(family, **{key: UNSUPPORTED[family][key]})
     with pytest.raises(
         CheckpointError, match=rf"here: config\.json has {key} = .*the {family} family can express only"
     ):

@@ -1,0 +1,175 @@
+"""What watching costs, as ratios within one process.
+
+    python benchmarks/run.py [--quick]
+
+Every figure is a ratio of two ways of doing the same work, timed in turn (A B A B …) so that a drifting machine drifts
+for both; the median of the pairwise ratios is given with its range. Results go to benchmarks/results.json and, as a
+table, to standard output.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sinklens
+
+MASK = 1
+ANSWER = 32
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One measured ratio.
+
+    Attributes:
+        what: A ÷ B in words.
+        median, low, high: of the pairwise ratios.
+        pairs: how many.
+        a_seconds, b_seconds: medians, to judge the scale by; the ratio is what to quote.
+    """
+
+    what: str
+    median: float
+    low: float
+    high: float
+    pairs: int
+    a_seconds: float
+    b_seconds: float
+
+
+def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int) -> Ratio:
+    """Time `a` and `b` in turn, after one warm-up of each."""
+    a(), b()
+    times: list[tuple[float, float]] = []
+    for _ in range(pairs):
+        times.append((_seconds(a), _seconds(b)))
+    ratios = sorted(x / y for x, y in times)
+    return Ratio(
+        what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
+        statistics.median(x for x, _ in times), statistics.median(y for _, y in times),
+    )  # fmt: skip
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int) -> LlamaForCausalLM:
+    """A bidirectional Llama with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=d_model, intermediate_size=int(d_model * 8 / 3) // 64 * 64, num_hidden_layers=n_layers,
+        num_attention_heads=n_heads, max_position_embeddings=4096, tie_word_embeddings=False, mask_token_id=MASK,
+    )  # fmt: skip
+    config.is_causal = False
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+def plain_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.Tensor:
+    """LLaDA's greedy loop on a plain transformers model, head and softmax on the masked positions only."""
+    with torch.no_grad():
+        canvas = torch.cat([prompt, torch.full((len(prompt), ANSWER), MASK)], dim=1)
+        for _ in range(steps):
+            where = canvas == MASK
+            logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
+            candidates = logits.argmax(-1)
+            sure = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
+            proposed = canvas.masked_scatter(where, candidates)
+            confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float64).masked_scatter(where, sure)
+            for row in range(len(canvas)):
+                chosen = confidence[row].topk(ANSWER // steps).indices
+                canvas[row, chosen] = proposed[row, chosen]
+        return canvas
+
+
+def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> list[Ratio]:
+    """Nothing watched ÷ plain transformers, and sinks recorded ÷ not, at each length."""
+    plain, held = random_llada(**sizes), random_llada(**sizes)
+    model = sinklens.load(held)
+    found = []
+    for length in lengths:
+        prompt = torch.randint(3, sizes["vocab"], (1, length - ANSWER))
+        steps = 4
+
+        def ours(record: bool, prompt: torch.Tensor = prompt) -> object:
+            return sinklens.generate(
+                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record, progress=False
+            )
+
+        def theirs(prompt: torch.Tensor = prompt) -> object:
+            return plain_loop(plain, prompt, steps)
+
+        same = torch.equal(ours(False).tokens, theirs())  # type: ignore[attr-defined]
+        assert same, "the two loops must do the same work"
+        at = f"{name}, S = {length}"
+        found.append(compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), theirs, pairs))
+        found.append(compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs))
+    return found
+
+
+def importing(pairs: int) -> Ratio:
+    """``import sinklens`` ÷ ``import torch``, each in a fresh process, less an empty process."""
+
+    def process(code: str) -> Callable[[], object]:
+        return lambda: subprocess.run([sys.executable, "-c", code], check=True)
+
+    empty = statistics.median(_seconds(process("pass")) for _ in range(pairs))
+    raw = compare("import sinklens ÷ import torch", process("import sinklens"), process("import torch"), pairs)
+    a, b = raw.a_seconds - empty, raw.b_seconds - empty
+    return Ratio(raw.what, a / b, raw.low, raw.high, pairs, a, b)
+
+
+def hardware() -> dict[str, str]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model)
+    return {
+        "cpu": f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "nnsight", "transformer-lens")},
+    }
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and the smallest case only")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
+    options = parser.parse_args()
+    pairs = 5 if options.quick else 15
+    lengths = [256] if options.quick else [256, 1024]
+    found = [importing(3 if options.quick else 7)]
+    tiny = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
+    middle = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
+    found += watching("tiny-llada's size", tiny, lengths, pairs)
+    if not options.quick:
+        found += watching("d_model 512, 8 layers, vocabulary 32k", middle, lengths, pairs)
+    on = hardware()
+    options.out.write_text(json.dumps({"hardware": on, "ratios": [asdict(r) for r in found]}, indent=1) + "\n")
+    print("; ".join(f"{key} {value}" for key, value in on.items()))
+    print("\n| A ÷ B | median | range | A | B |\n|---|---|---|---|---|")
+    for r in found:
+        print(f"| {r.what} | {r.median:.3f} | {r.low:.2f}–{r.high:.2f} | {r.a_seconds * 1e3:.0f} ms | {r.b_seconds * 1e3:.0f} ms |")
+
+
+if __name__ == "__main__":
+    main()
