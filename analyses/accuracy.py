@@ -58,7 +58,7 @@ def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **setting
         run = sinklens.generate(model, [p.prompt for p in part], record_sinks=False, **settings)
         for problem, answer in zip(part, run.answers, strict=True):
             right, total = tally.get(problem.kind, (0, 0))
-            tally[problem.kind] = (right + (read_answer(answer.text) == problem.result), total + 1)
+            tally[problem.kind] = (right + (read_answer(answer.text or "") == problem.result), total + 1)
             empty, masked = empty + answer.empty, masked + (answer.masks > 0)
     return Accuracy(sum(r for r, _ in tally.values()), len(ordered), empty, masked, dict(sorted(tally.items())))
 

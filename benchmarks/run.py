@@ -27,6 +27,7 @@ import sinklens
 
 MASK = 1
 ANSWER = 32
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ class Ratio:
 def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int) -> Ratio:
     """Time `a` and `b` in turn, after one warm-up of each."""
     a(), b()
-    times: list[tuple[float, float]] = []
-    for _ in range(pairs):
-        times.append((_seconds(a), _seconds(b)))
+    times = [(_seconds(a), _seconds(b)) for _ in range(pairs)]
     ratios = sorted(x / y for x, y in times)
     return Ratio(
         what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
@@ -106,15 +105,14 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
     found = []
     for length in lengths:
         prompt = torch.randint(3, sizes["vocab"], (1, length - ANSWER))
-        steps = 4
 
         def ours(record: bool, prompt: torch.Tensor = prompt) -> object:
             return sinklens.generate(
-                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record, progress=False
+                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=record, progress=False
             )
 
         def theirs(prompt: torch.Tensor = prompt) -> object:
-            return plain_loop(plain, prompt, steps)
+            return plain_loop(plain, prompt, STEPS)
 
         same = torch.equal(ours(False).tokens, theirs())  # type: ignore[attr-defined]
         assert same, "the two loops must do the same work"

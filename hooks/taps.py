@@ -32,12 +32,15 @@ def connect(tree: "HookTree") -> None:
     base = hf.get_submodule(architecture.base)
     _tap_output(base.get_submodule(architecture.embed), tree.hook_embed)
     _tap_norm(base.get_submodule(architecture.norm), tree.ln_final, architecture.eps)
-    for layer, block in zip(base.get_submodule(architecture.layers), tree.blocks, strict=True):  # type: ignore[call-overload]
+    layers: Any = base.get_submodule(architecture.layers)
+    blocks: Any = tree.blocks
+    for layer, block in zip(layers, blocks, strict=True):
         _connect_layer(layer, block, architecture)
 
 
 def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture) -> None:
-    attn, mlp = layer.get_submodule(architecture.attn), layer.get_submodule(architecture.mlp)
+    attn: Any = layer.get_submodule(architecture.attn)
+    mlp = layer.get_submodule(architecture.mlp)
     _tap_norm(layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
     _tap_norm(layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
     for name in ("q", "k", "v"):
@@ -85,7 +88,7 @@ def _tap_heads(module: nn.Module, point: Point, d_head: int) -> None:
     module.register_forward_hook(tap)
 
 
-def _tap_norm(norm: nn.Module, points: "Points", eps: str) -> None:
+def _tap_norm(norm: Any, points: "Points", eps: str) -> None:
     """Tap a root-mean-square norm: weight · x / sqrt(mean(x²) + eps)."""
 
     def tap(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ One way this fails: two trees over one transformers model would both tap it. Bui
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -55,6 +55,10 @@ class Points(nn.Module):
         super().__init__()
         for spec in specs:
             setattr(self, spec.name, Point(watch))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Point: ...
 
     def any_watched(self) -> bool:
         """Whether anybody watches one of the points now."""
@@ -140,10 +144,7 @@ class HookTree(HookedRootModule):
         self.denoise = Points(names.DENOISE, self.watch)
         self.hook_embed = Point(self.watch)
         layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
-        self.blocks = nn.ModuleList(
-            Block(self.watch, layer, architecture, self.cfg.n_heads)
-            for layer in layers  # type: ignore[union-attr]
-        )
+        self.blocks = nn.ModuleList(Block(self.watch, layer, architecture, self.cfg.n_heads) for layer in layers)
         self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
         self.hf = hf
         self.setup()
@@ -196,7 +197,7 @@ class HookTree(HookedRootModule):
         """Raw logits of one pass over `input_ids`; `attention_mask` is 1 (or True) on real tokens, 0 on padding."""
         return self.head(self.hidden(input_ids, attention_mask))
 
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, ActivationCache]:  # type: ignore[override]
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, ActivationCache]:
         """TransformerLens's `run_with_cache`; returns the logits and an `ActivationCache`.
 
         ``names_filter`` takes a name, a list of names or a predicate; every accepted spelling works. ``pos_slice``
@@ -212,7 +213,7 @@ class HookTree(HookedRootModule):
         sliced = {name: pos_slice.apply(value, dim=names.position_axis(name)) for name, value in cache.items()}
         return output, ActivationCache(sliced, self)
 
-    def add_hook(self, name: names.HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def add_hook(self, name: names.HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """TransformerLens's `add_hook`; every accepted spelling of a name works."""
         for point in names.select(name, self.point_names(), self.cfg.n_layers):
             super().add_hook(point, hook, *args, **kwargs)
@@ -224,12 +225,12 @@ class HookTree(HookedRootModule):
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
         """Unembedding weights."""
-        return self.hf.get_submodule(self.architecture.head).weight.T  # type: ignore[union-attr,return-value,operator]
+        return self.hf.get_submodule(self.architecture.head).weight.T
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
         """Embedding weights."""
-        return self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}").weight  # type: ignore[return-value]
+        return self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}").weight
 
 
 def _sizes(hf: PreTrainedModel) -> Sizes:

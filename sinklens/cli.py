@@ -131,6 +131,7 @@ def run_demo(options: argparse.Namespace) -> None:
         terminal.show(model, run, console)
         console.print(f"Answer: {run.text.strip()}   (right: {problem.result})\n", markup=False)
         report.append(f"{name}: {run.text.strip()}\n")
+        assert run.sinks is not None
         run.sinks.save(options.out / f"{name}.sinks.nc")
         tracks.append(run.sinks)
     _write_text(options.out / "answers.txt", "\n".join(report))

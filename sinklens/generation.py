@@ -211,7 +211,7 @@ class Denoising:
             if self._recorder is not None:
                 for block in tree.blocks:
                     point = block.attn.hook_sink_scores  # type: ignore[union-attr,assignment]
-                    handles.append((point, point.add_hook(self._recorder.hook)))
+                    handles.append((point, point.add_hook(self._recorder.hook)))  # type: ignore[arg-type]
             yield
         finally:
             for point, handle in handles:

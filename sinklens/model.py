@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
+HELD = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
+
+
 class Model(NNsight):
     """A loaded model with named hook points.
 
@@ -55,7 +58,7 @@ class Model(NNsight):
     @property
     def tree(self) -> HookTree:
         """The tree of hook points itself, a TransformerLens `HookedRootModule`."""
-        return self._module  # type: ignore[return-value]
+        return self._module
 
     @property
     def config(self) -> "PreTrainedConfig":
@@ -214,7 +217,7 @@ def load(
         check: run the self-check (selfcheck.py), one short pass.
 
     Returns:
-        The model, in evaluation mode.
+        The model, in evaluation mode; for a transformers model that was given before, the same `Model` as then.
 
     Raises:
         CheckpointError: not found, no network, unknown family, a config value that cannot be expressed, pickles
@@ -232,9 +235,12 @@ def load(
             "Move or convert it before handing it over."
         )
     if isinstance(name_or_path, PreTrainedModel):
+        known: Model | None = name_or_path.__dict__.get(HELD)
+        if known is not None and tokenizer in (None, known.tokenizer):
+            return known
         checkpoint = from_pretrained_model(name_or_path, tokenizer)
     elif hasattr(name_or_path, "original_model"):
-        checkpoint = from_bridge(name_or_path)
+        checkpoint = from_bridge(name_or_path, tokenizer)
     elif isinstance(name_or_path, str | Path):
         checkpoint = load_checkpoint(
             name_or_path, revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer
@@ -245,6 +251,7 @@ def load(
             f"or a TransformerLens TransformerBridge."
         )
     model = Model(checkpoint)
+    checkpoint.hf.__dict__[HELD] = model
     if check:
         run_check(model.tree, checkpoint.family.causal)
     return model

@@ -8,6 +8,8 @@ One way this fails: the check runs one short pass in the model's own type; it ca
 context. `sinklens.load(..., check=False)` skips it.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -48,7 +50,7 @@ def check(tree: HookTree, causal: bool) -> None:
 
 def _watched_pass(tree: HookTree, ids: Int[Tensor, "batch pos"]) -> tuple[list[Tensor], Tensor]:
     seen: list[Tensor] = []
-    hook = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: seen.append(value))]
+    hook: list[Any] = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: seen.append(value))]
     return seen, tree.run_with_hooks(ids, fwd_hooks=hook)
 
 

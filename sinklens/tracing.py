@@ -125,6 +125,7 @@ class Trace(InterleavingTracer):
     def __init__(self, denoising: Denoising) -> None:
         super().__init__(denoising.model, "__call__")
         self._denoising = denoising
+        self.info: InterleavingTracer.Info | None
         self._generation: Generation | None = None
         self.steps = Steps(self)
 
@@ -204,7 +205,7 @@ class Trace(InterleavingTracer):
         model.interleaver.mediators.append(mediator)
         try:
             model.interleave(self._run, batcher=self.batcher)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 — whatever it is, only its traceback is shortened
             raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
         finally:
             model.interleaver.cancel()
@@ -255,32 +256,30 @@ class _StepServer:
 
     def after(self, step: int, state: "State") -> None:
         """Look who still waits for a point of the step that just ended."""
-        for mediator in self._interleaver.mediators:
-            pending = mediator.pending
-            if pending is None or pending.event is Event.BARRIER or mediator.iteration:
-                continue  # mediator.iteration > 0: nnsight's own iter waits for a later visit
-            if pending.provider is not None and pending.provider.startswith(self._root):
-                place = self._names.get(pending.provider.rpartition(".")[0], pending.provider)
-                mediator.worker.throw(HookOrderError(self._too_late(place, step)))  # type: ignore[union-attr]
-
-    def _too_late(self, place: str, step: int) -> str:
-        return (
-            f"{place!r} was asked for in step {step} after the step had passed it. Points are read in the order a step "
-            f"reaches them (model.hook_names()): move this line up, or ask in the next step."
+        self._refuse(
+            f"was asked for in step {step} after the step had passed it. Points are read in the order a step reaches "
+            f"them (model.hook_names()): move this line up, or ask in the next step."
         )
 
     def close(self) -> None:
         """The run is over: end the loops that wait for another step."""
         while STEP in self._interleaver.parked:
             self._interleaver.handle(STEP, _OVER)
+        ran = 0 if self._step is None else self._step + 1
+        self._refuse(f"was asked for when the run was over; it had {ran} steps.")
+
+    def _refuse(self, why: str) -> None:
+        """Raise, on the line that waits for a point, that it waits in vain.
+
+        nnsight's own ``t.iter`` pins what it asks for to a later visit; its loops end by nnsight's own rules.
+        """
         for mediator in self._interleaver.mediators:
             pending = mediator.pending
-            if pending is not None and pending.provider is not None and pending.provider.startswith(self._root):
+            if pending is None or pending.event is Event.BARRIER or mediator.iteration:
+                continue
+            if pending.provider is not None and pending.provider.startswith(self._root):
                 place = self._names.get(pending.provider.rpartition(".")[0], pending.provider)
-                ran = 0 if self._step is None else self._step + 1
-                mediator.worker.throw(  # type: ignore[union-attr]
-                    HookOrderError(f"{place!r} was asked for when the run was over; it had {ran} steps.")
-                )
+                mediator.worker.throw(HookOrderError(f"{place!r} {why}"))
 
 
 class Steps:

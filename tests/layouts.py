@@ -12,7 +12,7 @@ import torch
 from building import random_hf
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ARCHITECTURES = {
     "llada": "llama",
@@ -167,7 +167,6 @@ WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, 60)), "<m
 def write_tokenizer(folder: Path) -> Path:
     """A tokenizer of whole words: ``w7`` is token 7, the mask is token 60."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -175,3 +174,8 @@ def write_tokenizer(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     return folder
+
+
+def word_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of `write_tokenizer`, read back."""
+    return PreTrainedTokenizerFast.from_pretrained(write_tokenizer(folder))

@@ -98,6 +98,15 @@ def test_sink_scores_may_be_read_before_the_pattern_or_after_it(causal):
         assert_close(found, plain[name])
 
 
+def test_hooks_see_sink_scores_once_whatever_a_block_reads_beside_them():
+    model, ids, seen = shared_model(), random_ids(), []
+    with model.hooks(fwd_hooks=[(SINKS, lambda scores, hook: seen.append(scores))]):
+        with model.trace(ids):
+            model.blocks[1].attn.hook_sink_scores.output  # noqa: B018
+            model.blocks[1].attn.hook_pattern.output  # noqa: B018
+    assert len(seen) == 1
+
+
 def test_after_an_edit_of_the_pattern_sink_scores_are_those_of_the_edited_one():
     model, ids = shared_model(), random_ids()
     with model.trace(ids):

@@ -302,6 +302,15 @@ def test_nnsights_own_iteration_and_cache_work_on_a_trace(tiny_llada):
     assert len(cache["model.blocks.0.hook_resid_post"]) == 24
 
 
+def test_an_open_nnsight_loop_ends_with_nnsights_warning(tiny_llada):
+    seen = []
+    with pytest.warns(UserWarning, match="the loop asked for a step the run did not make"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.iter[:]:
+                seen.append(t.blocks[0].hook_resid_pre.output.shape)
+    assert len(seen) == t.steps_run == 24
+
+
 # --- errors ------------------------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,9 @@ def read_headers(folder: Path, family: Family) -> Weights:
     Raises:
         CheckpointError: no safetensors (pickles are refused), a shard is missing, a file is truncated.
     """
-    shapes, original, dtypes = {}, {}, {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    original: dict[str, str] = {}
+    dtypes: dict[str, int] = {}
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:

@@ -179,14 +179,14 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
     if any(attention.POINTS in module.__dict__ for module in hf.modules()):
         raise CheckpointError(
             f"this {type(hf).__name__} has hook points already, and a second tree of them would cut off the first; "
-            f"go on with the model that sinklens.load returned for it."
+            f"go on with the model that sinklens.load returned for it (set its .tokenizer to change that)."
         )
     name = getattr(hf.config, "name_or_path", "") or kind
     check_required(raw, family, name)
     return finish(hf, tokenizer, family, raw, name)
 
 
-def from_bridge(bridge: Any) -> Checkpoint:
+def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
     """Take over the weights of a TransformerLens `TransformerBridge`, sharing them, not copying.
 
     The bridge replaces modules inside its transformers model, so the weights go into a fresh shell of the same class.
@@ -217,7 +217,7 @@ def from_bridge(bridge: Any) -> Checkpoint:
     hf.load_state_dict(renamed, assign=True, strict=not tied)
     hf.tie_weights()
     _materialise_buffers(hf, first.device)
-    return from_pretrained_model(hf, bridge.tokenizer)
+    return from_pretrained_model(hf, tokenizer if tokenizer is not None else bridge.tokenizer)
 
 
 def _materialise_buffers(hf: "PreTrainedModel", device: torch.device) -> None:

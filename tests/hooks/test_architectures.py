@@ -39,7 +39,7 @@ def newdlm(tmp_path, monkeypatch):
     weights = {}
     for name, value in model.state_dict().items():
         for new, old in theirs.items():
-            name = name.replace(new, old)  # noqa: PLW2901
+            name = name.replace(new, old)
         weights[name] = value.clone()
     save_file(weights, tmp_path / "model.safetensors")
     raw = json.loads(config.to_json_string(use_diff=False)) | {"model_type": "newdlm"}
@@ -71,6 +71,8 @@ def test_the_example_refuses_what_its_table_cannot_express(newdlm):
 
 
 def test_an_unknown_architecture_names_the_table():
-    with pytest.raises(CheckpointError, match=r"'gpt2' has no hook points; known are llama, qwen2, qwen3.*architectures.py"):
+    with pytest.raises(
+        CheckpointError, match=r"'gpt2' has no hook points; known are llama, qwen2, qwen3.*architectures.py"
+    ):
         architecture_of("gpt2")
     assert replace(Architecture(), q="wq").q == "wq"

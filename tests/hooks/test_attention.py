@@ -48,6 +48,18 @@ def test_unwatched_logits_are_those_of_transformers_bit_for_bit(architecture, ca
     assert torch.equal(shared_model(architecture, causal)(ids, attention_mask=real), expected)
 
 
+def test_while_nobody_watches_a_layer_transformers_own_function_attends_there(monkeypatch):
+    model, own, called = shared_model(), module.sdpa_attention_forward, []
+
+    def count(attn, *args, **kwargs):
+        called.append(attn.layer_idx)
+        return own(attn, *args, **kwargs)
+
+    monkeypatch.setattr(module, "sdpa_attention_forward", count)
+    watch(model, random_ids(), "hook_sink_scores")
+    assert called == [0, 2]
+
+
 def test_a_model_without_points_attends_as_transformers_does():
     hf, ids = random_hf(causal=True), random_ids()
     expected = hf(ids).logits

@@ -6,10 +6,10 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
 
 from sinklens.checkpoints import from_pretrained_model
-from sinklens.hooks import HookTree, architecture_of
+from sinklens.hooks import HookTree, architecture_of, names
 from sinklens.model import Model
 
-LAYER = [name for name in plain_pass(shared_model(), random_ids()).values if name.startswith("blocks.1.")]
+LAYER = [f"blocks.1.{name}" for name, _ in names.block_specs()]
 READ_ONLY = "blocks.1.attn.hook_sink_scores"
 EDITABLE = [
     "hook_embed",

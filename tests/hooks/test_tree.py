@@ -202,6 +202,15 @@ def test_the_logit_lens_at_the_last_stream_gives_the_logits():
     torch.testing.assert_close(lens[1], expected, atol=1e-4, rtol=1e-5)
 
 
+def test_calling_a_norms_points_applies_that_norm():
+    model, x = shared_model(), torch.randn(2, 3, SIZES["hidden_size"])
+    layer, block = model.tree.hf.model.layers[1], model.tree.blocks[1]
+    pairs = [(block.ln1, layer.input_layernorm), (block.ln2, layer.post_attention_layernorm)]
+    for points, norm in [*pairs, (model.tree.ln_final, model.tree.hf.model.norm)]:
+        expected = x / (x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt() * norm.weight
+        torch.testing.assert_close(points(x), expected)
+
+
 def test_parts_scaled_by_the_cached_norm_add_up_to_the_normalized_stream():
     cache = shared_model().run_with_cache(random_ids())[1]
     for layer, mlp_input, name in [(1, False, "blocks.1.ln1"), (1, True, "blocks.1.ln2"), (3, False, "ln_final")]:
@@ -321,8 +330,15 @@ def test_left_padding_does_not_change_what_a_prompt_gets(architecture, causal):
 
 
 def test_a_mask_without_padding_is_no_mask():
-    model, ids = shared_model(), random_ids()
+    """Attention is then not even given one, which is faster."""
+    model, ids, given = shared_model(), random_ids(), []
+    attn = model.tree.hf.model.layers[0].self_attn
+    handle = attn.register_forward_pre_hook(
+        lambda _, args, named: given.append(named["attention_mask"]), with_kwargs=True
+    )
     assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)), model(ids))
+    handle.remove()
+    assert given == [None, None]
 
 
 @pytest.mark.parametrize("real", PADDINGS)

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import sinklens
-from sinklens.zoo import RECIPES, train
-from sinklens.zoo import training
+from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.export import export
 from sinklens.zoo.tokenizer import train_tokenizer
 

@@ -1,0 +1,184 @@
+"""A model or a TransformerLens bridge that one holds already is taken over as it is, or refused and left alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from building import random_hf, random_ids
+from layouts import eager_logits, word_tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import sinklens
+from sinklens.errors import CheckpointError
+
+
+def _logits(model: Callable[..., Any], ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = model(ids)
+    return made if isinstance(made, Tensor) else made.logits
+
+
+# Models one holds
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("sees_back_only", [True, False], ids=["causal", "bidirectional"])
+def test_model_one_holds_computes_as_its_config_says(architecture, sees_back_only, tmp_path):
+    hf, ids = random_hf(architecture, sees_back_only), random_ids()
+    wanted = eager_logits(hf, ids, sees_back_only)
+    tokenizer = word_tokenizer(tmp_path)
+    model = sinklens.load(hf, tokenizer=tokenizer)
+    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    assert model.family == (architecture if sees_back_only else f"a2d-{architecture}")
+    assert model.tree.hf is hf
+    assert model.tokenizer is tokenizer
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_model_made_bidirectional_after_it_was_built_looks_ahead(architecture):
+    """Its attention modules were built to say that they are causal."""
+    hf, ids = random_hf(architecture, causal=True), random_ids()
+    wanted = eager_logits(hf, ids, causal=False)
+    hf.config.is_causal = False
+    torch.testing.assert_close(_logits(sinklens.load(hf, check=False), ids), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_mask_token_of_a_model_one_holds_comes_from_its_tokenizer_too(tmp_path):
+    hf = random_hf("llama", mask_token_id=None)
+    assert sinklens.load(hf, tokenizer=word_tokenizer(tmp_path)).mask_token_id == 60
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"revision": "v1"}, {"dtype": "bf16"}, {"device": "cpu"}, {"device_map": "cpu"}],
+    ids=str,
+)
+def test_settings_of_loading_are_refused_for_a_model_one_holds(given):
+    with pytest.raises(CheckpointError, match="revision, dtype, device and device_map belong to loading"):
+        sinklens.load(random_hf(), **given)
+
+
+def test_model_that_is_refused_is_left_as_it_was():
+    hf = random_hf("llama", mask_token_id=None)
+    before = hf.config.to_dict(), hf.config._attn_implementation
+    with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
+        sinklens.load(hf)
+    assert (hf.config.to_dict(), hf.config._attn_implementation) == before
+
+
+def test_model_given_again_is_the_same_model():
+    hf = random_hf()
+    model = sinklens.load(hf)
+    assert sinklens.load(hf) is model
+    ids = torch.randint(0, 60, (1, 7))
+    first, again = (sinklens.generate(hf, ids, gen_length=3) for _ in range(2))
+    assert torch.equal(first.canvas, again.canvas)
+
+
+def test_model_with_hook_points_gets_no_second_tree(tiny_llada):
+    """Its first tree would go on without the points of attention and the residual stream."""
+    hf = random_hf()
+    sinklens.load(hf)
+    with pytest.raises(
+        CheckpointError, match=r"has hook points already.*the model that sinklens\.load returned for it"
+    ):
+        sinklens.load(hf, tokenizer=tiny_llada.tokenizer)
+
+
+def test_model_without_a_head_is_refused():
+    with pytest.raises(CheckpointError, match="LlamaModel has no language-model head; give a model of a …ForCausalLM"):
+        sinklens.load(random_hf().model)
+
+
+def test_model_of_an_unknown_kind_is_refused():
+    config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel: model_type 'gpt2' is not a known family"):
+        sinklens.load(transformers.GPT2LMHeadModel(config))
+
+
+def test_bidirectional_sliding_window_of_a_model_one_holds_is_refused():
+    hf = random_hf("qwen2", use_sliding_window=True, sliding_window=4)
+    with pytest.raises(
+        CheckpointError, match=r"use_sliding_window = True; the a2d-qwen2 family can express only False"
+    ):
+        sinklens.load(hf)
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(
+        CheckpointError, match="cannot load a int; give a name, a folder, a transformers PreTrainedModel"
+    ):
+        sinklens.load(8)
+
+
+# TransformerLens bridges
+
+
+BRIDGED = {"llama": "meta-llama/Llama-3.1-8B", "qwen2": "Qwen/Qwen2.5-0.5B", "qwen3": "Qwen/Qwen3-0.6B"}
+
+
+def _bridge(hf: PreTrainedModel, folder: Path) -> Any:
+    from transformer_lens.model_bridge.sources.transformers import boot
+
+    return boot(BRIDGED[hf.config.model_type], hf_model=hf, tokenizer=word_tokenizer(folder))
+
+
+@pytest.mark.parametrize("architecture", BRIDGED)
+@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied head"])
+def test_bridge_is_taken_over_with_its_weights(architecture, tied, tmp_path):
+    bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
+    ids = random_ids()
+    wanted = _logits(bridge, ids)
+    model = sinklens.load(bridge)
+    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    held = {parameter.data_ptr() for parameter in bridge.original_model.parameters()}
+    assert {parameter.data_ptr() for parameter in model.tree.hf.parameters()} == held
+    assert model.tokenizer is bridge.tokenizer
+    assert model.family == architecture
+
+
+def test_bridge_goes_on_as_before_and_shows_the_same_values(tmp_path):
+    bridge, ids = _bridge(random_hf("llama", causal=True), tmp_path), random_ids()
+    with torch.no_grad():
+        logits, cache = bridge.run_with_cache(ids)
+        model = sinklens.load(bridge)
+        again, cache_again = bridge.run_with_cache(ids)
+        _, ours = model.run_with_cache(ids)
+    assert torch.equal(logits, again)
+    for name in ("blocks.1.attn.hook_pattern", "blocks.2.hook_resid_pre", "blocks.0.attn.hook_z"):
+        assert torch.equal(cache[name], cache_again[name])
+        torch.testing.assert_close(ours[name], cache[name], rtol=1e-4, atol=1e-5)
+
+
+def test_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp_path):
+    """Folding and centring move Llama's logits by one number per position; the model moves along."""
+    hf, ids = random_hf("llama", causal=True), random_ids()
+    raw = _logits(hf, ids)
+    bridge = _bridge(hf, tmp_path)
+    bridge.enable_compatibility_mode(disable_warnings=True)
+    wanted = _logits(bridge, ids)
+    assert (wanted - raw).abs().max() > 1e-3
+    torch.testing.assert_close(_logits(sinklens.load(bridge), ids), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "told"),
+    [
+        ("llama", True, r"ties its weights by its config, but lm_head\.weight has values of its own"),
+        ("qwen3", True, r"ties its weights by its config, but lm_head\.weight has values of its own"),
+        (
+            "qwen2",
+            False,
+            r"weights must not be folded or centred\): 3 weights have no place in the model \(.*o_proj\.bias",
+        ),
+    ],
+)
+def test_bridge_whose_processed_weights_do_not_fit_is_refused(architecture, tied, told, tmp_path):
+    bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
+    bridge.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(CheckpointError, match=told):
+        sinklens.load(bridge)
