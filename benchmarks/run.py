@@ -71,8 +71,8 @@ def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int) -> Llama
     """A bidirectional Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=d_model, intermediate_size=int(d_model * 8 / 3) // 64 * 64, num_hidden_layers=n_layers,
-        num_attention_heads=n_heads, max_position_embeddings=4096, tie_word_embeddings=False, mask_token_id=MASK,
+        vocab_size=vocab, hidden_size=d_model, intermediate_size=int(d_model * 8 / 3) // 64 * 64,
+        num_hidden_layers=n_layers, num_attention_heads=n_heads, max_position_embeddings=4096, tie_word_embeddings=False, mask_token_id=MASK,
     )  # fmt: skip
     config.is_causal = False
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
@@ -118,7 +118,9 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
         assert same, "the two loops must do the same work"
         at = f"{name}, S = {length}"
         found.append(compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), theirs, pairs))
-        found.append(compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs))
+        found.append(
+            compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
+        )
     return found
 
 
@@ -139,7 +141,9 @@ def hardware() -> dict[str, str]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model)
+        model = next(
+            (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
+        )
     return {
         "cpu": f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
@@ -166,7 +170,8 @@ def main() -> None:
     print("; ".join(f"{key} {value}" for key, value in on.items()))
     print("\n| A ÷ B | median | range | A | B |\n|---|---|---|---|---|")
     for r in found:
-        print(f"| {r.what} | {r.median:.3f} | {r.low:.2f}–{r.high:.2f} | {r.a_seconds * 1e3:.0f} ms | {r.b_seconds * 1e3:.0f} ms |")
+        times = f"{r.a_seconds * 1e3:.0f} ms | {r.b_seconds * 1e3:.0f} ms"
+        print(f"| {r.what} | {r.median:.3f} | {r.low:.2f}–{r.high:.2f} | {times} |")
 
 
 if __name__ == "__main__":

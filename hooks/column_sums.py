@@ -13,11 +13,29 @@ One way this fails: a row whose every key is masked has lse = −inf and no defi
 rows, are left out of the sum.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 19  # scores held at a time: 2 MiB of float32, about one core's second-level cache
+BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # scores held at a time; on a CPU 1 MiB, which stays in its cache
+
+
+class Block(NamedTuple):
+    """Scores of some queries of some heads of one row of the batch.
+
+    Attributes:
+        row: of the batch.
+        heads, queries: which.
+        scores: q_i · k_j · scale + mask[i, j] + start[i], in float32.
+    """
+
+    row: int
+    heads: slice
+    queries: slice
+    scores: Float[Tensor, "head query key"]
 
 
 def column_sums(
@@ -39,22 +57,12 @@ def column_sums(
         real: queries that count; None for all.
         causal: query i sees keys up to i + (key − query) only.
     """
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    shift = torch.where(torch.isfinite(lse), lse, torch.inf)
-    if real is not None:
-        shift = shift.masked_fill(~real[:, None, :], torch.inf)
-    key_t = key.transpose(-2, -1).float()
-    total = torch.zeros(batch, heads, keys, dtype=torch.float32, device=query.device)
-    block = max(1, BLOCK_ELEMENTS // (batch * heads * keys))
-    for start in range(0, queries, block):
-        rows = slice(start, start + block)
-        scores = torch.matmul(query[:, :, rows].float() * scale, key_t)
-        if mask is not None:
-            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, rows])
-        if causal:
-            scores = scores.masked_fill(~_visible(start, scores.shape[2], queries, keys, query.device), -torch.inf)
-        total += scores.sub_(shift[:, :, rows, None]).exp_().sum(dim=2)
+    counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
+    start = torch.where(counted, -lse, -torch.inf)
+    total = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
+    for block in _blocks(query, key, scale, mask, causal, start):
+        ones = torch.ones(1, block.scores.shape[1], dtype=torch.float32, device=query.device)
+        total[block.row, block.heads] += torch.matmul(ones, block.scores.exp_())[:, 0]
     return total
 
 
@@ -66,20 +74,40 @@ def log_sum_exp(
     causal: bool = False,
 ) -> Float[Tensor, "batch head query"]:
     """log Σ_j exp(q_i · k_j · scale + mask[i, j]) in float32, by blocks; for devices whose kernel does not tell it."""
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    for block in _blocks(query, key, scale, mask, causal, torch.zeros_like(lse)):
+        lse[block.row, block.heads, block.queries] = torch.logsumexp(block.scores, dim=-1)
+    return lse
+
+
+def _blocks(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    scale: float,
+    mask: Float[Tensor, "#batch #head #query key"] | None,
+    causal: bool,
+    start: Float[Tensor, "batch head query"],
+) -> Iterator[Block]:
+    """The scores, `start` added to each row, in blocks of at most `BLOCK_ELEMENTS` (or one row of one head)."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
-    key_t = key.transpose(-2, -1).float()
-    block = max(1, BLOCK_ELEMENTS // (batch * heads * keys))
-    parts = []
-    for start in range(0, queries, block):
-        rows = slice(start, start + block)
-        scores = torch.matmul(query[:, :, rows].float() * scale, key_t)
-        if mask is not None:
-            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, rows])
-        if causal:
-            scores = scores.masked_fill(~_visible(start, scores.shape[2], queries, keys, query.device), -torch.inf)
-        parts.append(torch.logsumexp(scores, dim=-1))
-    return torch.cat(parts, dim=2)
+    limit = BLOCK_ELEMENTS["cpu" if query.device.type == "cpu" else "cuda"]
+    step = max(1, min(queries, limit // keys))
+    group = max(1, limit // (step * keys))
+    everywhere = None if mask is None else mask.expand(batch, heads, -1, keys)
+    for row in range(batch):
+        for first in range(0, heads, group):
+            head = slice(first, first + group)
+            q, k = query[row, head].float(), key[row, head].float().transpose(-2, -1)
+            for begin in range(0, queries, step):
+                rows = slice(begin, begin + step)
+                scores = torch.baddbmm(start[row, head, rows, None], q[:, rows], k, alpha=scale)
+                if everywhere is not None:
+                    part = everywhere[row, head]
+                    scores += part if part.shape[1] == 1 else part[:, rows]
+                if causal:
+                    scores.masked_fill_(~_visible(begin, scores.shape[1], queries, keys, query.device), -torch.inf)
+                yield Block(row, head, rows, scores)
 
 
 def _visible(start: int, rows: int, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "query key"]:

@@ -95,12 +95,12 @@ class AttentionPoints(Points):
     def __init__(self, watch: Watch, output: nn.Linear, n_heads: int) -> None:
         super().__init__(names.ATTENTION, watch)
         self.__dict__["_output"] = (output, n_heads)  # the layer owns its weights; the points only look at them
+        outside = ("hook_q", "hook_k", "hook_v", "hook_result")  # tapped at the projections
+        self.__dict__["_inside"] = [getattr(self, spec.name) for spec in names.ATTENTION if spec.name not in outside]
 
-    # Attention decides by its own points only: the projections and hook_result are tapped elsewhere.
     def any_watched(self) -> bool:
         """Whether a point inside the attention function is watched."""
-        inside = ("hook_rot_q", "hook_rot_k", "hook_attn_mask", "hook_attn_scores", "hook_pattern")
-        return any(getattr(self, name).watched for name in (*inside, "hook_sink_scores", "hook_z"))
+        return any(point.watched for point in self.__dict__["_inside"])
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:

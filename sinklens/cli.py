@@ -151,7 +151,9 @@ def run_trace(options: argparse.Namespace) -> None:
     from sinklens.views.figures import most_moving_head, sink_path
 
     prompt = _prompt(options.prompt)
-    settings = {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
+    settings = {
+        name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None
+    }
     model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
     run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings)
     assert run.sinks is not None
@@ -227,7 +229,9 @@ def run_models(options: argparse.Namespace) -> None:
     print("Shipped checkpoints (by name):")
     for name in shipped_names():
         print(f"  {name}")
-    print("\nFamilies (from a hub name or a folder with config.json and *.safetensors; no code of a checkpoint is run):")
+    print(
+        "\nFamilies (from a hub name or a folder with config.json and *.safetensors; no code of a checkpoint is run):"
+    )
     for family in FAMILIES:
         kinds = ", ".join(family.model_types)
         print(f"  {family.name:10s} model_type {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
@@ -242,13 +246,18 @@ def run_train(options: argparse.Namespace) -> None:
     from sinklens.zoo.export import export
 
     if options.name not in RECIPES:
-        raise SinklensError(f"no recipe is called {options.name!r}; known: {', '.join(RECIPES)}.{nearest(options.name, RECIPES)}")
+        raise SinklensError(
+            f"no recipe is called {options.name!r}; known: {', '.join(RECIPES)}.{nearest(options.name, RECIPES)}"
+        )
     recipe = RECIPES[options.name]
     if options.steps is not None:
         recipe = dataclasses.replace(recipe, cycles=(options.steps,))
     folder = options.run or Path("runs") / recipe.name
     for record in train(recipe, folder):
-        print(f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s", flush=True)
+        print(
+            f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s",
+            flush=True,
+        )
     out = export(recipe, folder, options.out or folder / "checkpoint")
     print(f"Checkpoint in {out}; try: python -m sinklens.analyses.accuracy {out}")
 

@@ -59,8 +59,8 @@ class Generation:
     """What is left of a run.
 
     Attributes:
-        canvas: ids as each step worked on them, and as the last left them, [batch, steps + 1, pos]; undecided positions hold the mask
-            token (-1 in an autoregressive run).
+        canvas: ids as each step worked on them, and as the last left them, [batch, steps + 1, pos]; undecided positions
+            hold the mask token (-1 in an autoregressive run).
         unmask_step: step that gave each position its token, [batch, pos]; -1 for prompt and padding, the number of
             steps where none did.
         real: False on left padding, [batch, pos].

@@ -172,7 +172,9 @@ class Trace(InterleavingTracer):
         model = self._denoising.model
         if name in model._child_map:
             return getattr(model, name)
-        raise AttributeError(f"a trace has no attribute {name!r}; hook points are read as t['blocks.0.hook_resid_pre'].")
+        raise AttributeError(
+            f"a trace has no attribute {name!r}; hook points are read as t['blocks.0.hook_resid_pre']."
+        )
 
     if TYPE_CHECKING:
 
@@ -189,7 +191,7 @@ class Trace(InterleavingTracer):
         if not text:
             raise SinklensError(
                 f"the body of a trace is read as source, and {filename} has none (a plain REPL, or code run by exec). "
-                f"Write it in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]), which needs none."
+                f"Write it in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]): it needs none."
             )
         return text
 

@@ -321,7 +321,9 @@ def attempt(model, body):
 
 
 def test_a_point_asked_for_too_late_is_an_error_on_its_line_not_the_next_steps_value(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 3 after the step had passed") as e:
+    with pytest.raises(
+        HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 3 after the step had passed"
+    ) as e:
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for step in t.steps[3:]:
                 t["blocks.2.hook_resid_post"]
@@ -357,7 +359,7 @@ def test_a_step_that_has_passed_is_an_error(tiny_llada):
     ("body", "error", "text"),
     [
         (lambda t: t["blocks.2.attn.hook_patern"], HookNameError, r"hook_patern'. Nearest: blocks.2.attn.hook_pattern"),
-        (lambda t: t["blocks.9.attn.hook_pattern"], HookNameError, r"layer 9 does not exist; this model has 4 layers, 0 to 3"),
+        (lambda t: t["blocks.9.attn.hook_pattern"], HookNameError, r"layer 9 does not exist; this model has 4"),
         (lambda t: t.steps[24], SettingError, r"step 24 does not exist; this run has 24 steps, 0 to 23"),
         (lambda t: t.steps[[0, -25]], SettingError, r"step -25 does not exist"),
         (lambda t: t.steps.at(1.5), SettingError, r"between 0 and 1; got 1.5"),

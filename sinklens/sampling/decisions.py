@@ -4,9 +4,10 @@
 *Confidence*: how sure each proposal is. *Commit*: which proposals are taken. The samplers (llada.py, dream.py,
 autoregressive.py) are loops over these, with a hook point after each, so an intervention can sit between any two.
 
-Confidence is computed in float64: in float32 the probabilities of a trained model round to 1 in droves, and which of the
-tied positions comes first would depend on the last bit. Candidates and confidence work on the masked positions only, flattened to one axis ``masked``; random numbers are drawn
-row by row from the row's own generator, so a prompt's result does not depend on what else is in its batch.
+Confidence is computed in float64: in float32 the probabilities of a trained model round to 1 in droves, and which of
+the tied positions comes first would depend on the last bit. Candidates and confidence work on the masked positions
+only, flattened to one axis ``masked``; random numbers are drawn row by row from the row's own generator, so a prompt's
+result does not depend on what else is in its batch.
 """
 
 import hashlib
@@ -34,7 +35,9 @@ class RowNoise:
             digest = hashlib.sha256(repr((seed, copy, prompt)).encode()).digest()
             self.generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
 
-    def uniform(self, where: Bool[Tensor, "batch pos"], *trailing: int, dtype: torch.dtype) -> Float[Tensor, "masked *t"]:
+    def uniform(
+        self, where: Bool[Tensor, "batch pos"], *trailing: int, dtype: torch.dtype
+    ) -> Float[Tensor, "masked *t"]:
         """U[0, 1) for every True of `where`, row by row; trailing sizes are added behind."""
         counts = where.sum(dim=1).tolist()
         parts = [

@@ -41,8 +41,8 @@ class Course:
     """What happened to the canvas.
 
     Attributes:
-        canvas: token ids as each step worked on them, and as the last left them: [batch, steps + 1, pos]. Undecided positions hold
-            the mask token, or -1 in an autoregressive run.
+        canvas: token ids as each step worked on them, and as the last left them: [batch, steps + 1, pos]. Undecided
+            positions hold the mask token, or -1 in an autoregressive run.
         unmask_step: step at which each position got the token it ended with; -1 for the prompt and for padding, the
             number of steps for a position that never got one.
     """

@@ -76,7 +76,9 @@ class LladaSettings:
 
     def __post_init__(self) -> None:
         _whole("gen_length", self.gen_length, 1)
-        object.__setattr__(self, "block_length", self.block_length or (32 if self.gen_length % 32 == 0 else self.gen_length))
+        object.__setattr__(
+            self, "block_length", self.block_length or (32 if self.gen_length % 32 == 0 else self.gen_length)
+        )
         object.__setattr__(self, "steps", self.steps or self.gen_length)
         _whole("block_length", self.block_length, 1)
         _whole("steps", self.steps, 1)
@@ -198,7 +200,11 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
         if name in known:
             continue
         owners = [other for other, cls in BY_SAMPLER.items() if name in [field.name for field in fields(cls)]]
-        told = f"it belongs to the {' and '.join(owners)} sampler." if owners else f"no sampler has it.{nearest(name, known)}"
+        told = (
+            f"it belongs to the {' and '.join(owners)} sampler."
+            if owners
+            else f"no sampler has it.{nearest(name, known)}"
+        )
         raise SettingError(f"{name} is no setting of the {sampler} sampler: {told} It has: {', '.join(known)}.")
     for name in ("gen_length", "steps", "block_length"):
         if name in chosen:

@@ -89,7 +89,7 @@ class SinkTrack:
         return self.top(1).isel(layer=layer, head=head, batch=batch, rank=0).to_numpy()
 
     def plot(self, layer: int | None = None, head: int | None = None, ax: "Axes | None" = None) -> "Axes":
-        """Step × position map of the scores of one head, or averaged over those not named; the strongest key drawn in."""
+        """Step × position map of the scores of one head, or averaged over those not named; strongest keys marked."""
         from sinklens.views.figures import sink_map
 
         return sink_map(self, layer=layer, head=head, ax=ax)
@@ -149,7 +149,9 @@ def build_track(
             "real": (("batch", "pos"), real),
             "unmask_step": (("batch", "pos"), unmask_step),
         },
-        coords={name: np.arange(size) for name, size in zip(("step", "layer", "head", "pos"), score.shape[1:], strict=True)},
+        coords={
+            name: np.arange(size) for name, size in zip(("step", "layer", "head", "pos"), score.shape[1:], strict=True)
+        },
         attrs={"format": FORMAT, **attrs},
     )
     return SinkTrack(data)

@@ -73,7 +73,9 @@ def _cast(rng: random.Random) -> _Cast:
 def _more(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
     a, b = rng.randint(1, 20), rng.randint(1, 20)
     gain = rng.choice(GAINS)
-    question = f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {gain} {b} more. How many {c.item} does {c.who} have now?"
+    question = (
+        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {gain} {b} more. How many {c.item} does {c.who} have now?"
+    )
     return question, f"{c.who} has {a} + {b} = {a + b} {c.item}.", a + b
 
 
@@ -81,8 +83,7 @@ def _fewer(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
     a = rng.randint(2, 20)
     b = rng.randint(1, a - 1)
     question = (
-        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(LOSSES)} {b} of them. "
-        f"How many {c.item} are left?"
+        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(LOSSES)} {b} of them. How many {c.item} are left?"
     )
     return question, f"{c.who} has {a} - {b} = {a - b} {c.item} left.", a - b
 
@@ -90,8 +91,7 @@ def _fewer(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
 def _groups(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
     a, b = rng.randint(2, 9), rng.randint(2, 9)
     question = (
-        f"{c.when}{c.who} has {a} {c.box[0]}. Each {c.box[1]} holds {b} {c.item}. "
-        f"How many {c.item} are there in total?"
+        f"{c.when}{c.who} has {a} {c.box[0]}. Each {c.box[1]} holds {b} {c.item}. How many {c.item} are there in total?"
     )
     return question, f"There are {a} * {b} = {a * b} {c.item}.", a * b
 

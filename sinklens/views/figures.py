@@ -99,5 +99,8 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
 
 
 def _title(track: SinkTrack, layer: int | None, head: int | None) -> str:
-    which = ["mean over layers" if layer is None else f"layer {layer}", "mean over heads" if head is None else f"head {head}"]
+    which = [
+        "mean over layers" if layer is None else f"layer {layer}",
+        "mean over heads" if head is None else f"head {head}",
+    ]
     return f"{track.data.attrs.get('model', '')}: {', '.join(which)}"

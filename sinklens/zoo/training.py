@@ -182,7 +182,9 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def _save_state(path: Path, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> None:
+def _save_state(
+    path: Path, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, recipe: Recipe, step: int
+) -> None:
     temporary = path.with_suffix(".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "recipe": asdict(recipe)}
     torch.save(state, temporary)

@@ -8,7 +8,9 @@ import torch
 from sinklens.sampling import decisions
 
 
-@pytest.mark.parametrize(("masked", "steps", "expected"), [(8, 4, [2, 2, 2, 2]), (9, 4, [3, 2, 2, 2]), (3, 4, [1, 1, 1, 0])])
+@pytest.mark.parametrize(
+    ("masked", "steps", "expected"), [(8, 4, [2, 2, 2, 2]), (9, 4, [3, 2, 2, 2]), (3, 4, [1, 1, 1, 0])]
+)
 def test_lladas_schedule_shares_evenly_with_the_remainder_first(masked, steps, expected):
     assert [counts[0] for counts in decisions.even_schedule(torch.tensor([masked]), steps)] == expected
 
@@ -58,7 +60,9 @@ def test_categorical_candidates_follow_the_distribution():
 
 def test_a_token_of_probability_zero_is_never_drawn():
     probs = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
-    assert decisions.categorical_candidates(probs, torch.tensor([0.0, 0.5, 1 - 1e-9], dtype=torch.float64)).tolist() == [1, 1, 1]
+    assert decisions.categorical_candidates(
+        probs, torch.tensor([0.0, 0.5, 1 - 1e-9], dtype=torch.float64)
+    ).tolist() == [1, 1, 1]
 
 
 def test_top_p_keeps_the_smallest_nucleus_that_reaches_p():

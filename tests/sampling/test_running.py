@@ -46,7 +46,10 @@ def test_watching_the_logits_does_not_change_a_sampled_result(tiny_llada):
     plain = sinklens.generate(tiny_llada, PROMPTS[0], **settings)
     seen = []
     watched = sinklens.generate(
-        tiny_llada, PROMPTS[0], hooks=[("denoise.hook_logits", lambda value, hook: seen.append(value.shape))], **settings
+        tiny_llada,
+        PROMPTS[0],
+        hooks=[("denoise.hook_logits", lambda value, hook: seen.append(value.shape))],
+        **settings,
     )
     assert torch.equal(plain.canvas, watched.canvas)
     assert len(seen) == 24
@@ -226,7 +229,9 @@ def test_a_canvas_edit_reaches_the_cached_keys(tiny_llama):
         return torch.where(value == old, new, value) if hook.step == 2 else value
 
     runs = [
-        sinklens.generate(tiny_llama, prompt, hooks=[("denoise.hook_canvas", swap)], use_cache=cached, record_sinks=False)
+        sinklens.generate(
+            tiny_llama, prompt, hooks=[("denoise.hook_canvas", swap)], use_cache=cached, record_sinks=False
+        )
         for cached in (True, False)
     ]
     assert torch.equal(runs[0].canvas, runs[1].canvas)

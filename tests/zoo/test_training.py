@@ -18,7 +18,16 @@ from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.export import export
 from sinklens.zoo.tokenizer import train_tokenizer
 
-SMALL = {"cycles": (6,), "batch": 8, "problems": 400, "d_model": 32, "n_layers": 2, "n_heads": 2, "d_mlp": 48, "warmup": 2}
+SMALL = {
+    "cycles": (6,),
+    "batch": 8,
+    "problems": 400,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 2,
+    "d_mlp": 48,
+    "warmup": 2,
+}
 
 
 @pytest.fixture(scope="module")
