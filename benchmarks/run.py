@@ -72,7 +72,8 @@ def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int) -> Llama
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=d_model, intermediate_size=int(d_model * 8 / 3) // 64 * 64,
-        num_hidden_layers=n_layers, num_attention_heads=n_heads, max_position_embeddings=4096, tie_word_embeddings=False, mask_token_id=MASK,
+        num_hidden_layers=n_layers, num_attention_heads=n_heads, max_position_embeddings=4096,
+        tie_word_embeddings=False, mask_token_id=MASK,
     )  # fmt: skip
     config.is_causal = False
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()

@@ -30,7 +30,8 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     layer, head = most_moving_head(run.sinks, row)
     console.print(
         f"Each line is a step. {BLANK} is still masked; new tokens are bold. On the right, the positions where most of "
-        f"the {heads} heads have their strongest key, and how many heads; last, layer {layer} head {head}: it moves most.",
+        f"the {heads} heads have their strongest key, and how many heads; last, layer {layer} head {head}, "
+        f"which moves most.",
         style="dim",
     )
     answers = [_answer(model, run, row, step) for step in range(run.steps_run)]
