@@ -46,6 +46,12 @@ class Accuracy:
         half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         return max(0.0, centre - half), min(1.0, centre + half)
 
+    @property
+    def summary(self) -> str:
+        """Share, interval and number of problems."""
+        low, high = self.interval
+        return f"{self.share:.3f} [{low:.3f}, {high:.3f}] of {self.total}"
+
 
 def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> Accuracy:
     """Let `model` answer `problems` with its own defaults (one token committed per step), or with `settings`."""
@@ -71,11 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.models:
         result = measure(name, held_out(options.problems))
-        low, high = result.interval
-        print(
-            f"{name}: {result.share:.3f} [{low:.3f}, {high:.3f}] of {result.total} "
-            f"({result.empty} empty, {result.masked} with leftover masks)"
-        )
+        print(f"{name}: {result.summary} ({result.empty} empty, {result.masked} with leftover masks)")
         for kind, (right, total) in result.by_kind.items():
             print(f"  {kind:18s} {right}/{total}")
 

@@ -241,9 +241,11 @@ def run_train(options: argparse.Namespace) -> None:
     """`sinklens train`."""
     import dataclasses
 
+    from sinklens.analyses.accuracy import measure
     from sinklens.errors import nearest
+    from sinklens.tasks.word_problems import held_out
     from sinklens.zoo import RECIPES, train
-    from sinklens.zoo.export import export
+    from sinklens.zoo.export import export, write_card
 
     if options.name not in RECIPES:
         raise SinklensError(
@@ -259,7 +261,9 @@ def run_train(options: argparse.Namespace) -> None:
             flush=True,
         )
     out = export(recipe, folder, options.out or folder / "checkpoint")
-    print(f"Checkpoint in {out}; try: python -m sinklens.analyses.accuracy {out}")
+    result = measure(out, held_out())
+    write_card(recipe, folder, out, f"**{result.summary}**")
+    print(f"Checkpoint in {out}; accuracy {result.summary}.")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ about an answer is hidden: whether it ended, whether it is empty, and how many p
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,11 +25,17 @@ from sinklens.sampling.state import State
 from sinklens.sinks.recorder import SinkRecorder
 from sinklens.sinks.track import SinkTrack, build_track
 
-if TYPE_CHECKING:
-    from sinklens.tracing import Trace
-
 HookFunction = Callable[..., Any]
 Hooks = Sequence[tuple[names.HookName, HookFunction]]
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """An earlier run: a `Generation`, or a trace after its block."""
+
+    @property
+    def canvas(self) -> Int[Tensor, "batch step pos"]:
+        """Ids as each step worked on them, and as the last left them."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class Denoising:
         chat_template: bool | str,
         hooks: Hooks,
         record_sinks: bool,
-        replay: "Generation | Trace | None",
+        replay: "Replayable | None",
         progress: bool | None,
     ) -> None:
         self.model, self.seed, self.progress = model, seed, progress

@@ -21,7 +21,7 @@ from nnsight.intervention.tracer import InterleavingTracer
 from nnsight.tracing.util import push
 
 from sinklens.errors import HookOrderError, SettingError, SinklensError
-from sinklens.generation import Denoising, Generation, Hooks
+from sinklens.generation import Denoising, Generation, Hooks, Replayable
 from sinklens.model import Model, load
 from sinklens.sampling import Settings
 
@@ -40,7 +40,7 @@ def trace(
     chat_template: bool | str = False,
     hooks: Hooks = (),
     record_sinks: bool = True,
-    replay: "Generation | Trace | None" = None,
+    replay: Replayable | None = None,
     progress: bool | None = None,
     **settings: Unpack[Settings],
 ) -> "Trace":
@@ -85,7 +85,7 @@ def generate(
     chat_template: bool | str = False,
     hooks: Hooks = (),
     record_sinks: bool = True,
-    replay: "Generation | Trace | None" = None,
+    replay: Replayable | None = None,
     progress: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Generation:
@@ -103,7 +103,7 @@ def _denoising(
     chat_template: bool | str,
     hooks: Hooks,
     record_sinks: bool,
-    replay: "Generation | Trace | None",
+    replay: Replayable | None,
     progress: bool | None,
 ) -> Denoising:
     return Denoising(

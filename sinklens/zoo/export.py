@@ -127,9 +127,17 @@ def _llama_config(config: "LlamaConfig") -> dict[str, Any]:
     return kept
 
 
-def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str, hardware: str) -> Path:
-    """The model card: what it is, how it was made, what it scores, what it cannot do."""
+def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str) -> Path:
+    """The model card: what it is, how it was made, what it scores, what it cannot do.
+
+    Args:
+        run: the folder of `train`, whose log gives the loss curve.
+        folder: the checkpoint; the card becomes its README.md.
+        accuracy: measured on the held-out problems, as a sentence.
+    """
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
+    minutes = sum(record["seconds"] for record in ends) / 60
     points = [r for r in records if r["step"] % 400 == 0 or r is records[-1]]
     curve = "\n".join(f"| {r['step']} | {r['loss']:.4f} |" for r in points)
     kind = "masked-diffusion (LLaDA format)" if recipe.objective == "masked" else "autoregressive (Llama format)"
@@ -139,7 +147,7 @@ def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str, hardware:
 A {kind} language model of 2 million parameters, trained by sinklens on word problems that it generates itself.
 tiny-llada and tiny-llama are twins: same size, tokenizer, data, batches and number of steps, another objective.
 
-Accuracy on the 500 held-out problems (exact match, greedy, one token per step): **{accuracy}**
+Accuracy on held-out problems (exact match, greedy, one token per step): {accuracy}
 
 Known limits: it knows these templates, whole numbers up to about 120, and nothing else. Prompts have the form
 `Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.
@@ -147,7 +155,8 @@ Known limits: it knows these templates, whole numbers up to about 120, and nothi
 ## Recipe (`sinklens train {recipe.name}`)
 {settings}
 
-Trained on {hardware}.
+It took {minutes:.0f} minutes of wall time on a CPU, {"" if len(ends) == 1 else f"in {len(ends)} sittings, "}beside \
+other work.
 
 | step | training loss |
 |---|---|

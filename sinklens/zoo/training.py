@@ -211,28 +211,12 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    first, state_file = 0, out / "state.pt"
-    if state_file.exists():
-        state = torch.load(state_file, weights_only=True, map_location=device)
-        if state["recipe"] != asdict(recipe):
-            raise ValueError(f"{state_file} belongs to another recipe; give this run a folder of its own.")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
-    loss_of, started = LOSSES[recipe.objective], time.perf_counter()
-    for step in range(first, recipe.steps):
-        prompt_length, ids = corpus.batch(recipe.seed, step, recipe.batch)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step)
-        with torch.autocast(device, dtype=torch.bfloat16):
-            loss = loss_of(model, recipe, ids, prompt_length, tokenizer.mask_token_id, step)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    state_file, started = out / "state.pt", time.perf_counter()
+    for step in range(_resume(state_file, recipe, model, optimizer, device), recipe.steps):
+        loss = _update(recipe, corpus, model, optimizer, tokenizer.mask_token_id, step)
         done = step + 1
         if done % 20 == 0 or done == recipe.steps:
-            record = {"step": done, "loss": loss.item(), "seconds": time.perf_counter() - started}
+            record = {"step": done, "loss": loss, "seconds": time.perf_counter() - started}
             with (out / "log.jsonl").open("a") as log:
                 log.write(json.dumps(record) + "\n")
             yield record
@@ -241,3 +225,33 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
             torch.save(weights, out / f"weights-{done}.pt")
         if done % save_every == 0 or done == recipe.steps:
             _save_state(state_file, model, optimizer, recipe, done)
+
+
+def _resume(
+    file: Path, recipe: Recipe, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, device: str
+) -> int:
+    """Load the state of an interrupted run, if there is one; the step to go on from."""
+    if not file.exists():
+        return 0
+    state = torch.load(file, weights_only=True, map_location=device)
+    if state["recipe"] != asdict(recipe):
+        raise ValueError(f"{file} belongs to another recipe; give this run a folder of its own.")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def _update(
+    recipe: Recipe, corpus: Corpus, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, mask_id: int, step: int
+) -> float:
+    """One optimizer step; its loss."""
+    prompt_length, ids = corpus.batch(recipe.seed, step, recipe.batch)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(recipe, step)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        loss = LOSSES[recipe.objective](model, recipe, ids, prompt_length, mask_id, step)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()

@@ -1,0 +1,42 @@
+"""The accuracy study counts what it says it counts."""
+
+import math
+
+import pytest
+
+from sinklens.analyses.accuracy import Accuracy, measure
+from sinklens.tasks.word_problems import held_out, read_answer
+
+
+def test_wilsons_interval_against_its_textbook_form():
+    result = Accuracy(90, 100, 0, 0, {})
+    z = 1.959964
+    roots = [
+        (0.9 + z * z / 200 + sign * z * math.sqrt(0.9 * 0.1 / 100 + z * z / 40_000)) / (1 + z * z / 100)
+        for sign in (-1, 1)
+    ]
+    assert result.interval == pytest.approx(tuple(roots))
+    assert result.summary == "0.900 [0.826, 0.945] of 100"
+
+
+def test_right_answers_are_counted_and_wrong_ones_are_not(tiny_llama):
+    problems = held_out(20)
+    result = measure(tiny_llama, problems, batch=7)
+    assert result.total == 20
+    assert sum(total for _, total in result.by_kind.values()) == 20
+    spoiled = [type(p)(p.kind, p.question, p.answer, p.result + 1) for p in problems]
+    assert measure(tiny_llama, spoiled).right + result.right <= 20
+    assert result.share >= 0.9
+
+
+def test_an_answer_cut_short_is_wrong(tiny_llada):
+    """Four positions cannot hold the answer's last line."""
+    result = measure(tiny_llada, held_out(10), gen_length=4)
+    assert result.right == 0
+    assert read_answer("") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_the_shipped_twins_answer_nine_of_ten(name):
+    assert measure(name, held_out()).share >= 0.9
