@@ -27,7 +27,7 @@ import sinklens
 
 MASK = 1
 ANSWER = 32
-STEPS = 4
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats and the smallest case only")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     options = parser.parse_args()
-    pairs = 5 if options.quick else 15
+    pairs = 5 if options.quick else 9
     lengths = [256] if options.quick else [256, 1024]
     found = [importing(3 if options.quick else 7)]
     tiny = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}

@@ -136,10 +136,7 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
     else:
         mixed = _fused(operands)
         lse = log_sum_exp(operands.query.detach(), operands.key.detach(), operands.scale, additive, causal)
-    with torch.no_grad():
-        scores = column_sums(
-            operands.query, operands.key, lse, operands.scale, additive, operands.real_queries(), causal
-        )
+    scores = column_sums(operands.query, operands.key, lse, operands.scale, additive, operands.real_queries(), causal)
     _show_sinks(points, scores)
     return mixed
 

@@ -13,6 +13,7 @@ One way this fails: a row whose every key is masked has lse = −inf and no defi
 rows, are left out of the sum.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # scores held at a time; on a CPU 1 MiB, which stays in its cache
+LOG2_E = math.log2(math.e)  # scores are taken to base 2: torch's exp2 is about three times as fast as its exp
+BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}  # scores held at a time; on a CPU 2 MiB, which stays in its cache
 
 
 class Block(NamedTuple):
@@ -29,7 +31,7 @@ class Block(NamedTuple):
     Attributes:
         row: of the batch.
         heads, queries: which.
-        scores: q_i · k_j · scale + mask[i, j] + start[i], in float32.
+        scores: (q_i · k_j · scale + mask[i, j]) · unit + start[i], in float32; the next block takes over its memory.
     """
 
     row: int
@@ -38,6 +40,7 @@ class Block(NamedTuple):
     scores: Float[Tensor, "head query key"]
 
 
+@torch.no_grad()
 def column_sums(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch head key d_head"],
@@ -58,14 +61,15 @@ def column_sums(
         causal: query i sees keys up to i + (key − query) only.
     """
     counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
-    start = torch.where(counted, -lse, -torch.inf)
+    start = torch.where(counted, -lse * LOG2_E, -torch.inf)
     total = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
-    for block in _blocks(query, key, scale, mask, causal, start):
+    for block in _blocks(query, key, scale, mask, causal, start, LOG2_E):
         ones = torch.ones(1, block.scores.shape[1], dtype=torch.float32, device=query.device)
-        total[block.row, block.heads] += torch.matmul(ones, block.scores.exp_())[:, 0]
+        total[block.row, block.heads] += torch.matmul(ones, block.scores.exp2_())[:, 0]
     return total
 
 
+@torch.no_grad()
 def log_sum_exp(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch head key d_head"],
@@ -75,7 +79,7 @@ def log_sum_exp(
 ) -> Float[Tensor, "batch head query"]:
     """log Σ_j exp(q_i · k_j · scale + mask[i, j]) in float32, by blocks; for devices whose kernel does not tell it."""
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    for block in _blocks(query, key, scale, mask, causal, torch.zeros_like(lse)):
+    for block in _blocks(query, key, scale, mask, causal, torch.zeros_like(lse), 1.0):
         lse[block.row, block.heads, block.queries] = torch.logsumexp(block.scores, dim=-1)
     return lse
 
@@ -87,21 +91,27 @@ def _blocks(
     mask: Float[Tensor, "#batch #head #query key"] | None,
     causal: bool,
     start: Float[Tensor, "batch head query"],
+    unit: float,
 ) -> Iterator[Block]:
-    """The scores, `start` added to each row, in blocks of at most `BLOCK_ELEMENTS` (or one row of one head)."""
+    """The scores times `unit`, `start` added to each row, in blocks of `BLOCK_ELEMENTS` (or one row of one head)."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     limit = BLOCK_ELEMENTS["cpu" if query.device.type == "cpu" else "cuda"]
     step = max(1, min(queries, limit // keys))
     group = max(1, limit // (step * keys))
-    everywhere = None if mask is None else mask.expand(batch, heads, -1, keys)
+    everywhere = None if mask is None else (mask * unit).expand(batch, heads, -1, keys)
+    room = torch.empty(
+        group * step * keys, dtype=torch.float32, device=query.device
+    )  # one for all: fresh memory is slow
     for row in range(batch):
         for first in range(0, heads, group):
             head = slice(first, first + group)
             q, k = query[row, head].float(), key[row, head].float().transpose(-2, -1)
             for begin in range(0, queries, step):
                 rows = slice(begin, begin + step)
-                scores = torch.baddbmm(start[row, head, rows, None], q[:, rows], k, alpha=scale)
+                shift = start[row, head, rows, None]
+                scores = room[: shift.numel() * keys].view(*shift.shape[:2], keys)
+                torch.baddbmm(shift, q[:, rows], k, alpha=scale * unit, out=scores)
                 if everywhere is not None:
                     part = everywhere[row, head]
                     scores += part if part.shape[1] == 1 else part[:, rows]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sinklens.generation import Generation
     from sinklens.model import Model
 
-DEMO_PROBLEM = 7
+DEMO_PROBLEM = 14
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "sinklens.cli"]
 def test_demo_shows_both_models_and_writes_its_files(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    problem = held_out()[7]
+    problem = held_out()[14]
     assert problem.question.split(".")[0] in printed
     assert "tiny-llada (diffusion, 24 steps)" in printed
     assert "tiny-llama (autoregressive" in printed
