@@ -5,6 +5,7 @@ not at all.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sinklens: interrupted; files that were not finished were not kept.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # `sinklens demo | head`: the files are written before anything is shown
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0
 
@@ -119,23 +121,23 @@ def run_demo(options: argparse.Namespace) -> None:
     if not 0 <= options.problem < HELD_OUT_SIZE:
         raise SinklensError(f"--problem lies between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
     problem = held_out()[options.problem]
-    console = Console(highlight=False)
-    tracks, report = [], [f"{problem.prompt}\n"]
-    for name, kind in (("tiny-llada", "diffusion"), ("tiny-llama", "autoregressive")):
+    runs = []
+    for name in ("tiny-llada", "tiny-llama"):
         model = sinklens.load(name)
         with sinklens.trace(model, problem.prompt) as t:
             pass
-        run = t.generation
-        console.rule(f"{name} ({kind}, {run.steps_run} steps)")
+        assert t.generation.sinks is not None
+        t.generation.sinks.save(options.out / f"{name}.sinks.nc")
+        runs.append((model, t.generation))
+    _write_figure(options.out / "sinks.png", sink_paths([run.sinks for _, run in runs if run.sinks is not None]))
+    answers = [f"{model.name}: {run.text.strip()}\n" for model, run in runs]
+    _write_text(options.out / "answers.txt", "\n".join([f"{problem.prompt}\n", *answers]))
+    console = Console(highlight=False)
+    for (model, run), kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
+        console.rule(f"{model.name} ({kind}, {run.steps_run} steps)")
         console.print(problem.prompt, markup=False)
         terminal.show(model, run, console)
         console.print(f"Answer: {run.text.strip()}   (right: {problem.result})\n", markup=False)
-        report.append(f"{name}: {run.text.strip()}\n")
-        assert run.sinks is not None
-        run.sinks.save(options.out / f"{name}.sinks.nc")
-        tracks.append(run.sinks)
-    _write_text(options.out / "answers.txt", "\n".join(report))
-    _write_figure(options.out / "sinks.png", sink_paths(tracks))
     console.print(
         f"Written to {options.out}/: answers.txt, sinks.png (where the sinks are at every step, both models), and the "
         f"sink tracks (sinklens.SinkTrack.open).", markup=False,
@@ -157,11 +159,11 @@ def run_trace(options: argparse.Namespace) -> None:
     model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
     run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings)
     assert run.sinks is not None
-    terminal.show(model, run, Console(highlight=False))
-    print(f"\n{run.text}")
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")
     _write_figure(options.out / "sinks.png", sink_path(run.sinks, *most_moving_head(run.sinks)).figure)
+    terminal.show(model, run, Console(highlight=False))
+    print(f"\n{run.text}")
     _tell(run, model)
     print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png.")
 

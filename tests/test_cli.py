@@ -119,6 +119,15 @@ def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
     assert not [file for file in (out.rglob("*") if out.exists() else []) if ".part" in file.name]
 
 
+def test_a_reader_that_goes_away_costs_no_file(tmp_path):
+    command = f"{sys.executable} -m sinklens.cli demo --out {tmp_path} | head -n 3"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert (tmp_path / "sinks.png").is_file()
+    assert (tmp_path / "answers.txt").is_file()
+
+
 def test_the_console_script_is_installed():
     script = Path(sys.executable).with_name("sinklens")
     done = subprocess.run([script, "models"], capture_output=True, text=True, check=False)
