@@ -110,12 +110,7 @@ class Model(NNsight):
         if not all(isinstance(part, str) for part in texts):
             kinds = ", ".join(sorted({type(part).__name__ for part in texts}))
             raise PromptError(f"a prompt is a string, a list of strings, or token ids; got a list of {kinds}.")
-        rows = [self._encode_one(str(text), chat_template) for text in texts]
-        length = max(len(row) for row in rows)
-        pad = self._pad_id()
-        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
-        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
-        return ids.to(self.cfg.device), real.to(self.cfg.device)
+        return self._left_padded([self._encode_one(str(text), chat_template) for text in texts])
 
     def _encode_one(self, text: str, chat_template: bool | str) -> list[int]:
         if self.tokenizer is None:
@@ -150,9 +145,14 @@ class Model(NNsight):
             )
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
-    def _pad_id(self) -> int:
+    def _left_padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows of token ids as one batch, and which of its positions are real."""
         own = getattr(self.tokenizer, "pad_token_id", None)
-        return own if own is not None else (self.eos_token_ids[0] if self.eos_token_ids else 0)
+        pad = own if own is not None else next(iter(self.eos_token_ids), 0)
+        length = max(len(row) for row in rows)
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
+        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        return ids.to(self.cfg.device), real.to(self.cfg.device)
 
     # nnsight asks these two how the inputs of a trace make one batch.
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
@@ -171,10 +171,7 @@ class Model(NNsight):
         if len(invokes) == 1 and isinstance(first, Tensor) and first.ndim == 2:
             return inputs, kwargs
         rows = [row for inputs, kwargs in invokes for row in self._real_tokens(*inputs, **kwargs)]
-        length = max(len(row) for row in rows)
-        pad = self._pad_id()
-        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
-        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        ids, real = self._left_padded(rows)
         return (ids,), {"attention_mask": real}
 
     def _real_tokens(self, input_ids: Any, attention_mask: Tensor | None = None) -> list[list[int]]:

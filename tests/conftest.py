@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
 
-torch.set_num_threads(1)  # tiny models are faster so, and a second process beside the tests does not slow them down
-
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
