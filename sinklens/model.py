@@ -221,34 +221,36 @@ def load(
             only, or weights missing, surplus, misshapen or truncated.
         SelfCheckError: the hook points do not show what the model computes.
     """
-    from transformers import PreTrainedModel
-
-    if isinstance(name_or_path, Model):
-        return name_or_path
-    held = isinstance(name_or_path, PreTrainedModel) or hasattr(name_or_path, "original_model")
-    if held and (revision is not None or device_map is not None or device is not None or dtype != "auto"):
+    if isinstance(name_or_path, str | Path):
+        checkpoint = load_checkpoint(
+            name_or_path, revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer
+        )
+    elif revision is not None or device_map is not None or device is not None or dtype != "auto":
         raise CheckpointError(
             "revision, dtype, device and device_map belong to loading; the model given is loaded already. "
             "Move or convert it before handing it over."
         )
-    if isinstance(name_or_path, PreTrainedModel):
-        known: Model | None = name_or_path.__dict__.get(HELD)
+    else:
+        known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(HELD)
         if known is not None and tokenizer in (None, known.tokenizer):
             return known
-        checkpoint = from_pretrained_model(name_or_path, tokenizer)
-    elif hasattr(name_or_path, "original_model"):
-        checkpoint = from_bridge(name_or_path, tokenizer)
-    elif isinstance(name_or_path, str | Path):
-        checkpoint = load_checkpoint(
-            name_or_path, revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer
-        )
-    else:
-        raise CheckpointError(
-            f"cannot load a {type(name_or_path).__name__}; give a name, a folder, a transformers PreTrainedModel "
-            f"or a TransformerLens TransformerBridge."
-        )
+        checkpoint = _take_over(name_or_path, tokenizer)
     model = Model(checkpoint)
-    checkpoint.hf.__dict__[HELD] = model
     if check:
         run_check(model.tree, checkpoint.family.causal)
+    checkpoint.hf.__dict__[HELD] = model
     return model
+
+
+def _take_over(held: Any, tokenizer: Any) -> Checkpoint:
+    """The checkpoint of a model that the caller holds already."""
+    from transformers import PreTrainedModel
+
+    if isinstance(held, PreTrainedModel):
+        return from_pretrained_model(held, tokenizer)
+    if hasattr(held, "original_model"):
+        return from_bridge(held, tokenizer)
+    raise CheckpointError(
+        f"cannot load a {type(held).__name__}; give a name, a folder, a transformers PreTrainedModel "
+        f"or a TransformerLens TransformerBridge."
+    )

@@ -77,7 +77,7 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     ax.plot(steps, every[:, layer, head], "o-", color="#d94801", markersize=4, label=f"layer {layer}, head {head}")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(xlabel="step", ylabel="position of the strongest key", title=data.attrs.get("model", ""))
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     ax.legend(loc="upper right", frameon=True)
     return ax
 

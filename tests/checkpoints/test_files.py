@@ -278,7 +278,7 @@ def _weights(**shapes: tuple[int, ...]) -> Weights:
 
 
 def test_weights_that_match_pass():
-    compare(_weights(a=(2, 3), b=(4,)), {"b": (4,), "a": (2, 3)}, set(), "here")
+    assert compare(_weights(a=(2, 3), b=(4,)), {"b": (4,), "a": (2, 3)}, set(), "here") is None
 
 
 def test_missing_surplus_and_misshapen_weights_are_all_told():
@@ -292,7 +292,7 @@ def test_missing_surplus_and_misshapen_weights_are_all_told():
 
 @pytest.mark.parametrize("stored", [{"embed": (4, 2)}, {"embed": (4, 2), "head": (4, 2)}], ids=["once", "twice"])
 def test_tied_weight_may_be_stored_once_or_twice(stored):
-    compare(_weights(**stored), {"embed": (4, 2), "head": (4, 2)}, {"head"}, "here")
+    assert compare(_weights(**stored), {"embed": (4, 2), "head": (4, 2)}, {"head"}, "here") is None
 
 
 def test_index_names_every_weight_of_the_shards(sharded):
