@@ -35,6 +35,10 @@ class HookNameError(SinklensError, KeyError):
         return str(self.args[0])
 
 
+class HookFunctionError(SinklensError, TypeError):
+    """A hook function cannot be called as ``fn(value, hook=point)``, or gives back another shape than it got."""
+
+
 class HookOrderError(SinklensError, RuntimeError):
     """A hook point was asked for after the run had passed it, or outside the trace block."""
 

@@ -5,6 +5,7 @@ about an answer is hidden: whether it ended, whether it is empty, and how many p
 `Generation.answers`.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import HookNameError, PromptError, SinklensError
+from sinklens.errors import HookFunctionError, HookNameError, PromptError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -201,8 +202,16 @@ class Denoising:
         found = []
         for entry in hooks:
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
-                raise HookNameError(f"hooks= is a list of (name or predicate, function) pairs; got {entry!r}.")
-            found += [(point, entry[1]) for point in names.select(entry[0], known, layers)]
+                raise HookNameError(
+                    f"hooks= is a list of (name or predicate, function) pairs, [(name, fn), …]; got {entry!r}."
+                )
+            points = names.select(entry[0], known, layers)
+            if not _takes_hook(entry[1]):
+                raise HookFunctionError(
+                    f"{_called(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
+                    f"and, under the name `hook`, the point: def fn(value, hook): ..."
+                )
+            found += [(point, entry[1]) for point in points]
         return found
 
     @contextmanager
@@ -213,7 +222,7 @@ class Denoising:
         try:
             for name, function in self.hooks:
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append((point, point.add_hook(self._on_conditional_rows(function))))
+                handles.append((point, point.add_hook(self._checked(function))))
             if self._recorder is not None:
                 for block in tree.blocks:
                     point = block.attn.hook_sink_scores  # type: ignore[union-attr,assignment]
@@ -225,18 +234,25 @@ class Denoising:
                 point.fwd_hooks.remove(handle)
             tree.watch.step = None
 
-    def _on_conditional_rows(self, function: HookFunction) -> HookFunction:
-        """Under guidance, show `function` the conditional rows alone and put back what it returns."""
-        if not self.guided:
-            return function
+    def _checked(self, function: HookFunction) -> HookFunction:
+        """`function`, held to the shape it got; under guidance it sees the conditional rows alone."""
 
-        def narrowed(value: Tensor, hook: Point) -> Tensor | None:
-            if value.shape[0] != 2 * self.rows:
-                return function(value, hook=hook)
-            changed = function(value[: self.rows], hook=hook)
-            return None if changed is None else torch.cat([changed, value[self.rows :]])
+        def call(value: Tensor, hook: Point) -> Tensor | None:
+            guided = self.guided and value.shape[0] == 2 * self.rows
+            seen = value[: self.rows] if guided else value
+            changed = function(seen, hook=hook)
+            if changed is None:
+                return None
+            free = 2 if hook.name is not None and hook.name.endswith("hook_attn_mask") else None  # one query or all
+            if _sizes(changed, free) != _sizes(seen, free):
+                back = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+                raise HookFunctionError(
+                    f"{_called(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
+                    f"and gave back {back}; return the same shape, or None to change nothing."
+                )
+            return torch.cat([changed, value[self.rows :]]) if guided else changed
 
-        return narrowed
+        return call
 
     def carry_out(self, listeners: Sequence[Listener] = ()) -> Course:
         """Run all steps."""
@@ -300,6 +316,28 @@ class Denoising:
             "device": str(self.model.cfg.device),
             "versions": json.dumps({name: version(name) for name in ("torch", "transformers", "nnsight")}),
         }
+
+
+def _takes_hook(function: HookFunction) -> bool:
+    """Whether `function` can be called with a value and ``hook=``; functions that hide their signature may try."""
+    try:
+        inspect.signature(function).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _called(function: HookFunction) -> str:
+    return f"hook function {getattr(function, '__name__', repr(function))}"
+
+
+def _sizes(value: Any, free: int | None) -> list[int] | None:
+    """The shape of `value` without axis `free`; None if it is no tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    return [size for axis, size in enumerate(value.shape) if axis != free]
 
 
 class _Recording:

@@ -112,6 +112,21 @@ class Model(NNsight):
             raise PromptError(f"a prompt is a string, a list of strings, or token ids; got a list of {kinds}.")
         return self._left_padded([self._encode_one(str(text), chat_template) for text in texts])
 
+    def to_tokens(self, prompt: str | Sequence[str]) -> Int[Tensor, "batch pos"]:
+        """TransformerLens's name for the token ids of text; several prompts are left-padded."""
+        return self.encode(prompt)[0]
+
+    def to_str_tokens(self, prompt: str | Sequence[int] | Int[Tensor, "*one pos"]) -> list[str]:
+        """TransformerLens's name for the tokens of one text, or of one row of ids, each as its own string.
+
+        Raises:
+            PromptError: the model has no tokenizer, or several rows were given.
+        """
+        ids, _ = self.encode(prompt)
+        if self.tokenizer is None or len(ids) != 1:
+            raise PromptError("to_str_tokens takes one text or one row of ids, and needs a tokenizer.")
+        return [str(self.tokenizer.decode([token])) for token in ids[0].tolist()]
+
     def _encode_one(self, text: str, chat_template: bool | str) -> list[int]:
         if self.tokenizer is None:
             raise PromptError(

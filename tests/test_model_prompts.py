@@ -101,3 +101,14 @@ def test_a_text_for_a_model_without_a_tokenizer_is_told_what_to_do():
         PromptError, match=r"came without a tokenizer, so it takes token ids .*\.load\(\.\.\., tokenizer=\.\.\.\)"
     ):
         shared_model().encode(SHORT)
+
+
+def test_tokens_have_transformerlenss_names(tiny_llada):
+    text = "Question: Tom has 12 apples."
+    assert tiny_llada.to_tokens(text).tolist() == [tiny_llada.tokenizer(text).input_ids]
+    words = tiny_llada.to_str_tokens(text)
+    assert words[0] == "<|startoftext|>"
+    assert "".join(words[1:]) == text
+    assert tiny_llada.to_str_tokens(tiny_llada.to_tokens(text)[0]) == words
+    with pytest.raises(PromptError, match="one text or one row of ids"):
+        tiny_llada.to_str_tokens(torch.zeros(2, 3, dtype=torch.long))

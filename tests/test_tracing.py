@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.errors import HookNameError, HookOrderError, PromptError, ReadOnlyHookError, SettingError
+from sinklens.errors import (
+    HookFunctionError,
+    HookNameError,
+    HookOrderError,
+    PromptError,
+    ReadOnlyHookError,
+    SettingError,
+)
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt
@@ -415,6 +422,37 @@ def test_an_error_in_a_hook_function_leaves_the_model_as_it_was(tiny_llada, base
         sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", fail)])
     assert not any(point.watched for point in tiny_llada.tree.hook_points())
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
+
+
+def test_a_hook_function_that_gives_back_another_shape_is_named(tiny_llada):
+    def first_row_only(value, hook):
+        return value[:, :1]
+
+    with pytest.raises(
+        HookFunctionError, match=r"first_row_only at blocks.1.attn.hook_z \(step 0\) got .* shape \[1, \d+, 6, 32\] and"
+    ):
+        sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", first_row_only)])
+    with pytest.raises(HookFunctionError, match=r"gave back int; return the same shape, or None"):
+        sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", lambda value, hook: 3)])
+
+
+def test_a_hook_function_without_its_hook_argument_is_refused_before_the_run(tiny_llada):
+    with pytest.raises(HookFunctionError, match=r"<lambda> cannot be called as fn\(value, hook=point\)"):
+        sinklens.generate(tiny_llada, PROMPT, hooks=[("hook_embed", lambda value: value)])
+
+
+def test_an_attention_mask_may_be_given_per_query(tiny_llada, base):
+    def forbid(value, hook):
+        full = value.expand(-1, -1, value.shape[-1], -1).clone()
+        full[:, 3, :, 5] = -torch.inf
+        return full
+
+    with sinklens.trace(tiny_llada, PROMPT, hooks=[("blocks.2.attn.hook_attn_mask", forbid)]) as t:
+        for _ in t.steps:
+            pattern = t[PATTERN]
+    assert pattern[:, 3, :, 5].max() == 0
+    torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern.sum(-1)))
+    assert not torch.equal(t.canvas, base.canvas) or pattern[:, 2, :, 5].max() > 0
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ class SinkTrack:
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].
 
+        -1 where a head attends to nothing at all (its pattern was set to zero, or every key was masked).
+
         Raises:
             TrackError: `k` is below 1 or above the number of positions.
         """
@@ -74,25 +76,36 @@ class SinkTrack:
             raise TrackError(f"k lies between 1 and {self.data.sizes['pos']}, the number of positions; got {k}.")
         values = self.scores().fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
+        order = np.where(values.max(axis=-1, keepdims=True) > 0, order, -1)
         return xr.DataArray(order, dims=("batch", "step", "layer", "head", "rank"))
 
     def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:
-        """Position of the strongest key at each step.
+        """Position of the strongest key at each step, of row `batch`; -1 where the head attends to nothing.
 
         Raises:
             TrackError: no such layer, head or row.
         """
-        for name, value in (("layer", layer), ("head", head), ("batch", batch)):
-            size = self.data.sizes[name]
-            if not -size <= value < size:
-                raise TrackError(f"{name} {value} does not exist; this track has {size}, 0 to {size - 1}.")
+        self.require(layer=layer, head=head, batch=batch)
         return self.top(1).isel(layer=layer, head=head, batch=batch, rank=0).to_numpy()
 
-    def plot(self, layer: int | None = None, head: int | None = None, ax: "Axes | None" = None) -> "Axes":
+    def require(self, **places: int | None) -> None:
+        """Refuse a place that the track does not have, e.g. ``require(layer=3, head=None)``; None is none asked for.
+
+        Raises:
+            TrackError: no such layer, head, step or row.
+        """
+        for name, value in places.items():
+            size = self.data.sizes[name]
+            if value is not None and not -size <= value < size:
+                raise TrackError(f"{name} {value} does not exist; this track has {size}, 0 to {size - 1}.")
+
+    def plot(
+        self, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
+    ) -> "Axes":
         """Step × position map of the scores of one head, or averaged over those not named; strongest keys marked."""
         from sinklens.views.figures import sink_map
 
-        return sink_map(self, layer=layer, head=head, ax=ax)
+        return sink_map(self, layer=layer, head=head, batch=batch, ax=ax)
 
     def save(self, path: str | Path) -> Path:
         """Write to one NetCDF-4 file; a half-written file is never left behind.

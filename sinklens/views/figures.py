@@ -33,16 +33,18 @@ def sink_map(
     Args:
         layer, head: which; None averages over all.
     """
+    track.require(layer=layer, head=head, batch=batch)
     score = track.scores().isel(batch=batch)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
     values = score.to_numpy()
     ax = _axes(ax)
     image = ax.imshow(values, aspect="auto", cmap="magma", interpolation="nearest", vmin=0)
-    strongest = np.nanargmax(values, axis=1)
+    strongest = np.where(np.nanmax(values, axis=1) > 0, np.nanargmax(values, axis=1), np.nan)
     ax.plot(strongest, np.arange(len(values)), ".", color="white", markersize=4, label="strongest key")
     ax.axvline(track.data.attrs["prompt_length"] - 0.5, color="white", linewidth=0.8, linestyle=":")
-    ax.set(xlabel="position (dotted: end of prompt)", ylabel="denoising step", title=_title(track, layer, head))
+    ax.set(xlabel="position (dotted: end of prompt)", ylabel="denoising step", title=_title(track, layer, head, batch))
+    ax.legend(loc="lower left", fontsize="small", labelcolor="white", facecolor="0.3")
     ax.figure.colorbar(image, ax=ax, label="attention received (uniform = 1)")
     return ax
 
@@ -60,23 +62,31 @@ def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
 def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes | None" = None) -> "Axes":
     """Position of the strongest key against step: every head faintly, one drawn out (the paper's Fig. 7).
 
-    The background tells which positions were still masked when the step began.
+    The background tells which positions were undecided when the step began. The title tells how many heads have their
+    strongest key at one position through all steps.
     """
     from matplotlib.colors import to_rgba
 
+    track.require(layer=layer, head=head, batch=batch)
     ax = _axes(ax)
     data = track.data.isel(batch=batch)
     steps = np.arange(track.steps)
     masked = data["masked"].to_numpy()
     shade = np.where(masked.T[..., None], to_rgba(MASKED), (1, 1, 1, 1))
     ax.imshow(shade, aspect="auto", origin="lower", interpolation="nearest")
-    every = track.top(1).isel(batch=batch, rank=0).to_numpy()
+    every = track.top(1).isel(batch=batch, rank=0).to_numpy().astype(float)
+    every[every < 0] = np.nan
+    still = int((every == every[:1]).all(axis=0).sum())
     jitter = np.linspace(-0.3, 0.3, every[0].size)
     for offset, path in zip(jitter, every.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
     ax.plot(steps, every[:, layer, head], "o-", color="#d94801", markersize=4, label=f"layer {layer}, head {head}")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
-    ax.set(xlabel="step", ylabel="position of the strongest key", title=data.attrs.get("model", ""))
+    ax.set(
+        xlabel="step",
+        ylabel="position of the strongest key",
+        title=f"{_name(track)}: {still} of {every[0].size} heads stay where they began",
+    )
     ax.locator_params(axis="x", integer=True)
     ax.legend(loc="upper right", frameon=True)
     return ax
@@ -92,16 +102,22 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
     for track, ax in zip(tracks, axes[0], strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
     figure.suptitle(
-        "Where each head's strongest key is: grey, all heads; orange, the head that moves most; blue, still masked; "
-        "dotted, end of prompt",
+        "Where each head's strongest key is: grey, all heads; orange, the head that moves most; blue, not decided yet "
+        "when the step began; dotted, end of prompt",
         fontsize=9,
     )
     return figure
 
 
-def _title(track: SinkTrack, layer: int | None, head: int | None) -> str:
+def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) -> str:
+    rows = [f"row {batch}"] if track.data.sizes["batch"] > 1 else []
     which = [
         "mean over layers" if layer is None else f"layer {layer}",
         "mean over heads" if head is None else f"head {head}",
     ]
-    return f"{track.data.attrs.get('model', '')}: {', '.join(which)}"
+    return f"{_name(track)}: {', '.join(rows + which)}"
+
+
+def _name(track: SinkTrack) -> str:
+    """The model's name, without the folders before it."""
+    return str(track.data.attrs.get("model", "")).rstrip("/").rpartition("/")[2]

@@ -29,9 +29,10 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     heads = strongest[0].size
     layer, head = most_moving_head(run.sinks, row)
     console.print(
-        f"Each line is a step. {BLANK} is still masked; new tokens are bold. On the right, the positions where most of "
-        f"the {heads} heads have their strongest key, and how many heads; last, layer {layer} head {head}, "
-        f"which moves most.",
+        f"Each line is the answer after a step: {BLANK} is not decided yet, · is the end of text, new tokens are bold. "
+        f"On the right, the {top} positions where the most of the {heads} heads had their strongest key in that step, "
+        f"with the token that stood there and how many heads; last, the position of layer {layer} head {head}, which "
+        f"moves most.",
         style="dim",
     )
     answers = [_answer(model, run, row, step) for step in range(run.steps_run)]

@@ -75,6 +75,13 @@ def test_top_k_ranks_and_the_trajectory_follows_the_strongest():
     assert found.tolist() == [False, True, True, False]
 
 
+def test_a_head_that_attends_to_nothing_has_no_strongest_key():
+    """Not position 0, which would look like a sink at the start token."""
+    track = planted([[0.0, 0.0, 0.0, 0.0], [0.2, 0.3, 3.2, 0.3]])
+    assert track.trajectory(0, 0).tolist() == [-1, 2]
+    assert not track.detect(EpsilonOverMean(0.0)).isel(step=0).any()
+
+
 def test_units_are_shares_of_the_whole():
     track = planted(MOVING)
     np.testing.assert_allclose(track.scores("fraction").to_numpy()[0, 0, 0, 0], [0.05, 0.8, 0.075, 0.075], rtol=1e-6)
