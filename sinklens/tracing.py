@@ -91,6 +91,7 @@ def generate(
 ) -> Generation:
     """Carry out a run without a block; arguments and result are those of `trace`."""
     denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
+    _refuse_nesting(denoising.model)
     denoising.carry_out()
     return denoising.result()
 
@@ -117,6 +118,19 @@ def _denoising(
         replay=replay,
         progress=progress,
     )
+
+
+def _refuse_nesting(model: Model) -> None:
+    """A run inside a block of the same model would serve its own values to that block.
+
+    Raises:
+        HookOrderError: a block of `model` is running.
+    """
+    if model.interleaver.interleaving:
+        raise HookOrderError(
+            f"a trace block of {model.name} is running; another run of the same model cannot begin inside it. Run it "
+            f"before or after the block, or on a second model (sinklens.load again)."
+        )
 
 
 class Trace(InterleavingTracer):
@@ -201,6 +215,7 @@ class Trace(InterleavingTracer):
             raise SinklensError("this trace has run already; call sinklens.trace(...) again for another run.")
         assert self.info is not None
         frame, model = self.info.frame, self._denoising.model
+        _refuse_nesting(model)
         self.batcher = _ConditionalRows(model, self._denoising)
         mediator = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
         mediator.batch_group = [0, self._denoising.rows]
@@ -308,7 +323,7 @@ class Steps:
         """
         total = len(self)
         if isinstance(key, slice):
-            return Steps(self._owner, range(total)[key])
+            return Steps(self._owner, sorted(range(total)[key]))
         wanted = [key] if isinstance(key, int) else list(key)
         for step in wanted:
             if not isinstance(step, int) or not -total <= step < total:

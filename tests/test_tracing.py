@@ -69,6 +69,7 @@ def test_recorded_sinks_are_the_column_sums_of_each_steps_patterns(tiny_llada):
     [
         (lambda steps: steps[20:], [20, 21, 22, 23]),
         (lambda steps: steps[::8], [0, 8, 16]),
+        (lambda steps: steps[2::-1], [0, 1, 2]),
         (lambda steps: steps[[5, 0]], [0, 5]),
         (lambda steps: steps[-1], [23]),
         (lambda steps: steps.at(0.0, 0.5, 1.0), [0, 12, 23]),
@@ -384,6 +385,29 @@ def test_sink_scores_cannot_be_written(tiny_llada):
     with pytest.raises(ReadOnlyHookError, match=r"only reports what attention did.*hook_attn_mask"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             t["blocks.0.attn.hook_sink_scores"] = torch.zeros(1)
+
+
+def test_a_run_inside_a_block_of_the_same_model_is_refused(tiny_llada, base):
+    with pytest.raises(HookOrderError, match=r"a trace block of tiny-llada is running"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps[:1]:
+                sinklens.generate(tiny_llada, PROMPT)
+    with pytest.raises(HookOrderError, match=r"a trace block of tiny-llada is running"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps[:1]:
+                with sinklens.trace(tiny_llada, PROMPT) as inner:
+                    inner["hook_embed"]
+    assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
+
+
+def test_a_forward_pass_inside_a_block_leaves_the_run_alone(tiny_llada, base):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in t.steps[:3]:
+            resid = t["blocks.1.hook_resid_pre"]
+            logits = tiny_llada(base.canvas[:, step])
+    assert logits.shape[-1] == tiny_llada.cfg.d_vocab
+    assert resid.shape[-1] == tiny_llada.cfg.d_model
+    assert torch.equal(t.canvas, base.canvas)
 
 
 def test_reading_a_point_outside_the_block_says_what_remains(tiny_llada):
