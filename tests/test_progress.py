@@ -1,0 +1,54 @@
+"""The progress bar appears when wanted, or late on a terminal, and counts the steps that are done."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from sinklens import progress
+from sinklens.progress import Progress
+
+
+def run_bar(steps, wanted):
+    with Progress(steps, wanted) as bar:
+        for step in range(steps):
+            bar.before(step, None)
+            bar.after(step, None)
+        return bar._bar, bar._task
+
+
+def test_a_wanted_bar_counts_every_step_and_an_unwanted_one_never_appears():
+    bar, task = run_bar(5, True)
+    assert bar.tasks[task].completed == 5
+    assert bar.tasks[task].total == 5
+    assert run_bar(5, False) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "patience", "appears"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)]
+)
+def test_by_itself_it_appears_on_a_terminal_after_a_while(monkeypatch, terminal, patience, appears):
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    bar, _ = run_bar(3, None)
+    assert (bar is not None) is appears
+
+
+@pytest.mark.parametrize(("wanted", "shown"), [(True, True), (False, False)])
+def test_on_a_real_terminal_it_is_drawn_on_standard_error(wanted, shown):
+    code = (
+        "import sinklens\n"
+        f"run = sinklens.generate('tiny-llada', 'Question: Tom has 2 apples.', progress={wanted})\n"
+        "print('done')\n"
+    )
+    mine, theirs = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, check=True, text=True)
+    os.write(theirs, b"the end")  # something to read in any case
+    drawn = os.read(mine, 65_536).decode()
+    os.close(theirs)
+    os.close(mine)
+    assert done.stdout == "done\n"
+    assert drawn.endswith("the end")
+    assert ("denoising" in drawn) is shown
