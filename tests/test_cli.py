@@ -108,7 +108,12 @@ def test_generated_text_is_shown_as_text_not_as_markup(capsys, tmp_path):
 def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
     """A real process, interrupted while it runs."""
     out = tmp_path / "out"
-    process = subprocess.Popen([*COMMAND, "demo", "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*COMMAND, "demo", "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     deadline = time.monotonic() + 120
     while not (out / "tiny-llada.sinks.nc").exists():  # the first model's run is over, the second's is to come
         assert process.poll() is None
