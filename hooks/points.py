@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """What all points of one tree share: the step being run and the nnsight session, if any.
+    """What all points of one tree share: the step being run and nnsight's interleaver, if any.
 
     Attributes:
         step: number of the denoising step being run; None outside a run.

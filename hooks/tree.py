@@ -131,7 +131,7 @@ class HookTree(HookedRootModule):
 
     Attributes:
         hf: the transformers model.
-        watch: the step counter and nnsight session that the points share.
+        watch: the step counter and nnsight's interleaver, which the points share.
         cfg: axis lengths under TransformerLens's names.
         blocks, hook_embed, ln_final, denoise: the points.
     """
