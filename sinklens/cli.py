@@ -62,7 +62,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    from sinklens.sampling.settings import Settings
+    from sinklens.sampling.settings import Settings, meaning
 
     text = "run a model on a prompt; write its answer, its sink track and a picture of it"
     trace = commands.add_parser("trace", help=text, description=text)
@@ -75,7 +75,7 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
     group = trace.add_argument_group("sampler settings (which apply depends on the model)")
     for name, kind in Settings.__annotations__.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", **_flag(kind))
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=meaning(name), **_flag(kind))
     trace.set_defaults(command=run_trace)
 
 

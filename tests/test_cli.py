@@ -11,6 +11,7 @@ import pytest
 
 from sinklens import SinkTrack
 from sinklens.cli import main
+from sinklens.sampling.settings import Settings, meaning
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt
@@ -98,6 +99,17 @@ def test_a_wrong_call_is_exit_code_two_and_help_is_zero(capsys):
         main(["--help"])
     for name in ("demo", "trace", "hooks", "models", "train"):
         assert name in capsys.readouterr().out or name
+
+
+def test_help_explains_every_sampler_setting(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["trace", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--block-length INT [llada] blocks are finished from left to right" in told
+    assert "--alg-temp FLOAT [dream] temperature of the choice of positions" in told
+    assert "--top-k INT [dream, autoregressive] propose from this many likeliest tokens" in told
+    for name in Settings.__annotations__:
+        assert len(meaning(name).partition("]")[2]) > 10, name
 
 
 def test_generated_text_is_shown_as_text_not_as_markup(capsys, tmp_path):

@@ -4,6 +4,7 @@ A setting left out takes the checkpoint's own default, then the sampler's. A set
 have is an error, never ignored: ``alg`` given to LLaDA would otherwise look as if it had had an effect.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -53,10 +54,10 @@ class LladaSettings:
     """LLaDA's sampler (Nie et al., 2502.09992, and its reference code).
 
     Attributes:
-        gen_length: answer positions, all masked at the start.
+        gen_length: positions of the answer; in a diffusion model all masked at the start.
         steps: denoising steps over the whole generation, through all blocks; default `gen_length`.
         block_length: blocks are finished from left to right; default 32, or `gen_length` where 32 does not divide it.
-        temperature: of the Gumbel noise, computed in float64; 0 takes the most likely token.
+        temperature: randomness of the proposed tokens (for LLaDA, Gumbel noise in float64); 0 takes the likeliest.
         cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 is off.
         remasking: which proposals stay masked: the least confident, or random ones.
         threshold: commit also whatever is at least this confident; ends blocks early. None is off.
@@ -112,7 +113,9 @@ class DreamSettings:
         steps: denoising steps; default `gen_length`.
         alg: "origin" commits at random, "maskgit_plus" by probability, "topk_margin" by the lead over the second
             token, "entropy" by negative entropy.
-        temperature, top_p, top_k: of the proposed tokens; temperature 0 takes the most likely.
+        temperature: randomness of the proposed tokens; 0 takes the likeliest.
+        top_p: propose from the smallest set of tokens that has this probability; None is off.
+        top_k: propose from this many likeliest tokens; None is off.
         alg_temp: temperature of the choice of positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
         threshold: commit also whatever is at least this confident, in the unit of `alg`; None is off.
@@ -148,7 +151,9 @@ class AutoregressiveSettings:
 
     Attributes:
         gen_length: tokens at most; a row ends at its end-of-sequence token.
-        temperature, top_p, top_k: of the sampled token; temperature 0 takes the most likely.
+        temperature: randomness of the sampled token; 0 takes the likeliest.
+        top_p: sample from the smallest set of tokens that has this probability; None is off.
+        top_k: sample from this many likeliest tokens; None is off.
         use_cache: keep keys and values, so that a step computes one position.
     """
 
@@ -174,6 +179,14 @@ BY_SAMPLER: dict[str, type[AnySettings]] = {
     "dream": DreamSettings,
     "autoregressive": AutoregressiveSettings,
 }
+
+
+def meaning(name: str) -> str:
+    """What a setting means, from the docstrings above: the samplers that have it, and the text of the first of them."""
+    owners = [sampler for sampler, kind in BY_SAMPLER.items() if name in {field.name for field in fields(kind)}]
+    entries = re.split(r"\n {8}(?! )", BY_SAMPLER[owners[0]].__doc__ or "")
+    texts = [entry.partition(":") for entry in entries if name in entry.partition(":")[0].split(", ")]
+    return f"[{', '.join(owners)}] {' '.join(texts[0][2].split())}" if texts else f"[{', '.join(owners)}]"
 
 
 def _check_truncation(temperature: float, top_p: float | None, top_k: int | None) -> None:
