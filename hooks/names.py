@@ -66,7 +66,6 @@ DENOISE = (
     PointSpec("hook_confidence", "batch pos", "confidence of each proposal; -inf where none is made"),
     PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
 )
-READ_ONLY = "hook_sink_scores"
 
 # TransformerLens 4's spelling -> ours, below a block.
 _BLOCK_ALIASES = {
