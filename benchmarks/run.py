@@ -50,10 +50,10 @@ class Ratio:
     b_seconds: float
 
 
-def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int) -> Ratio:
-    """Time `a` and `b` in turn, after one warm-up of each."""
+def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int, less: float = 0.0) -> Ratio:
+    """Time `a` and `b` in turn, after one warm-up of each; `less` seconds are taken off every time."""
     a(), b()
-    times = [(_seconds(a), _seconds(b)) for _ in range(pairs)]
+    times = [(_seconds(a) - less, _seconds(b) - less) for _ in range(pairs)]
     ratios = sorted(x / y for x, y in times)
     return Ratio(
         what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
@@ -132,9 +132,7 @@ def importing(pairs: int) -> Ratio:
         return lambda: subprocess.run([sys.executable, "-c", code], check=True)
 
     empty = statistics.median(_seconds(process("pass")) for _ in range(pairs))
-    raw = compare("import sinklens ÷ import torch", process("import sinklens"), process("import torch"), pairs)
-    a, b = raw.a_seconds - empty, raw.b_seconds - empty
-    return Ratio(raw.what, a / b, raw.low, raw.high, pairs, a, b)
+    return compare("import sinklens ÷ import torch", process("import sinklens"), process("import torch"), pairs, empty)
 
 
 def hardware() -> dict[str, str]:

@@ -276,6 +276,18 @@ def test_replay_forces_the_earlier_canvas_and_shows_each_steps_own_effect(tiny_l
     assert not torch.equal(free.canvas, base.canvas)
 
 
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_an_in_place_canvas_edit_under_replay_leaves_the_earlier_run_alone(name):
+    model = sinklens.load(name)
+    earlier = sinklens.generate(model, PROMPT)
+    kept = earlier.canvas.clone()
+    with sinklens.trace(model, PROMPT, replay=earlier) as t:
+        for _ in t.steps[3:]:
+            t["denoise.hook_canvas"][:, 2] = 5
+    assert torch.equal(earlier.canvas, kept)
+    assert t.canvas[0, 4, 2] == 5
+
+
 def test_replay_of_an_early_end_ends_as_early(tiny_llada):
     fast = sinklens.generate(tiny_llada, PROMPT, threshold=0.5)
     run = sinklens.generate(tiny_llada, PROMPT, replay=fast)

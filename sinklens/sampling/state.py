@@ -60,7 +60,9 @@ class State:
     def leave(self, canvas: Int[Tensor, "batch pos"]) -> None:
         """End the step with `canvas`, or with what the replayed run had at this place."""
         self.steps_done += 1
-        self.canvas = canvas if self.replay is None else self.replay[:, self.steps_done].to(canvas.device)
+        if self.replay is not None:  # a copy: an in-place edit of the canvas must not reach the earlier run
+            canvas = self.replay[:, self.steps_done].to(canvas.device, copy=True)
+        self.canvas = canvas
 
     def logits(
         self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"], cfg_scale: float = 0.0
