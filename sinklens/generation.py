@@ -6,13 +6,15 @@ about an answer is hidden: whether it ended, whether it is empty, and how many p
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SinklensError
@@ -23,8 +25,8 @@ from sinklens.sampling import AnySettings, LladaSettings, make_settings
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.running import Course, Listener, course, run
 from sinklens.sampling.state import State
-from sinklens.sinks.recorder import SinkRecorder
-from sinklens.sinks.track import SinkTrack, build_track
+from sinklens.sinks.recorder import Record, SinkRecorder, step_canvases
+from sinklens.sinks.track import SinkTrack
 
 HookFunction = Callable[..., Any]
 Hooks = Sequence[tuple[names.HookName, HookFunction]]
@@ -77,6 +79,9 @@ class Generation:
         seed: as used.
         sinks: sink scores of every step, layer and head; None if they were not recorded or no step ended.
         single: the prompt was one string, so `text` is one string.
+        model: the model that ran.
+        patterns: attention patterns that were asked for by `Record.patterns`, [batch, head, query, key] by
+            (step, layer).
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -88,6 +93,8 @@ class Generation:
     seed: int
     sinks: SinkTrack | None
     single: bool
+    model: Model = field(repr=False)
+    patterns: dict[tuple[int, int], Float[Tensor, "batch head query key"]] = field(default_factory=dict, repr=False)
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
@@ -137,7 +144,7 @@ class Denoising:
         seed: int,
         chat_template: bool | str,
         hooks: Hooks,
-        record_sinks: bool,
+        record_sinks: bool | Record,
         replay: "Replayable | None",
         progress: bool | None,
     ) -> None:
@@ -150,9 +157,8 @@ class Denoising:
         self.hooks = self._resolve(hooks)
         self.state.replay = None if replay is None else replay.canvas
         self._canvases: list[Tensor] = []
-        self._recorder = (
-            SinkRecorder(ids.shape[0], self.state.canvas.shape[1], model.cfg.n_layers) if record_sinks else None
-        )
+        self._recorder = self._make_recorder(record_sinks)
+        self._vocabulary: dict[int, str] = {}
 
     @property
     def rows(self) -> int:
@@ -196,8 +202,14 @@ class Denoising:
             shift=model.record.shift,
         )
 
+    def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
+        if record is False:
+            return None
+        chosen = Record() if record is True else record
+        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
+
     def _resolve(self, hooks: Hooks) -> list[tuple[str, HookFunction]]:
-        """(point, function) pairs; the recorder's come last, so that it sees what the others leave."""
+        """(point, function) pairs."""
         known, layers = self.model.hook_names(), self.model.cfg.n_layers
         found = []
         for entry in hooks:
@@ -223,11 +235,8 @@ class Denoising:
             for name, function in self.hooks:
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]
                 handles.append((point, point.add_hook(self._checked(function))))
-            if self._recorder is not None:
-                for block in tree.blocks:
-                    point = block.attn.hook_sink_scores  # type: ignore[union-attr,assignment]
-                    handles.append((point, point.add_hook(self._recorder.hook)))  # type: ignore[arg-type]
-            yield
+            with nullcontext() if self._recorder is None else self._recorder.attached():
+                yield
         finally:
             for point, handle in handles:
                 handle.hook.remove()
@@ -270,7 +279,7 @@ class Denoising:
         real = self.state.real.cpu()
         return Generation(
             done.canvas, done.unmask_step, real, self.state.prompt_length, answers, self.settings, self.seed,
-            self._track(done, real), self.single,
+            self._track(done), self.single, self.model, self._recorder.patterns if self._recorder else {},
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"]) -> Answer:
@@ -283,25 +292,33 @@ class Denoising:
             text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
         return Answer(text, bool(len(ends)), len(kept), masks)
 
-    def _track(self, done: Course, real: Tensor) -> SinkTrack | None:
-        scores = None if self._recorder is None else self._recorder.scores()
-        if scores is None:
+    def _track(self, done: Course) -> SinkTrack | None:
+        if self._recorder is None:
             return None
-        steps = min(scores.shape[1], done.steps)
-        entering, left = done.canvas[:, :steps], done.canvas[:, 1 : steps + 1]
-        masked = entering == self.state.mask_id
-        return build_track(
-            scores[:, :steps].float().numpy(),
-            entering.numpy(),
-            masked.numpy(),
-            (masked & (left != self.state.mask_id)).numpy(),
-            real.numpy(),
-            done.unmask_step.numpy(),
-            self._provenance(),
-        )
+        self.describe(unmask_step=done.unmask_step.numpy())
+        data = self._recorder.store.dataset()
+        return None if data is None else SinkTrack(data)
+
+    def record_step(self, step: int) -> None:
+        """Hand the step that just ended to the recorder."""
+        if self._recorder is None:
+            return
+        assert self.state.entered is not None
+        canvases = step_canvases(self.state.entered, self.state.canvas, self.state.mask_id)
+        self._recorder.end_step(step, self.state.partial, canvases)
+        self.describe()
+
+    def describe(self, **whole_run: np.ndarray) -> None:
+        """Tell the recorder's store what run this is, and every token's text so far."""
+        assert self._recorder is not None
+        if self.model.tokenizer is not None:
+            new = set(torch.unique(self.state.canvas).tolist()) - self._vocabulary.keys() - {-1}
+            self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
+        words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
+        real = self.state.real.cpu().numpy()
+        self._recorder.store.describe(self._provenance() | words, {"real": real, **whole_run})
 
     def _provenance(self) -> dict[str, Any]:
-        import json
         from importlib.metadata import version
 
         kept = {name: value for name, value in asdict(self.settings).items() if value is not None}
@@ -309,6 +326,7 @@ class Denoising:
             "model": self.model.name,
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
+            "causal": int(self.model.config.is_causal),
             "settings": json.dumps(kept),
             "seed": self.seed,
             "prompt_length": self.state.prompt_length,
@@ -341,15 +359,16 @@ def _sizes(value: Any, free: int | None) -> list[int] | None:
 
 
 class _Recording:
-    """Tells the recorder when a step has ended."""
+    """Tells the recorder when a step begins and ends."""
 
     def __init__(self, denoising: Denoising) -> None:
-        self._recorder = denoising._recorder
+        self._denoising = denoising
 
     def before(self, step: int, state: State) -> None:
-        """Nothing."""
+        """Watch what is wanted in this step."""
+        if self._denoising._recorder is not None:
+            self._denoising._recorder.begin_step(step)
 
     def after(self, step: int, state: State) -> None:
-        """Keep the step's scores."""
-        if self._recorder is not None:
-            self._recorder.end_step(state.partial)
+        """Keep the step."""
+        self._denoising.record_step(step)

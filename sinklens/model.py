@@ -75,6 +75,18 @@ class Model(NNsight):
         """Everything known of the checkpoint's family."""
         return self.checkpoint.family
 
+    @property
+    def special_tokens(self) -> dict[str, list[int]]:
+        """Ids of special tokens: "mask", "start" and "end" of a text, and "markup", the others (chat headers, …)."""
+        mask = [] if self.mask_token_id is None else [self.mask_token_id]
+        end = list(self.eos_token_ids)
+        if self.tokenizer is None:
+            return {"mask": mask, "start": [], "end": end, "markup": []}
+        start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        added = {token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
+        markup = sorted((added | set(self.tokenizer.all_special_ids)) - {*mask, *start, *end})
+        return {"mask": mask, "start": [token for token in start if token not in end], "end": end, "markup": markup}
+
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order a step reaches them."""
         return self.tree.point_names()

@@ -24,6 +24,7 @@ from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.generation import Denoising, Generation, Hooks, Replayable
 from sinklens.model import Model, load
 from sinklens.sampling import Settings
+from sinklens.sinks.recorder import Record
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
@@ -39,7 +40,7 @@ def trace(
     seed: int = 0,
     chat_template: bool | str = False,
     hooks: Hooks = (),
-    record_sinks: bool = True,
+    record_sinks: bool | Record = True,
     replay: Replayable | None = None,
     progress: bool | None = None,
     **settings: Unpack[Settings],
@@ -62,7 +63,7 @@ def trace(
         chat_template: True puts text through the tokenizer's chat template; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
             the step. They are removed when the run ends.
-        record_sinks: keep the sink scores of every step, layer and head.
+        record_sinks: keep the sink scores of every step, layer and head; a `sinks.Record` says what else, and where to.
         replay: an earlier run of the same prompts; its canvas is forced at every step, so that each step's effect of
             an intervention stands alone.
         progress: show a progress bar; by default on a terminal, after a few seconds.
@@ -84,7 +85,7 @@ def generate(
     seed: int = 0,
     chat_template: bool | str = False,
     hooks: Hooks = (),
-    record_sinks: bool = True,
+    record_sinks: bool | Record = True,
     replay: Replayable | None = None,
     progress: bool | None = None,
     **settings: Unpack[Settings],
@@ -103,7 +104,7 @@ def _denoising(
     seed: int,
     chat_template: bool | str,
     hooks: Hooks,
-    record_sinks: bool,
+    record_sinks: bool | Record,
     replay: Replayable | None,
     progress: bool | None,
 ) -> Denoising:

@@ -1,23 +1,56 @@
-"""Attention sinks: recorded scores, tracks of them over a run, and detectors."""
+"""Attention sinks: what is recorded of a run, tracks of it, detectors, and measures of where sinks are and how they move."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklens.sinks.detectors import Detector, EpsilonOverMean, TopK
-    from sinklens.sinks.recorder import SinkRecorder
+    from sinklens.sinks.detectors import (
+        Broadcast,
+        Detector,
+        EpsilonOverMean,
+        MeanPlusStd,
+        NoOp,
+        ResidualPeak,
+        SinkRate,
+        SmallValueNorm,
+        TopK,
+    )
+    from sinklens.sinks.quantities import Quantity
+    from sinklens.sinks.recorder import Record
     from sinklens.sinks.track import SinkTrack, Unit, build_track
 
 _HOMES = {
+    "Broadcast": "detectors",
     "Detector": "detectors",
     "EpsilonOverMean": "detectors",
-    "TopK": "detectors",
-    "SinkRecorder": "recorder",
+    "MeanPlusStd": "detectors",
+    "NoOp": "detectors",
+    "Quantity": "quantities",
+    "Record": "recorder",
+    "ResidualPeak": "detectors",
+    "SinkRate": "detectors",
     "SinkTrack": "track",
+    "SmallValueNorm": "detectors",
+    "TopK": "detectors",
     "Unit": "track",
     "build_track": "track",
 }
 
-__all__ = ["Detector", "EpsilonOverMean", "SinkRecorder", "SinkTrack", "TopK", "Unit", "build_track"]
+__all__ = [
+    "Broadcast",
+    "Detector",
+    "EpsilonOverMean",
+    "MeanPlusStd",
+    "NoOp",
+    "Quantity",
+    "Record",
+    "ResidualPeak",
+    "SinkRate",
+    "SinkTrack",
+    "SmallValueNorm",
+    "TopK",
+    "Unit",
+    "build_track",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,34 @@
 """Definitions of what a sink is, as small classes with one interface.
 
-A detector turns a track into a boolean array [batch, step, layer, head, pos]. A new definition is one subclass.
+A detector answers two questions about a track, both [batch, step, layer, head, pos]: `detect`, where a sink is, and
+`strength`, how much of one (larger is more; NaN where a position does not exist). A definition that pools over heads or
+layers gives all of them the same answer. What a detector needs beside the scores it asks for by
+`SinkTrack.need`, whose error says how to record it. A new definition is one subclass:
+
+    @dataclass(frozen=True)
+    class AboveTen(Detector):
+        def strength(self, track):
+            return track.scores()
+
+        def detect(self, track):
+            return self.strength(track) > 10
+
+One way this fails: thresholds from papers belong to their unit and length. 3 above the mean is 0.6 % of all attention
+for 512 positions and 4.7 % for 64.
 """
 
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import xarray as xr
 
 from sinklens.errors import TrackError
 from sinklens.sinks.track import SinkTrack, Unit
+
+AXES = ("batch", "step", "layer", "head", "pos")
 
 
 class Detector(ABC):
@@ -21,36 +38,54 @@ class Detector(ABC):
     def detect(self, track: SinkTrack) -> xr.DataArray:
         """True where `track` has a sink: [batch, step, layer, head, pos]."""
 
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        """How much of a sink each position is, [batch, step, layer, head, pos]; by default its score."""
+        return track.scores()
+
+
+def everywhere(values: xr.DataArray, track: SinkTrack) -> xr.DataArray:
+    """`values`, which may lack some axes, on all five axes of `track`."""
+    return values.broadcast_like(track.data["score"]).transpose(*AXES)
+
+
+def over_others(values: xr.DataArray) -> xr.DataArray:
+    """For each position, the mean of `values` over the other positions that exist."""
+    return (values.sum("pos") - values) / (values.notnull().sum("pos") - 1).clip(min=1)
+
 
 @dataclass(frozen=True)
 class EpsilonOverMean(Detector):
     """The paper's definition (Rulli et al., 2510.15731, Eq. 3).
 
-    Position j is a sink if Ā[j] > (1 / (S − 1)) Σ_{k≠j} Ā[k] + ε, with Ā the score in `unit`.
+    Position j is a sink if Ā[j] > (1 / (S − 1)) Σ_{k≠j} Ā[k] + ε, with Ā the score in `unit`. Its strength is the
+    difference of Ā[j] and the mean, to be compared with ε.
 
     Attributes:
         epsilon: ε, in `unit`; the paper uses 3 and does not state the unit.
-        unit: "sum" (uniform attention is 1), "percent" or "fraction"; with "fraction" an ε of 1 or more cannot be met.
+        unit: "sum" (uniform attention is 1), "percent", "fraction" or "visible"; in the last two an ε of 1 or more
+            cannot be met.
     """
 
-    epsilon: float = 3.0
+    epsilon: float | int = 3.0
     unit: Unit = "sum"
 
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        score = track.scores(self.unit)
+        return score - over_others(score)
+
     def detect(self, track: SinkTrack) -> xr.DataArray:
-        if self.unit == "fraction" and self.epsilon >= 1:
+        if self.unit in ("fraction", "visible") and self.epsilon >= 1:
             warnings.warn(
-                f"with unit 'fraction' no score exceeds 1, so epsilon = {self.epsilon} can never be met; "
+                f"with unit {self.unit!r} no score exceeds 1, so epsilon = {self.epsilon} can never be met; "
                 f"use unit='sum' or unit='percent'.",
                 stacklevel=2,
             )
-        score = track.scores(self.unit)
-        others = (score.sum("pos") - score) / (score.notnull().sum("pos") - 1).clip(min=1)
-        return score > others + self.epsilon
+        return self.strength(track) > self.epsilon
 
 
 @dataclass(frozen=True)
 class TopK(Detector):
-    """The `k` strongest keys of every head and step, whatever their score.
+    """The `k` strongest keys of every head and step, whatever their score; fewer where fewer exist.
 
     Attributes:
         k: how many; existing positions only.
@@ -66,3 +101,166 @@ class TopK(Detector):
         found = np.zeros(score.shape, dtype=bool)
         np.put_along_axis(found, strongest, True, axis=-1)
         return score.copy(data=found) & score.notnull()
+
+
+@dataclass(frozen=True)
+class MeanPlusStd(Detector):
+    """Mass above mean + k · standard deviation (Sink-Aware Pruning, 2602.17664; k = 3 in Attention Floating, 2601.07894).
+
+    m(j) is the score in `unit`, averaged over `over`; mean and population standard deviation are taken over the
+    positions that exist. Position j is a sink if m(j) > mean + k · std. Its strength is the soft weight
+    sigmoid(slope · (m(j) − mean − k · std)), in (0, 1), 0.5 at the threshold.
+
+    Attributes:
+        k: standard deviations.
+        over: axes that the mass is averaged over; the source pools layers and heads, () judges each head alone.
+        unit: of the mass; decides what `slope` means.
+        slope: of the sigmoid, per unit of mass.
+    """
+
+    k: float | int = 2.0
+    over: tuple[Literal["layer", "head"], ...] = ("layer", "head")
+    unit: Unit = "sum"
+    slope: float | int = 5.0
+
+    def _margin(self, track: SinkTrack) -> xr.DataArray:
+        mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)
+        return mass - mass.mean("pos") - self.k * mass.std("pos")
+
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        margin = self._margin(track)
+        return everywhere(margin.copy(data=1 / (1 + np.exp(-self.slope * margin.to_numpy()))), track)
+
+    def detect(self, track: SinkTrack) -> xr.DataArray:
+        return everywhere(self._margin(track) > 0, track)
+
+
+@dataclass(frozen=True)
+class SinkRate(Detector):
+    """Positions that are a sink to many heads (Gu et al., 2410.10781, Sec. 3, there for the first position).
+
+    α_j = mean attention that key j receives from the queries that can see it; for bidirectional attention these are
+    all S. The rate of j is the share of (layer, head) with α_j > ε; it is the strength. Position j is a sink if its
+    rate reaches `share`.
+
+    Attributes:
+        epsilon: ε on α, which lies in [0, 1]; the source uses 0.3.
+        share: of all heads of all layers; the source reports the rate and sets no bound.
+    """
+
+    epsilon: float = 0.3
+    share: float = 0.1
+
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        alpha = track.scores("visible")
+        rate = (alpha > self.epsilon).mean(("layer", "head"))
+        return everywhere(rate, track).where(alpha.notnull())
+
+    def detect(self, track: SinkTrack) -> xr.DataArray:
+        rate = self.strength(track)
+        return (rate >= self.share) & (rate > 0)
+
+
+@dataclass(frozen=True)
+class SmallValueNorm(Detector):
+    """Positions whose value is small (One Token Is Enough, 2601.19657; value drain of 2410.13835). Needs "values".
+
+    r(j) = |v_j| / mean_k |v_k|, k over the positions that exist. Position j is a sink if r(j) < `ratio`; its strength
+    is 1 / r(j). The sources state no bound; 0.2 is Unifying View's (2606.08105).
+
+    Attributes:
+        ratio: bound on r.
+    """
+
+    ratio: float = 0.2
+
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        return 1 / value_ratio(track)
+
+    def detect(self, track: SinkTrack) -> xr.DataArray:
+        return value_ratio(track) < self.ratio
+
+
+@dataclass(frozen=True)
+class ResidualPeak(Detector):
+    """Massive activations in the stream that the layer reads (2402.17762). Needs "stream".
+
+    Position j is a sink if its peak p_j = max_c |h[j, c]| exceeds `floor` and is at least `ratio` times a median: of
+    |h| over all positions and channels (``per="position"``, as in the source), or of |h[:, c]| over positions, for the
+    channel c of the peak (``per="channel"``, since in LLaDA a channel can be high everywhere, 2605.06366). Its strength
+    is p_j / median. All heads of a layer get the same answer.
+
+    Attributes:
+        ratio: times the median.
+        floor: least peak; both in the source's sizes, which belong to models of billions of parameters.
+        per: which median.
+    """
+
+    ratio: float | int = 1000.0
+    floor: float | int = 100.0
+    per: Literal["position", "channel"] = "position"
+
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        median = "stream_median" if self.per == "position" else "stream_channel_median"
+        stream = track.need("stream_peak", median)
+        return everywhere(stream["stream_peak"] / stream[median], track)
+
+    def detect(self, track: SinkTrack) -> xr.DataArray:
+        high = track.need("stream_peak")["stream_peak"] > self.floor
+        return (self.strength(track) >= self.ratio) & everywhere(high, track)
+
+
+@dataclass(frozen=True)
+class NoOp(Detector):
+    """Sinks that carry next to nothing (Unifying View, 2606.08105). Needs "values".
+
+    A position found by `among` whose value-norm ratio r(j) = |v_j| / mean_k |v_k| is below `ratio`. Its strength is
+    1 / r(j).
+
+    Attributes:
+        ratio: bound on r.
+        among: what a sink is in the first place.
+    """
+
+    ratio: float = 0.2
+    among: Detector = field(default_factory=EpsilonOverMean)
+
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        return 1 / value_ratio(track)
+
+    def detect(self, track: SinkTrack) -> xr.DataArray:
+        return self.among.detect(track) & (value_ratio(track) < self.ratio)
+
+
+@dataclass(frozen=True)
+class Broadcast(Detector):
+    """Sinks that hand one message to all (Unifying View, 2606.08105). Needs "values" and "outputs".
+
+    A position found by `among` whose value-norm ratio r(j) is ordinary, `low` to `high`, in a head whose output
+    O = A·V has a stable rank |O|_F² / σ₁² below `rank`: every query receives much the same. Its strength is 1 / rank
+    of the head, in (0, 1].
+
+    Attributes:
+        low, high: bounds on r.
+        rank: bound on the stable rank.
+        among: what a sink is in the first place.
+    """
+
+    low: float = 0.5
+    high: float = 1.5
+    rank: float = 1.5
+    among: Detector = field(default_factory=EpsilonOverMean)
+
+    def strength(self, track: SinkTrack) -> xr.DataArray:
+        return everywhere(1 / track.need("output_rank")["output_rank"], track).where(track.scores().notnull())
+
+    def detect(self, track: SinkTrack) -> xr.DataArray:
+        ratio = value_ratio(track)
+        flat = everywhere(track.need("output_rank")["output_rank"] < self.rank, track)
+        return self.among.detect(track) & (ratio >= self.low) & (ratio <= self.high) & flat
+
+
+def value_ratio(track: SinkTrack) -> xr.DataArray:
+    """|v_j| / mean_k |v_k| over the positions that exist, [batch, step, layer, head, pos]; needs "values"."""
+    norm = track.need("value_norm")["value_norm"]
+    return norm / norm.mean("pos")

@@ -1,58 +1,207 @@
-"""Records the sink scores of every step while a run goes on.
+"""Records the sinks of every step while a run goes on.
 
-The recorder is a TransformerLens hook function on every ``hook_sink_scores``, so recording goes through the same points
-as everything else. A step's scores are moved to main memory when the step ends.
+`Record` says what is recorded and where to; `SinkRecorder` does it, through PyTorch hooks on the hook points, so that
+it sees what hooks and trace blocks have left there. When a step ends, its variables move to a store: main memory, or a
+Zarr store on disk that grows by one chunk per step.
 
-For an autoregressive run with a key/value cache, a step computes the attention of its new queries only. Earlier rows of
-a causal pattern never change, so their column sums are carried along and the recorded scores equal those of a run
-without a cache.
+For an autoregressive run with a key/value cache, a step computes new positions only; what a quantity keeps of earlier
+ones is carried along, and the recorded values equal those of a run without a cache.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from sinklens.errors import SettingError, nearest
+from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
+from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
+    from sinklens.hooks.tree import HookTree
+
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run records: ``sinklens.trace(..., record_sinks=Record(["values"], to="run.zarr"))``.
+
+    Attributes:
+        quantities: beside the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable rank of head
+            outputs), or `Quantity` objects of your own.
+        patterns: whole attention patterns of these (step, layer) places, kept in ``run.patterns``; negative numbers
+            count from the end. Watching a pattern makes it explicit, which can change logits in their last bits.
+        to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
+            the number of steps; a run that is killed leaves the steps it finished. None keeps the track in memory.
+        dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits).
+
+    Raises:
+        SettingError: an unknown quantity or dtype, or a place to append to that is no new ``*.zarr`` folder.
+    """
+
+    quantities: Sequence[str | Quantity] = ()
+    patterns: Sequence[Place] = ()
+    to: str | Path | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.quantities, str):
+            raise SettingError(f"quantities is a list of names; write quantities=[{self.quantities!r}].")
+        for quantity in self.quantities:
+            if not isinstance(quantity, Quantity) and quantity not in BY_NAME:
+                raise SettingError(
+                    f"no quantity is called {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
+                )
+        if self.dtype not in ("float32", "float16"):
+            raise SettingError(f"dtype of a recording is 'float32' or 'float16'; got {self.dtype!r}.")
+        if self.to is not None and Path(self.to).suffix != ".zarr":
+            raise SettingError(
+                f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. To get one file, call "
+                f"run.sinks.save('sinks.nc') afterwards."
+            )
+        if self.to is not None and Path(self.to).exists():
+            raise SettingError(f"{self.to} exists already; a run never overwrites a recording. Choose another place.")
+
+    def chosen(self) -> list[Quantity]:
+        """The scores, then what was asked for, each once."""
+        asked = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
+        return list({part.name: part for part in [Scores(), *asked]}.values())
 
 
 class SinkRecorder:
-    """Collects Σ_i A[i, j] per layer during a step, and per step over a run.
+    """Collects the variables of a step layer by layer, and hands them to a store when the step ends.
 
     Attributes:
-        rows: rows of the batch that are recorded (the conditional ones under guidance).
-        length: positions of the canvas; shorter passes are filled up with NaN.
-        n_layers: layers of the model.
+        patterns: recorded whole patterns, by (step, layer): [batch, head, query, key].
+        store: where the steps are.
     """
 
-    def __init__(self, rows: int, length: int, n_layers: int) -> None:
-        self.rows, self.length, self.n_layers = rows, length, n_layers
-        self._layers: dict[int, Float[Tensor, "batch head key"]] = {}
-        self._before: dict[int, Float[Tensor, "batch head key"]] = {}
-        self._steps: list[Float[Tensor, "batch layer head pos"]] = []
+    def __init__(self, record: Record, tree: "HookTree", real: Bool[Tensor, "batch pos"], steps: int) -> None:
+        self._tree, self._real, self._rows = tree, real, real.shape[0]
+        self._quantities = record.chosen()
+        layers = tree.cfg.n_layers
+        self._wanted = {_within(place, steps, layers) for place in record.patterns}
+        self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
+        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._before: dict[tuple[str, int], Tensor] = {}
+        self._rows_of: dict[int, Tensor] = {}
+        self._watching: list[Any] = []
+        axes = {name: ("layer", *tail) for part in self._quantities for name, tail in part.variables.items()}
+        self.store: Store = MemoryStore(axes) if record.to is None else ZarrStore(record.to, axes, steps, record.dtype)
 
-    def hook(self, value: Float[Tensor, "batch head key"], hook: "Point") -> None:
-        """The TransformerLens hook function; reads only."""
-        self._layers[hook.layer()] = value[: self.rows]
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The recorder's hooks on the tree's points."""
+        handles = []
+        try:
+            for layer in range(self._tree.cfg.n_layers):
+                for part in self._quantities:
+                    point = self._tree.hook_dict[f"blocks.{layer}.{part.point}"]
+                    handles.append(_after(point, self._keeper(part, layer)))  # type: ignore[arg-type]
+            yield
+        finally:
+            for handle in [*handles, *self._watching]:
+                handle.remove()
+            self._watching.clear()
 
-    def end_step(self, extends: bool) -> None:
-        """Keep the step's scores.
+    def _keeper(self, quantity: Quantity, layer: int) -> Callable[[Tensor], None]:
+        def keep(value: Tensor) -> None:
+            self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
+
+        return keep
+
+    def begin_step(self, step: int) -> None:
+        """Watch the patterns wanted in this step; with a cache, a later pattern needs the rows of earlier steps."""
+        causal = self._tree.hf.config.is_causal
+        for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
+            point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
+
+            def keep(value: Tensor, layer: int = layer) -> None:
+                self._rows_of[layer] = value[: self._rows].detach().clone()
+
+            self._watching.append(_after(point, keep))
+
+    def end_step(
+        self,
+        step: int,
+        extends: bool,
+        canvases: dict[str, np.ndarray],
+    ) -> None:
+        """Hand the step to the store.
 
         Args:
-            extends: the pass computed only new queries, so the sums before it are added.
+            extends: the pass computed only new positions.
+            canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos].
         """
-        filled = []
-        for layer in range(self.n_layers):
-            scores = self._layers.pop(layer)
-            before = self._before.get(layer)
-            if extends and before is not None:
-                scores = scores + torch.nn.functional.pad(before, (0, scores.shape[-1] - before.shape[-1]))
-            self._before[layer] = scores
-            filled.append(torch.nn.functional.pad(scores, (0, self.length - scores.shape[-1]), value=torch.nan))
-        self._steps.append(torch.stack(filled, dim=1).cpu())
+        for handle in self._watching:
+            handle.remove()
+        self._watching.clear()
+        variables: dict[str, list[Tensor]] = {}
+        heads, length = self._tree.cfg.n_heads, self._real.shape[1]
+        for layer in range(self._tree.cfg.n_layers):
+            for part in self._quantities:
+                kept = self._kept.pop((part.name, layer))
+                if extends and (part.name, layer) in self._before:
+                    kept = part.join(self._before[part.name, layer], kept)
+                self._before[part.name, layer] = kept
+                exists = kept.shape[-1] if part.name == Scores.name else kept.shape[1]
+                for name, value in part.finish(kept, self._real[:, :exists], heads).items():
+                    variables.setdefault(name, []).append(_filled(value, part.variables[name], length))
+            self._keep_pattern(step, layer, extends)
+        if not self._tree.hf.config.is_causal:
+            self._before.clear()
+        arrays = {name: torch.stack(layers, dim=1).cpu().numpy() for name, layers in variables.items()}
+        self.store.append(arrays | canvases)
 
-    def scores(self) -> Float[Tensor, "batch step layer head pos"] | None:
-        """All recorded steps; None if no step ended."""
-        return torch.stack(self._steps, dim=1) if self._steps else None
+    def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
+        rows = self._rows_of.pop(layer, None)
+        if rows is None:
+            return
+        before = self._before.get(("pattern", layer))
+        if extends and before is not None:
+            rows = torch.cat([torch.nn.functional.pad(before, (0, rows.shape[-1] - before.shape[-1])), rows], dim=2)
+        self._before["pattern", layer] = rows
+        if (step, layer) in self._wanted:
+            self.patterns[step, layer] = rows.cpu()
+
+
+def _after(point: "Point", function: Callable[[Tensor], None]) -> Any:
+    """Call `function` with what leaves `point`, after its TransformerLens hooks and after nnsight's handover."""
+    return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
+
+
+def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
+    """`value` as long as the canvas; positions that do not exist yet are NaN, or -1 among integers."""
+    if not axes or axes[-1] != "pos" or value.shape[-1] == length:
+        return value
+    nothing = torch.nan if value.is_floating_point() else -1
+    return torch.nn.functional.pad(value, (0, length - value.shape[-1]), value=nothing)
+
+
+def _within(place: Place, steps: int, layers: int) -> Place:
+    step, layer = place
+    if not (-steps <= step < steps and -layers <= layer < layers):
+        raise SettingError(
+            f"patterns holds (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers."
+        )
+    return step % steps, layer % layers
+
+
+def step_canvases(
+    entered: Int[Tensor, "batch pos"], left: Int[Tensor, "batch pos"], mask_id: int
+) -> dict[str, np.ndarray]:
+    """``token_id``, ``masked`` and ``committed`` of a step from the canvases before and after it."""
+    masked = entered == mask_id
+    return {
+        "token_id": entered.to(torch.int32).cpu().numpy(),
+        "masked": masked.cpu().numpy(),
+        "committed": (masked & (left != mask_id)).cpu().numpy(),
+    }

@@ -1,68 +1,147 @@
 """The sink track of a run: an xarray.Dataset of who attracted how much attention, when.
 
 ``score`` is the column sum Σ_i A[i, j] over the queries that are not padding: uniform attention gives 1 everywhere, and
-the scores of one pattern sum to S, the number of real tokens. ``unit`` of a question says how it is read: "sum" as
-stored, "fraction" divided by S (the paper's Ā), "percent" a hundred times that.
+the scores of one pattern sum to S, the number of real tokens. The *unit* of a question says how it is read:
+
+- "sum": as stored;
+- "fraction": (1/S) Σ_i A[i, j], the paper's Ā (Rulli et al., 2510.15731, Sec. 3);
+- "percent": a hundred times that;
+- "visible": the mean over the queries that can see key j (α_k of Gu et al., 2410.10781). Under causal attention early
+  keys are seen by more queries than late ones, which alone makes their sums larger; for bidirectional models it equals
+  "fraction". Masks set by hooks are not taken into account.
 
 One way this fails: with ε = 3 (the paper's) and unit "fraction" nothing can be a sink, since no fraction exceeds 1; the
 paper does not say in which unit its ε is meant. "sum" is the default here.
 """
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
-from sinklens.writing import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from sinklens.sinks.detectors import Detector
 
-Unit = Literal["sum", "percent", "fraction"]
-FORMAT = "sinklens sink track 1"
+Unit = Literal["sum", "percent", "fraction", "visible"]
+REQUIRED = ("score", "token_id", "masked", "committed", "real")
 
 
 class SinkTrack:
     """Sink scores of a run, with what is needed to read them.
 
     Attributes:
-        data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] float32 (NaN where a position does not
-            exist yet); ``token_id`` [batch, step, pos], the ids that entered the step; ``masked`` and ``committed``
-            [batch, step, pos], still masked when the step began, and given its token in it; ``real`` [batch, pos],
-            False on padding; ``unmask_step`` [batch, pos]. Attributes: model, family, settings, versions, seed.
+        data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] (NaN where a position does not exist
+            yet); ``token_id`` [batch, step, pos], the ids that entered the step (-1 where undecided in an
+            autoregressive run); ``masked`` and ``committed`` [batch, step, pos], still masked when the step began, and
+            given its token in it; ``real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and whatever
+            else was recorded (`quantities`). Attributes: model, revision, family, causal (0 or 1), settings, seed,
+            prompt_length, dtype, device, versions, vocabulary, special.
     """
 
     def __init__(self, data: xr.Dataset) -> None:
-        missing = [name for name in ("score", "token_id", "masked", "committed", "real") if name not in data]
+        missing = [name for name in REQUIRED if name not in data]
         if missing:
             raise TrackError(f"this dataset is no sink track: it lacks {', '.join(missing)}.")
-        self.data = data
+        places = {name: np.arange(size) for name, size in data.sizes.items() if name not in data.coords}
+        self.data = data.assign_coords(
+            {name: places[name] for name in ("step", "layer", "head", "pos") if name in places}
+        )
 
     @property
     def steps(self) -> int:
         """Recorded steps."""
         return self.data.sizes["step"]
 
-    def scores(self, unit: Unit = "sum") -> xr.DataArray:
-        """The scores in `unit`: "sum", "percent" or "fraction" (see the module)."""
-        if unit not in ("sum", "percent", "fraction"):
-            raise TrackError(f"unit is sum, percent or fraction; got {unit!r}.")
-        score = self.data["score"].where(self.data["real"])
+    @property
+    def causal(self) -> bool:
+        """Whether queries see earlier keys only."""
+        return bool(self.data.attrs.get("causal", 0))
+
+    @property
+    def prompt_length(self) -> int:
+        """Positions before the answers, padding included."""
+        return int(self.data.attrs["prompt_length"])
+
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """Text of every token id in the run; empty for a model without a tokenizer."""
+        return {int(token): text for token, text in json.loads(self.data.attrs.get("vocabulary", "{}")).items()}
+
+    @property
+    def special(self) -> dict[str, list[int]]:
+        """Ids of special tokens: "mask", "start", "end" and "markup" (the others, such as chat headers)."""
+        return {"mask": [], "start": [], "end": [], "markup": [], **json.loads(self.data.attrs.get("special", "{}"))}
+
+    def scores(self, unit: Unit = "sum") -> Float[xr.DataArray, "batch step layer head pos"]:
+        """The scores in `unit`, in float32; NaN on padding and where a position does not exist yet.
+
+        Raises:
+            TrackError: no such unit.
+        """
+        if unit not in get_args(Unit):
+            raise TrackError(f"unit is one of {', '.join(get_args(Unit))}; got {unit!r}.")
+        score = self.data["score"].astype(np.float32).where(self.data["real"])
         if unit == "sum":
             return score
-        fraction = score / score.sum("pos")
+        exists = score.notnull()
+        if unit == "visible" and self.causal:  # key j is seen by the queries from j on
+            return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))
+        fraction = score / exists.sum("pos")
         return fraction * 100 if unit == "percent" else fraction
+
+    def need(self, *variables: str) -> xr.Dataset:
+        """The recorded `variables`, with padding left out.
+
+        Raises:
+            TrackError: one was not recorded; says how to record it.
+        """
+        from sinklens.sinks.quantities import quantity_of
+
+        for name in variables:
+            if name not in self.data:
+                quantity = quantity_of(name)
+                how = (
+                    f"record_sinks=Record([{quantity!r}])" if quantity else "a Quantity that fills it in Record([...])"
+                )
+                raise TrackError(
+                    f"this track holds no {name}. Record it while the run goes on: sinklens.trace(..., {how}), "
+                    f"with Record from sinklens.sinks."
+                )
+        chosen = {name: self.data[name].astype(np.float32) for name in variables}
+        return xr.Dataset(
+            {name: value.where(self.data["real"]) if "pos" in value.dims else value for name, value in chosen.items()}
+        )
 
     def detect(self, detector: "Detector | None" = None) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """True where `detector` sees a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3."""
         from sinklens.sinks.detectors import EpsilonOverMean
 
         return (detector or EpsilonOverMean()).detect(self)
+
+    def isel(self, **places: int | slice | Sequence[int]) -> "SinkTrack":
+        """Part of the track: rows, steps, layers or heads by number; all axes stay.
+
+        A part of an opened track is read from disk alone: ``SinkTrack.open(path).isel(step=slice(0, 10)).top()``.
+
+        Raises:
+            TrackError: no such axis or place.
+        """
+        for name, chosen in places.items():
+            if name not in ("batch", "step", "layer", "head"):
+                raise TrackError(f"a track is cut along batch, step, layer or head; got {name!r}.")
+            if not isinstance(chosen, slice):
+                for place in [chosen] if isinstance(chosen, int) else chosen:
+                    self.require(**{name: place})
+        kept = {name: [chosen] if isinstance(chosen, int) else chosen for name, chosen in places.items()}
+        return SinkTrack(self.data.isel(kept))
 
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].
@@ -107,39 +186,54 @@ class SinkTrack:
 
         return sink_map(self, layer=layer, head=head, batch=batch, ax=ax)
 
-    def save(self, path: str | Path) -> Path:
-        """Write to one NetCDF-4 file; a half-written file is never left behind.
+    def save(self, path: str | Path, dtype: Literal["float32", "float16"] = "float32") -> Path:
+        """Write to one NetCDF-4 file, or to a Zarr store if `path` ends in ``.zarr``; nothing half-written stays.
+
+        Args:
+            dtype: of the recorded quantities on disk. float16 keeps three significant digits; only h5netcdf and h5py
+                read it from a NetCDF file, since the format does not know it.
 
         Raises:
-            SinklensError: the file cannot be written; the track is still in memory.
+            SinklensError: it cannot be written; the track is still in memory.
+            TrackError: `path` ends in ``.zarr`` and is a folder of something else.
         """
-        # Through memory: on a full disk the HDF5 library fails while closing, where its error cannot be caught.
-        content = self.data.to_netcdf(engine="h5netcdf", encoding={"score": {"zlib": True, "complevel": 1}})
-        with whole(path) as part:
-            part.write_bytes(content)
-        return Path(path)
+        from sinklens.sinks.files import save
+
+        return save(self, Path(path), dtype)
 
     @classmethod
     def open(cls, path: str | Path) -> "SinkTrack":
-        """Open a saved track; scores are read when they are asked for.
+        """Open a saved track, or the store a run appended to (also an unfinished one); read when asked for.
 
         Raises:
             TrackError: no such file, truncated, or written by something else.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise TrackError(f"{path} does not exist or is not a file; give the path that SinkTrack.save returned.")
-        try:
-            data = xr.open_dataset(path, engine="h5netcdf")
-        except (OSError, ValueError, KeyError) as error:
-            raise TrackError(f"{path} is not a whole NetCDF-4 file ({error}); it may be truncated.") from error
-        if data.attrs.get("format") != FORMAT:
-            raise TrackError(f"{path} is no sink track of this version (format {data.attrs.get('format')!r}).")
-        return cls(data)
+        from sinklens.sinks.files import open_dataset
+
+        return cls(open_dataset(Path(path)))
+
+    @classmethod
+    def concat(cls, tracks: "Sequence[SinkTrack]") -> "SinkTrack":
+        """The rows of several tracks of one model and settings in one, e.g. of batches of prompts.
+
+        Shorter prompts are padded on the left, runs that ended earlier on the right (their later steps are NaN).
+
+        Raises:
+            TrackError: nothing to put together, or runs that differ in model, settings or what was recorded.
+        """
+        from sinklens.sinks.files import concat
+
+        return cls(concat([track.data for track in tracks]))
+
+    @property
+    def finished(self) -> bool:
+        """False for a track read from the store of a run that was killed: it holds the steps before that."""
+        return bool(self.data.attrs.get("finished", 1))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.data["score"].sizes.items())
-        return f"SinkTrack({self.data.attrs.get('model', '?')}: {sizes})"
+        unfinished = "" if self.finished else ", unfinished"
+        return f"SinkTrack({self.data.attrs.get('model', '?')}: {sizes}{unfinished})"
 
 
 def build_track(
@@ -150,8 +244,23 @@ def build_track(
     real: Any,
     unmask_step: Any,
     attrs: dict[str, Any],
+    **recorded: Any,
 ) -> SinkTrack:
-    """A track from plain arrays; `attrs` must be strings, numbers or lists of them."""
+    """A track from plain arrays, e.g. of attention that another program computed.
+
+    Args:
+        attrs: strings, numbers or lists of them; ``model`` and ``prompt_length`` at least.
+        **recorded: variables of built-in quantities, [batch, step, layer, ...], such as ``value_norm``.
+
+    Raises:
+        TrackError: `recorded` holds a variable of no built-in quantity.
+    """
+    from sinklens.sinks.quantities import BY_NAME
+
+    axes = {name: tail for kind in BY_NAME.values() for name, tail in kind.variables.items()}
+    unknown = sorted(set(recorded) - set(axes))
+    if unknown:
+        raise TrackError(f"{', '.join(unknown)}: no such variable; known: {', '.join(axes)}.")
     places = ("batch", "step", "pos")
     data = xr.Dataset(
         {
@@ -161,10 +270,8 @@ def build_track(
             "committed": (places, committed),
             "real": (("batch", "pos"), real),
             "unmask_step": (("batch", "pos"), unmask_step),
+            **{name: (("batch", "step", "layer", *axes[name]), value) for name, value in recorded.items()},
         },
-        coords={
-            name: np.arange(size) for name, size in zip(("step", "layer", "head", "pos"), score.shape[1:], strict=True)
-        },
-        attrs={"format": FORMAT, **attrs},
+        attrs=attrs,
     )
     return SinkTrack(data)

@@ -1,0 +1,146 @@
+"""What can be recorded of a run beside its sink scores, one small class each.
+
+A `Quantity` names a hook point below a block, says what to keep of its value in a pass, how to join that with earlier
+passes where a key/value cache lets a pass compute new positions only, and which variables of the track come of it.
+Everything is measured after whatever hooks and trace blocks have done to the value.
+
+One way this fails: a median over positions needs all of them, so `Stream` and `Outputs` hold a step's values of every
+layer until the step ends, as much memory as one activation of each layer.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Variables = dict[str, tuple[str, ...]]
+
+
+class Quantity(ABC):
+    """One quantity of every layer and step.
+
+    Attributes:
+        name: how `Record` asks for it.
+        point: hook point below a block.
+        variables: variables of the track that it fills, with their axes behind batch, step and layer.
+    """
+
+    name: ClassVar[str]
+    point: ClassVar[str]
+    variables: ClassVar[Variables]
+
+    def keep(self, value: Tensor) -> Tensor:
+        """What is held of the point's value until the step ends; by default all of it."""
+        return value.detach()
+
+    def join(self, before: Tensor, now: Tensor) -> Tensor:
+        """Positions of earlier passes and new ones; by default put side by side along the position axis."""
+        return torch.cat([before, now], dim=1)
+
+    @abstractmethod
+    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
+        """The step's variables.
+
+        Args:
+            kept: of all positions that exist.
+            real: False on padding, as long as `kept`.
+            heads: query heads of the layer.
+        """
+
+
+class Scores(Quantity):
+    """The sink scores Σ_i A[i, j]: ``score`` [head, pos]. Always recorded."""
+
+    name = "scores"
+    point = "attn.hook_sink_scores"
+    variables: ClassVar[Variables] = {"score": ("head", "pos")}
+
+    def join(self, before: Float[Tensor, "batch head earlier"], now: Float[Tensor, "batch head key"]) -> Tensor:
+        """Rows of a causal pattern never change, so the column sums of new rows are added to those before."""
+        return now + torch.nn.functional.pad(before, (0, now.shape[-1] - before.shape[-1]))
+
+    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
+        """As they are."""
+        return {"score": kept.float()}
+
+
+class Values(Quantity):
+    """Norms of the values, |v_j|: ``value_norm`` [head, pos]; grouped heads share a value head and its norm.
+
+    Source: the norms that One Token Is Enough (2601.19657) and Active-Dormant Heads (2410.13835) look at.
+    """
+
+    name = "values"
+    point = "attn.hook_v"
+    variables: ClassVar[Variables] = {"value_norm": ("head", "pos")}
+
+    def keep(self, value: Float[Tensor, "batch pos kv_head d_head"]) -> Tensor:
+        """The norms alone."""
+        return value.detach().float().norm(dim=-1)
+
+    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
+        """One norm per query head."""
+        return {"value_norm": kept.transpose(1, 2).repeat_interleave(heads // kept.shape[2], dim=1)}
+
+
+class Stream(Quantity):
+    """Peaks |h| of the residual stream that the layer's attention reads (``hook_resid_pre``).
+
+    ``stream_peak`` [pos]: max_c |h[j, c]|; ``stream_channel`` [pos]: that channel c; ``stream_median``: median of |h|
+    over all real positions and channels; ``stream_channel_median`` [pos]: median of |h[:, c]| over real positions, for
+    the channel c of the peak. Source: Massive Activations (2402.17762); per channel after Layer Collapse (2605.06366).
+    """
+
+    name = "stream"
+    point = "hook_resid_pre"
+    variables: ClassVar[Variables] = {
+        "stream_peak": ("pos",),
+        "stream_channel": ("pos",),
+        "stream_median": (),
+        "stream_channel_median": ("pos",),
+    }
+
+    def keep(self, value: Float[Tensor, "batch pos d_model"]) -> Tensor:
+        """Magnitudes."""
+        return value.detach().abs()
+
+    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
+        """Peaks and medians; a row's padding counts in none."""
+        peak, channel = kept.float().max(dim=-1)
+        medians = [(row[keep].median(), row[keep].median(dim=0).values) for row, keep in zip(kept, real, strict=True)]
+        per_channel = torch.stack([channels for _, channels in medians]).float()
+        return {
+            "stream_peak": peak,
+            "stream_channel": channel.to(torch.int32),
+            "stream_median": torch.stack([median for median, _ in medians]).float(),
+            "stream_channel_median": per_channel.gather(1, channel),
+        }
+
+
+class Outputs(Quantity):
+    """Stable rank of each head's output O = A·V (``hook_z``): ``output_rank`` [head], |O|_F² / σ₁², at least 1.
+
+    σ₁ is the largest singular value of O [pos, d_head] over real positions. Source: Unifying View (2606.08105).
+    NaN for a head whose output is zero.
+    """
+
+    name = "outputs"
+    point = "attn.hook_z"
+    variables: ClassVar[Variables] = {"output_rank": ("head",)}
+
+    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
+        """From the eigenvalues of OᵀO."""
+        z = kept.float() * real[:, :, None, None]
+        gram = torch.einsum("bphd,bphe->bhde", z, z)
+        largest = torch.linalg.eigvalsh(gram)[..., -1]
+        return {"output_rank": gram.diagonal(dim1=-2, dim2=-1).sum(-1) / largest}
+
+
+BY_NAME: dict[str, type[Quantity]] = {kind.name: kind for kind in (Values, Stream, Outputs)}
+
+
+def quantity_of(variable: str) -> str | None:
+    """Name of the built-in quantity that fills `variable` of a track; None if none does."""
+    return next((name for name, kind in BY_NAME.items() if variable in kind.variables), None)

@@ -1,0 +1,151 @@
+"""Where a recorder puts the steps of a run: main memory, or a Zarr store on disk.
+
+A `Store` takes one step after the other and gives an xarray.Dataset in the end. `ZarrStore` writes each step as chunks
+of its own and then, in its attributes, how many steps are whole; a run that is killed leaves a store that opens with
+the steps it finished.
+
+Size: a step of scores takes layers × heads × positions × 4 bytes (2 in float16). LLaDA-8B (32 layers, 32 heads) at
+1,024 positions: 4.2 MB, or 2.1 MB in float16, where its full patterns take 2.1 GB in bfloat16.
+
+One way this fails: each chunk is a file, so a run of many short steps makes many small files; `SinkTrack.save` makes
+one file of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from sinklens.errors import SinklensError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
+FORMAT = "sinklens sink track 1"
+WRITTEN = "steps_written"  # attribute of a Zarr store: steps that are whole
+
+
+class Store(ABC):
+    """Takes the steps of a run."""
+
+    @abstractmethod
+    def append(self, step: Mapping[str, np.ndarray]) -> None:
+        """One more step: variable -> [batch, ...] without a step axis."""
+
+    @abstractmethod
+    def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
+        """Attributes, and variables [batch, pos] of the whole run; a later call replaces an earlier one's."""
+
+    @abstractmethod
+    def dataset(self) -> xr.Dataset | None:
+        """All steps; None before the first."""
+
+
+class MemoryStore(Store):
+    """Steps in main memory.
+
+    Args:
+        axes: variable -> its axes behind batch and step.
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
+        self._axes = CANVASES | dict(axes)
+        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in self._axes}
+        self._attrs: dict[str, Any] = {}
+        self._whole_run: dict[str, np.ndarray] = {}
+
+    def append(self, step: Mapping[str, np.ndarray]) -> None:
+        """Keep it."""
+        for name, value in step.items():
+            self._steps[name].append(value)
+
+    def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
+        """Keep them."""
+        self._attrs, self._whole_run = dict(attrs), dict(whole_run)
+
+    def dataset(self) -> xr.Dataset | None:
+        """The steps stacked."""
+        if not self._steps["token_id"]:
+            return None
+        stacked = {
+            name: (("batch", "step", *axes), np.stack(self._steps[name], axis=1)) for name, axes in self._axes.items()
+        }
+        return xr.Dataset(
+            stacked | {name: (("batch", "pos"), value) for name, value in self._whole_run.items()}, attrs=self._attrs
+        )
+
+
+class ZarrStore(Store):
+    """Steps in a Zarr store at `path`, a new folder.
+
+    Args:
+        axes: variable -> its axes behind batch and step.
+        steps: steps planned; the arrays are cut to those that ran.
+        dtype: of floating-point variables on disk.
+    """
+
+    def __init__(self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str) -> None:
+        import zarr
+
+        self.path = Path(path)
+        self._axes, self._steps, self._dtype = CANVASES | dict(axes), steps, np.dtype(dtype)
+        self._done = 0
+        with self._writing():
+            self._group = zarr.open_group(self.path, mode="w-")
+
+    @contextmanager
+    def _writing(self) -> "Iterator[None]":
+        try:
+            yield
+        except OSError as error:
+            raise SinklensError(
+                f"could not write to {self.path}: {error}. The {self._done} steps before this one are whole and open "
+                f"with SinkTrack.open. Make room or choose another place."
+            ) from error
+
+    def append(self, step: Mapping[str, np.ndarray]) -> None:
+        """Write it; it counts once all its variables are on disk."""
+        with self._writing():
+            for name, value in step.items():
+                if self._done == 0:
+                    self._create(name, value)
+                self._array(name)[:, self._done] = value
+            self._done += 1
+            self._group.attrs[WRITTEN] = self._done
+
+    def _create(self, name: str, value: np.ndarray) -> None:
+        floating = np.issubdtype(value.dtype, np.floating)
+        batch, *sizes = value.shape
+        self._group.create_array(
+            name,
+            shape=(batch, self._steps, *sizes),
+            chunks=(batch, 1, *sizes),
+            dtype=self._dtype if floating else value.dtype,
+            fill_value=np.nan if floating else None,
+            dimension_names=("batch", "step", *self._axes[name]),
+        )
+
+    def _array(self, name: str) -> Any:
+        return self._group[name]
+
+    def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
+        """Write them."""
+        with self._writing():
+            self._group.update_attributes({"format": FORMAT, **attrs, WRITTEN: self._done})
+            for name, value in whole_run.items():
+                self._group.create_array(name, data=value, dimension_names=("batch", "pos"), overwrite=True)
+
+    def dataset(self) -> xr.Dataset | None:
+        """The steps, read from disk when they are asked for."""
+        if self._done == 0:
+            return None
+        with self._writing():
+            for name in self._axes:
+                array = self._array(name)
+                array.resize((array.shape[0], self._done, *array.shape[2:]))
+        return xr.open_zarr(self.path, chunks=None, consolidated=False)
