@@ -1,1 +1,32 @@
-"""Studies: one file each, read from top to bottom, copied to ask a new question."""
+"""Studies: one file each, read from top to bottom, copied to ask a new question.
+
+`STUDIES` is what ``sinklens analyse NAME`` knows; `find` gives a study's class. `accuracy` is a plain function.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sinklens.analyses.study import Study
+
+STUDIES = {
+    "existence": ("existence", "Existence"),
+}
+
+__all__ = ["STUDIES", "find"]
+
+
+def find(name: str) -> "type[Study]":
+    """The study called `name`.
+
+    Raises:
+        SettingError: there is none; names the nearest.
+    """
+    import importlib
+
+    from sinklens.errors import SettingError, nearest
+
+    if name not in STUDIES:
+        raise SettingError(f"no study is called {name!r}; known: {', '.join(STUDIES)}.{nearest(name, STUDIES)}")
+    module, kind = STUDIES[name]
+    found: type[Study] = getattr(importlib.import_module(f"sinklens.analyses.{module}"), kind)
+    return found

@@ -1,4 +1,4 @@
-"""The command line: ``sinklens demo | trace | hooks | models | train``.
+"""The command line: ``sinklens demo | trace | analyse | hooks | models | train``.
 
 Exit codes: 0 done; 1 an error that the message explains; 2 a wrong call; 130 interrupted. Files are written whole or
 not at all.
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_trace(commands)
+    _add_analyse(commands)
     _add_hooks(commands)
     _add_models(commands)
     _add_train(commands)
@@ -62,8 +63,6 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    from sinklens.sampling.settings import Settings, meaning
-
     text = "run a model on a prompt; write its answer, its sink track and a picture of it"
     trace = commands.add_parser("trace", help=text, description=text)
     trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
@@ -73,10 +72,42 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
     trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
-    group = trace.add_argument_group("sampler settings (which apply depends on the model)")
+    _add_settings(trace)
+    trace.set_defaults(command=run_trace)
+
+
+def _add_analyse(commands: Any) -> None:
+    from sinklens.analyses import STUDIES
+
+    text = "ask a question of one or several models; write tables, figures and a manifest"
+    analyse = commands.add_parser("analyse", help=text, description=text)
+    analyse.add_argument("name", metavar="NAME", help=f"the study: {', '.join(STUDIES)}")
+    analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
+    analyse.add_argument(
+        "--out", type=Path, help="folder for the results (analyses-NAME); an interrupted study goes on"
+    )
+    analyse.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="one prompt per line, or JSON Lines with a 'prompt' in each; by default the shipped held-out problems",
+    )  # fmt: skip
+    analyse.add_argument("--number", type=int, metavar="N", help="the first N prompts (100 of the shipped ones)")
+    analyse.add_argument("--batch", type=int, default=10, metavar="N", help="prompts per run (%(default)s)")
+    analyse.add_argument("--seed", type=int, default=0, help="of the runs and of the intervals (%(default)s)")
+    _add_settings(analyse)
+    analyse.set_defaults(command=run_analyse)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    from sinklens.sampling.settings import Settings, meaning
+
+    group = command.add_argument_group("sampler settings (which apply depends on the model)")
     for name, kind in Settings.__annotations__.items():
         group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=meaning(name), **_flag(kind))
-    trace.set_defaults(command=run_trace)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampler settings that were given."""
+    return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
 
 
 def _flag(kind: Any) -> dict[str, Any]:
@@ -153,11 +184,8 @@ def run_trace(options: argparse.Namespace) -> None:
     from sinklens.views.figures import most_moving_head, sink_path
 
     prompt = _prompt(options.prompt)
-    settings = {
-        name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None
-    }
     model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
-    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings)
+    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **_settings(options))
     assert run.sinks is not None
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")
@@ -166,6 +194,25 @@ def run_trace(options: argparse.Namespace) -> None:
     print(f"\n{run.text}")
     _tell(run, model)
     print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png.")
+
+
+def run_analyse(options: argparse.Namespace) -> None:
+    """`sinklens analyse`."""
+    from sinklens.analyses import find
+    from sinklens.analyses.study import read_prompts
+    from sinklens.tasks.word_problems import held_out
+
+    kind = find(options.name)
+    if options.number is not None and options.number < 1:
+        raise SinklensError(f"--number is at least 1; got {options.number}.")
+    if options.prompts is None:
+        prompts = [problem.prompt for problem in held_out(options.number or 100)]
+    else:
+        prompts = read_prompts(options.prompts, options.number)
+    study = kind(seed=options.seed, batch=options.batch, settings=_settings(options))
+    findings = study.run(options.models, prompts, options.out or Path(f"analyses-{options.name}"))
+    print(f"{options.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
+    print("\n".join(f"  {file}" for file in findings.files))
 
 
 def _prompt(given: str) -> str:

@@ -105,7 +105,7 @@ class TopK(Detector):
 
 @dataclass(frozen=True)
 class MeanPlusStd(Detector):
-    """Mass above mean + k · standard deviation (Sink-Aware Pruning, 2602.17664; k = 3 in Attention Floating, 2601.07894).
+    """Mass above mean + k · std (Sink-Aware Pruning, 2602.17664; with k = 3 in Attention Floating, 2601.07894).
 
     m(j) is the score in `unit`, averaged over `over`; mean and population standard deviation are taken over the
     positions that exist. Position j is a sink if m(j) > mean + k · std. Its strength is the soft weight

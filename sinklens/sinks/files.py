@@ -135,7 +135,7 @@ def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
 
 
 def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
-    nothing: dict[str, object] = {"masked": False, "committed": False, "real": False}
+    nothing: dict[str, float] = {"masked": False, "committed": False, "real": False}
     bare = part.drop_vars([name for name in part.coords if name in ("step", "pos")]).drop_attrs()
     nothing |= {str(name): -1 for name, values in bare.items() if np.issubdtype(values.dtype, np.integer)}
     return bare.pad({"pos": (left, 0), "step": (0, late)}, constant_values=nothing)

@@ -3,7 +3,7 @@
 Every function takes ``ax=`` and gives it back, so figures can be put together; none shows or saves anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +13,16 @@ from sinklens.sinks.track import SinkTrack
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 MASKED = "#c6dbef"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, colour-blind safe
+UNITS = {
+    "sum": "attention received, column sum (uniform = 1)",
+    "percent": "attention received, % of all",
+    "fraction": "attention received, share of all",
+    "visible": "mean attention of the queries that see the key",
+}
 
 
 def _axes(ax: "Axes | None", size: tuple[float, float] = (8, 4)) -> "Axes":
@@ -23,6 +31,66 @@ def _axes(ax: "Axes | None", size: tuple[float, float] = (8, 4)) -> "Axes":
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=size, layout="constrained")[1]
+
+
+def panels(count: int, columns: int = 2, size: tuple[float, float] = (5.5, 3.6)) -> "tuple[Figure, list[Axes]]":
+    """A figure with `count` axes in rows of `columns`."""
+    from matplotlib import pyplot
+
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(size[0] * columns, size[1] * rows), layout="constrained", squeeze=False
+    )
+    for ax in axes.ravel()[count:]:
+        ax.set_axis_off()
+    return figure, list(axes.ravel()[:count])
+
+
+def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: str, ax: "Axes | None" = None) -> "Axes":
+    """Histogram of scores (the paper's Figs. 3 and 9), one line per model, on a logarithmic share.
+
+    Args:
+        edges: of the bins, one more than each of `shares`.
+        shares: model name -> share of positions per bin.
+        unit: of the scores.
+    """
+    ax = _axes(ax)
+    for (name, share), colour in zip(shares.items(), _colours(len(shares)), strict=True):
+        ax.stairs(share, edges, label=_short(name), color=colour)
+    ax.set(xlabel=UNITS[unit], ylabel="share of positions", yscale="log", title=f"unit: {unit}")
+    ax.legend(fontsize="small")
+    return ax
+
+
+def threshold_curve(table: "DataFrame", unit: str, factor: float = 1.0, ax: "Axes | None" = None) -> "Axes":
+    """Share of positions that are no sink against ε (the paper's Fig. 10), with intervals.
+
+    Args:
+        table: rows with model, epsilon, mean, low and high.
+        unit: of ε.
+        factor: on the table's ε.
+    """
+    ax = _axes(ax)
+    models = list(dict.fromkeys(table["model"]))
+    for model, colour in zip(models, _colours(len(models)), strict=True):
+        rows = table[table["model"] == model]
+        epsilon = rows["epsilon"].to_numpy() * factor
+        ax.plot(epsilon, rows["mean"], "o-", color=colour, label=_short(model), markersize=4)
+        ax.fill_between(epsilon, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
+    ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share of positions that are no sink")
+    ax.set_title(f"unit: {unit}")
+    ax.legend(fontsize="small")
+    return ax
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[number % len(COLOURS)] for number in range(count)]
+
+
+def _short(name: str) -> str:
+    """A model's name without the folders before it."""
+    return name.rstrip("/").rpartition("/")[2]
 
 
 def sink_map(
@@ -119,5 +187,4 @@ def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) ->
 
 
 def _name(track: SinkTrack) -> str:
-    """The model's name, without the folders before it."""
-    return str(track.data.attrs.get("model", "")).rstrip("/").rpartition("/")[2]
+    return _short(str(track.data.attrs.get("model", "")))

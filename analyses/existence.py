@@ -1,0 +1,133 @@
+"""Does a model have attention sinks, and by whose definition?
+
+    sinklens analyse existence tiny-llada tiny-llama
+
+Draws the histogram of scores (Rulli et al., 2510.15731, Figs. 3 and 9) and the share of positions that are no sink
+against the threshold ε (Fig. 10), in every unit that ε could be meant in, and counts what each detector finds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+import sinklens
+from sinklens.analyses.study import Study, interval_table
+from sinklens.sinks import (
+    Broadcast,
+    Detector,
+    EpsilonOverMean,
+    MeanPlusStd,
+    NoOp,
+    Record,
+    ResidualPeak,
+    SinkRate,
+    SinkTrack,
+    SmallValueNorm,
+    Unit,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from sinklens.model import Model
+
+EPSILONS = (0, 2, 3, 4, 6, 8, 10)  # those of Fig. 10
+UNITS: dict[Unit, float] = {"sum": 1.0, "percent": 1.0, "fraction": 0.01, "visible": 0.01}  # factor on ε, bins
+BINS = np.linspace(0, 50, 101)  # the range of Figs. 3 and 9
+DETECTORS: dict[str, Detector] = {
+    "epsilon-over-mean (sum, 3)": EpsilonOverMean(),
+    "epsilon-over-mean (percent, 3)": EpsilonOverMean(unit="percent"),
+    "mean + 2 std, pooled": MeanPlusStd(),
+    "mean + 3 std, per head": MeanPlusStd(k=3, over=()),
+    "sink rate (0.3, a tenth of the heads)": SinkRate(),
+    "small value norm": SmallValueNorm(),
+    "residual peak (100, 1000 medians)": ResidualPeak(),
+    "residual peak (10 medians)": ResidualPeak(ratio=10, floor=0),
+    "residual peak (10 medians of the channel)": ResidualPeak(ratio=10, floor=0, per="channel"),
+    "no-op": NoOp(),
+    "broadcast": Broadcast(),
+}
+
+
+@dataclass
+class Existence(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "existence"
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """Shares of positions, over all steps, layers and heads of a prompt.
+
+        ``histogram`` [prompt, unit, bin]: share of positions whose score falls into the bin; ``no_sink`` [prompt, unit,
+        epsilon]: share that is no sink; ``found`` [prompt, detector]: share that the detector finds; ``heads``
+        [prompt, detector]: share of (step, layer, head) with at least one sink.
+        """
+        record = Record(["values", "stream", "outputs"])
+        run = sinklens.generate(model, list(prompts), seed=self.seed, record_sinks=record, progress=False, **settings)
+        assert run.sinks is not None
+        track = run.sinks
+        found = {name: detector.detect(track) for name, detector in DETECTORS.items()}
+        return xr.Dataset(
+            {
+                "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in UNITS], axis=1)),
+                "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in UNITS], axis=1)),
+                "found": (("prompt", "detector"), np.stack([_share(track, part) for part in found.values()], axis=1)),
+                "heads": (("prompt", "detector"), np.stack([_heads(track, part) for part in found.values()], axis=1)),
+            },
+            coords={"unit": list(UNITS), "bin": BINS[:-1], "epsilon": list(EPSILONS), "detector": list(DETECTORS)},
+        )
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``thresholds``: the curve of Fig. 10; ``detectors``: what each detector finds."""
+        return {
+            "thresholds": interval_table(measured, ["no_sink"], self.seed),
+            "detectors": interval_table(measured, ["found", "heads"], self.seed),
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``histogram`` and ``thresholds``, one panel a unit."""
+        from sinklens.views.figures import panels, score_histogram, threshold_curve
+
+        histogram, axes = panels(len(UNITS))
+        for unit, ax in zip(UNITS, axes, strict=True):
+            shares = {
+                name: data["histogram"].sel(unit=unit).mean("prompt").to_numpy() for name, data in measured.items()
+            }
+            score_histogram(BINS * UNITS[unit], shares, unit, ax=ax)
+        curves, axes = panels(len(UNITS))
+        table = interval_table(measured, ["no_sink"], self.seed)
+        for unit, ax in zip(UNITS, axes, strict=True):
+            threshold_curve(table[table["unit"] == unit], unit, UNITS[unit], ax=ax)
+        return {"histogram": histogram, "thresholds": curves}
+
+
+def _positions(track: SinkTrack) -> np.ndarray:
+    """Positions over all steps, layers and heads, per prompt."""
+    return track.scores().notnull().sum(("step", "layer", "head", "pos")).to_numpy()
+
+
+def _histogram(track: SinkTrack, unit: Unit) -> np.ndarray:
+    """Share of positions per bin; scores beyond the last edge count in the last bin."""
+    scores = track.scores(unit).to_numpy() / UNITS[unit]
+    return (
+        np.stack([np.histogram(np.minimum(row[~np.isnan(row)], BINS[-1]), BINS)[0] for row in scores])
+        / (_positions(track)[:, None])
+    )
+
+
+def _no_sink(track: SinkTrack, unit: Unit) -> np.ndarray:
+    strength = EpsilonOverMean(unit=unit).strength(track)
+    return np.stack([1 - _share(track, strength > epsilon * UNITS[unit]) for epsilon in EPSILONS], axis=1)
+
+
+def _share(track: SinkTrack, found: xr.DataArray) -> np.ndarray:
+    return found.sum(("step", "layer", "head", "pos")).to_numpy() / _positions(track)
+
+
+def _heads(track: SinkTrack, found: xr.DataArray) -> np.ndarray:
+    exists = track.scores().notnull().any("pos")
+    return (found.any("pos").sum(("step", "layer", "head")) / exists.sum(("step", "layer", "head"))).to_numpy()
