@@ -83,7 +83,10 @@ def attention(
     key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
     bias = None
     if points.hook_attn_mask.watched:
-        bias = points.hook_attn_mask(query.new_zeros(query.shape[0], query.shape[1], 1, key.shape[2]))
+        zeros = query.new_zeros(query.shape[0], query.shape[1], 1, key.shape[2])
+        bias, untouched = points.hook_attn_mask(zeros), _writes(zeros)
+        if bias is zeros and untouched == 0:
+            bias = None  # read and left alone: attention is computed as if nobody had watched
     is_causal = kwargs.get("is_causal")
     causal = module.is_causal if is_causal is None else is_causal
     repeats = query.shape[1] // key.shape[1]
@@ -182,14 +185,18 @@ def _full(additive: Tensor, operands: Operands) -> Tensor:
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:
-    # PyTorch counts the writes to a tensor, except under torch.inference_mode.
-    writes = 0 if scores.is_inference() else scores._version
+    writes = _writes(scores)
     shown = points.hook_sink_scores(scores)
-    if shown is not scores or (not scores.is_inference() and scores._version != writes):
+    if shown is not scores or _writes(scores) != writes:
         raise ReadOnlyHookError(
             f"{points.hook_sink_scores.name} only reports what attention did; to change it, "
             f"edit hook_attn_mask (add -inf to a key) or hook_pattern of the same layer."
         )
+
+
+def _writes(value: Tensor) -> int | None:
+    """How often `value` was written to in place; None under torch.inference_mode, where PyTorch does not count."""
+    return None if value.is_inference() else value._version
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)

@@ -31,10 +31,13 @@ class Watch:
         step: number of the denoising step being run; None outside a run.
         interleaver: nnsight's interleaver of the root that wraps the tree; None while nothing wraps it.
         root: nnsight's path of that root, the first part of every location.
+        looked: during `HookTree.look`, value by name of the points that are looked at; they alone are watched then,
+            and no hook or block is called. None otherwise.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self.looked: dict[str, Tensor | None] | None = None
         self.interleaver: Interleaver | None = None
         self.root = "model"
 
@@ -83,9 +86,17 @@ class Point(HookPoint):
     @property
     def watched(self) -> bool:
         """Whether anybody wants the value that passes here now."""
+        if self.watch.looked is not None:
+            return self.name in self.watch.looked
         forward = self._functions or self._forward_hooks or self._forward_pre_hooks
         backward = self._backward_hooks or self._backward_pre_hooks
         return bool(forward or backward) or self.watch.waits_for(self.name or "")
+
+    def __call__(self, x: "Tensor") -> "Tensor":
+        if self.watch.looked is not None:
+            self.watch.looked[self.name or ""] = x.detach()
+            return x
+        return super().__call__(x)
 
     def register_forward_hook(
         self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False

@@ -185,6 +185,26 @@ class HookTree(HookedRootModule):
         )
         return output.last_hidden_state
 
+    @torch.no_grad()
+    def look(
+        self,
+        input_ids: Int[Tensor, "batch pos"],
+        attention_mask: Bool[Tensor, "batch pos"] | None,
+        names: Iterable[str],
+    ) -> dict[str, Tensor]:
+        """The values of the points called `names` in a pass of its own, which no hook or trace block sees or changes.
+
+        For hooks that need another pass in the middle of one. Points behind the final norm are not reached.
+        """
+        if self.watch.looked is not None:
+            raise SinklensError("one look is going on already; a pass that is looked at calls no hooks.")
+        self.watch.looked = dict.fromkeys(self.resolve(name) for name in names)
+        try:
+            self.hidden(input_ids, attention_mask)
+            return {name: value for name, value in self.watch.looked.items() if value is not None}
+        finally:
+            self.watch.looked = None
+
     def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
         """Logits of final-norm outputs."""
         return self.hf.get_submodule(self.architecture.head)(hidden)

@@ -5,9 +5,10 @@ about an answer is hidden: whether it ended, whether it is empty, and how many p
 `Generation.answers`.
 """
 
+import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from torch import Tensor
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
+from sinklens.interventions.base import HookFunction, Intervention, Surroundings
 from sinklens.model import Model
 from sinklens.sampling import AnySettings, LladaSettings, make_settings
 from sinklens.sampling.decisions import RowNoise
@@ -28,8 +30,7 @@ from sinklens.sampling.state import State
 from sinklens.sinks.recorder import Record, SinkRecorder, step_canvases
 from sinklens.sinks.track import SinkTrack
 
-HookFunction = Callable[..., Any]
-Hooks = Sequence[tuple[names.HookName, HookFunction]]
+Hooks = Intervention | Sequence[tuple[names.HookName, HookFunction] | Intervention]
 
 
 @runtime_checkable
@@ -151,14 +152,15 @@ class Denoising:
         self.model, self.seed, self.progress = model, seed, progress
         self.settings = make_settings(model.record.sampler, given, model.checkpoint.defaults)
         ids, real = model.encode(prompt, chat_template)
+        listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
         self._check_prompt(ids, real)
         self.single = isinstance(prompt, str)
-        self.state = self._start(ids, real)
-        self.hooks = self._resolve(hooks)
+        self.state = self._start(ids, real, listed)
+        self._vocabulary: dict[int, str] = {}
+        self.hooks = self._resolve(listed)
         self.state.replay = None if replay is None else replay.canvas
         self._canvases: list[Tensor] = []
         self._recorder = self._make_recorder(record_sinks)
-        self._vocabulary: dict[int, str] = {}
 
     @property
     def rows(self) -> int:
@@ -186,21 +188,53 @@ class Denoising:
                 f"Shorten the prompt or give gen_length of at most {max(0, context - longest)}."
             )
 
-    def _start(self, ids: Tensor, real: Tensor) -> State:
+    def _start(self, ids: Tensor, real: Tensor, listed: Sequence[Any]) -> State:
         model, length, eot = self.model, self.settings.gen_length, self.model.record.eot_token_id
         mask = -1 if model.mask_token_id is None else model.mask_token_id
+        noise = RowNoise(self.seed, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
+        behind = ids[:, :0]
+        for entry in listed:
+            if isinstance(entry, Intervention):
+                ids, real, more = entry.extend(model, ids, real)
+                behind = torch.cat([behind, more], dim=1)
         blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
+        tail = torch.cat([blank, behind], dim=1)
         return State(
             tree=model.tree,
-            canvas=torch.cat([ids, blank], dim=1),
-            real=torch.cat([real, torch.ones_like(blank, dtype=torch.bool)], dim=1),
+            canvas=torch.cat([ids, tail], dim=1),
+            real=torch.cat([real, torch.ones_like(tail, dtype=torch.bool)], dim=1),
             prompt_length=ids.shape[1],
             mask_id=mask,
             eos_ids=model.eos_token_ids,
             eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
-            noise=RowNoise(self.seed, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]),
+            noise=noise,
             shift=model.record.shift,
         )
+
+    def _surroundings(self) -> Surroundings:
+        """What interventions are told."""
+        state = self.state
+        prompts = state.canvas[:, : state.prompt_length]
+        keep = state.real[:, : state.prompt_length]
+        return Surroundings(
+            tree=self.model.tree,
+            real=state.real,
+            prompt_length=state.prompt_length,
+            steps=self.settings.steps,
+            mask_id=state.mask_id,
+            seed=self.seed,
+            row_keys=tuple(_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
+            vocabulary=self._texts,
+            special=self.model.special_tokens,
+        )
+
+    def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
+        """Text of token ids; decoded once each."""
+        if self.model.tokenizer is None:
+            return {}
+        new = {token for token in tokens if token >= 0} - self._vocabulary.keys()
+        self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
+        return {token: self._vocabulary[token] for token in tokens if token >= 0}
 
     def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
         if record is False:
@@ -208,14 +242,18 @@ class Denoising:
         chosen = Record() if record is True else record
         return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
 
-    def _resolve(self, hooks: Hooks) -> list[tuple[str, HookFunction]]:
-        """(point, function) pairs."""
+    def _resolve(self, listed: Sequence[Any]) -> list[tuple[str, HookFunction]]:
+        """(point, function) pairs; interventions give theirs."""
         known, layers = self.model.hook_names(), self.model.cfg.n_layers
         found = []
-        for entry in hooks:
+        for entry in listed:
+            if isinstance(entry, Intervention):
+                found += entry.on(self.model, self._surroundings())
+                continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
                 raise HookNameError(
-                    f"hooks= is a list of (name or predicate, function) pairs, [(name, fn), …]; got {entry!r}."
+                    f"hooks= is a list of (name or predicate, function) pairs and of interventions, "
+                    f"[(name, fn), MaskSinks(top_k=1), …]; got {entry!r}."
                 )
             points = names.select(entry[0], known, layers)
             if not _takes_hook(entry[1]):
@@ -275,7 +313,8 @@ class Denoising:
         if not self._canvases:
             raise SinklensError("the run stopped before it began; nothing was generated.")
         done = course(self.state, self._canvases)
-        answers = tuple(self._answer(row) for row in done.canvas[:, -1, self.state.prompt_length :])
+        end = self.state.prompt_length + self.settings.gen_length
+        answers = tuple(self._answer(row) for row in done.canvas[:, -1, self.state.prompt_length : end])
         real = self.state.real.cpu()
         return Generation(
             done.canvas, done.unmask_step, real, self.state.prompt_length, answers, self.settings, self.seed,
@@ -293,7 +332,7 @@ class Denoising:
         return Answer(text, bool(len(ends)), len(kept), masks)
 
     def _track(self, done: Course) -> SinkTrack | None:
-        if self._recorder is None:
+        if self._recorder is None or done.steps == 0:
             return None
         self.describe(unmask_step=done.unmask_step.numpy())
         data = self._recorder.store.dataset()
@@ -304,15 +343,17 @@ class Denoising:
         if self._recorder is None:
             return
         assert self.state.entered is not None
+        self.describe()  # first: a step that is in the store can be read
         canvases = step_canvases(self.state.entered, self.state.canvas, self.state.mask_id)
         self._recorder.end_step(step, self.state.partial, canvases)
-        self.describe()
 
     def describe(self, **whole_run: np.ndarray) -> None:
         """Tell the recorder's store what run this is, and every token's text so far."""
         assert self._recorder is not None
+        assert self.state.entered is not None
         if self.model.tokenizer is not None:
-            new = set(torch.unique(self.state.canvas).tolist()) - self._vocabulary.keys() - {-1}
+            seen = torch.cat([self.state.entered, self.state.canvas])  # they differ under a replay
+            new = set(torch.unique(seen).tolist()) - self._vocabulary.keys() - {-1}
             self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
         words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
         real = self.state.real.cpu().numpy()
@@ -334,6 +375,11 @@ class Denoising:
             "device": str(self.model.cfg.device),
             "versions": json.dumps({name: version(name) for name in ("torch", "transformers", "nnsight")}),
         }
+
+
+def _key(prompt: Sequence[int]) -> int:
+    """A number that depends on a row's prompt alone."""
+    return int.from_bytes(hashlib.sha256(repr(list(prompt)).encode()).digest()[:8], "little")
 
 
 def _takes_hook(function: HookFunction) -> bool:

@@ -1,0 +1,218 @@
+"""Which keys of a head an intervention takes: by their scores, by a detector, or at random as a control.
+
+Everything here works on one step: scores [batch, head, key] of each layer, and which keys may be taken at all. A set
+may be shared by the heads of a layer or by the whole model; scores are then averaged first.
+
+One way this fails: the number of keys that exist differs between rows of a padded batch. Where fewer than `top_k` may
+be taken, all of those are, and no padding ever is.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError, TrackError, nearest
+from sinklens.interventions.base import Surroundings
+from sinklens.sinks.kinds import Kind, kinds
+from sinklens.sinks.track import SinkTrack, build_track
+
+if TYPE_CHECKING:
+    from sinklens.sinks.detectors import Detector
+
+Pick = Literal["strongest", "weakest", "random"]
+Scope = Literal["head", "layer", "model"]
+STATES = ("prompt", "masked", "committed")
+KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
+Scores = Float[Tensor, "batch head key"]
+Keys = Bool[Tensor, "batch head key"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How keys are chosen.
+
+    Attributes:
+        top_k: how many per head; or None, and `detector` decides.
+        detector: finds them in a one-step track; strength is not used.
+        pick: "strongest", or as controls the same number of the "weakest" or of "random" keys.
+        scope: one set per head, per layer, or for the model.
+        only: states ("prompt", "masked", "committed") or token kinds that may be taken.
+        seed: of random keys, which depend on it, the row's prompt, step, layer and head alone.
+    """
+
+    top_k: int | None
+    detector: "Detector | None"
+    pick: Pick
+    scope: Scope
+    only: tuple[str, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if (self.top_k is None) == (self.detector is None):
+            raise SettingError("give either top_k, a number of keys per head, or a detector, and not both.")
+        if self.top_k is not None and self.top_k < 0:
+            raise SettingError(f"top_k is a number of keys, 0 or more; got {self.top_k}.")
+        if self.pick not in ("strongest", "weakest", "random"):
+            raise SettingError(f"pick is 'strongest', 'weakest' or 'random'; got {self.pick!r}.")
+        if self.scope not in ("head", "layer", "model"):
+            raise SettingError(f"scope is 'head', 'layer' or 'model'; got {self.scope!r}.")
+        for name in self.only:
+            if name not in (*STATES, *KINDS):
+                raise SettingError(
+                    f"only= holds states or token kinds; {name!r} is neither. Known: {', '.join([*STATES, *KINDS])}."
+                    f"{nearest(name, [*STATES, *KINDS])}"
+                )
+
+    def choose(
+        self,
+        layers: dict[int, Scores],
+        allowed: Bool[Tensor, "batch key"],
+        run: Surroundings | None,
+        canvas: "Int[Tensor, 'batch key'] | None",
+        step: int,
+    ) -> dict[int, Keys]:
+        """The chosen keys of every layer.
+
+        Args:
+            layers: scores by layer.
+            allowed: keys that may be taken (no padding).
+            run, canvas: the run, and token ids of the step that the scores are of; needed by `only` and by detectors,
+                the run by random keys too.
+            step: the step that the keys are for; random keys depend on it.
+
+        Raises:
+            SettingError: `top_k` is more than the keys that exist.
+        """
+        pooled = self._pooled(layers)
+        longest = int(allowed.sum(dim=1).max())
+        if self.top_k is not None and self.top_k > longest:
+            raise SettingError(
+                f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many."
+            )
+        if self.only:
+            allowed = allowed & self._of_kind(pooled, _need(run), _need(canvas))
+        if self.detector is None:
+            number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
+            return {layer: self._picked(scores, allowed, number, run, step, layer) for layer, scores in pooled.items()}
+        found = {
+            layer: keys & allowed[:, None] for layer, keys in self._detected(pooled, _need(run), _need(canvas)).items()
+        }
+        if self.pick == "strongest":
+            return found
+        return {
+            layer: self._picked(scores, allowed, found[layer].sum(-1, keepdim=True), run, step, layer)
+            for layer, scores in pooled.items()
+        }
+
+    def _pooled(self, layers: dict[int, Scores]) -> dict[int, Scores]:
+        if self.scope == "head":
+            return layers
+        means = {layer: scores.mean(dim=1, keepdim=True) for layer, scores in layers.items()}
+        if self.scope == "model":
+            mean = torch.stack(list(means.values())).mean(dim=0)
+            means = dict.fromkeys(means, mean)
+        return {layer: mean.expand_as(layers[layer]) for layer, mean in means.items()}
+
+    def _picked(
+        self,
+        scores: Scores,
+        allowed: Bool[Tensor, "batch key"],
+        number: Int[Tensor, "batch heads 1"],
+        run: Surroundings | None,
+        step: int,
+        layer: int,
+    ) -> Keys:
+        """The first `number` keys of each head, in the order that `pick` asks for; never one that is not allowed."""
+        if self.pick == "random":
+            scores = self._noise(scores, _need(run), step, layer)
+        elif self.pick == "weakest":
+            scores = -scores
+        scores = scores.masked_fill(~allowed[:, None], -torch.inf)
+        most = int(number.max())
+        if most == 0:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        strongest = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
+        wanted = torch.arange(strongest.shape[-1], device=scores.device) < number
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, strongest, wanted.expand_as(strongest))
+        return taken & allowed[:, None]
+
+    def _noise(self, scores: Scores, run: Surroundings, step: int, layer: int) -> Scores:
+        """Random scores; a row's do not depend on padding or on its batch. Heads share them as far as `scope` says."""
+        drawn = torch.zeros(scores.shape)
+        rows, heads, keys = scores.shape
+        real = run.real[:, :keys].cpu()
+        for row in range(rows):
+            place = (self.seed, step, 0 if self.scope == "model" else layer)
+            digest = hashlib.sha256(repr(place).encode()).digest()
+            rng = np.random.default_rng([int.from_bytes(digest[:8], "little"), run.row_keys[row]])
+            own = 1 if self.scope != "head" else heads
+            noise = torch.from_numpy(rng.random((own, int(real[row].sum()))).astype(np.float32))
+            drawn[row][:, real[row]] = noise.expand(heads, -1)
+        return drawn.to(scores.device)
+
+    def _track(self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
+        """One step as a track of its own, for detectors and token kinds."""
+        keys = canvas.shape[1]
+        ids = canvas.cpu().numpy()[:, None]
+        masked = ids == run.mask_id
+        scores = torch.stack([scores.float() for scores in layers.values()], dim=1)[:, None].cpu().numpy()
+        attrs = {
+            "model": str(run.tree.cfg.model_name),
+            "causal": int(run.causal),
+            "prompt_length": run.prompt_length,
+            "vocabulary": json.dumps(run.vocabulary(np.unique(ids).tolist())),
+            "special": json.dumps(run.special),
+        }
+        real = run.real[:, :keys].cpu().numpy()
+        return build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
+
+    def _detected(
+        self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]
+    ) -> dict[int, Keys]:
+        assert self.detector is not None
+        try:
+            found = self.detector.detect(self._track(layers, run, canvas)).to_numpy()[:, 0]
+        except TrackError as error:
+            raise SettingError(
+                f"{type(self.detector).__name__} needs more than the scores that this intervention sees ({error}) "
+                f"Give source=, a recorded track, or a detector of scores."
+            ) from error
+        return {layer: torch.from_numpy(found[:, at]).to(canvas.device) for at, layer in enumerate(layers)}
+
+    def _of_kind(
+        self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]
+    ) -> Bool[Tensor, "batch key"]:
+        """Keys whose state or token kind is in `only`."""
+        prompt = (torch.arange(canvas.shape[1], device=canvas.device) < run.prompt_length)[None]
+        masked = canvas == run.mask_id
+        states = {"prompt": prompt & ~masked, "masked": masked, "committed": ~prompt & ~masked}
+        keep = torch.zeros_like(masked)
+        for name in self.only:
+            if name in states:
+                keep = keep | states[name]
+        if any(name in KINDS for name in self.only):
+            found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
+            wanted = [int(kind) for kind in Kind if kind.name.lower() in self.only]
+            keep = keep | torch.from_numpy(np.isin(found, wanted)).to(canvas.device)
+        return keep
+
+
+Needed = TypeVar("Needed")
+
+
+def _need(told: Needed | None) -> Needed:
+    if told is None:
+        raise SettingError("detectors, only= and random keys belong to a run; a single pass does not tell its tokens.")
+    return told
+
+
+def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
+    """`only` as given, one name or several."""
+    return (only,) if isinstance(only, str) else tuple(only)

@@ -1,0 +1,275 @@
+"""What kind of token the sinks sit on, and in which state: newlines, punctuation, masks, ends, words.
+
+Every place (row, step, position) of a track has one `Kind`, from the text of its token and from where it stands, and
+one `State`: part of the prompt, still masked, or committed before the step began. Places that do not exist (padding,
+what an autoregressive run has not decoded yet) are MISSING and counted nowhere.
+
+Whether sinks prefer a kind is a comparison: on a canvas full of masks most sinks are masks, preferred or not. So
+`enrichment` puts the share of a kind among the sinks beside its share among the positions.
+
+One way this fails: the shares are pooled over the steps. Where the early steps have both more masks and more sinks of
+any kind, masks look preferred although at no single step they are; ``matched`` compares within each step instead.
+"""
+
+import re
+import unicodedata
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Float, Int
+
+from sinklens.errors import TrackError
+from sinklens.sinks.detectors import Detector
+from sinklens.sinks.track import SinkTrack
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+
+class Kind(IntEnum):
+    """Kinds of tokens. A token is of the first that fits, in this order:
+
+    MISSING: padding, or not there yet. MASK: undecided. START: a beginning-of-text token, or an end token on the row's
+    first position. FILLING: an end token of the answer behind the first that the answer has on the canvas of this step.
+    END: any other end-of-sequence token. MARKUP: any other special token, or text such as ``<|start_header_id|>`` and
+    ``[INST]``. NEWLINE: white space with a line break. SPACE: other white space, or nothing. PUNCTUATION: no letter
+    or number, so also ``+`` and ``####``. DIGIT: numbers only, white space around them aside. WORD: the rest, and
+    pieces of a character, which decode to U+FFFD.
+    """
+
+    MISSING = -1
+    NEWLINE = 0
+    SPACE = 1
+    PUNCTUATION = 2
+    DIGIT = 3
+    MASK = 4
+    START = 5
+    END = 6
+    FILLING = 7
+    MARKUP = 8
+    WORD = 9
+
+
+class State(IntEnum):
+    """What a place was when the step began.
+
+    MISSING: as in `Kind`. MASKED: undecided. PROMPT: given. COMMITTED: decided by an earlier step.
+    """
+
+    MISSING = -1
+    PROMPT = 0
+    MASKED = 1
+    COMMITTED = 2
+
+
+_MARKUP = re.compile(r"<\|.+\|>|\[/?INST\]|<</?SYS>>|<(start|end)_of_turn>")
+_READABLE = str.maketrans({" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"})
+
+
+def text_kind(text: str) -> Kind:
+    r"""The kind of a token that is not special, from its decoded text alone.
+
+    >>> [text_kind(text).name for text in ("\n\n", " ", ".", " 12", " Tom", "<|eot_id|>")]
+    ['NEWLINE', 'SPACE', 'PUNCTUATION', 'DIGIT', 'WORD', 'MARKUP']
+    """
+    bare = text.strip()
+    if _MARKUP.fullmatch(bare):
+        return Kind.MARKUP
+    if not bare:
+        return Kind.NEWLINE if "\n" in text or "\r" in text else Kind.SPACE
+    groups = {unicodedata.category(character)[0] for character in bare}  # L letter, M mark on a letter, N number
+    if "\N{REPLACEMENT CHARACTER}" in bare:
+        return Kind.WORD
+    if not groups & {"L", "M", "N"}:
+        return Kind.PUNCTUATION
+    return Kind.DIGIT if groups == {"N"} else Kind.WORD
+
+
+def token_kinds(track: SinkTrack) -> dict[int, Kind]:
+    """The kind of every token id that occurs in `track`, wherever it stands; never MISSING or FILLING.
+
+    Raises:
+        TrackError: a token has no text (the model came without a tokenizer) and is not special.
+    """
+    special, vocabulary = track.special, track.vocabulary
+    kinds: dict[int, Kind] = {}
+    for kind, name in ((Kind.MARKUP, "markup"), (Kind.START, "start"), (Kind.END, "end"), (Kind.MASK, "mask")):
+        kinds |= dict.fromkeys(special[name], kind)
+    occurring = [int(token) for token in np.unique(track.data["token_id"].to_numpy()[_existing(track)])]
+    unknown = [token for token in occurring if token not in kinds and token not in vocabulary]
+    if unknown:
+        raise TrackError(
+            f"the text of token {unknown[0]} is not known, so its kind is not (no text for {len(unknown)} of "
+            f"{len(occurring)} tokens); record the run with a model that has a tokenizer, or ask by='state'."
+        )
+    return {token: kinds[token] if token in kinds else text_kind(vocabulary[token]) for token in occurring}
+
+
+def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
+    """The `Kind` of every place, as its number: ``kinds(track) == Kind.NEWLINE``.
+
+    An end token on the row's first position begins the text (in many models one token does both), and is START.
+
+    Raises:
+        TrackError: see `token_kinds`.
+    """
+    token_id, existing = track.data["token_id"].to_numpy(), _existing(track)
+    known = token_kinds(track)
+    tokens, place = np.unique(token_id, return_inverse=True)
+    codes = np.array([known.get(int(token), Kind.MISSING) for token in tokens], dtype=np.int8)[place]
+    codes = codes.reshape(token_id.shape)
+    first = np.arange(token_id.shape[2]) == track.data["real"].to_numpy().argmax(axis=1)[:, None]
+    codes[(codes == Kind.END) & first[:, None] & ~_answer(track)] = Kind.START
+    ends = (codes == Kind.END) & _answer(track)
+    codes[ends & (ends.cumsum(axis=-1) > 1)] = Kind.FILLING
+    codes[track.data["masked"].to_numpy()] = Kind.MASK
+    return _coded(np.where(existing, codes, Kind.MISSING), Kind)
+
+
+def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
+    """The `State` of every place, as its number: ``states(track) == State.MASKED``."""
+    decided = np.where(_answer(track), State.COMMITTED, State.PROMPT)
+    codes = np.where(track.data["masked"].to_numpy(), State.MASKED, decided)
+    return _coded(np.where(_existing(track), codes, State.MISSING), State)
+
+
+def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch step layer set"]:
+    """Attention that the tokens of a kind receive together, in percent: [batch, step, layer, kind].
+
+    100 · Σ_{j∈set} a[j] / Σ_j a[j], with a[j] the score of position j averaged over the heads. Over the sets it sums
+    to 100; a set without positions absorbs 0. NaN where no head of the layer attends to anything. The last axis bears
+    the name of `by`, and its coordinate the kinds in lower case: ``absorption(track).sel(kind="newline")``.
+
+    Source: Attention Floating (2601.07894), which takes detected sinks as the set; here the sets are kinds.
+
+    Args:
+        by: "kind" or "state".
+
+    Raises:
+        TrackError: another `by`; or see `token_kinds`.
+    """
+    codes, names = _sets(track, by)
+    received = track.scores().mean("head")
+    parts = _per_set(received.fillna(0.0).to_numpy(), codes[:, :, None], len(names))
+    percent = 100 * _ratio(parts, parts.sum(axis=-1, keepdims=True))
+    coords = {name: received.coords[name] for name in ("step", "layer")}
+    return xr.DataArray(percent, dims=("batch", "step", "layer", by), coords={**coords, by: names}, name="absorption")
+
+
+def enrichment(track: SinkTrack, detector: Detector | None = None, by: str = "kind") -> xr.Dataset:
+    """Whether sinks prefer a kind of token: 1 as often as chance, 2 twice as often, 0 never. Variables [batch, kind]:
+
+    - ``sinks``: detected sinks of the kind, over steps, layers and heads; ``positions``: places where one could be.
+    - ``sink_share``: sinks of the kind / all sinks. ``position_share``: positions of the kind / all positions.
+    - ``enrichment``: sink_share / position_share.
+    - ``matched_share``: the sink_share to expect if at each step the sinks found there fell on positions at random,
+      Σ_t sinks(t) · position_share(t) / Σ_t sinks(t). ``matched``: sink_share / matched_share.
+
+    NaN: shares of sinks in a row without sinks, and ratios of a kind that the row does not have. Rows are independent
+    runs, so an interval comes from drawing rows anew and summing their ``sinks`` and ``positions``.
+
+    Args:
+        detector: what a sink is; by default the paper's.
+        by: "kind" or "state".
+
+    Raises:
+        TrackError: another `by`; or see `token_kinds`.
+    """
+    codes, names = _sets(track, by)
+    found = track.detect(detector)
+    heads = found.sizes["layer"] * found.sizes["head"]
+    sinks = _per_set(found.sum(("layer", "head")).to_numpy(), codes, len(names))
+    places = _per_set(np.ones(codes.shape, dtype=np.int64), codes, len(names))
+    at_step = sinks.sum(axis=-1, keepdims=True)
+    chance = np.nan_to_num(_ratio(places, places.sum(axis=-1, keepdims=True)))
+    sink_share = _ratio(sinks.sum(axis=1), at_step.sum(axis=1))
+    position_share = _ratio(places.sum(axis=1), places.sum(axis=(1, 2))[:, None])
+    matched_share = _ratio((at_step * chance).sum(axis=1), at_step.sum(axis=1))
+    columns = {
+        "sinks": sinks.sum(axis=1),
+        "positions": places.sum(axis=1) * heads,
+        "sink_share": sink_share,
+        "position_share": position_share,
+        "enrichment": _ratio(sink_share, position_share),
+        "matched_share": matched_share,
+        "matched": _ratio(sink_share, matched_share),
+    }
+    return xr.Dataset({name: (("batch", by), values) for name, values in columns.items()}, coords={by: names})
+
+
+def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "DataFrame":
+    """Which tokens are sinks, over all rows, steps, layers and heads: the paper's Table 2 (Rulli et al., 2510.15731).
+
+    One row per token id that occurs, most frequent sinks first. Columns: ``token``, its text, spaces and breaks as
+    ␣ ⏎ ␍ ⇥; ``id``; ``kind``, in lower case, wherever the token stands (so "end" for FILLING too); ``count``, sinks
+    on it; ``frequency``, count / all sinks (NaN if there are none); ``position_frequency``, its share of the existing
+    positions. frequency / position_frequency is the token's enrichment.
+
+    Args:
+        detector: what a sink is; by default the paper's.
+
+    Raises:
+        TrackError: see `token_kinds`.
+    """
+    import pandas
+
+    known, vocabulary, existing = token_kinds(track), track.vocabulary, _existing(track)
+    tokens, place = np.unique(track.data["token_id"].to_numpy()[existing], return_inverse=True)
+    found = track.detect(detector).sum(("layer", "head")).to_numpy()[existing]
+    count = np.bincount(place, weights=found, minlength=len(tokens)).astype(np.int64)
+    positions = np.bincount(place, minlength=len(tokens))
+    table = pandas.DataFrame(
+        {
+            "token": [vocabulary.get(int(token), "").translate(_READABLE) for token in tokens],
+            "id": tokens,
+            "kind": [known[int(token)].name.lower() for token in tokens],
+            "count": count,
+            "frequency": _ratio(count, count.sum()),
+            "position_frequency": _ratio(positions, positions.sum()),
+        }
+    )
+    return table.sort_values(["count", "id"], ascending=[False, True], ignore_index=True)
+
+
+def _existing(track: SinkTrack) -> np.ndarray:
+    """Places that are there, [batch, step, pos]: no padding, and decoded where the run is autoregressive."""
+    return track.data["real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
+
+
+def _answer(track: SinkTrack) -> np.ndarray:
+    """Positions behind the prompt, [pos]."""
+    return np.arange(track.data.sizes["pos"]) >= track.prompt_length
+
+
+def _coded(codes: np.ndarray, enum: type[IntEnum]) -> xr.DataArray:
+    return xr.DataArray(
+        codes.astype(np.int8),
+        dims=("batch", "step", "pos"),
+        attrs={"flag_values": [int(code) for code in enum], "flag_meanings": " ".join(_names(enum, missing=True))},
+    )
+
+
+def _names(enum: type[IntEnum], missing: bool = False) -> list[str]:
+    return [code.name.lower() for code in enum if missing or code >= 0]
+
+
+def _sets(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
+    """Codes [batch, step, pos] and the names of the codes 0, 1, …"""
+    if by == "kind":
+        return kinds(track).to_numpy(), _names(Kind)
+    if by == "state":
+        return states(track).to_numpy(), _names(State)
+    raise TrackError(f"by is 'kind' or 'state'; got {by!r}.")
+
+
+def _per_set(values: np.ndarray, codes: np.ndarray, count: int) -> np.ndarray:
+    """Sums of `values` [..., pos] over the positions of each code: [..., set]."""
+    return np.stack([np.where(codes == code, values, 0).sum(axis=-1) for code in range(count)], axis=-1)
+
+
+def _ratio(part: Any, whole: Any) -> np.ndarray:
+    """`part` / `whole`; NaN where `whole` is 0, or either is NaN."""
+    part, whole = np.broadcast_arrays(np.asarray(part, dtype=np.float64), whole)
+    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)

@@ -1,0 +1,248 @@
+"""Why a position is a sink for one head: the score taken apart into lengths and direction.
+
+Attention is decided by s[i, j] = scale · q_i · k_j = scale · |q_i| · |k_j| · cos(q_i, k_j) (Attention Floating,
+2601.07894). A softmax compares the keys of one query with each other, and |q_i| is common to them. So a key draws
+attention because it is long, or because it points where the queries point; long queries only sharpen the difference.
+`decompose` puts each factor beside that of the other keys; `why` does so for one head of a run, on rotated queries and
+keys.
+
+One way this fails: the factors are means over queries. A key that a few queries score very high can receive the most
+attention with an ordinary mean score; `Reason` then says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import TrackError
+
+_VERDICTS = {
+    "uniform": "no more than if all keys were alike",
+    "few": "by a few queries, its mean score is not above the other keys'",
+    "key_norm": "chiefly because its key is longer",
+    "cosine": "chiefly because its key points along the queries more",
+    "rest": "chiefly because the longer ones of the other keys point away from the queries",
+}
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A model whose points can be read in one pass, as `sinklens.Model`."""
+
+    @property
+    def cfg(self) -> Any:
+        """Lengths of the axes, and ``device``."""
+
+    @property
+    def config(self) -> Any:
+        """Its transformers config: ``is_causal``."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """None where there is none."""
+
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Logits, and the values of the points in ``names_filter``."""
+
+
+@runtime_checkable
+class Run(Protocol):
+    """A finished run: a `Generation`, or a trace after its block."""
+
+    @property
+    def canvas(self) -> Int[Tensor, "batch step pos"]:
+        """Ids as each step worked on them, and as the last left them."""
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """False on left padding."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why one position receives the attention of one head; `print` it for one line.
+
+    Attributes:
+        layer, head, step: where.
+        position: on the canvas, padding included, as in the sink track.
+        token_id: the token there when the step began.
+        text: its text; None without a tokenizer.
+        share: of the head's attention, in [0, 1].
+        uniform: the share it would have if every query looked at all keys it may see alike.
+        factors: `decompose` over the keys of the canvas; the coordinate ``key`` is the position.
+    """
+
+    layer: int
+    head: int
+    step: int
+    position: int
+    token_id: int
+    text: str | None
+    share: float
+    uniform: float
+    factors: xr.Dataset
+
+    @property
+    def chief(self) -> str:
+        """What makes it the sink that it is, in one word.
+
+        "uniform": it is none, its share is not above uniform; "few": its mean score is not above the other keys', so a
+        few queries make its share; else the largest part of ``score_excess``: "key_norm", "cosine" or "rest".
+        """
+        here = self.factors.sel(key=self.position)
+        if self.share <= self.uniform:
+            return "uniform"
+        if not float(here["score_excess"]) > 0:
+            return "few"
+        return max(("key_norm", "cosine", "rest"), key=lambda part: float(here[f"from_{part}"]))
+
+    def __str__(self) -> str:
+        here = {str(name): float(value) for name, value in self.factors.sel(key=self.position).data_vars.items()}
+        token = f"token {self.token_id}" if self.text is None else f"token {self.token_id}, {self.text!r}"
+        return (
+            f"position {self.position} ({token}) receives {self.share:.1%} of head {self.layer}.{self.head} at step "
+            f"{self.step} (uniform {self.uniform:.1%}), {_VERDICTS[self.chief]}: |k| {here['key_norm_ratio']:.2f} × "
+            f"the other keys', cosine {here['cosine']:+.2f} (others {here['cosine'] - here['cosine_excess']:+.2f}), "
+            f"score {here['score']:+.2f} (others {here['score'] - here['score_excess']:+.2f})"
+        )
+
+
+def decompose(
+    query: Float[Tensor, "query d_head"],
+    key: Float[Tensor, "key d_head"],
+    scale: float | int,
+    seen: Bool[Tensor, "query key"] | None = None,
+) -> xr.Dataset:
+    """The factors of the attention scores s[i, j] = scale · |q_i| · |k_j| · cos(q_i, k_j), per key j.
+
+    Means go over the queries i that may see j and some other key; where a query sees one key alone there is nothing to
+    compare. x̄_i is the mean of x over the other keys that query i may see. Variables [key], in float64:
+
+    - ``key_norm`` |k_j|; ``query_norm`` mean |q_i|; ``cosine`` mean cos(q_i, k_j); ``score`` mean s[i, j].
+    - ``key_norm_ratio`` |k_j| / mean x̄_i of the key norms; ``cosine_excess``, ``score_excess``: mean (x − x̄_i), since a
+      ratio of values of either sign says nothing. ``query_norm_ratio``: query_norm / its mean over the other keys; it
+      differs from 1 under causal order alone, where keys have different queries.
+    - ``from_key_norm`` mean scale · |q_i| (|k_j| − |k̄|_i)(cos + cos̄_i) / 2, and ``from_cosine`` mean scale · |q_i|
+      (cos − cos̄_i)(|k_j| + |k̄|_i) / 2: what of score_excess the length of the key accounts for, and what its
+      direction. ``from_rest`` is what they leave: −mean scale · |q_i| · cov_i, the covariance of length and cosine
+      among the other keys. The three sum to score_excess.
+
+    NaN, but for key_norm, where no such query may see the key; a zero vector has cosine 0.
+
+    Args:
+        scale: factor on the scores, 1 / √d_head as a rule.
+        seen: True where a query may see a key; None is everywhere.
+    """
+    query, key = query.detach().cpu().double(), key.detach().cpu().double()  # not every device has float64
+    dots, length = query @ key.T, query.norm(dim=1)[:, None]
+    norm = key.norm(dim=1).expand_as(dots)
+    cosine = torch.where(length * norm > 0, dots / (length * norm), 0.0)
+    others = _Others(torch.ones_like(dots, dtype=torch.bool) if seen is None else seen.cpu())
+    norm0, cosine0, score0 = others.mean(norm), others.mean(cosine), others.mean(scale * dots)
+    query_norm = others.over_queries(length.expand_as(dots))
+    values = {
+        "key_norm": norm[0],
+        "key_norm_ratio": norm[0] / others.over_queries(norm0),
+        "query_norm": query_norm,
+        "query_norm_ratio": query_norm / _leave_one_out(query_norm),
+        "cosine": others.over_queries(cosine),
+        "cosine_excess": others.over_queries(cosine - cosine0),
+        "score": others.over_queries(scale * dots),
+        "score_excess": others.over_queries(scale * dots - score0),
+        "from_key_norm": others.over_queries(scale * length * (norm - norm0) * (cosine + cosine0) / 2),
+        "from_cosine": others.over_queries(scale * length * (cosine - cosine0) * (norm + norm0) / 2),
+    }
+    values["from_rest"] = values["score_excess"] - values["from_key_norm"] - values["from_cosine"]
+    return xr.Dataset({name: ("key", value.numpy()) for name, value in values.items()})
+
+
+def why(
+    model: Readable, run: Run, step: int, layer: int, head: int, row: int = 0, position: int | None = None
+) -> Reason:
+    """Why a position is the strongest key of a head at a step: `decompose` on its rotated queries and keys.
+
+    One pass of `model` over the canvas that the step worked on, without padding and undecided -1; grouped heads get the
+    key of their group. Hooks of the run are not applied again, so under an intervention the share can differ from the
+    run's sink track.
+
+    Args:
+        step, layer, head, row: which; negative counts from the end.
+        position: which position to explain, on the canvas with its padding; by default the one that receives most.
+
+    Raises:
+        TrackError: no such step, layer, head, row or position, or the position is padding or not decoded yet.
+    """
+    step = _place("step", step, run.canvas.shape[1] - 1)
+    layer, head = _place("layer", layer, model.cfg.n_layers), _place("head", head, model.cfg.n_heads)
+    row = _place("row", row, len(run.canvas))
+    canvas = run.canvas[row, step]
+    positions = (run.real[row] & (canvas >= 0)).nonzero()[:, 0].tolist()
+    query, key, received = _read(model, canvas[positions], layer, head)
+    seen = torch.ones(len(query), len(key), dtype=torch.bool)
+    seen = seen.tril() if model.config.is_causal else seen
+    factors = decompose(query, key, query.shape[1] ** -0.5, seen).assign_coords(key=positions)
+    index = int(received.argmax()) if position is None else _index(position, positions, len(canvas))
+    token = int(canvas[positions[index]])
+    return Reason(
+        layer, head, step, positions[index], token,
+        None if model.tokenizer is None else str(model.tokenizer.decode([token])),
+        float(received[index] / received.sum()),
+        float((seen / seen.sum(dim=1, keepdim=True)).mean(dim=0)[index]),
+        factors,
+    )  # fmt: skip
+
+
+def _read(
+    model: Readable, ids: Int[Tensor, " pos"], layer: int, head: int
+) -> tuple[Float[Tensor, "query d_head"], Float[Tensor, "key d_head"], Float[Tensor, " key"]]:
+    """Rotated queries and keys of a head, and the attention that its keys receive."""
+    points = [f"blocks.{layer}.attn.{name}" for name in ("hook_rot_q", "hook_rot_k", "hook_sink_scores")]
+    with torch.no_grad():
+        _, cache = model.run_with_cache(ids[None].to(model.cfg.device), names_filter=points)
+    query, key, received = (cache[name][0] for name in points)
+    return query[:, head], key[:, head * key.shape[1] // query.shape[1]], received[head]
+
+
+def _place(name: str, value: int, size: int) -> int:
+    if not -size <= value < size:
+        raise TrackError(f"{name} {value} does not exist; this run has {size}, 0 to {size - 1}.")
+    return value % size
+
+
+def _index(position: int, positions: Sequence[int], length: int) -> int:
+    """Where `position` stands among those of the pass."""
+    position = _place("position", position, length)
+    if position not in positions:
+        raise TrackError(
+            f"position {position} is padding or not decoded yet at this step; it has {positions[0]} to {positions[-1]}."
+        )
+    return positions.index(position)
+
+
+class _Others:
+    """Means over the other keys of a query, and over the queries that have a choice."""
+
+    def __init__(self, seen: Bool[Tensor, "query key"]) -> None:
+        self.seen = seen
+        self.count = seen.sum(dim=1, keepdim=True) - seen.long()
+        self.choice = seen & (self.count > 0)
+
+    def mean(self, values: Float[Tensor, "query key"]) -> Float[Tensor, "query key"]:
+        """For each query and key, the mean over the other keys that the query may see."""
+        visible = torch.where(self.seen, values, 0.0)
+        return (visible.sum(dim=1, keepdim=True) - visible) / self.count.clamp(min=1)
+
+    def over_queries(self, values: Float[Tensor, "query key"]) -> Float[Tensor, " key"]:
+        """For each key, the mean over the queries that may see it and another; NaN where there are none."""
+        return torch.where(self.choice, values, 0.0).sum(dim=0) / self.choice.sum(dim=0)
+
+
+def _leave_one_out(values: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
+    """For each key, the mean over the others that are not NaN."""
+    there = ~values.isnan()
+    return (values.nansum() - values.nan_to_num()) / (there.sum() - there.long())

@@ -1,0 +1,283 @@
+"""Kinds and states of tokens, and what is counted by them, against hand-made canvases and naive counts."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import sinklens
+from sinklens.errors import TrackError
+from sinklens.sinks import Detector, EpsilonOverMean, TopK, build_track
+from sinklens.sinks.kinds import Kind, State, absorption, enrichment, frequency_table, kinds, states, text_kind
+from sinklens.tasks.word_problems import held_out
+
+START, END, MASK, USER = 1, 2, 3, 4
+TEXTS = {1: "<s>", 2: "</s>", 3: "<mask>", 4: "<user>", 5: " Tom", 6: "\n", 7: ".", 8: " 12", 9: " "}
+SPECIAL = {"mask": [MASK], "start": [START], "end": [END], "markup": [USER]}
+
+
+def canvas_track(token_id, prompt_length, score=None, real=None, texts=TEXTS):
+    """A track of hand-made canvases [batch, step, pos]; MASK and -1 are undecided."""
+    token_id = np.asarray(token_id)
+    batch, steps, length = token_id.shape
+    real = np.ones((batch, length), dtype=bool) if real is None else np.asarray(real)
+    score = np.ones((batch, steps, 1, 1, length)) if score is None else np.asarray(score)
+    exists = (real[:, None] & (token_id >= 0))[:, :, None, None]
+    return build_track(
+        np.where(exists, score, np.nan).astype(np.float32),
+        token_id,
+        (token_id == MASK) | (token_id < 0),
+        np.zeros(token_id.shape, dtype=bool),
+        real,
+        np.full((batch, length), -1),
+        {
+            "model": "planted",
+            "prompt_length": prompt_length,
+            "vocabulary": json.dumps({str(token): text for token, text in texts.items()}),
+            "special": json.dumps(SPECIAL),
+        },
+    )
+
+
+def random_track(seed=0):
+    """Two rows of random tokens and scores, 3 steps, 2 layers, 3 heads, 8 positions; row 0 starts with padding."""
+    noise = np.random.default_rng(seed)
+    real = np.ones((2, 8), dtype=bool)
+    real[0, :2] = False
+    return canvas_track(noise.integers(1, 10, (2, 3, 8)), 4, noise.exponential(size=(2, 3, 2, 3, 8)) ** 2, real)
+
+
+def names(codes, enum):
+    return [[[enum(int(code)).name.lower() for code in row] for row in steps] for steps in codes.to_numpy()]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("\n", "NEWLINE"), (" \n\n", "NEWLINE"), ("\r\n", "NEWLINE"), ("\t\n ", "NEWLINE"),
+        (" ", "SPACE"), ("\t", "SPACE"), ("", "SPACE"), ("\u00a0", "SPACE"),
+        (".", "PUNCTUATION"), (" ,", "PUNCTUATION"), ("####", "PUNCTUATION"), ("…", "PUNCTUATION"),
+        ("7", "DIGIT"), (" 12", "DIGIT"), ("½", "DIGIT"), ("٣", "DIGIT"),
+        (" Tom", "WORD"), ("3rd", "WORD"), ("'s", "WORD"), ("的", "WORD"), ("ा", "WORD"), ("\ufffd", "WORD"),
+        ("<|start_header_id|>", "MARKUP"), ("[INST]", "MARKUP"), (" [/INST]", "MARKUP"), ("<</SYS>>", "MARKUP"),
+        ("[1]", "WORD"), ("<|", "PUNCTUATION"), (".\n", "PUNCTUATION"), ("x\n", "WORD"),
+    ],
+)  # fmt: skip
+def test_the_text_alone_tells_the_kind_of_an_ordinary_token(text, kind):
+    assert text_kind(text) is Kind[kind]
+
+
+def test_the_kinds_of_a_hand_made_canvas_are_as_written_by_hand():
+    """Row 0 is padded by one position; its answer begins at position 4."""
+    track = canvas_track(
+        [[[2, 1, 4, 6, 3, 3, 3], [2, 1, 4, 6, 5, 3, 2]], [[1, 5, 7, 9, 8, 6, 5], [1, 5, 2, 9, 8, 6, 5]]],
+        prompt_length=4,
+        real=[[False] + [True] * 6, [True] * 7],
+    )
+    assert names(kinds(track), Kind) == [
+        [
+            ["missing", "start", "markup", "newline", "mask", "mask", "mask"],
+            ["missing", "start", "markup", "newline", "word", "mask", "end"],
+        ],
+        [
+            ["start", "word", "punctuation", "space", "digit", "newline", "word"],
+            ["start", "word", "end", "space", "digit", "newline", "word"],
+        ],
+    ]
+    assert names(states(track), State)[0] == [
+        ["missing", "prompt", "prompt", "prompt", "masked", "masked", "masked"],
+        ["missing", "prompt", "prompt", "prompt", "committed", "masked", "committed"],
+    ]
+
+
+def test_an_end_becomes_filling_once_an_earlier_end_is_committed():
+    """Ends of the prompt begin nothing: only the answer's own first end counts."""
+    track = canvas_track([[[1, 2, 3, 3, 2, 2], [1, 2, 5, 2, 2, 2]]], prompt_length=2)
+    assert names(kinds(track), Kind)[0] == [
+        ["start", "end", "mask", "mask", "end", "filling"],
+        ["start", "end", "word", "end", "filling", "filling"],
+    ]
+
+
+def test_an_end_token_before_the_text_begins_it():
+    """As where one token both begins and ends texts; behind padding too, but not in an answer without a prompt."""
+    track = canvas_track([[[2, 2, 5, 2]]], prompt_length=3, real=[[False, True, True, True]])
+    assert names(kinds(track), Kind)[0] == [["missing", "start", "word", "end"]]
+    assert names(kinds(canvas_track([[[2, 2]]], prompt_length=0)), Kind)[0] == [["end", "filling"]]
+
+
+def test_what_an_autoregressive_run_has_not_decoded_is_missing():
+    track = canvas_track([[[1, 5, -1, -1], [1, 5, 7, -1]]], prompt_length=2)
+    assert names(kinds(track), Kind)[0] == [
+        ["start", "word", "missing", "missing"],
+        ["start", "word", "punctuation", "missing"],
+    ]
+    assert names(states(track), State)[0] == [
+        ["prompt", "prompt", "missing", "missing"],
+        ["prompt", "prompt", "committed", "missing"],
+    ]
+
+
+@pytest.mark.parametrize("by", ["kind", "state"])
+def test_absorption_is_the_naive_sum_of_head_averaged_scores(by):
+    track = random_track()
+    score, codes = track.data["score"].to_numpy(), (kinds if by == "kind" else states)(track).to_numpy()
+    enum, found = (Kind, State)[by == "state"], absorption(track, by)
+    assert found.dims == ("batch", "step", "layer", by)
+    for row, step, layer in np.ndindex(2, 3, 2):
+        there = [j for j in range(8) if not (row == 0 and j < 2)]
+        mean = {j: sum(score[row, step, layer, head, j] for head in range(3)) / 3 for j in there}
+        for code in enum:
+            if code >= 0:
+                naive = 100 * sum(mean[j] for j in there if codes[row, step, j] == code) / sum(mean.values())
+                value = found.isel(batch=row, step=step, layer=layer).sel({by: code.name.lower()})
+                assert value.item() == pytest.approx(naive, rel=1e-5), (row, step, layer, code)
+    np.testing.assert_allclose(found.sum(by), 100)
+
+
+def test_a_layer_that_attends_to_nothing_absorbs_nothing():
+    track = canvas_track([[[1, 5, 6], [1, 5, 6]]], 2, score=[[[[[0, 0, 0]]], [[[0, 1, 3]]]]])
+    found = absorption(track)
+    assert found.isel(step=0).isnull().all()
+    assert found.isel(batch=0, step=1, layer=0).sel(kind=["newline", "word", "mask"]).to_numpy().tolist() == [75, 25, 0]
+
+
+@pytest.mark.parametrize("by", ["kind", "state"])
+def test_enrichment_is_the_naive_ratio_of_counted_shares(by):
+    track, detector = random_track(1), EpsilonOverMean(0.5)
+    sinks, codes = track.detect(detector).to_numpy(), (kinds if by == "kind" else states)(track).to_numpy()
+    enum, found = (Kind, State)[by == "state"], enrichment(track, detector, by)
+    for row in range(2):
+        at, among = Counter(), Counter()
+        expected = Counter()
+        for step, layer, head in np.ndindex(3, 2, 3):
+            here = [int(code) for code in codes[row, step] if code >= 0]
+            among.update(here)
+            hits = [int(codes[row, step, j]) for j in range(8) if sinks[row, step, layer, head, j]]
+            at.update(hits)
+            for code in here:
+                expected[code] += len(hits) / len(here)
+        assert sum(at.values()) > 10
+        for code in enum:
+            if code < 0:
+                continue
+            cell = found.isel(batch=row).sel({by: code.name.lower()})
+            assert (cell["sinks"].item(), cell["positions"].item()) == (at[code], among[code])
+            if among[code]:
+                share, base = at[code] / sum(at.values()), among[code] / sum(among.values())
+                assert cell["sink_share"].item() == pytest.approx(share)
+                assert cell["position_share"].item() == pytest.approx(base)
+                assert cell["enrichment"].item() == pytest.approx(share / base)
+                assert cell["matched"].item() == pytest.approx(share / (expected[code] / sum(at.values())))
+            else:
+                assert cell[["enrichment", "matched"]].to_array().isnull().all()
+
+
+def test_many_masks_make_many_mask_sinks_but_no_enrichment():
+    """Every position is a sink, six of eight are masks: three quarters of the sinks, enrichment 1."""
+    found = enrichment(canvas_track([[[5, 6, 3, 3, 3, 3, 3, 3]]], 2), TopK(8)).sel(kind="mask").isel(batch=0)
+    assert (found["sink_share"].item(), found["enrichment"].item()) == (0.75, 1.0)
+
+
+def test_a_planted_preference_is_read_as_such():
+    """One sink of four positions, always the newline: four times as often as chance; words never."""
+    track = canvas_track([[[1, 5, 6, 3]] * 3], 3, score=np.tile([0.2, 0.3, 3.0, 0.5], (1, 3, 2, 2, 1)))
+    found = enrichment(track, TopK(1))["enrichment"].isel(batch=0)
+    assert found.sel(kind="newline").item() == pytest.approx(4)
+    assert found.sel(kind=["word", "mask"]).to_numpy().tolist() == [0, 0]
+    assert np.isnan(found.sel(kind="digit"))
+
+
+class Above(Detector):
+    """Sinks are scores above one half."""
+
+    def detect(self, track):
+        return track.scores() > 0.5
+
+
+def test_matched_enrichment_sees_through_steps_that_differ_in_masks_and_in_sinks():
+    """Step 0: half masks, all positions sinks; step 1: no mask, no sink. Pooling prefers masks; no step does."""
+    score = np.array([[1.0] * 4, [0.0] * 4])[None, :, None, None]
+    track = canvas_track([[[3, 3, 5, 5], [5, 5, 5, 5]]], 0, score=score)
+    found = enrichment(track, Above(), by="state").sel(state="masked").isel(batch=0)
+    assert found["enrichment"].item() == pytest.approx(2)
+    assert found["matched"].item() == pytest.approx(1)
+
+
+def test_a_row_without_sinks_has_no_share_of_them():
+    score = np.array([[[1.0, 1.0]], [[0.0, 0.0]]])[:, :, None, None]
+    found = enrichment(canvas_track([[[1, 5]], [[1, 5]]], 2, score=score), Above())
+    assert found["sink_share"].sel(kind="word").to_numpy()[0] == 0.5
+    assert found[["sink_share", "enrichment", "matched"]].isel(batch=1).to_array().isnull().all()
+    assert found["sinks"].isel(batch=1).sum() == 0
+
+
+def test_the_frequency_table_counts_as_a_loop_does():
+    track, detector = random_track(2), EpsilonOverMean(0.3)
+    sinks, token_id = track.detect(detector).to_numpy(), track.data["token_id"].to_numpy()
+    count, positions = Counter(), Counter()
+    for row, step, j in np.ndindex(2, 3, 8):
+        if not (row == 0 and j < 2):
+            positions[int(token_id[row, step, j])] += 1
+            count[int(token_id[row, step, j])] += int(sinks[row, step, :, :, j].sum())
+    table = frequency_table(track, detector)
+    assert sorted(table["id"]) == sorted(positions)
+    assert table["count"].is_monotonic_decreasing
+    for line in table.itertuples():
+        assert line.count == count[line.id]
+        assert line.frequency == pytest.approx(count[line.id] / sum(count.values()))
+        assert line.position_frequency == pytest.approx(positions[line.id] / sum(positions.values()))
+    kind_of = dict(zip(table["id"], table["kind"], strict=True))
+    assert (kind_of[END], kind_of[MASK], kind_of[6], kind_of[8]) == ("end", "mask", "newline", "digit")
+    text_of = dict(zip(table["id"], table["token"], strict=True))
+    assert (text_of[6], text_of[5], text_of[9]) == ("⏎", "␣Tom", "␣")
+
+
+def test_a_table_without_sinks_has_no_frequencies():
+    table = frequency_table(canvas_track([[[1, 5]]], 2), EpsilonOverMean(9.0))
+    assert table["count"].sum() == 0
+    assert table["frequency"].isna().all()
+
+
+@pytest.mark.parametrize("ask", [kinds, absorption, enrichment, frequency_table])
+def test_a_token_without_text_has_no_kind(ask):
+    """States need no text, and special ids are known without a tokenizer."""
+    track = canvas_track([[[1, 5, 6, 3]]], 3, texts={})
+    with pytest.raises(TrackError, match=r"text of token 5 is not known.*no text for 2 of 4 tokens.*by='state'"):
+        ask(track)
+    assert enrichment(track, TopK(4), by="state")["enrichment"].sel(state="prompt").item() == 1
+    assert names(kinds(canvas_track([[[1, 4, 3]]], 2, texts={})), Kind)[0] == [["start", "markup", "mask"]]
+
+
+@pytest.mark.parametrize("ask", [absorption, enrichment])
+def test_another_question_than_kind_or_state_is_refused(ask):
+    with pytest.raises(TrackError, match=r"by is 'kind' or 'state'; got 'position'"):
+        ask(canvas_track([[[1, 5]]], 2), by="position")
+
+
+def test_a_run_s_kinds_follow_its_canvas(tiny_llada):
+    prompts = [problem.prompt for problem in held_out(3)]
+    run = sinklens.generate(tiny_llada, prompts)
+    codes, tokenizer = kinds(run.sinks).to_numpy(), tiny_llada.tokenizer
+    assert (codes[~np.broadcast_to(run.real[:, None], codes.shape)] == Kind.MISSING).all()
+    last = run.canvas[:, run.steps_run - 1]
+    for row, position in np.ndindex(*last.shape):
+        text, code = tokenizer.decode([int(last[row, position])]), codes[row, -1, position]
+        if run.real[row, position]:
+            assert (code == Kind.NEWLINE) == (text == "\n")
+            assert (code == Kind.DIGIT) == text.strip().isdigit()
+            assert (code in (Kind.END, Kind.FILLING)) == (text == "<|endoftext|>")
+    assert ((codes == Kind.MASK) == run.sinks.data["masked"].to_numpy()).all()
+    assert (codes == Kind.START).sum() == 3 * run.steps_run
+    found = enrichment(run.sinks, TopK(1))
+    assert found["sinks"].sum("kind").to_numpy().tolist() == [24 * run.steps_run] * 3
+    assert frequency_table(run.sinks, TopK(1))["count"].sum() == 3 * 24 * run.steps_run
+    np.testing.assert_allclose(absorption(run.sinks).sum("kind"), 100)
+
+
+def test_an_autoregressive_run_has_only_what_it_decoded(tiny_llama):
+    run = sinklens.generate(tiny_llama, held_out(1)[0].prompt)
+    there = (kinds(run.sinks) != Kind.MISSING).sum("pos").to_numpy()[0]
+    assert there.tolist() == [run.prompt_length + step for step in range(run.steps_run)]
+    assert enrichment(run.sinks, TopK(1), by="state")["positions"].sel(state="masked").item() == 0
