@@ -133,6 +133,7 @@ class Denoising:
     Attributes:
         model: the model it runs.
         settings: as used.
+        copies: the prompts stand in the batch this many times, one copy behind the other (`sweep`).
         state: the sampler's state; its canvas is the start until `carry_out`.
     """
 
@@ -148,10 +149,13 @@ class Denoising:
         record_sinks: bool | Record,
         replay: "Replayable | None",
         progress: bool | None,
+        copies: int = 1,
     ) -> None:
         self.model, self.seed, self.progress = model, seed, progress
         self.settings = make_settings(model.record.sampler, given, model.checkpoint.defaults)
         ids, real = model.encode(prompt, chat_template)
+        ids, real = ids.repeat(copies, 1), real.repeat(copies, 1)
+        self.copies = copies
         listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
         self._check_prompt(ids, real)
         self.single = isinstance(prompt, str)
@@ -191,7 +195,7 @@ class Denoising:
     def _start(self, ids: Tensor, real: Tensor, listed: Sequence[Any]) -> State:
         model, length, eot = self.model, self.settings.gen_length, self.model.record.eot_token_id
         mask = -1 if model.mask_token_id is None else model.mask_token_id
-        noise = RowNoise(self.seed, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
+        noise = self._noise([row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
         behind = ids[:, :0]
         for entry in listed:
             if isinstance(entry, Intervention):
@@ -210,6 +214,14 @@ class Denoising:
             noise=noise,
             shift=model.record.shift,
         )
+
+    def _noise(self, prompts: list[list[int]]) -> RowNoise:
+        """Random generators of the rows; each copy of the prompts has the same."""
+        own = len(prompts) // self.copies
+        noise = RowNoise(self.seed, prompts[:own])
+        for _ in range(1, self.copies):
+            noise.generators += RowNoise(self.seed, prompts[:own]).generators
+        return noise
 
     def _surroundings(self) -> Surroundings:
         """What interventions are told."""

@@ -12,19 +12,24 @@ late from the *next* step, silently. At the end of every step sinklens looks who
 """
 
 from collections.abc import Iterator, Sequence
-from types import CodeType, TracebackType
+from functools import partial
+from types import CodeType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from nnsight.intervention.batching import Batcher
 from nnsight.intervention.interleaver import Event, Mediator
 from nnsight.intervention.tracer import InterleavingTracer
 from nnsight.tracing.util import push
+from torch import Tensor
 
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.generation import Denoising, Generation, Hooks, Replayable
+from sinklens.hooks.points import Point
+from sinklens.interventions.base import within
+from sinklens.interventions.patching import StepCaches, chosen_points
 from sinklens.model import Model, load
 from sinklens.sampling import Settings
-from sinklens.sinks.recorder import Record
+from sinklens.sinks.recorder import Record, after
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
@@ -142,6 +147,7 @@ class Trace(InterleavingTracer):
         self._denoising = denoising
         self.info: InterleavingTracer.Info | None
         self._generation: Generation | None = None
+        self._handles: list[Any] = []  # of the points that `cache` keeps
         self.steps = Steps(self)
 
     def __repr__(self) -> str:
@@ -158,6 +164,37 @@ class Trace(InterleavingTracer):
     def step(self) -> int | None:
         """The step being run; None outside the block."""
         return self._denoising.model.tree.watch.step
+
+    def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:
+        """Keep the values of points from here on, as TransformerLens `ActivationCache` objects by step.
+
+            caches = t.cache(["blocks.2.hook_resid_post"], steps=[0, 5])    # in the block
+            caches[5]["blocks.2.hook_resid_post"]                           # after it
+
+        What is kept is what the block's edits have left. Without names, or with nnsight modules instead of names, this
+        is nnsight's own ``cache``.
+
+        Args:
+            names: points in any accepted spelling, one or a list, or a predicate on names.
+            steps: numbers of steps; negative ones count from the end. None means all.
+
+        Raises:
+            HookNameError: no such point.
+            SettingError: no such step.
+        """
+        if names is None or not _names_points(names):
+            return super().cache(names, **options)
+        tree, total = self._denoising.model.tree, self._denoising.settings.steps
+        chosen = frozenset(within("step", steps, total))
+        kept = StepCaches(tree)
+
+        def keep(point: Point, value: Tensor) -> None:
+            if point.step in chosen:
+                kept.keep(value[: self._denoising.rows], point)
+
+        for name in chosen_points(names, self._denoising.model, None):
+            self._handles.append(after(tree.hook_dict[name], partial(keep, tree.hook_dict[name])))  # type: ignore[arg-type]
+        return kept
 
     def __getitem__(self, name: str) -> Any:
         """The value at the hook point `name` in this step; an in-place edit of it takes effect."""
@@ -228,6 +265,8 @@ class Trace(InterleavingTracer):
         finally:
             model.interleaver.cancel()
             self.info = None
+            for handle in self._handles:
+                handle.remove()
         self._generation = self._denoising.result()
         push(frame, mediator.lcls.writes())
 
@@ -243,6 +282,12 @@ def _block_frames(error: Exception, filename: str) -> TracebackType | None:
     while entry is not None and entry.tb_frame.f_code.co_filename != filename:
         entry = entry.tb_next
     return entry if entry is not None else error.__traceback__
+
+
+def _names_points(names: Any) -> bool:
+    """Whether `names` are hook points rather than nnsight's modules."""
+    listed = names if isinstance(names, list | tuple) else [names]
+    return all(isinstance(entry, str | FunctionType) for entry in listed)
 
 
 class _ConditionalRows(Batcher):

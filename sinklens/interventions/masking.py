@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from sinklens.interventions.base import (
     Surroundings,
     layer_of,
     position_mask,
+    within,
 )
 from sinklens.interventions.selection import Keys, Pick, Scope, Scores, Selection, as_tuple
 from sinklens.sinks.track import SinkTrack
@@ -75,6 +78,28 @@ class MaskSinks(Intervention):
     def selection(self) -> Selection:
         """How keys are chosen."""
         return Selection(self.top_k, self.detector, self.pick, self.scope, as_tuple(self.only), self.seed)
+
+    def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
+        """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
+
+        Raises:
+            SettingError: for random keys, kinds or states, a source or `same_step`, which a track alone does not tell.
+        """
+        if self.pick == "random" or self.only or self.source is not None or self.same_step or track.causal:
+            raise SettingError("the keys can be told from a track where they follow from the scores alone.")
+        real = torch.from_numpy(track.data["real"].to_numpy())
+        found = np.zeros(track.data["score"].shape, dtype=bool)
+        layers = within("layer", self.layers, found.shape[2])
+        heads = within("head", self.heads, found.shape[3])
+        for step in within("step", self.steps, track.steps):
+            if step == 0:
+                continue
+            scores = torch.from_numpy(track.isel(step=step - 1).scores().fillna(0.0).to_numpy()[:, 0])
+            allowed = real & position_mask(self.positions, real.shape[1], real.device)
+            chosen = self.selection.choose({layer: scores[:, layer] for layer in layers}, allowed, None, None, step)
+            for layer, keys in chosen.items():
+                found[:, step, layer, heads] = keys.numpy()[:, heads]
+        return track.data["score"].copy(data=found)
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""

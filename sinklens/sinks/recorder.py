@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
-from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
+from sinklens.sinks.stores import CANVASES, MemoryStore, Store, ZarrStore, refuse_existing
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -60,6 +60,9 @@ class Record:
                 raise SettingError(
                     f"no quantity is called {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
                 )
+        self._refuse_twice()
+        if not all(isinstance(place, Sequence) and len(place) == 2 for place in self.patterns):
+            raise SettingError(f"patterns is a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         if self.dtype not in ("float32", "float16"):
             raise SettingError(f"dtype of a recording is 'float32' or 'float16'; got {self.dtype!r}.")
         if self.to is not None and Path(self.to).suffix != ".zarr":
@@ -67,13 +70,26 @@ class Record:
                 f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. To get one file, call "
                 f"run.sinks.save('sinks.nc') afterwards."
             )
-        if self.to is not None and Path(self.to).exists():
-            raise SettingError(f"{self.to} exists already; a run never overwrites a recording. Choose another place.")
+        if self.to is not None:
+            refuse_existing(self.to)
+
+    def _refuse_twice(self) -> None:
+        chosen = self.chosen()
+        for what, names in (
+            ("are called", [part.name for part in chosen]),
+            (
+                "fill the variable",
+                [*CANVASES, "real", "unmask_step", *(name for part in chosen for name in part.variables)],
+            ),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise SettingError(f"two of a track's quantities {what} {twice[0]!r}; give yours another name.")
 
     def chosen(self) -> list[Quantity]:
         """The scores, then what was asked for, each once."""
         asked = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
-        return list({part.name: part for part in [Scores(), *asked]}.values())
+        return list({(part.name, type(part)): part for part in [Scores(), *asked]}.values())
 
 
 class SinkRecorder:
@@ -88,6 +104,11 @@ class SinkRecorder:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
         self._quantities = record.chosen()
         layers = tree.cfg.n_layers
+        self._points = [  # resolved now: a wrong name must not wait for the run
+            (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
+            for layer in range(layers)
+            for part in self._quantities
+        ]
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
         self._kept: dict[tuple[str, int], Tensor] = {}
@@ -102,10 +123,9 @@ class SinkRecorder:
         """The recorder's hooks on the tree's points."""
         handles = []
         try:
-            for layer in range(self._tree.cfg.n_layers):
-                for part in self._quantities:
-                    point = self._tree.hook_dict[f"blocks.{layer}.{part.point}"]
-                    handles.append(_after(point, self._keeper(part, layer)))  # type: ignore[arg-type]
+            for part, layer, name in self._points:
+                point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
+                handles.append(after(point, self._keeper(part, layer)))
             yield
         finally:
             for handle in [*handles, *self._watching]:
@@ -127,39 +147,48 @@ class SinkRecorder:
             def keep(value: Tensor, layer: int = layer) -> None:
                 self._rows_of[layer] = value[: self._rows].detach().clone()
 
-            self._watching.append(_after(point, keep))
+            self._watching.append(after(point, keep))
 
-    def end_step(
-        self,
-        step: int,
-        extends: bool,
-        canvases: dict[str, np.ndarray],
-    ) -> None:
+    def end_step(self, step: int, extends: bool, canvases: dict[str, np.ndarray]) -> None:
         """Hand the step to the store.
 
         Args:
             extends: the pass computed only new positions.
             canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos].
+
+        Raises:
+            SettingError: a `Quantity` gave something else than the variables it declares.
         """
         for handle in self._watching:
             handle.remove()
         self._watching.clear()
         variables: dict[str, list[Tensor]] = {}
-        heads, length = self._tree.cfg.n_heads, self._real.shape[1]
+        for part, layer, _ in self._points:
+            for name, value in self._finished(part, layer, extends).items():
+                variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
-            for part in self._quantities:
-                kept = self._kept.pop((part.name, layer))
-                if extends and (part.name, layer) in self._before:
-                    kept = part.join(self._before[part.name, layer], kept)
-                self._before[part.name, layer] = kept
-                exists = kept.shape[-1] if part.name == Scores.name else kept.shape[1]
-                for name, value in part.finish(kept, self._real[:, :exists], heads).items():
-                    variables.setdefault(name, []).append(_filled(value, part.variables[name], length))
             self._keep_pattern(step, layer, extends)
         if not self._tree.hf.config.is_causal:
             self._before.clear()
-        arrays = {name: torch.stack(layers, dim=1).cpu().numpy() for name, layers in variables.items()}
+        arrays = {  # layers may be on several devices
+            name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
+            for name, layers in variables.items()
+        }
         self.store.append(arrays | canvases)
+
+    def _finished(self, part: Quantity, layer: int, extends: bool) -> dict[str, Tensor]:
+        """The variables of one quantity in one layer, as long as the canvas."""
+        kept = self._kept.pop((part.name, layer))
+        if extends and (part.name, layer) in self._before:
+            kept = part.join(self._before[part.name, layer], kept)
+        self._before[part.name, layer] = kept
+        exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
+        found = part.finish(kept, self._real[:, :exists].to(kept.device), self._tree.cfg.n_heads)
+        shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
+        if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
+            told = {name: list(value.shape) for name, value in found.items()}
+            raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish gave {told}.")
+        return {name: _filled(value, shapes[name], self._real.shape[1]) for name, value in found.items()}
 
     def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
         rows = self._rows_of.pop(layer, None)
@@ -173,17 +202,22 @@ class SinkRecorder:
             self.patterns[step, layer] = rows.cpu()
 
 
-def _after(point: "Point", function: Callable[[Tensor], None]) -> Any:
+def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
     """Call `function` with what leaves `point`, after its TransformerLens hooks and after nnsight's handover."""
     return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
 
 
 def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
-    """`value` as long as the canvas; positions that do not exist yet are NaN, or -1 among integers."""
-    if not axes or axes[-1] != "pos" or value.shape[-1] == length:
+    """`value` as long as the canvas; positions that do not exist yet are NaN, or -1 among integers, or False."""
+    if value.is_floating_point():
+        value, nothing = value.float(), torch.nan
+    else:
+        nothing = False if value.dtype is torch.bool else -1
+    if "pos" not in axes:
         return value
-    nothing = torch.nan if value.is_floating_point() else -1
-    return torch.nn.functional.pad(value, (0, length - value.shape[-1]), value=nothing)
+    axis = axes.index("pos")
+    missing = length - value.shape[axis]
+    return torch.nn.functional.pad(value.movedim(axis, -1), (0, missing), value=nothing).movedim(-1, axis)
 
 
 def _within(place: Place, steps: int, layers: int) -> Place:

@@ -1,8 +1,8 @@
 """Where a recorder puts the steps of a run: main memory, or a Zarr store on disk.
 
 A `Store` takes one step after the other and gives an xarray.Dataset in the end. `ZarrStore` writes each step as chunks
-of its own and then, in its attributes, how many steps are whole; a run that is killed leaves a store that opens with
-the steps it finished.
+of its own and then, in its attributes, how many steps are whole. Nothing it needs is ever away: files are replaced, not
+removed, and a run that is killed at any moment leaves a store that opens with the steps it finished.
 
 Size: a step of scores takes layers × heads × positions × 4 bytes (2 in float16). LLaDA-8B (32 layers, 32 heads) at
 1,024 positions: 4.2 MB, or 2.1 MB in float16, where its full patterns take 2.1 GB in bfloat16.
@@ -14,13 +14,14 @@ one file of them.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SettingError, SinklensError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
 FORMAT = "sinklens sink track 1"
 WRITTEN = "steps_written"  # attribute of a Zarr store: steps that are whole
+FINISHED = "finished"  # attribute: 0 until the run has come to its end
 
 
 class Store(ABC):
@@ -81,71 +83,91 @@ class MemoryStore(Store):
 
 
 class ZarrStore(Store):
-    """Steps in a Zarr store at `path`, a new folder.
+    """Steps in a Zarr store at `path`, a new folder, made when the first step comes.
 
     Args:
         axes: variable -> its axes behind batch and step.
-        steps: steps planned; the arrays are cut to those that ran.
+        steps: steps planned; the arrays are that long, `WRITTEN` says how many of them there are.
         dtype: of floating-point variables on disk.
+
+    Raises:
+        SettingError: something is there already.
     """
 
     def __init__(self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str) -> None:
+        refuse_existing(path)
+        self.path = Path(path).absolute()
+        self._axes, self._steps, self._dtype = CANVASES | dict(axes), steps, np.dtype(dtype)
+        self._arrays: dict[str, Any] = {}
+        self._done = 0
+
+    @cached_property
+    def _group(self) -> Any:
         import zarr
 
-        self.path = Path(path)
-        self._axes, self._steps, self._dtype = CANVASES | dict(axes), steps, np.dtype(dtype)
-        self._done = 0
-        with self._writing():
-            self._group = zarr.open_group(self.path, mode="w-")
+        group = zarr.open_group(self.path, mode="w-")
+        group.update_attributes({WRITTEN: 0, FINISHED: 0})
+        return group
 
     @contextmanager
     def _writing(self) -> "Iterator[None]":
         try:
             yield
         except OSError as error:
+            kept = f"The {self._done} steps before this one are whole and open with SinkTrack.open. "
             raise SinklensError(
-                f"could not write to {self.path}: {error}. The {self._done} steps before this one are whole and open "
-                f"with SinkTrack.open. Make room or choose another place."
+                f"could not write to {self.path}: {error}. {kept if self._done else ''}Make room or choose another "
+                f"place."
             ) from error
 
     def append(self, step: Mapping[str, np.ndarray]) -> None:
         """Write it; it counts once all its variables are on disk."""
         with self._writing():
             for name, value in step.items():
-                if self._done == 0:
-                    self._create(name, value)
-                self._array(name)[:, self._done] = value
-            self._done += 1
-            self._group.attrs[WRITTEN] = self._done
+                if name not in self._arrays:
+                    self._create(name, ("step", *self._axes[name]), value, (self._steps,))
+                self._arrays[name][:, self._done] = value
+            self._group.update_attributes({WRITTEN: self._done + 1})
+        self._done += 1
 
-    def _create(self, name: str, value: np.ndarray) -> None:
+    def _create(self, name: str, axes: tuple[str, ...], value: np.ndarray, planned: tuple[int, ...] = ()) -> None:
+        """An array that holds `value` once per step, or once; every chunk of it is a file, whatever is in it."""
         floating = np.issubdtype(value.dtype, np.floating)
         batch, *sizes = value.shape
-        self._group.create_array(
+        self._arrays[name] = self._group.create_array(
             name,
-            shape=(batch, self._steps, *sizes),
-            chunks=(batch, 1, *sizes),
+            shape=(batch, *planned, *sizes),
+            chunks=(batch, *(1 for _ in planned), *sizes),
             dtype=self._dtype if floating else value.dtype,
             fill_value=np.nan if floating else None,
-            dimension_names=("batch", "step", *self._axes[name]),
+            dimension_names=("batch", *axes),
+            config={"write_empty_chunks": True},
         )
-
-    def _array(self, name: str) -> Any:
-        return self._group[name]
 
     def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         """Write them."""
         with self._writing():
-            self._group.update_attributes({"format": FORMAT, **attrs, WRITTEN: self._done})
             for name, value in whole_run.items():
-                self._group.create_array(name, data=value, dimension_names=("batch", "pos"), overwrite=True)
+                if name not in self._arrays:
+                    self._create(name, ("pos",), value)
+                self._arrays[name][:] = value
+            self._group.update_attributes({"format": FORMAT, **attrs})
 
     def dataset(self) -> xr.Dataset | None:
-        """The steps, read from disk when they are asked for."""
+        """The steps, read from disk when they are asked for; the run is over."""
         if self._done == 0:
             return None
         with self._writing():
-            for name in self._axes:
-                array = self._array(name)
-                array.resize((array.shape[0], self._done, *array.shape[2:]))
-        return xr.open_zarr(self.path, chunks=None, consolidated=False)
+            self._group.update_attributes({FINISHED: 1})
+        data = xr.open_zarr(self.path, chunks=None, consolidated=False)
+        return data.isel(step=slice(0, data.attrs.pop(WRITTEN)))
+
+
+def refuse_existing(path: str | Path) -> None:
+    """A run appends to a new store only.
+
+    Raises:
+        SettingError: something is at `path`.
+    """
+    if Path(path).exists():
+        raise SettingError(f"{path} exists already; a run never overwrites a recording. Choose another place.")

@@ -1,0 +1,250 @@
+"""What an intervention did: two runs of the same prompts, put side by side.
+
+Two ways to compare. *Free-running*: both runs go their own way; after the first difference they work on different
+canvases, and what follows is consequence, not effect. *Under replay* (``replay=`` the base run): the changed run
+computes everything itself, but every step begins on the base run's canvas, so each step's effect stands alone.
+
+`compare` reads canvases, and logits where both runs kept them with `MaskedLogits`; `effect` makes the runs and both
+comparisons in one call.
+
+One way this misleads: a confidence of 1 cannot rise. Means over positions hide that near the end of a run most
+positions are certain; look at the steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.interventions.base import Canvas, Intervention, Pairs, Surroundings
+
+if TYPE_CHECKING:
+    from sinklens.generation import Generation, Hooks
+    from sinklens.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLogits(Intervention):
+    """Keeps the logits of every step at the positions still masked, and changes none. Listed last, it sees all edits.
+
+    Attributes:
+        kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; of an autoregressive run
+            [batch, vocab], the logits of the token being decoded. A second run replaces them. For LLaDA-8B with 256
+            masked positions a step takes 130 MB: keep `steps` few there.
+    """
+
+    kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
+        """See `Intervention.on`."""
+        if run is None:
+            raise SettingError("a single pass returns its logits; MaskedLogits belongs to a run of several steps.")
+        in_step = self.step_test(run)
+        canvas = Canvas()
+        self.kept.clear()
+
+        def keep(value: Float[Tensor, "batch pos vocab"], hook: Point) -> None:
+            if not in_step(hook.step):
+                return
+            assert canvas.ids is not None
+            masked = value[:, 0] if run.causal else value[(canvas.ids == run.mask_id) & run.real]
+            self.kept[hook.step or 0] = masked.detach().float().cpu()
+
+        return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", keep)]
+
+
+def compare(
+    base: "Generation",
+    changed: "Generation",
+    base_logits: Mapping[int, Tensor] | None = None,
+    changed_logits: Mapping[int, Tensor] | None = None,
+    attended: Bool[np.ndarray, "batch step pos"] | None = None,
+) -> xr.Dataset:
+    """Two runs of the same prompts and settings.
+
+    Per [batch, step], over the positions masked in both (NaN without logits or positions):
+        ``kl``: mean of Σ_v p(v) log(p(v)/q(v)) in nats, p the base run's distribution and q the changed run's;
+        ``top1_agreement``: share of positions whose likeliest token is the same;
+        ``confidence``, ``confidence_changed``: mean probability of the likeliest token;
+        with `attended` also ``change_attended`` and ``change_rest``: mean change of that probability at the positions
+        marked there, and at the others.
+    Per [batch]:
+        ``order``: Kendall's τ-b of the steps at which the answer's positions got their tokens; NaN where all are equal;
+        ``first_divergent_step``: the first step that leaves another canvas than in the base run; -1 if none does;
+        ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
+        ``same_answer``: whether that is 0.
+
+    Args:
+        base_logits, changed_logits: `MaskedLogits.kept` of the two runs.
+        attended: positions to tell apart, e.g. those that attended to a masked sink; see `attention_to`.
+
+    Raises:
+        SettingError: runs of different prompts or lengths, or `attended` without logits.
+    """
+    if base.canvas.shape[0] != changed.canvas.shape[0] or base.canvas.shape[2] != changed.canvas.shape[2]:
+        raise SettingError(
+            f"runs that are compared have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
+            f"{list(changed.canvas.shape[::2])} (rows, positions)."
+        )
+    if not torch.equal(base.canvas[:, 0, : base.prompt_length], changed.canvas[:, 0, : base.prompt_length]):
+        raise SettingError("runs that are compared have the same prompts; these do not.")
+    if attended is not None and (base_logits is None or changed_logits is None):
+        raise SettingError("attended= splits a change of confidence; give the logits of both runs, too.")
+    found = _of_rows(base, changed)
+    if base_logits is not None and changed_logits is not None:
+        found |= _of_steps(base, changed, base_logits, changed_logits, attended)
+    return xr.Dataset(found)
+
+
+def _of_rows(base: "Generation", changed: "Generation") -> dict[str, Any]:
+    from rapidfuzz.distance import Levenshtein
+    from scipy.stats import kendalltau
+
+    order, first, distance = [], [], []
+    ends = set(base.model.eos_token_ids)
+    for row in range(len(base.answers)):
+        answer = slice(base.prompt_length, base.prompt_length + base.settings.gen_length)
+        order.append(kendalltau(base.unmask_step[row, answer], changed.unmask_step[row, answer]).statistic)
+        first.append(_first_difference(base.canvas[row], changed.canvas[row]))
+        texts = [_answer(run.canvas[row, -1, answer].tolist(), ends) for run in (base, changed)]
+        distance.append(Levenshtein.distance(*texts))
+    return {
+        "order": ("batch", np.array(order, dtype=float)),
+        "first_divergent_step": ("batch", np.array(first)),
+        "edit_distance": ("batch", np.array(distance)),
+        "same_answer": ("batch", np.array(distance) == 0),
+    }
+
+
+def _answer(ids: list[int], ends: set[int]) -> list[int]:
+    """Up to the first end token."""
+    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return [token for token in ids[:stop] if token >= 0]
+
+
+def _first_difference(base: Int[Tensor, "steps pos"], changed: Int[Tensor, "steps_changed pos"]) -> int:
+    shared = min(len(base), len(changed))
+    differs = (base[:shared] != changed[:shared]).any(dim=1).nonzero()
+    if len(differs):
+        return max(0, int(differs[0]) - 1)
+    return -1 if len(base) == len(changed) else shared - 1
+
+
+def _of_steps(
+    base: "Generation",
+    changed: "Generation",
+    base_logits: Mapping[int, Tensor],
+    changed_logits: Mapping[int, Tensor],
+    attended: Bool[np.ndarray, "batch step pos"] | None,
+) -> dict[str, Any]:
+    rows, steps = len(base.answers), max(base.steps_run, changed.steps_run)
+    names = ["kl", "top1_agreement", "confidence", "confidence_changed"]
+    names += [] if attended is None else ["change_attended", "change_rest"]
+    found = {name: np.full((rows, steps), np.nan) for name in names}
+    for step in sorted(set(base_logits) & set(changed_logits)):
+        ours, theirs = _places(base, step), _places(changed, step)
+        both = ours & theirs
+        p = base_logits[step][both[ours]].double().log_softmax(-1)
+        q = changed_logits[step][both[theirs]].double().log_softmax(-1)
+        sure, sure_changed = p.amax(-1).exp().numpy(), q.amax(-1).exp().numpy()
+        values = {
+            "kl": torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).nan_to_num(0.0).sum(-1).numpy(),
+            "top1_agreement": (p.argmax(-1) == q.argmax(-1)).double().numpy(),
+            "confidence": sure,
+            "confidence_changed": sure_changed,
+        }
+        row_of = both.nonzero()[:, 0].numpy()
+        for name, value in values.items():
+            found[name][:, step] = _row_means(value, row_of, rows)
+        if attended is not None:
+            marked = attended[:, step][both.numpy()]
+            found["change_attended"][:, step] = _row_means((sure_changed - sure)[marked], row_of[marked], rows)
+            found["change_rest"][:, step] = _row_means((sure_changed - sure)[~marked], row_of[~marked], rows)
+    return {name: (("batch", "step"), value) for name, value in found.items()}
+
+
+def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    sums, numbers = np.bincount(rows, values, count), np.bincount(rows, minlength=count)
+    return np.where(numbers > 0, sums / np.maximum(numbers, 1), np.nan)
+
+
+def _places(run: "Generation", step: int) -> Bool[Tensor, "batch pos"]:
+    """Where `MaskedLogits` kept logits: the masked positions; in an autoregressive run the position being decoded."""
+    canvas = run.canvas[:, step]
+    if run.model.mask_token_id is not None:
+        return (canvas == run.model.mask_token_id) & run.real
+    place = torch.zeros_like(canvas, dtype=torch.bool)
+    place[:, run.prompt_length + step] = True
+    return place
+
+
+def attention_to(
+    run: "Generation", keys: Bool[xr.DataArray, "batch step layer head pos"], steps: Sequence[int] | None = None
+) -> Float[np.ndarray, "batch step pos"]:
+    """Attention that each query of `run` gives to `keys`, averaged over layers and heads; NaN at other `steps`.
+
+    Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
+    it tells which positions had attended to the sinks that were taken away.
+    """
+    found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]
+    device = run.model.cfg.device
+    for step in range(run.steps_run) if steps is None else steps:
+        exists = int((run.canvas[0, step] >= 0).sum())
+        ids, real = run.canvas[:, step, :exists].to(device), run.real[:, :exists].to(device)
+        seen = run.model.tree.look(ids, real, names)
+        wanted = torch.from_numpy(keys.isel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
+        mass = torch.zeros(ids.shape)
+        for layer, name in enumerate(names):
+            mask = wanted[:, layer, :, :exists, None].to(seen[name])
+            mass += (seen[name] @ mask)[..., 0].mean(dim=1).float().cpu()
+        found[:, step, :exists] = (mass / len(names)).numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Effect:
+    """An intervention's effect, made by `effect`.
+
+    Attributes:
+        base, free, replayed: the run without it, with it, and with it on the base run's canvases.
+        free_running, under_replay: `compare` of base with the two.
+    """
+
+    base: "Generation"
+    free: "Generation"
+    replayed: "Generation"
+    free_running: xr.Dataset
+    under_replay: xr.Dataset
+
+
+def effect(model: Any, prompt: Any, hooks: "Hooks", *, seed: int = 0, **settings: Any) -> Effect:
+    """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
+
+    Args:
+        hooks: an intervention, or a list of interventions and (name, function) pairs.
+        seed, **settings: as in `sinklens.generate`.
+    """
+    from sinklens.tracing import generate
+
+    listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
+    kept = [MaskedLogits() for _ in range(3)]
+    base = generate(model, prompt, seed=seed, hooks=[kept[0]], progress=False, **settings)
+    free = generate(base.model, prompt, seed=seed, hooks=[*listed, kept[1]], progress=False, **settings)
+    replayed = generate(
+        base.model, prompt, seed=seed, hooks=[*listed, kept[2]], replay=base, progress=False, **settings
+    )
+    return Effect(
+        base,
+        free,
+        replayed,
+        compare(base, free, kept[0].kept, kept[1].kept),
+        compare(base, replayed, kept[0].kept, kept[2].kept),
+    )

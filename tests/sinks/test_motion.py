@@ -1,0 +1,493 @@
+"""Measures of moving sinks: against loops on random tracks full of holes, and against sinks planted by hand."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+import sinklens
+from sinklens.errors import TrackError
+from sinklens.sinks import EpsilonOverMean, TopK, build_track, motion
+from sinklens.tasks.word_problems import held_out
+
+NAN = float("nan")
+LOW = EpsilonOverMean(0.6)
+
+
+def built(score, real=None):
+    """A track from scores [batch, step, layer, head, pos]."""
+    batch, steps, _, _, length = score.shape
+    places = np.zeros((batch, steps, length), dtype=bool)
+    return build_track(
+        np.asarray(score, dtype=np.float32),
+        places.astype(np.int64),
+        places,
+        places,
+        np.ones((batch, length), dtype=bool) if real is None else np.asarray(real),
+        np.full((batch, length), -1),
+        {"model": "planted", "prompt_length": 1},
+    )
+
+
+def path(positions, length=8, strength=6.0):
+    """A track of one head whose strongest key is at `positions`, one per step; None where it attends to nothing."""
+    score = np.full((1, len(positions), 1, 1, length), 0.25)
+    for step, position in enumerate(positions):
+        score[0, step] = 0.0 if position is None else score[0, step]
+        if position is not None:
+            score[0, step, 0, 0, position] = strength
+    return built(score)
+
+
+def growing(steps=5, start=4, sink=0):
+    """An autoregressive track: a position more at every step, the sink always at `sink`."""
+    score = np.full((1, steps, 1, 1, start + steps), 0.25)
+    score[..., sink] = 6.0
+    for step in range(steps):
+        score[0, step, ..., start + step :] = NAN
+    return built(score)
+
+
+def random_track(kind, seed):
+    """Three rows: row 1 begins with two positions of padding, row 2 ends after four of seven steps; heads are off."""
+    rng = np.random.default_rng(seed)
+    score = rng.gamma(0.5, 2.0, size=(3, 7, 3, 4, 9))
+    score[:, 1:] = np.where(rng.random(score[:, 1:].shape) < 0.6, score[:, :-1], score[:, 1:])  # some persistence
+    score[rng.random(score.shape[:4]) < 0.1] = 0.0
+    score[0, :, 2, 3] = 0.0
+    if kind == "autoregressive":
+        for step in range(7):
+            score[:, step, ..., 3 + step :] = NAN
+    if kind == "holes":
+        score[rng.random(score.shape) < 0.15] = NAN
+    score[2, 4:] = NAN
+    real = np.ones((3, 9), dtype=bool)
+    real[1, :2] = False
+    return built(score, real)
+
+
+RANDOM = [(kind, seed) for kind in ("diffusion", "autoregressive", "holes") for seed in range(3)]
+every_random = pytest.mark.parametrize(("kind", "seed"), RANDOM)
+
+
+def places(track, *names):
+    """Every index of the axes named."""
+    return itertools.product(*(range(track.data.sizes[name]) for name in names))
+
+
+def naive_main(track):
+    """Strongest key by looking at one position after the other."""
+    score, real = track.data["score"].to_numpy(), track.data["real"].to_numpy()
+    main = np.full(score.shape[:4], NAN)
+    for b, t, layer, h in places(track, "batch", "step", "layer", "head"):
+        best = 0.0
+        for j in range(score.shape[-1]):
+            if real[b, j] and score[b, t, layer, h, j] > best:
+                best, main[b, t, layer, h] = score[b, t, layer, h, j], j
+    return main
+
+
+def naive_existing(track):
+    score, real = track.data["score"].to_numpy(), track.data["real"].to_numpy()
+    exists = np.zeros(score.shape, dtype=bool)
+    for place in np.ndindex(score.shape):
+        exists[place] = real[place[0], place[-1]] and not np.isnan(score[place])
+    return exists
+
+
+def mean_or_nan(values):
+    values = [value for value in values if not np.isnan(value)]
+    return sum(values) / len(values) if values else NAN
+
+
+def variance(values):
+    return sum((value - sum(values) / len(values)) ** 2 for value in values) / len(values)
+
+
+def same(found, expected):
+    np.testing.assert_allclose(np.asarray(found, dtype=float), expected, rtol=1e-5, atol=1e-7)
+
+
+@every_random
+def test_the_main_sink_is_the_strongest_key(kind, seed):
+    track = random_track(kind, seed)
+    main = motion.main_sink(track)
+    assert main.dims == ("batch", "step", "layer", "head")
+    same(main, naive_main(track))
+    same(main.fillna(-1), track.top(1).isel(rank=0))
+    same(motion.existing(track), naive_existing(track))
+
+
+@every_random
+def test_jumps_and_drift_equal_loops(kind, seed):
+    track = random_track(kind, seed)
+    main, moves, line = naive_main(track), motion.jumps(track), motion.drift(track)
+    for b, layer, h in places(track, "batch", "layer", "head"):
+        at = {"batch": b, "layer": layer, "head": h}
+        p = main[b, :, layer, h]
+        pairs = [(x, y) for x, y in itertools.pairwise(p) if not (np.isnan(x) or np.isnan(y))]
+        far = [abs(y - x) for x, y in pairs if x != y]
+        expected = [len(far), len(pairs), len(far) / len(pairs) if pairs else NAN, mean_or_nan(far)]
+        same([moves[name].isel(at).item() for name in ("changes", "pairs", "share", "distance")], expected)
+        t = np.flatnonzero(~np.isnan(p))
+        assert line["steps"].isel(at).item() == len(t)
+        slope = np.polyfit(t, p[t], 1)[0] if len(t) > 1 else NAN
+        fit = np.corrcoef(t, p[t])[0, 1] if len(t) > 1 and len(set(p[t])) > 1 else NAN
+        same([line[name].isel(at).item() for name in ("slope", "correlation", "r_squared")], [slope, fit, fit**2])
+
+
+@every_random
+def test_static_shares_equal_loops(kind, seed):
+    track = random_track(kind, seed)
+    main, found, exists = naive_main(track), track.detect(LOW).to_numpy(), naive_existing(track)
+    shares = motion.static_share(track), motion.static_sinks(track.detect(LOW), motion.existing(track))
+    for b in range(3):
+        heads = [{*main[b, :, layer, h]} for layer, h in places(track, "layer", "head")]
+        heads = [{p for p in head if not np.isnan(p)} for head in heads]
+        same(shares[0][b], mean_or_nan([len(head) == 1 for head in heads if head]))
+        stays = []
+        for layer, h, j in places(track, "layer", "head", "pos"):
+            is_sink = [found[b, t, layer, h, j] for t in range(7) if exists[b, t, layer, h, j]]
+            stays += [all(is_sink)] if any(is_sink) else []
+        same(shares[1][b], mean_or_nan(stays))
+
+
+@every_random
+def test_lifetimes_equal_loops(kind, seed):
+    track = random_track(kind, seed)
+    found, exists = track.detect(LOW).to_numpy(), naive_existing(track)
+    lives = []
+    for b, layer, h, j in places(track, "batch", "layer", "head", "pos"):
+        last = max((t for t in range(7) if exists[b, t, layer, h].any()), default=-1)
+        start = None
+        for t in range(8):
+            now = t < 7 and found[b, t, layer, h, j]
+            if now and start is None:
+                start = t
+            if not now and start is not None:
+                lives.append((b, layer, h, j, start, t - start, t - 1 == last))
+                start = None
+    table = motion.lifetimes(track.detect(LOW), motion.existing(track))
+    assert list(table.columns) == ["batch", "layer", "head", "pos", "start", "length", "censored"]
+    assert [tuple(life) for life in table.itertuples(index=False)] == lives
+    assert len(lives) > 50
+    assert table["length"].sum() == found.sum()
+
+
+def naive_jaccard(one, other):
+    one, other = set(np.flatnonzero(one)), set(np.flatnonzero(other))
+    return len(one & other) / len(one | other) if one | other else NAN
+
+
+@every_random
+def test_overlap_equals_loops(kind, seed):
+    track = random_track(kind, seed)
+    sinks, exists = track.detect(LOW), motion.existing(track)
+    found, there = sinks.to_numpy(), naive_existing(track)
+    steps, layers, heads = (motion.overlap(sinks, exists, along) for along in ("step", "layer", "head"))
+    assert (steps.sizes["step"], layers.sizes["layer"], heads.dims) == (6, 2, ("batch", "step", "layer"))
+    for b, t, layer, h in places(track, "batch", "step", "layer", "head"):
+        if t:
+            both = there[b, t, layer, h].any() and there[b, t - 1, layer, h].any()
+            expected = naive_jaccard(found[b, t, layer, h], found[b, t - 1, layer, h]) if both else NAN
+            same(steps.isel(batch=b, layer=layer, head=h).sel(step=t), expected)
+        if layer:
+            both = there[b, t, layer].any() and there[b, t, layer - 1].any()
+            union = found[b, t, layer].any(axis=0), found[b, t, layer - 1].any(axis=0)
+            same(layers.isel(batch=b, step=t).sel(layer=layer), naive_jaccard(*union) if both else NAN)
+        pairs = itertools.combinations(found[b, t, layer], 2)
+        same(heads.isel(batch=b, step=t, layer=layer), mean_or_nan([naive_jaccard(x, y) for x, y in pairs]))
+
+
+def naive_mass(track, unit, pooled):
+    """m_t(j) [batch, step, layer, head, pos], NaN where there is none."""
+    score = np.where(naive_existing(track), track.data["score"].to_numpy(), NAN)
+    if pooled:
+        mean = np.full((*score.shape[:2], 1, 1, score.shape[-1]), NAN)
+        for b, t, j in places(track, "batch", "step", "pos"):
+            mean[b, t, 0, 0, j] = mean_or_nan(score[b, t, :, :, j].ravel())
+        score = mean
+    if unit == "fraction":
+        for place in np.ndindex(score.shape[:4]):
+            score[place] /= max(1, (~np.isnan(score[place])).sum())
+    return score
+
+
+@every_random
+@pytest.mark.parametrize("unit", ["sum", "fraction"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_spatial_variance_equals_loops(kind, seed, unit, pooled):
+    track = random_track(kind, seed)
+    mass = naive_mass(track, unit, pooled)
+    result = motion.spatial_variance(track, unit, pooled)
+    assert result.dims == (("batch",) if pooled else ("batch", "layer", "head"))
+    for b, layer, h in np.ndindex(mass.shape[0], *mass.shape[2:4]):
+        means = [mean_or_nan(mass[b, :, layer, h, j]) for j in range(9)]
+        expected = variance([value for value in means if not np.isnan(value)])
+        same(result[b] if pooled else result[b, layer, h], expected)
+
+
+@every_random
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("detector", [None, EpsilonOverMean(0.3)])
+def test_centroid_and_temporal_variance_equal_loops(kind, seed, pooled, detector):
+    track = random_track(kind, seed)
+    mass = naive_mass(track, "sum", pooled)
+    centre = motion.centroid(track, detector, pooled=pooled)
+    spread = motion.temporal_variance(track, detector, pooled=pooled)
+    assert centre.dims == ("batch", "step") + (() if pooled else ("layer", "head"))
+    for b, layer, h in np.ndindex(mass.shape[0], *mass.shape[2:4]):
+        at = {"batch": b} if pooled else {"batch": b, "layer": layer, "head": h}
+        path = []
+        for t in range(7):
+            m = {j: mass[b, t, layer, h, j] for j in range(9) if not np.isnan(mass[b, t, layer, h, j])}
+            chosen = naive_sinks(m, detector, pooled)
+            weight = sum(m[j] for j in chosen)
+            path.append(sum(m[j] * j for j in chosen) / weight if weight > 0 else NAN)
+        same(centre.isel(at), path)
+        path = [value for value in path if not np.isnan(value)]
+        same(spread.isel(at), variance(path) if len(path) > 1 else NAN)
+
+
+def naive_sinks(mass, detector, pooled):
+    """Positions of `mass` {j: m(j)} above mean + 2 deviations, or above the mean of the others + ε."""
+    if detector is None and pooled:
+        return [j for j in mass if mass[j] > np.mean([*mass.values()]) + 2 * np.std([*mass.values()])]
+    epsilon = 3.0 if detector is None else detector.epsilon
+    return [j for j in mass if mass[j] > sum(mass[k] for k in mass if k != j) / max(1, len(mass) - 1) + epsilon]
+
+
+def numbers(track, detector=None):
+    return motion.motion_table(track, detector).iloc[0].to_dict()
+
+
+def test_a_sink_that_stands_still_is_static_in_every_measure():
+    row = numbers(path([3] * 6))
+    assert row == pytest.approx(
+        {
+            "steps": 6, "jumps": 0, "jump_share": 0, "jump_distance": NAN, "drift": 0, "drift_r_squared": NAN,
+            "static_share": 1, "sinks": 1, "lifetime": 6, "censored": 1, "static_sinks": 1, "overlap_step": 1,
+            "overlap_layer": NAN, "overlap_head": NAN, "spatial_variance": 5.75**2 * 7 / 64, "temporal_variance": 0,
+            "pooled_spatial_variance": 5.75**2 * 7 / 64, "pooled_temporal_variance": 0,
+        },
+        nan_ok=True,
+    )  # fmt: skip
+
+
+def test_a_sink_that_goes_right_by_one_per_step_drifts_by_exactly_one():
+    track = path([1, 2, 3, 4, 5])
+    row = numbers(track)
+    assert (row["drift"], row["drift_r_squared"]) == (1.0, 1.0)
+    assert (row["jumps"], row["jump_share"], row["jump_distance"], row["static_share"]) == (4, 1.0, 1.0, 0.0)
+    assert (row["lifetime"], row["censored"], row["overlap_step"]) == (1.0, 0.2, 0.0)
+    assert motion.centroid(track)[0].to_numpy().tolist() == [1, 2, 3, 4, 5]
+    assert (row["temporal_variance"], row["pooled_temporal_variance"]) == (2.0, 2.0)
+    back = motion.drift(path([5, 4, 3, 2, 1]))
+    assert (back["slope"].item(), back["correlation"].item()) == (-1.0, -1.0)
+
+
+def test_the_drift_of_every_other_step_is_still_per_step():
+    """The step numbers count, not how many steps were kept."""
+    track = path([1, 2, 3, 4, 5])
+    assert motion.drift(sinklens.SinkTrack(track.data.isel(step=slice(0, None, 2))))["slope"].item() == 1.0
+
+
+def test_a_sink_that_jumps_there_and_back():
+    track = path([2, 2, 7, 7, 2, 2])
+    moves = motion.jumps(track)
+    assert (moves["changes"].item(), moves["pairs"].item(), moves["share"].item()) == (2, 5, 0.4)
+    assert moves["distance"].item() == 5.0
+    lives = motion.lifetimes(track.detect(), motion.existing(track))
+    assert lives[["pos", "start", "length", "censored"]].to_numpy().tolist() == [
+        [2, 0, 2, False],
+        [2, 4, 2, True],
+        [7, 2, 2, False],
+    ]
+    assert motion.overlap(track.detect(), motion.existing(track)).to_numpy().ravel().tolist() == [1, 0, 1, 0, 1]
+    assert motion.static_sinks(track.detect(), motion.existing(track)).item() == 0.0
+
+
+def test_an_autoregressive_run_with_its_sink_at_the_start_token_moves_nowhere():
+    track = growing()
+    row = numbers(track)
+    assert (row["steps"], row["jumps"], row["drift"], row["static_share"], row["static_sinks"]) == (5, 0, 0, 1, 1)
+    assert (row["lifetime"], row["overlap_step"], row["temporal_variance"]) == (5, 1, 0)
+    assert row["spatial_variance"] == pytest.approx(5.75**2 * 7 / 64)  # of the 8 positions that ever exist
+
+
+def test_a_sink_is_static_from_the_step_at_which_it_exists():
+    """Position 6 appears at step 3 of 5 and is a sink from then on."""
+    late = growing(sink=6)
+    found, exists = late.detect(), motion.existing(late)
+    assert found.any("step").to_numpy().ravel().nonzero()[0].tolist() == [6]
+    assert motion.static_sinks(found, exists).item() == 1.0
+    assert motion.static_sinks(found, exists | True).item() == 0.0
+    assert motion.lifetimes(found | True, exists)["length"].sum() == exists.sum()  # whatever a detector claims
+
+
+def test_what_follows_the_end_of_a_row_counts_nowhere():
+    """A row that moves for four steps of seven has the numbers of a run of four steps, its last lives censored."""
+    score = np.concatenate([path([1, 2, 3, 3]).data["score"], np.full((1, 3, 1, 1, 8), NAN)], axis=1)
+    ended = built(score)
+    assert numbers(ended) == pytest.approx(numbers(path([1, 2, 3, 3])), nan_ok=True)
+    assert motion.lifetimes(ended.detect(), motion.existing(ended))["censored"].tolist() == [False, False, True]
+
+
+def test_left_padding_changes_no_number():
+    score = path([1, 2, 5, 5]).data["score"].to_numpy()
+    junk = np.full((*score.shape[:4], 3), 50.0)
+    padded = built(np.concatenate([junk, score], axis=-1), real=[[False] * 3 + [True] * 8])
+    assert numbers(padded) == pytest.approx(numbers(built(score)), nan_ok=True)
+    assert motion.main_sink(padded).to_numpy().ravel().tolist() == [4, 5, 8, 8]
+
+
+def test_a_step_at_which_a_head_attends_to_nothing_is_no_jump_and_has_no_sink():
+    track = path([2, None, 4, 4, None])
+    moves = motion.jumps(track)
+    assert (moves["changes"].item(), moves["pairs"].item()) == (0, 1)
+    assert motion.static_share(track).item() == 0.0
+    assert motion.drift(track)["slope"].item() == pytest.approx(5 / 7)  # through (0, 2), (2, 4), (3, 4)
+    assert motion.lifetimes(track.detect(), motion.existing(track))["censored"].tolist() == [False, False]
+    centre = motion.centroid(track)[0].to_numpy()
+    same(centre, [2, NAN, 4, 4, NAN])
+
+
+def test_two_empty_sets_have_no_overlap_and_one_empty_set_none_in_common():
+    track = path([2, 2, 2, 2])
+    found = track.detect().copy()
+    found[0, 1:3] = False
+    same(motion.overlap(found, motion.existing(track)).to_numpy().ravel(), [0.0, NAN, 0.0])
+
+
+def test_layers_are_compared_as_a_whole_and_heads_pair_by_pair():
+    """Layer 0: sinks at 1, 2, 1. Layer 1: at 2, 1, 5. One pair of heads of three agrees, two positions of three do."""
+    score = np.full((1, 1, 2, 3, 8), 0.25)
+    for layer, positions in enumerate([(1, 2, 1), (2, 1, 5)]):
+        score[0, 0, layer, range(3), positions] = 6.0
+    track = built(score)
+    found, exists = track.detect(), motion.existing(track)
+    same(motion.overlap(found, exists, "layer").to_numpy().ravel(), [2 / 3])
+    same(motion.overlap(found, exists, "head").to_numpy().ravel(), [1 / 3, 0])
+
+
+def test_the_centroid_lies_between_two_sinks_by_their_mass():
+    score = np.full((1, 2, 1, 1, 9), 0.1)
+    score[0, :, 0, 0, [2, 6]] = [[9.0, 3.0], [3.0, 9.0]]
+    track = built(score)
+    assert motion.centroid(track, TopK(2))[0].to_numpy() == pytest.approx([3.0, 5.0])
+    assert motion.temporal_variance(track, TopK(2)).item() == pytest.approx(1.0)
+    assert np.isnan(motion.temporal_variance(track.isel(step=0), TopK(2)).item())  # one step tells of no motion
+
+
+def test_per_visible_query_late_keys_of_a_causal_model_weigh_more():
+    """Four queries see key 0 and two see key 2, so 8 and 4 are both 2 per query."""
+    score = np.array([8.0, 0.5, 4.0, 0.1]).reshape(1, 1, 1, 1, 4)
+    track = sinklens.SinkTrack(built(score).data.assign_attrs(causal=1))
+    for pooled in (True, False):
+        same(motion.centroid(track, TopK(2), "sum", pooled).item(), 2 / 3)
+        same(motion.centroid(track, TopK(2), "visible", pooled).item(), 1.0)
+
+
+def test_pooling_finds_what_the_heads_share():
+    """Each of four heads has a sink of its own and all have one at 0; the mean over heads keeps the shared one."""
+    score = np.full((1, 2, 2, 2, 30), 0.1)
+    for head, position in enumerate((5, 9, 14, 20)):
+        score[0, :, head // 2, head % 2, position] = 8.0
+    score[..., 0] = 8.0
+    track = built(score)
+    assert motion.centroid(track)[0].to_numpy().tolist() == [0.0, 0.0]
+    assert motion.centroid(track, pooled=False)[0, 0].to_numpy().ravel() == pytest.approx([2.5, 4.5, 7, 10])
+    assert motion.spatial_variance(track).item() < motion.spatial_variance(track, pooled=False).mean().item()
+
+
+def test_nothing_to_measure_is_nan_without_a_warning():
+    """One step, one head: no pair of steps, layers or heads. And a run whose only head attends to nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one, none = numbers(path([2])), numbers(path([None, None, None]))
+    missing = {name for name, value in one.items() if np.isnan(value)}
+    assert missing == {
+        "jumps", "jump_share", "jump_distance", "drift", "drift_r_squared", "overlap_step", "overlap_layer",
+        "overlap_head", "temporal_variance", "pooled_temporal_variance",
+    }  # fmt: skip
+    assert {name: value for name, value in none.items() if not np.isnan(value)} == {
+        "steps": 3, "sinks": 0, "spatial_variance": 0, "pooled_spatial_variance": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (lambda found, exists: motion.overlap(found, exists, "pos"), r"along is step, layer or head; got 'pos'"),
+        (
+            lambda found, exists: motion.overlap(found.isel(head=0), exists),
+            r"found holds bool over batch, step, layer, p",
+        ),
+        (lambda found, exists: motion.lifetimes(found.astype(float), exists), r"found holds float64 .* must hold bool"),
+        (lambda found, exists: motion.lifetimes(found, exists * 1), r"exists holds int64 .* existing\(track\)"),
+        (lambda found, exists: motion.static_sinks(found.isel(step=[0]), exists), r"not of the same track, or not of"),
+        (lambda found, exists: motion.static_sinks(found, xr.concat([exists] * 2, "batch")), r"take the same rows"),
+    ],
+)
+def test_sinks_that_do_not_belong_together_are_refused(ask, text):
+    track = path([1, 2, 3])
+    with pytest.raises(TrackError, match=text):
+        ask(track.detect(), motion.existing(track))
+
+
+@every_random
+def test_the_table_holds_the_means_of_the_measures(kind, seed, tmp_path):
+    track = random_track(kind, seed)
+    found, exists = track.detect(LOW), motion.existing(track)
+    table = motion.motion_table(track, LOW)
+    lives = motion.lifetimes(found, exists)
+    assert table.index.name == "batch"
+    assert table["steps"].tolist() == [7, 7, 4]
+    for b in range(3):
+        row = {"batch": b}
+        same(table["jump_share"][b], mean_or_nan(motion.jumps(track)["share"].isel(row).to_numpy().ravel()))
+        same(table["drift"][b], mean_or_nan(motion.drift(track)["slope"].isel(row).to_numpy().ravel()))
+        same(table["overlap_head"][b], mean_or_nan(motion.overlap(found, exists, "head").isel(row).to_numpy().ravel()))
+        spread = motion.temporal_variance(track, LOW, pooled=False)
+        same(table["temporal_variance"][b], mean_or_nan(spread.isel(row).to_numpy().ravel()))
+        same(table["pooled_temporal_variance"][b], motion.temporal_variance(track)[b])
+        same(table["lifetime"][b], lives.loc[lives["batch"] == b, "length"].mean())
+        there = exists.isel(row).any("pos").to_numpy()
+        same(table["sinks"][b], found.isel(row).to_numpy().sum() / there.sum())
+    table.to_csv(tmp_path / "motion.csv")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "motion.csv", index_col="batch"), table)
+
+
+@pytest.fixture(scope="module")
+def tracks(tiny_llada, tiny_llama):
+    """Of the diffusion model and its autoregressive twin, on the same problems."""
+    prompts = [problem.prompt for problem in held_out(8)]
+    return [sinklens.generate(model, prompts).sinks for model in (tiny_llada, tiny_llama)]
+
+
+def test_sinks_move_in_the_diffusion_model_and_stay_in_its_autoregressive_twin(tracks):
+    diffusion, autoregressive = (motion.motion_table(track) for track in tracks)
+    assert (diffusion["static_share"] < autoregressive["static_share"]).all()
+    assert diffusion["jump_share"].mean() > 3 * autoregressive["jump_share"].mean()
+    assert diffusion["pooled_temporal_variance"].min() > 1 > autoregressive["pooled_temporal_variance"].max()
+    assert (diffusion["pooled_spatial_variance"] < autoregressive["pooled_spatial_variance"]).all()
+
+
+def test_the_main_sink_and_the_lives_of_a_real_run_agree_with_the_track(tracks):
+    for track in tracks:
+        main, found = motion.main_sink(track), track.detect()
+        assert main.sel(layer=2, head=1)[3].to_numpy().tolist() == track.trajectory(2, 1, batch=3).tolist()
+        lives = motion.lifetimes(found, motion.existing(track))
+        assert lives["length"].sum() == int(found.sum())
+        last = found.isel(step=-1).sum().item()
+        assert lives["censored"].sum() == last > 0
+
+
+def test_a_prompt_moves_its_sinks_alike_alone_and_in_a_batch(tracks, tiny_llada):
+    alone = sinklens.generate(tiny_llada, held_out(8)[0].prompt).sinks
+    assert alone.data.sizes["pos"] < tracks[0].data.sizes["pos"]
+    batched = motion.motion_table(tracks[0]).loc[0].to_dict()
+    assert numbers(alone) == pytest.approx(batched, rel=1e-4, nan_ok=True)
