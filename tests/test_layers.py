@@ -11,7 +11,7 @@ FLOORS = [
     ("hooks", "checkpoints"),
     ("sampling", "sinks", "tasks"),
     ("views", "selfcheck", "model", "progress"),
-    ("generation", "tracing", "interventions"),
+    ("generation", "denoising", "steps", "tracing", "interventions"),
     ("zoo",),
     ("analyses",),
     ("cli",),

@@ -26,7 +26,8 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.base import Canvas, Intervention, Pairs, Surroundings
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation, Hooks
+    from sinklens.denoising import Hooks
+    from sinklens.generation import Generation
     from sinklens.model import Model
 
 

@@ -21,8 +21,9 @@ import xarray as xr
 from jaxtyping import Int
 from torch import Tensor
 
+from sinklens.denoising import Denoising
 from sinklens.errors import SettingError
-from sinklens.generation import Denoising, Generation
+from sinklens.generation import Generation
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.base import HookFunction, Intervention, Pairs, Surroundings
@@ -31,7 +32,7 @@ from sinklens.model import Model, load
 from sinklens.writing import whole
 
 if TYPE_CHECKING:
-    from sinklens.generation import Hooks
+    from sinklens.denoising import Hooks
 
 FORMAT = "sinklens sweep 1"
 
