@@ -1,23 +1,28 @@
 """Writes a trained tiny model as a checkpoint folder in exactly the public layout of its family.
 
-The masked model becomes a LLaDA checkpoint (config keys, weight names), the causal one a Llama checkpoint, both in
-bfloat16, so the ordinary loader reads them. generation_config.json names, under ``"sinklens"``, the lengths the model
-was trained for.
+The masked model becomes a LLaDA checkpoint (config keys, weight names), with pictures an MMaDA one, the shifted one a
+Dream checkpoint and the causal one a Llama checkpoint, all in bfloat16, so the ordinary loader reads them.
+generation_config.json names, under ``"sinklens"``, the lengths the model was trained for.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sinklens.errors import SinklensError
-from sinklens.zoo.tokenizer import train_tokenizer
-from sinklens.zoo.training import ANSWER_LENGTH, Recipe, build_model
+from sinklens.zoo import pictures
+from sinklens.zoo.corpus import ANSWER_LENGTH
+from sinklens.zoo.recipes import Recipe
+from sinklens.zoo.training import build_model, make_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 LLADA_NAMES = {
     "model.embed_tokens.": "model.transformer.wte.",
@@ -44,29 +49,41 @@ def export(recipe: Recipe, run: Path, folder: Path) -> Path:
     Raises:
         SinklensError: the run has no state, or is not finished.
     """
-    from safetensors.torch import save_file
-
     state_file = run / "state.pt"
     if not state_file.is_file():
         raise SinklensError(f"{run} has no state.pt; train first: sinklens train {recipe.name} --run {run}")
     state = torch.load(state_file, weights_only=True, map_location="cpu")
     if state["step"] < recipe.steps:
         raise SinklensError(f"{run} is at step {state['step']} of {recipe.steps}; let `sinklens train` finish it.")
-    tokenizer = train_tokenizer()
+    return write_checkpoint(recipe, state["model"], folder)
+
+
+def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], folder: Path) -> Path:
+    """Write `weights`, under transformers' names, as a checkpoint of the recipe's family.
+
+    Args:
+        weights: of the whole model, as in state.pt or in a kept ``weights-<step>.pt``.
+        folder: where the checkpoint goes; made if missing.
+    """
+    from safetensors.torch import save_file
+
+    tokenizer = make_tokenizer(recipe)
     model = build_model(recipe, tokenizer)
-    model.load_state_dict(state["model"])
+    model.load_state_dict(weights)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.bfloat16().contiguous() for name, value in model.state_dict().items()}
     masked = recipe.objective == "masked"
-    if masked:
-        weights = {_llada_name(name): value for name, value in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = _llada_config(recipe, model.config, tokenizer) if masked else _llama_config(model.config)
-    _write_json(folder / "config.json", config)
+    stored = {
+        _llada_name(name) if masked else name: value.bfloat16().contiguous()
+        for name, value in model.state_dict().items()
+    }
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "config.json", CONFIGS[recipe.family](recipe, model.config, tokenizer))
     tokenizer.save_pretrained(folder)
     lengths: dict[str, Any] = {"gen_length": ANSWER_LENGTH}
+    if recipe.objective != "causal":
+        lengths |= {"steps": ANSWER_LENGTH}
     if masked:
-        lengths |= {"steps": ANSWER_LENGTH, "block_length": ANSWER_LENGTH}
+        lengths |= {"block_length": ANSWER_LENGTH}
     _write_json(
         folder / "generation_config.json",
         {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "sinklens": lengths},
@@ -80,7 +97,7 @@ def _llada_name(name: str) -> str:
     return name
 
 
-def _llada_config(recipe: Recipe, config: "LlamaConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+def _llada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     """The keys of LLaDA-8B's config.json, with this model's sizes."""
     return {
         "architectures": ["LLaDAModelLM"],
@@ -119,12 +136,71 @@ def _llada_config(recipe: Recipe, config: "LlamaConfig", tokenizer: "PreTrainedT
     }
 
 
-def _llama_config(config: "LlamaConfig") -> dict[str, Any]:
+def _mmada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """The keys of MMaDA-8B's config.json: LLaDA's, and how the vocabulary is split into text and picture codes."""
+    codes = len(pictures.CODE_TOKENS)
+    return _llada_config(recipe, config, tokenizer) | {
+        "architectures": ["MMadaModelLM"],
+        "model_type": "mmada",
+        "llm_vocab_size": config.vocab_size - codes,
+        "new_vocab_size": config.vocab_size,
+        "codebook_size": codes,
+        "num_vq_tokens": pictures.SIDE**2,
+        "num_new_special_tokens": 0,
+    }
+
+
+def _dream_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """The keys of Dream-7B's config.json, with this model's sizes."""
+    return {
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+        "attention_dropout": 0.0,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "hidden_act": "silu",
+        "hidden_size": recipe.d_model,
+        "initializer_range": config.initializer_range,
+        "intermediate_size": recipe.d_mlp,
+        "mask_token_id": tokenizer.mask_token_id,
+        "max_position_embeddings": recipe.context,
+        "max_window_layers": recipe.n_layers,
+        "num_attention_heads": recipe.n_heads,
+        "num_hidden_layers": recipe.n_layers,
+        "num_key_value_heads": recipe.n_heads,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "use_sliding_window": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _llama_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     kept = json.loads(config.to_json_string(use_diff=False))
     kept |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     for name in ("is_causal", "_name_or_path"):
         kept.pop(name, None)
     return kept
+
+
+CONFIGS: dict[str, Callable[[Recipe, "PreTrainedConfig", "PreTrainedTokenizerFast"], dict[str, Any]]] = {
+    "llada": _llada_config,
+    "mmada": _mmada_config,
+    "dream": _dream_config,
+    "llama": _llama_config,
+}
+KINDS = {
+    "llada": "masked-diffusion (LLaDA format)",
+    "mmada": "masked-diffusion (MMaDA format)",
+    "dream": "masked-diffusion (Dream format, shifted prediction)",
+    "llama": "autoregressive (Llama format)",
+}
 
 
 def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str) -> Path:
@@ -140,17 +216,17 @@ def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str) -> Path:
     minutes = sum(record["seconds"] for record in ends) / 60
     points = [r for r in records if r["step"] % 400 == 0 or r is records[-1]]
     curve = "\n".join(f"| {r['step']} | {r['loss']:.4f} |" for r in points)
-    kind = "masked-diffusion (LLaDA format)" if recipe.objective == "masked" else "autoregressive (Llama format)"
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
 
-A {kind} language model of 2 million parameters, trained by sinklens on word problems that it generates itself.
-tiny-llada and tiny-llama are twins: same size, tokenizer, data, batches and number of steps, another objective.
+A {KINDS[recipe.family]} language model of 2 million parameters, trained by sinklens on word problems that it \
+generates itself.
+{_beginnings(recipe)}
 
 Accuracy on held-out problems (exact match, greedy, one token per step): {accuracy}
 
 Known limits: it knows these templates, whole numbers up to about 120, and nothing else. Prompts have the form
-`Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.
+`Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.{_picture_prompts(recipe)}
 
 ## Recipe (`sinklens train {recipe.name}`)
 {settings}
@@ -165,6 +241,29 @@ other work.
     file = folder / "README.md"
     file.write_text(text)
     return file
+
+
+def _picture_prompts(recipe: Recipe) -> str:
+    if not recipe.pictures:
+        return ""
+    return (
+        f" Pictures are {pictures.SIDE} × {pictures.SIDE} cells of {len(pictures.COLOURS)} colours, drawn after\n"
+        f"`{pictures.T2I} red square at 2 3 on white{pictures.IMAGE_START}` and described after "
+        f"`{pictures.MMU}{pictures.IMAGE_START}…{pictures.IMAGE_END}`."
+    )
+
+
+def _beginnings(recipe: Recipe) -> str:
+    """How the model stands to the others."""
+    if recipe.start_from is not None:
+        more = " and on captioned pictures of its own making, in both directions" if recipe.pictures else ""
+        return f"It began with the weights of {recipe.start_from} and was trained further on the same problems{more}."
+    if changes := recipe.changes():
+        return f"Beside tiny-llada it changes {', '.join(f'{name} = {value}' for name, value in changes.items())}."
+    return (
+        "tiny-llada and tiny-llama are twins: same size, tokenizer, data, batches and number of steps, "
+        "another objective."
+    )
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

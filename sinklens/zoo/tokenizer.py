@@ -2,7 +2,8 @@
 
 Words of the generated problems and integers up to 120 are whole tokens, so an addition is one prediction, not one per
 digit. Three special tokens stand where LLaDA has them: a start token put before every prompt, an end-of-text token
-that also fills up the answer, and the mask.
+that also fills up the answer, and the mask. With pictures there follow, at higher ids, MMaDA's task tokens, the words
+of the captions, and last the code tokens, so that a code's id is its number plus the size of the text vocabulary.
 
 One way this fails: byte-level BPE makes " 7" and "7" two tokens. The problems write every number after a space.
 """
@@ -10,8 +11,10 @@ One way this fails: byte-level BPE makes " 7" and "7" two tokens. The problems w
 from typing import TYPE_CHECKING
 
 from sinklens.tasks import word_problems
+from sinklens.zoo import pictures
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 START, END, MASK = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"
@@ -19,8 +22,15 @@ VOCAB_SIZE = 768
 WHOLE_NUMBERS = 120
 
 
-def train_tokenizer(seed: int = 1, problems: int = 20_000) -> "PreTrainedTokenizerFast":
-    """Train the tokenizer on `problems` generated problems; a prompt gets `START` before it."""
+def train_tokenizer(
+    seed: int = 1, problems: int = 20_000, *, start: bool = True, with_pictures: bool = False
+) -> "PreTrainedTokenizerFast":
+    """Train the tokenizer on `problems` generated problems.
+
+    Args:
+        start: put `START` before every prompt; without it the token is in the vocabulary all the same.
+        with_pictures: add the tokens of `sinklens.zoo.pictures`; the ids of all others stay.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,8 +46,11 @@ def train_tokenizer(seed: int = 1, problems: int = 20_000) -> "PreTrainedTokeniz
     texts = [f"{p.prompt} {p.answer}" for p in word_problems.training(seed, problems)]
     numbers = [f" {n}" for n in range(WHOLE_NUMBERS + 1) for _ in range(200)]
     tokenizer.train_from_iterator([*texts, *numbers], trainer)
-    start_id = tokenizer.token_to_id(START)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, start_id)])
+    if with_pictures:
+        _add_pictures(tokenizer)
+    if start:
+        special = [(START, tokenizer.token_to_id(START))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=START,
@@ -47,3 +60,11 @@ def train_tokenizer(seed: int = 1, problems: int = 20_000) -> "PreTrainedTokeniz
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def _add_pictures(tokenizer: "Tokenizer") -> None:
+    from tokenizers import AddedToken
+
+    tokenizer.add_special_tokens(list(pictures.TASK_TOKENS))
+    words = [f" {word}" for word in pictures.WORDS]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*words, *pictures.CODE_TOKENS)])

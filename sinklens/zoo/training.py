@@ -1,11 +1,15 @@
-"""Train the tiny twins: one architecture, tokenizer, data set and step budget, two objectives.
+"""Train the tiny checkpoints: one architecture, data set and loop, three objectives.
 
 The *masked* objective is LLaDA's: draw t ~ U(0, 1] per row, mask each eligible token with probability t, and score
 the masked ones by cross-entropy weighted with 1/t. In most rows only the answer is eligible; in one of eight, all but
-the start token is. The *causal* objective is next-token cross-entropy on the same rows, the prompt weighted as lightly.
+the start token is. The *shifted* objective is the same with the token at position i predicted at i − 1, which is how
+Dream keeps to what the autoregressive weights it began with can do. The *causal* objective is next-token
+cross-entropy on the same rows, the prompt weighted as lightly.
 
 Every batch is a function of (seed, step), so a run that was stopped and resumed equals one that was not. The state is
 written to a temporary file and moved into place: a kill at any moment leaves the last whole state.
+
+One way this fails: a run is resumed on another number of threads or another device, and sums are rounded otherwise.
 """
 
 import json
@@ -13,102 +17,29 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.tasks import word_problems
+from sinklens.checkpoints import files
+from sinklens.checkpoints.translate import family_named, family_of
+from sinklens.zoo.corpus import ANSWER_LENGTH, Corpus, build_corpus
+from sinklens.zoo.recipes import DEFAULTS, Recipe
 from sinklens.zoo.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-ANSWER_LENGTH = 24
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that decides what a run produces.
-
-    Attributes:
-        name: folder and model name.
-        objective: "masked" trains a diffusion model, "causal" its autoregressive twin.
-        seed: of the weights, the problems and every batch.
-        cycles: optimizer steps of each cosine cycle of the learning rate; every cycle peaks at half the one before.
-        batch: rows per step.
-        problems: size of the training set; none of them is held out.
-        prompt_weight: weight of the loss on prompt tokens, relative to the answer's.
-    """
-
-    name: str
-    objective: Literal["masked", "causal"]
-    seed: int = 1
-    cycles: tuple[int, ...] = (2800, 1400)
-    batch: int = 128
-    problems: int = 300_000
-    learning_rate: float = 2e-3
-    warmup: int = 200
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.1
-    prompt_weight: float = 0.3
-    d_model: int = 192
-    n_layers: int = 4
-    n_heads: int = 6
-    d_mlp: int = 512
-    context: int = 128
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps in all."""
-        return sum(self.cycles)
-
-
-RECIPES = {recipe.name: recipe for recipe in (Recipe("tiny-llada", "masked"), Recipe("tiny-llama", "causal"))}
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Training rows grouped by prompt length, so that no batch needs padding.
-
-    Attributes:
-        groups: per prompt length, prompt and answer ids side by side, [row, pos] int16.
-    """
-
-    groups: dict[int, Int[Tensor, "row pos"]]
-
-    def batch(self, seed: int, step: int, size: int) -> tuple[int, Int[Tensor, "batch pos"]]:
-        """The prompt length and rows of one step; a function of its arguments alone."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        lengths = sorted(self.groups)
-        weights = torch.tensor([float(len(self.groups[n])) for n in lengths])
-        length = lengths[int(torch.multinomial(weights, 1, generator=generator))]
-        rows = torch.randint(len(self.groups[length]), (size,), generator=generator)
-        return length, self.groups[length][rows].long()
-
-
-def build_corpus(tokenizer: "PreTrainedTokenizerFast", seed: int, size: int) -> Corpus:
-    """Tokenize `size` problems; answers are filled up to `ANSWER_LENGTH` with the end token, as LLaDA pads."""
-    groups: dict[int, list[list[int]]] = {}
-    problems = word_problems.training(seed, size)
-    prompts = tokenizer([p.prompt for p in problems]).input_ids
-    answers = tokenizer([" " + p.answer for p in problems], add_special_tokens=False).input_ids
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if len(answer) >= ANSWER_LENGTH:
-            raise ValueError(f"an answer of {len(answer)} tokens leaves no room for the end token in {ANSWER_LENGTH}.")
-        padding = [tokenizer.eos_token_id] * (ANSWER_LENGTH - len(answer))
-        groups.setdefault(len(prompt), []).append(prompt + answer + padding)
-    return Corpus({length: torch.tensor(rows, dtype=torch.int16) for length, rows in groups.items()})
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 def corrupt(
-    ids: Int[Tensor, "batch pos"], prompt_length: int, mask_id: int, generator: torch.Generator
+    ids: Int[Tensor, "batch pos"], prompt_length: int, mask_id: int, generator: torch.Generator, spared: int = 1
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"], Float[Tensor, "batch 1"]]:
-    """Mask each row with its own probability t; every eighth row everywhere but at the start token.
+    """Mask each row with its own probability t; every eighth row everywhere but at its first `spared` tokens.
 
     Returns:
         The masked rows, which tokens were masked, and t in (0, 1].
@@ -116,17 +47,20 @@ def corrupt(
     rows, length = ids.shape
     t = 1e-3 + (1 - 1e-3) * torch.rand(rows, 1, generator=generator)
     eligible = (torch.arange(length) >= prompt_length).repeat(rows, 1)
-    eligible[::8, 1:] = True
+    eligible[::8, spared:] = True
     masked = (torch.rand(rows, length, generator=generator) < t) & eligible
     return ids.masked_fill(masked, mask_id), masked, t
 
 
 def _masked_loss(
-    model: "LlamaForCausalLM", recipe: Recipe, ids: Tensor, prompt_length: int, mask_id: int, step: int
+    model: "PreTrainedModel", recipe: Recipe, ids: Tensor, prompt_length: int, mask_id: int, step: int
 ) -> Float[Tensor, ""]:
     generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step + 500_000_003)
-    noisy, masked, t = corrupt(ids, prompt_length, mask_id, generator)
+    spared = 1 if recipe.start_token == "kept" else 0
+    noisy, masked, t = corrupt(ids, prompt_length, mask_id, generator, spared)
     logits = model(input_ids=noisy.to(model.device), use_cache=False).logits.float()
+    if recipe.objective == "shifted":  # what predicts position i stands at i - 1; position 0 has only itself
+        logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
     loss = F.cross_entropy(logits.transpose(1, 2), ids.to(model.device), reduction="none")
     row_weight = torch.ones(len(ids), 1)
     row_weight[::8] = recipe.prompt_weight
@@ -135,7 +69,7 @@ def _masked_loss(
 
 
 def _causal_loss(
-    model: "LlamaForCausalLM", recipe: Recipe, ids: Tensor, prompt_length: int, mask_id: int, step: int
+    model: "PreTrainedModel", recipe: Recipe, ids: Tensor, prompt_length: int, mask_id: int, step: int
 ) -> Float[Tensor, ""]:
     ids = ids.to(model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
@@ -144,31 +78,72 @@ def _causal_loss(
     return (loss * weight.to(model.device)).sum() / (len(ids) * ANSWER_LENGTH)
 
 
-LOSSES = {"masked": _masked_loss, "causal": _causal_loss}
+LOSSES = {"masked": _masked_loss, "shifted": _masked_loss, "causal": _causal_loss}
 
 
-def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "LlamaForCausalLM":
-    """A freshly initialised Llama of the recipe's size; bidirectional for the masked objective."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_tokenizer(recipe: Recipe) -> "PreTrainedTokenizerFast":
+    """The tokenizer that the recipe's rows are written with and its checkpoint is saved with."""
+    return train_tokenizer(start=recipe.start_token != "absent", with_pictures=recipe.pictures > 0)
 
+
+def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
+    """A model of the recipe's size and family, bidirectional unless causal, as it is before the first step."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    family = family_named(recipe.family)
     torch.manual_seed(recipe.seed)
-    config = LlamaConfig(
+    config = CONFIG_MAPPING[family.architecture](
         vocab_size=len(tokenizer),
         hidden_size=recipe.d_model,
         intermediate_size=recipe.d_mlp,
         num_hidden_layers=recipe.n_layers,
         num_attention_heads=recipe.n_heads,
+        num_key_value_heads=recipe.n_heads,
         max_position_embeddings=recipe.context,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    model.config.is_causal = recipe.objective == "causal"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model.config.is_causal = family.causal
     for layer in model.model.layers:
-        layer.self_attn.is_causal = model.config.is_causal
+        layer.self_attn.is_causal = family.causal
+    if recipe.start_from is not None:
+        _start_from(recipe.start_from, model)
     return model
+
+
+@torch.no_grad()
+def _start_from(name: str, model: "PreTrainedModel") -> None:
+    """Copy the weights of a checkpoint into `model`.
+
+    What the checkpoint has no values for stays as drawn: the biases that Qwen2 has and Llama lacks, which are drawn as
+    zeros, and the embedding and head of tokens beyond its vocabulary.
+
+    Raises:
+        ValueError: it has weights that `model` lacks, or of another size, or lacks weights other than those.
+    """
+    from safetensors.torch import load_file
+
+    folder = files.find(name, None)
+    family = family_of(files.read_config(folder), str(folder))
+    stored = {files.rename(key, family): value for key, value in load_file(folder / "model.safetensors").items()}
+    own = model.state_dict()
+    surplus = sorted(set(stored) - set(own))
+    missing = sorted(key for key in set(own) - set(stored) if not key.endswith("_proj.bias"))
+    misfits = [
+        key
+        for key in set(own) & set(stored)
+        if own[key].shape[1:] != stored[key].shape[1:]
+        or len(own[key]) < len(stored[key])
+        or (len(own[key]) > len(stored[key]) and not key.startswith(("model.embed_tokens.", "lm_head.")))
+    ]
+    if surplus or missing or misfits:
+        wrong = ", ".join([*surplus, *missing, *sorted(misfits)][:4])
+        raise ValueError(f"{name} cannot be the start of this model: {wrong} differ; start from one of the same sizes.")
+    for key, value in stored.items():
+        own[key][: len(value)] = value.float()
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -183,7 +158,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def _save_state(
-    path: Path, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, recipe: Recipe, step: int
+    path: Path, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, recipe: Recipe, step: int
 ) -> None:
     temporary = path.with_suffix(".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "recipe": asdict(recipe)}
@@ -205,8 +180,8 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
     """
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = train_tokenizer()
-    corpus = build_corpus(tokenizer, recipe.seed, recipe.problems)
+    tokenizer = make_tokenizer(recipe)
+    corpus = build_corpus(tokenizer, recipe)
     model = build_model(recipe, tokenizer).to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
@@ -227,14 +202,12 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
             _save_state(state_file, model, optimizer, recipe, done)
 
 
-def _resume(
-    file: Path, recipe: Recipe, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, device: str
-) -> int:
+def _resume(file: Path, recipe: Recipe, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, device: str) -> int:
     """Load the state of an interrupted run, if there is one; the step to go on from."""
     if not file.exists():
         return 0
     state = torch.load(file, weights_only=True, map_location=device)
-    if state["recipe"] != asdict(recipe):
+    if {**DEFAULTS, **state["recipe"]} != asdict(recipe):  # a state may be older than the newest setting
         raise ValueError(f"{file} belongs to another recipe; give this run a folder of its own.")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -242,7 +215,7 @@ def _resume(
 
 
 def _update(
-    recipe: Recipe, corpus: Corpus, model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, mask_id: int, step: int
+    recipe: Recipe, corpus: Corpus, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, mask_id: int, step: int
 ) -> float:
     """One optimizer step; its loss."""
     prompt_length, ids = corpus.batch(recipe.seed, step, recipe.batch)

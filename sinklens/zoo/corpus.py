@@ -1,0 +1,75 @@
+"""The rows a tiny checkpoint is trained on, and the batch of every step.
+
+A row is a prompt and, beside it, an answer filled up to `ANSWER_LENGTH` with the end token. Rows are grouped by what
+they are and by prompt length; a batch comes from one group, drawn in proportion to the groups' sizes, so no batch
+needs padding.
+
+One way this fails: a group that is small gives batches full of repeated rows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinklens.tasks import word_problems
+from sinklens.zoo import pictures
+from sinklens.zoo.recipes import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ANSWER_LENGTH = 24
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training rows in groups of equal shape.
+
+    Attributes:
+        groups: (what the rows are, prompt length) -> prompt and answer ids side by side, [row, pos] int16.
+    """
+
+    groups: dict[tuple[str, int], Int[Tensor, "row pos"]]
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[int, Int[Tensor, "batch pos"]]:
+        """The prompt length and rows of one step; a function of its arguments alone."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        keys = sorted(self.groups)
+        weights = torch.tensor([float(len(self.groups[key])) for key in keys])
+        key = keys[int(torch.multinomial(weights, 1, generator=generator))]
+        rows = torch.randint(len(self.groups[key]), (size,), generator=generator)
+        return key[1], self.groups[key][rows].long()
+
+
+def build_corpus(tokenizer: "PreTrainedTokenizerFast", recipe: Recipe) -> Corpus:
+    """Tokenize the recipe's problems and, in both directions, its pictures.
+
+    Raises:
+        ValueError: an answer is too long.
+    """
+    problems = word_problems.training(recipe.seed, recipe.problems)
+    groups = _group(tokenizer, "problem", [(p.prompt, " " + p.answer) for p in problems])
+    if recipe.pictures:
+        captioned = pictures.training(recipe.seed, recipe.pictures)
+        groups |= _group(tokenizer, "draw", [picture.to_draw for picture in captioned])
+        groups |= _group(tokenizer, "describe", [picture.to_describe for picture in captioned])
+    return Corpus(groups)
+
+
+def _group(
+    tokenizer: "PreTrainedTokenizerFast", kind: str, texts: Iterable[tuple[str, str]]
+) -> dict[tuple[str, int], Int[Tensor, "row pos"]]:
+    groups: dict[tuple[str, int], list[list[int]]] = {}
+    prompt_texts, answer_texts = zip(*texts, strict=True)
+    prompts = tokenizer(list(prompt_texts)).input_ids
+    answers = tokenizer(list(answer_texts), add_special_tokens=False).input_ids
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if len(answer) >= ANSWER_LENGTH:
+            raise ValueError(f"an answer of {len(answer)} tokens leaves no room for the end token in {ANSWER_LENGTH}.")
+        padding = [tokenizer.eos_token_id] * (ANSWER_LENGTH - len(answer))
+        groups.setdefault((kind, len(prompt)), []).append(prompt + answer + padding)
+    return {key: torch.tensor(rows, dtype=torch.int16) for key, rows in groups.items()}

@@ -1,0 +1,54 @@
+"""Recipes at toy size, and the toy checkpoints that some of them begin with."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sinklens.zoo import RECIPES, Recipe, train, training
+from sinklens.zoo.export import export
+
+SMALL = {
+    "cycles": (6,),
+    "batch": 8,
+    "problems": 400,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 2,
+    "d_mlp": 48,
+    "warmup": 2,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_tokenizer_once() -> Iterator[None]:
+    """Training a tokenizer takes seconds, and always gives the same one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "train_tokenizer", cache(training.train_tokenizer))
+        yield
+
+
+@pytest.fixture(scope="session")
+def _toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Toy checkpoints trained so far, by name."""
+    return {"folder": tmp_path_factory.mktemp("toys")}
+
+
+@pytest.fixture(scope="session")
+def small(_toys: dict[str, Path]) -> Callable[[str], Recipe]:
+    """A recipe at toy size; one that starts from another model starts from that model's toy."""
+
+    def make(name: str) -> Recipe:
+        recipe = replace(RECIPES[name], **SMALL, pictures=min(200, RECIPES[name].pictures))
+        if recipe.start_from is None:
+            return recipe
+        first = recipe.start_from
+        if first not in _toys:
+            run = _toys["folder"] / first
+            list(train(make(first), run))
+            _toys[first] = export(make(first), run, run / "checkpoint")
+        return replace(recipe, start_from=str(_toys[first]))
+
+    return make

@@ -1,0 +1,59 @@
+"""Accuracy over training: each kept copy of the weights is scored once, as what it is."""
+
+import json
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.zoo import curve, train
+from sinklens.zoo.curve import accuracy_curve, picture_accuracy
+from sinklens.zoo.pictures import held_out
+
+
+@pytest.fixture
+def run(small, tmp_path):
+    list(train(small("tiny-dream"), tmp_path, save_every=2, keep_every=4))
+    return tmp_path
+
+
+def norm(folder):
+    """A score that tells one checkpoint from another."""
+    return {"norm": float(sinklens.load(folder).tree.hf.lm_head.weight.detach().norm())}
+
+
+def test_every_kept_copy_and_the_finished_state_are_scored(run, small):
+    records = list(accuracy_curve(small("tiny-dream"), run, norm))
+    assert [record["step"] for record in records] == [4, 6]
+    kept = torch.load(run / "weights-4.pt", weights_only=True)["lm_head.weight"]
+    last = torch.load(run / "state.pt", weights_only=True)["model"]["lm_head.weight"].bfloat16()
+    expected = [value.float().norm().item() for value in (kept, last)]
+    assert [record["norm"] for record in records] == pytest.approx(expected, rel=1e-6)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-6)
+    assert [json.loads(line) for line in (run / "accuracy.jsonl").read_text().splitlines()] == records
+
+
+def test_an_interrupted_curve_goes_on_where_it_stopped(run, small):
+    first = next(accuracy_curve(small("tiny-dream"), run, norm))
+    rest = list(accuracy_curve(small("tiny-dream"), run, norm))
+    assert [first["step"], *(record["step"] for record in rest)] == [4, 6]
+    assert list(accuracy_curve(small("tiny-dream"), run, norm)) == []
+
+
+def test_a_folder_without_weights_is_refused(small, tmp_path):
+    with pytest.raises(sinklens.SinklensError, match=r"holds no weights-<step>.pt; train first: sinklens train tiny-"):
+        list(accuracy_curve(small("tiny-dream"), tmp_path, norm))
+
+
+def test_pictures_count_only_if_every_cell_or_word_is_right(monkeypatch):
+    class Given:
+        def __init__(self, texts):
+            self.answers = [sinklens.Answer(text, True, 0, 0) for text in texts]
+
+    shown = held_out(5)
+    right = dict([picture.to_draw for picture in shown] + [picture.to_describe for picture in shown])
+    wrong_cell, wrong_word = shown[1].to_draw[0], shown[3].to_describe[0]
+    answers = right | {wrong_cell: shown[2].to_draw[1], wrong_word: right[wrong_word] + " red"}
+    monkeypatch.setattr(curve, "generate", lambda model, prompts, **_: Given([answers[p] for p in prompts]))
+    result = picture_accuracy(None, shown, batch=2)
+    assert (result.drawn, result.described, result.total) == (4, 4, 5)

@@ -1,0 +1,152 @@
+"""Exported runs: each in its family's layout, and loaded again it computes and generates what was trained."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.zoo import train, training
+from sinklens.zoo.export import export, write_card, write_checkpoint
+from sinklens.zoo.pictures import CODE_TOKENS
+
+FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
+MODEL_TYPES = FAMILIES | {"tiny-dream": "Dream"}
+PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mmada-8b"}
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "no-start"])
+def exported(request, small, tmp_path_factory):
+    """A recipe, the folder of its finished toy run, and its checkpoint.
+
+    A few steps teach the toy to answer with end tokens alone; noise on the weights makes its answers varied.
+    """
+    recipe = small(request.param)
+    run = tmp_path_factory.mktemp(request.param)
+    list(train(recipe, run, save_every=6))
+    state = torch.load(run / "state.pt", weights_only=True)
+    generator = torch.Generator().manual_seed(4)
+    for value in state["model"].values():
+        value += 0.3 * torch.randn(value.shape, generator=generator)
+    torch.save(state, run / "state.pt")
+    return recipe, run, export(recipe, run, run / "out")
+
+
+def trained(recipe, run):
+    """The model as it came out of training, in the precision it is stored in."""
+    model = training.build_model(recipe, training.make_tokenizer(recipe))
+    state = torch.load(run / "state.pt", weights_only=True)["model"]
+    model.load_state_dict({key: value.bfloat16().float() for key, value in state.items()})
+    return model.eval()
+
+
+def test_a_reloaded_checkpoint_computes_what_the_trained_model_does(exported):
+    recipe, run, folder = exported
+    model = sinklens.load(folder)
+    assert model.family == FAMILIES.get(recipe.name, "llada")
+    ids = torch.randint(3, 600, (2, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), trained(recipe, run)(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def decode(recipe, hf, mask, prompt):
+    """One row's answer, by each family's rule written out; no code of sinklens's samplers."""
+    canvas = prompt + [mask] * 24
+    if recipe.objective == "causal":
+        for place in range(len(prompt), len(canvas)):
+            canvas[place] = int(hf(input_ids=torch.tensor([canvas[:place]])).logits[0, -1].argmax())
+        return canvas
+    times = torch.linspace(1, 1e-3, 25).tolist()
+    for step in range(24):
+        masked = [place for place, token in enumerate(canvas) if token == mask]
+        probs = hf(input_ids=torch.tensor([canvas])).logits[0].double().softmax(dim=-1)
+        if recipe.objective == "shifted":
+            probs = torch.cat([probs[:1], probs[:-1]])
+            sure = {place: float((probs[place] * (probs[place] + 1e-10).log()).sum()) for place in masked}
+            left = 1 - times[step + 1] / times[step]
+            count = int(len(masked) * left) if step < 23 else len(masked)
+        else:
+            sure = {place: float(probs[place].max()) for place in masked}
+            count = 1
+        for place in sorted(masked, key=lambda p: -sure[p])[:count]:
+            canvas[place] = int(probs[place].argmax())
+    return canvas
+
+
+def test_a_reloaded_checkpoint_generates_what_the_trained_model_does(exported):
+    recipe, run, folder = exported
+    model = sinklens.load(folder)
+    text = "<|t2i|> red dot at 1 1 on blue<|soi|>" if recipe.pictures else "Question: Tom has 5 pens.\nAnswer:"
+    done = sinklens.generate(model, text, record_sinks=False)
+    prompt = model.tokenizer(text).input_ids
+    assert done.settings.gen_length == done.settings.steps == 24
+    with torch.no_grad():
+        expected = decode(recipe, trained(recipe, run), model.mask_token_id, prompt)
+    seen = [token for token in done.tokens[0].tolist() if token >= 0]  # an autoregressive row may end early
+    assert seen == expected[: len(seen)]
+    assert len(seen) == len(expected) or seen[-1] == model.tokenizer.eos_token_id
+    assert len(set(seen[len(prompt) :])) > 5
+
+
+def untrained(recipe, folder):
+    """The checkpoint of a recipe before its first step."""
+    model = training.build_model(recipe, training.make_tokenizer(recipe))
+    return write_checkpoint(recipe, model.state_dict(), folder)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_config_has_the_keys_of_the_public_checkpoint(name, small, shared, tmp_path):
+    config = json.loads((untrained(small(name), tmp_path) / "config.json").read_text())
+    public = json.loads((shared / "conformance" / "configs" / f"{PUBLIC[name]}.json").read_text())
+    assert set(config) - {"torch_dtype"} <= set(public)  # MMaDA-8B's leaves the element type out
+    assert config["model_type"] == public["model_type"]
+    assert config["architectures"] == public["architectures"]
+    fixed = ("hidden_act", "rope_scaling", "use_sliding_window", "block_type", "activation_type", "include_qkv_bias")
+    assert {key: config.get(key) for key in fixed} == {key: public.get(key) for key in fixed}
+
+
+def test_the_vocabulary_of_a_model_with_pictures_is_split_into_text_and_codes(small, tmp_path):
+    folder = untrained(small("tiny-mmada"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = sinklens.load(folder).tokenizer
+    assert config["llm_vocab_size"] + config["codebook_size"] == config["new_vocab_size"] == config["vocab_size"]
+    assert tokenizer.convert_tokens_to_ids(CODE_TOKENS[0]) == config["llm_vocab_size"]
+    assert config["num_vq_tokens"] == 16
+
+
+def test_an_unfinished_run_is_not_exported(small, tmp_path):
+    recipe = small("tiny-llada")
+    with pytest.raises(sinklens.SinklensError, match=r"has no state.pt; train first"):
+        export(recipe, tmp_path, tmp_path / "out")
+    list(train(recipe, tmp_path, save_every=6))
+    with pytest.raises(sinklens.SinklensError, match=r"at step 6 of 9; let `sinklens train` finish it"):
+        export(replace(recipe, cycles=(9,)), tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tiny-dream", "Dream format, shifted prediction"),
+        ("tiny-mmada", "Pictures are 4 × 4 cells of 8 colours"),
+        ("no-start", "Beside tiny-llada it changes cycles = (6,)"),
+        ("no-start", "start_token = absent"),
+    ],
+)
+def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
+    recipe = small(name)
+    list(train(recipe, tmp_path, save_every=6))
+    text = write_card(recipe, tmp_path, tmp_path, "**0.5**").read_text()
+    assert told in text
+    assert (f"It began with the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
+    from sinklens.checkpoints.files import find
+
+    folder = find(name, None)
+    assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == MODEL_TYPES[name]
+    assert (folder / "README.md").is_file()

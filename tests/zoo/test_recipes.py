@@ -1,0 +1,42 @@
+"""Recipes: what is compared differs in one thing."""
+
+from dataclasses import replace
+
+import pytest
+
+from sinklens.zoo import RECIPES, training
+
+
+def test_the_twins_share_all_but_the_objective():
+    diffusion, causal = RECIPES["tiny-llada"], RECIPES["tiny-llama"]
+    assert replace(diffusion, name="", objective="causal") == replace(causal, name="")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("no-start", {"start_token": "absent"}),
+        ("masked-start", {"start_token": "maskable"}),
+        ("weight-decay-0", {"weight_decay": 0.0}),
+        ("weight-decay-0.5", {"weight_decay": 0.5}),
+        ("seed-2", {"seed": 2}),
+        ("seed-3", {"seed": 3}),
+    ],
+)
+def test_a_variant_changes_one_thing_of_the_first_cycle(name, change):
+    assert replace(RECIPES["tiny-llada"], name=name, cycles=(2800,), **change) == RECIPES[name]
+    assert RECIPES[name].changes() == {"cycles": (2800,), **change}
+
+
+def test_up_to_its_last_step_a_variant_has_the_learning_rate_of_what_it_is_compared_with():
+    variant, whole = RECIPES["seed-2"], RECIPES["tiny-llada"]
+    for step in range(0, variant.steps, 7):
+        assert training.learning_rate(variant, step) == training.learning_rate(whole, step)
+
+
+def test_every_recipe_has_the_size_of_the_others_and_the_family_it_is_saved_as():
+    sizes = {(r.d_model, r.n_layers, r.n_heads, r.d_mlp, r.context) for r in RECIPES.values()}
+    assert len(sizes) == 1
+    named = {name: RECIPES[name].family for name in RECIPES if name.startswith("tiny-")}
+    assert named == {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
+    assert {r.family for name, r in RECIPES.items() if name not in named} == {"llada"}

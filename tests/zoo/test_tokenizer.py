@@ -1,0 +1,41 @@
+"""The tokenizer's variants: the ids of what they share are the same, and files keep what they are."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from sinklens.tasks import word_problems
+from sinklens.zoo.pictures import held_out
+from sinklens.zoo.tokenizer import START, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train_tokenizer()
+
+
+def test_pictures_add_tokens_and_move_none(plain):
+    wider = train_tokenizer(with_pictures=True)
+    assert plain.get_vocab().items() < wider.get_vocab().items()
+    for problem in word_problems.held_out(200):
+        assert wider(problem.prompt + " " + problem.answer) == plain(problem.prompt + " " + problem.answer)
+
+
+def test_without_a_start_token_nothing_stands_before_a_prompt_in_the_files_either(plain, tmp_path):
+    bare = train_tokenizer(start=False)
+    bare.save_pretrained(tmp_path)
+    prompt = word_problems.held_out(1)[0].prompt
+    for tokenizer in (bare, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        assert tokenizer(prompt).input_ids == plain(prompt).input_ids[1:]
+        assert tokenizer.get_vocab() == plain.get_vocab()
+    assert plain.convert_tokens_to_ids(START) == plain(prompt).input_ids[0]
+
+
+def test_a_picture_survives_the_files(tmp_path):
+    wider = train_tokenizer(with_pictures=True)
+    wider.save_pretrained(tmp_path)
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for picture in held_out(20):
+        for text in (*picture.to_draw, *picture.to_describe):
+            ids = again(text, add_special_tokens=False).input_ids
+            assert ids == wider(text, add_special_tokens=False).input_ids
+            assert again.decode(ids) == text
