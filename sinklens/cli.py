@@ -67,7 +67,7 @@ def _add_trace(commands: Any) -> None:
     trace = commands.add_parser("trace", help=text, description=text)
     trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
     trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from a file")
-    trace.add_argument("--out", type=Path, required=True, help="folder for answer.txt, sinks.nc and sinks.png")
+    trace.add_argument("--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html")
     trace.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
@@ -147,7 +147,7 @@ def run_demo(options: argparse.Namespace) -> None:
 
     import sinklens
     from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
-    from sinklens.views import sink_paths, terminal
+    from sinklens.views import report, sink_paths, terminal
 
     if not 0 <= options.problem < HELD_OUT_SIZE:
         raise SinklensError(f"--problem lies between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
@@ -160,6 +160,7 @@ def run_demo(options: argparse.Namespace) -> None:
         assert t.generation.sinks is not None
         t.generation.sinks.save(options.out / f"{name}.sinks.nc")
         runs.append((model, t.generation))
+        report(t, options.out / f"{name}.html")
     _write_figure(options.out / "sinks.png", sink_paths([run.sinks for _, run in runs if run.sinks is not None]))
     answers = [f"{model.name}: {run.text.strip()}\n" for model, run in runs]
     _write_text(options.out / "answers.txt", "\n".join([f"{problem.prompt}\n", *answers]))
@@ -170,9 +171,11 @@ def run_demo(options: argparse.Namespace) -> None:
         terminal.show(model, run, console)
         console.print(f"Answer: {run.text.strip()}   (right: {problem.result})\n", markup=False)
     console.print(
-        f"Written to {options.out}/: answers.txt, sinks.png (where the sinks are at every step, both models), and the "
-        f"sink tracks (sinklens.SinkTrack.open).", markup=False,
+        f"Written to {options.out}/: answers.txt, sinks.png (where the sinks are at every step, both models), the sink "
+        f"tracks (sinklens.SinkTrack.open), and a page for each model to step through:", markup=False,
     )  # fmt: skip
+    for model, _ in runs:
+        console.print(f"  open {(options.out / f'{model.name}.html').resolve().as_uri()}", markup=False, soft_wrap=True)
 
 
 def run_trace(options: argparse.Namespace) -> None:
@@ -180,8 +183,7 @@ def run_trace(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     import sinklens
-    from sinklens.views import terminal
-    from sinklens.views.figures import most_moving_head, sink_path
+    from sinklens.views import most_moving_head, report, sink_path, terminal
 
     prompt = _prompt(options.prompt)
     model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
@@ -190,10 +192,11 @@ def run_trace(options: argparse.Namespace) -> None:
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")
     _write_figure(options.out / "sinks.png", sink_path(run.sinks, *most_moving_head(run.sinks)).figure)
+    report(run, options.out / "report.html")
     terminal.show(model, run, Console(highlight=False))
     print(f"\n{run.text}")
     _tell(run, model)
-    print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png.")
+    print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png, report.html.")
 
 
 def run_analyse(options: argparse.Namespace) -> None:

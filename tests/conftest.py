@@ -1,5 +1,6 @@
 """What every test shares."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ import torch
 import sinklens
 
 if TYPE_CHECKING:
+    from browser import Browser
+
     from sinklens import Model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
@@ -43,3 +46,13 @@ def tiny_llada() -> "Model":
 def tiny_llama() -> "Model":
     """Its autoregressive twin."""
     return sinklens.load("tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def browser() -> "Iterator[Browser]":
+    """A headless browser, one for all tests of pages."""
+    from browser import Browser
+
+    window = Browser()
+    yield window
+    window.close()

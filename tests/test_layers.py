@@ -12,7 +12,7 @@ FLOORS = [
     ("sampling", "sinks", "tasks"),
     ("views", "selfcheck", "model", "progress"),
     ("generation", "denoising", "steps", "tracing", "interventions"),
-    ("zoo",),
+    ("zoo", "evaluation"),
     ("analyses",),
     ("cli",),
 ]

@@ -1,5 +1,47 @@
-"""Pictures: figures of sink tracks (figures.py) and the terminal view of a run (terminal.py)."""
+"""Pictures of runs: `report` (one HTML file), `attention` (CircuitsVis heads), figures for papers, the terminal view."""
 
-from sinklens.views.figures import most_moving_head, sink_map, sink_path, sink_paths
+from sinklens.views.attention import attention
+from sinklens.views.charts import (
+    curves,
+    frequency_bars,
+    interval_dots,
+    layer_head_map,
+    score_histogram,
+    share_bars,
+    threshold_curve,
+)
+from sinklens.views.figures import (
+    group_profiles,
+    grouped_pattern,
+    most_moving_head,
+    panels,
+    sink_life,
+    sink_map,
+    sink_path,
+    sink_paths,
+    stillest_head,
+)
+from sinklens.views.patterns import pattern_at
+from sinklens.views.report import report
 
-__all__ = ["most_moving_head", "sink_map", "sink_path", "sink_paths"]
+__all__ = [
+    "attention",
+    "curves",
+    "frequency_bars",
+    "group_profiles",
+    "grouped_pattern",
+    "interval_dots",
+    "layer_head_map",
+    "most_moving_head",
+    "panels",
+    "pattern_at",
+    "report",
+    "score_histogram",
+    "share_bars",
+    "sink_life",
+    "sink_map",
+    "sink_path",
+    "sink_paths",
+    "stillest_head",
+    "threshold_curve",
+]

@@ -1,0 +1,139 @@
+"""CircuitsVis's attention heads, in a notebook and in a file that opens offline.
+
+CircuitsVis draws with a script that lies inside its Python package. A view here is one whole document that holds this
+script (compressed) and the numbers, so it needs neither a network nor anything else on the page around it; a notebook
+shows it in a frame of its own. CircuitsVis's own display would ask an outside server at every draw and fall back on a
+content-delivery network.
+
+One way this fails: CircuitsVis makes an object of every cell of every head, about 40 µs each, and again whenever the
+pointer enters a head. Above `CELLS` cells neighbouring positions are put together, each block showing its largest
+value; the view says so.
+"""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from sinklens.errors import TrackError
+from sinklens.views.documents import HEADS, circuitsvis_chunk, json_block, token_texts
+from sinklens.views.patterns import generation_of, pattern_at, recorded
+from sinklens.writing import whole
+
+if TYPE_CHECKING:
+    from sinklens.generation import Generation
+    from sinklens.tracing import Trace
+
+CELLS = 24_000  # what CircuitsVis draws in about a second
+
+
+def attention(
+    t: "Generation | Trace", *, step: int, layer: int, row: int = 0, heads: Sequence[int] | None = None
+) -> "AttentionView":
+    """CircuitsVis's view of the attention heads of one step and layer.
+
+    In a notebook the result shows itself; ``.save("heads.html")`` writes it. The upper triangle is hidden for causal
+    models alone. Where heads × positions² exceeds `CELLS`, blocks of neighbouring positions show their largest value;
+    fewer `heads` give smaller blocks.
+
+    Args:
+        t: a run, after its block.
+        step, layer, row: which; negative numbers count from the end.
+        heads: some of the heads; None for all.
+
+    Raises:
+        TrackError: no such step, layer, row or head, or the pattern cannot be had (see `pattern_at`).
+    """
+    run = generation_of(t)
+    pattern = pattern_at(run, step, layer, row).numpy()
+    track = recorded(run).isel(batch=row)
+    chosen = list(range(len(pattern))) if heads is None else [head % len(pattern) for head in heads]
+    if heads is not None:
+        for head in heads:
+            track.require(head=head)
+        if not chosen:
+            raise TrackError("heads is empty; name at least one head, or give None for all.")
+    sizes = track.data.sizes
+    step, layer = step % sizes["step"], layer % sizes["layer"]
+    ids = run.canvas[row, step][run.real[row] & (run.canvas[row, step] >= 0)].tolist()
+    words = token_texts(track)
+    first = int(run.real[row].int().argmax())
+    title = f"{track.data.attrs.get('model', '')}, step {step}, layer {layer}"
+    return AttentionView(pattern[chosen], [words(token) for token in ids], chosen, track.causal, title, first)
+
+
+class AttentionView:
+    """A drawing of attention heads; see `attention`.
+
+    Attributes:
+        document: the whole HTML document.
+        height: of the frame that a notebook gives it, in pixels.
+    """
+
+    def __init__(
+        self,
+        pattern: Float[np.ndarray, "head query key"],
+        tokens: Sequence[str],
+        heads: Sequence[int],
+        causal: bool,
+        title: str,
+        first: int = 0,
+        height: int = 900,
+    ) -> None:
+        """Draw `pattern` (of `heads`) over `tokens`, whose positions count from `first`."""
+        block = block_size(*pattern.shape[:2])
+        values = pooled(pattern, block)
+        grouped = f"each cell the largest of {block} × {block} positions; " if block > 1 else ""
+        self.height = height
+        props = {
+            "attention": np.round(values.astype(float), 4).tolist(),
+            "tokens": block_names(tokens, block, first),
+            "attentionHeadNames": [f"Head {head}" for head in heads],
+            "maskUpperTri": causal,
+            "maxValue": float(np.round(values.max(), 4)) or 1.0,
+        }
+        note = f"{title}: rows attend to columns; {grouped}darkest is {props['maxValue']:.2g}."
+        self.document = HEADS.document(data=circuitsvis_chunk() + json_block("props", {"props": props, "note": note}))
+
+    def save(self, path: str | Path) -> Path:
+        """Write one HTML file that needs nothing else.
+
+        Raises:
+            SinklensError: it cannot be written.
+        """
+        with whole(path) as part:
+            part.write_text(self.document, encoding="utf-8")
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe sandbox="allow-scripts" title="Attention heads" width="100%" height="{self.height}" '
+            f'style="border:0" srcdoc="{html.escape(self.document, quote=True)}"></iframe>'
+        )
+
+
+def block_size(heads: int, positions: int) -> int:
+    """Positions to put together so that CircuitsVis gets at most `CELLS` cells."""
+    side = max(1, int((CELLS / heads) ** 0.5))
+    return -(-positions // side)
+
+
+def pooled(
+    pattern: Shaped[np.ndarray, "head query key"], block: int
+) -> Shaped[np.ndarray, "head query_block key_block"]:
+    """The largest value of each `block` × `block` square; the last ones of a row or column may be smaller."""
+    if block == 1:
+        return pattern
+    edges = [np.arange(0, size, block) for size in pattern.shape[1:]]
+    return np.maximum.reduceat(np.maximum.reduceat(pattern, edges[0], axis=1), edges[1], axis=2)
+
+
+def block_names(tokens: Sequence[str], block: int, first: int = 0) -> list[str]:
+    """What stands at each block of positions: the token itself, or the numbers of several."""
+    if block == 1:
+        return list(tokens)
+    last = len(tokens) - 1
+    return [f"{first + at}–{first + min(at + block - 1, last)}" for at in range(0, len(tokens), block)]

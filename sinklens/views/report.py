@@ -1,0 +1,202 @@
+"""A run as one HTML file: the canvas filling in step by step, and where its sinks are.
+
+The page opens from a disk and asks no server: its numbers lie in it as deflated typed arrays, and CircuitsVis's script
+beside them. What it shows is computed here (numbers.py): the strongest key of every step and head, the sinks, the
+layer × head map. The page draws it.
+
+A page has a budget. Attention patterns are kept in eight bits; of the steps chosen, as many layers are put in as fit,
+the one of the most moving head first; when even that one does not fit, neighbouring positions are put together, each
+block showing its largest value. Scores of a long run of a large model are cut as well, first by layers, then by steps.
+The page says what was left out.
+
+One way this fails: a score on the page is rounded, by about √(score · peak) / 65535 at most (/ 255 in large runs), with
+the head's largest score as peak. Sinks and strongest keys are found before that, so of two positions that look equal
+one may be a sink.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import SettingError
+from sinklens.sinks.track import SinkTrack
+from sinklens.views.attention import CELLS
+from sinklens.views.budget import Patterns, Scores, fit_patterns, fit_scores, wanted_of
+from sinklens.views.documents import HEADS, REPORT, circuitsvis_chunk, json_block, spelled
+from sinklens.views.numbers import Material, Numbers
+from sinklens.views.patterns import generation_of, patterns_at, recorded
+from sinklens.writing import whole
+
+if TYPE_CHECKING:
+    from sinklens.generation import Generation
+    from sinklens.tracing import Trace
+
+SPARE = 40_000  # bytes kept for what is written last
+
+
+def report(
+    t: "Generation | Trace",
+    path: str | Path,
+    *,
+    row: int = 0,
+    steps: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    budget_mb: float | int = 15.0,
+) -> Path:
+    """Write a run as one HTML file that opens offline, and give back its path.
+
+    Args:
+        t: a run with sink scores, after its block.
+        path: the file; its folder is made.
+        row: of the batch.
+        steps, layers: whose attention patterns the page holds; negative numbers count from the end. By default those
+            that the run recorded, or else up to four steps over the run and as many layers as fit.
+        budget_mb: most that the file may weigh, in 10⁶ bytes.
+
+    Raises:
+        TrackError: no sink scores, no such step, layer or row, or patterns asked for that cannot be had (`pattern_at`).
+        SettingError: the budget is too small for what has to be in the page.
+        SinklensError: the file cannot be written.
+    """
+    page = build(material(t, row), steps=steps, layers=layers, budget_mb=budget_mb)
+    with whole(path) as part:
+        part.write_text(page, encoding="utf-8")
+    return Path(path)
+
+
+def material(t: "Generation | Trace", row: int = 0) -> Material:
+    """What the page of row `row` of a run is made of.
+
+    Raises:
+        TrackError: no sink scores, or no such row.
+    """
+    run = generation_of(t)
+    track = recorded(run)
+    track.require(batch=row)
+    row %= track.data.sizes["batch"]
+    tokenizer, start = run.model.tokenizer, run.prompt_length
+    ids = run.canvas[row, 0, :start][run.real[row, :start]].tolist()
+    if tokenizer is None:
+        prompt, answer = f"token ids {ids}", f"token ids {run.tokens[row, start:].tolist()}"
+    else:
+        prompt, answer = str(tokenizer.decode(ids)), run.answers[row].text or ""
+    return Material(
+        track=track.isel(batch=row),
+        canvas=run.canvas[row, : track.steps + 1].numpy(),
+        prompt=prompt,
+        answer=answer,
+        patterns=lambda step, layers: patterns_at(run, step, layers, row),
+        kept=sorted(run.patterns),
+    )
+
+
+def build(
+    material: Material,
+    *,
+    steps: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    budget_mb: float | int = 15.0,
+) -> str:
+    """The page as text; arguments and errors are those of `report`."""
+    numbers = Numbers(material.track, material.canvas)
+    wanted = wanted_of(material, numbers, steps, layers)
+    bare = len(REPORT.document(data="", late="")) + len(circuitsvis_chunk()) + SPARE
+    room = int(budget_mb * 1e6) - bare
+    scores = fit_scores(numbers, wanted, room)
+    held = fit_patterns(material, wanted, room - scores.weight())
+    page = _page(material, numbers, scores, held)
+    weight = len(page.encode())
+    if weight > budget_mb * 1e6:
+        raise SettingError(
+            f"budget_mb={budget_mb} is too small: with the least in it the page weighs {weight / 1e6:.1f} MB "
+            f"({bare / 1e6:.1f} MB of it is the page itself). Give a larger budget."
+        )
+    return page
+
+
+def _page(material: Material, numbers: Numbers, scores: Scores, held: Patterns) -> str:
+    attributes = material.track.data.attrs
+    places = sorted(held.sides)
+    info = {
+        **numbers.info(scores.steps),
+        "model": _name(attributes),
+        "facts": _facts(material.track, numbers),
+        "settings": _settings(attributes),
+        "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
+        "answer": spelled(material.answer, keep="\n\t\u200c\u200d"),
+        "notes": _notes(material, numbers, scores, held),
+        "held": scores.layers,
+        "peaks": scores.peaks,
+        "start": numbers.most_moving(scores.layers),
+        "attention": {
+            "places": [[step, layer, held.sides[step, layer]] for step, layer in places],
+            "block": held.block,
+            "cells": CELLS,
+            "why": held.why,
+        },
+        "frame": HEADS.document(data=""),
+    }
+    late = "".join(held.blocks[place] for place in places) + circuitsvis_chunk()
+    return REPORT.document(data=json_block("info", info) + "".join(scores.blocks.values()), late=late)
+
+
+def _name(attributes: Mapping[str, Any]) -> str:
+    return spelled(str(attributes.get("model", "")).rstrip("/").rpartition("/")[2]) or "a run"
+
+
+def _facts(track: SinkTrack, numbers: Numbers) -> list[tuple[str, str]]:
+    """(value, what it is) of the line below the title."""
+    planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps", numbers.steps)
+    ran = f"{numbers.steps} of {planned}" if planned > numbers.steps else str(numbers.steps)
+    answer = numbers.positions - numbers.prompt_positions
+    kind = "autoregressive" if track.causal else "diffusion"
+    return [
+        (kind, str(track.data.attrs.get("family", ""))),
+        (ran, "steps"),
+        (str(numbers.positions), f"positions ({numbers.prompt_positions} prompt, {answer} answer)"),
+        (f"{numbers.layers} × {numbers.heads}", "layers × heads"),
+        ("", f"seed {track.data.attrs.get('seed', 'unknown')}"),
+    ]
+
+
+def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    own = {name: attributes[name] for name in ("model", "revision", "dtype", "device") if attributes.get(name)}
+    for part in ("settings", "versions"):
+        own |= json.loads(attributes.get(part, "{}"))
+    return [(name, spelled(str(value))) for name, value in own.items()]
+
+
+def _notes(material: Material, numbers: Numbers, scores: Scores, held: Patterns) -> list[str]:
+    """How to read the page, and what is not in it."""
+    layers = len({layer for _, layer in held.sides})
+    cells = f"{held.block} × {held.block} positions make one cell, which shows the largest of them"
+    few, some = len(scores.steps) < numbers.steps, len(scores.layers) < numbers.layers
+    told = {
+        "Score of a position: the column sum Σᵢ A[i, j] of the attention pattern A, the attention it receives from all "
+        "queries of the step. Uniform attention gives each position 1.": True,
+        "Sink: a position whose score exceeds the mean of the others by more than 3 (Rulli et al., arXiv 2510.15731, "
+        "Eq. 3, with ε = 3 in column sums). For a mean over heads the rule is applied to mean scores.": True,
+        "A step shows what the model worked on in it. Tokens decided in it are shown already, and marked; their score "
+        "is that of the undecided position.": not numbers.track.causal,
+        "A step is one decoded token; the position it adds has no score until the next step.": numbers.track.causal,
+        "In a causal model early positions are seen by more queries, which alone raises their scores.": (
+            numbers.track.causal
+        ),
+        f"Positions count from the start of the row; {numbers.first} of padding come before the first.": (
+            numbers.first > 0
+        ),
+        f"Attention is kept in eight bits, rounded by at most √a / 255. It is here for steps "
+        f"{_listed(step for step, _ in held.sides)} and {layers} of {numbers.layers} layers.": bool(held.sides),
+        f"To keep the page small, {cells} in the attention maps.": held.block > 1,
+        f"To keep the page small, the attention of {held.left_out} more layers was left out.": held.left_out > 0,
+        f"To keep the page small, {len(scores.steps)} of {numbers.steps} steps are shown.": few,
+        f"To keep the page small, score maps of {len(scores.layers)} of {numbers.layers} layers are in it; the layer × "
+        f"head map and the paths cover all.": some,
+        held.why: bool(held.why),
+    }
+    return [spelled(text) for text, holds in told.items() if holds]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in sorted(set(numbers)))

@@ -1,0 +1,167 @@
+"""CircuitsVis's attention heads as a document of their own."""
+
+import html
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import SinklensError, TrackError
+from sinklens.tasks.word_problems import held_out
+from sinklens.views.attention import CELLS, AttentionView, attention, block_size, pooled
+from sinklens.views.documents import visible
+from sinklens.views.patterns import pattern_at
+
+HOSTILE = [
+    "</script>",
+    "<img src=x onerror='parent.bad=1;window.bad=1'>",
+    '"&amp;',
+    "a\u2028b",
+    "\u202etxt",
+    "\x00\x1b",
+    "░",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llada):
+    return sinklens.generate(tiny_llada, [problem.prompt for problem in held_out(2)])
+
+
+@pytest.fixture(scope="module")
+def causal(tiny_llama):
+    return sinklens.generate(tiny_llama, held_out(1)[0].prompt)
+
+
+def props(view):
+    block = re.search(r'<script type="application/json" id="props">(.*?)</script>', view.document)
+    return json.loads(block[1])["props"]
+
+
+def random_pattern(heads, positions):
+    return torch.randn(heads, positions, positions).softmax(-1).numpy()
+
+
+def test_the_view_holds_the_pattern_and_its_tokens(run):
+    given = props(attention(run, step=9, layer=2, row=0))
+    np.testing.assert_allclose(given["attention"], pattern_at(run, 9, 2, 0), atol=5.1e-5)
+    words = run.sinks.vocabulary
+    expected = [words[token] for token in run.canvas[0, 9][run.real[0]].tolist()]
+    shown = ["░" if word == "<|mdm_mask|>" else visible(word) for word in expected]
+    assert given["tokens"] == shown
+    assert "░" in shown
+    assert given["attentionHeadNames"] == [f"Head {head}" for head in range(6)]
+
+
+def test_the_upper_triangle_is_hidden_for_causal_models_alone(run, causal):
+    assert props(attention(run, step=0, layer=0))["maskUpperTri"] is False
+    assert props(attention(causal, step=0, layer=0))["maskUpperTri"] is True
+
+
+def test_heads_can_be_chosen(run):
+    some = props(attention(run, step=9, layer=2, heads=[4, -6]))
+    every = props(attention(run, step=9, layer=2))
+    assert some["attention"] == [every["attention"][4], every["attention"][0]]
+    assert some["attentionHeadNames"] == ["Head 4", "Head 0"]
+
+
+def test_pooling_keeps_the_largest_value_of_every_block():
+    pattern = random_pattern(2, 11)
+    small = pooled(pattern, 4)
+    assert small.shape == (2, 3, 3)
+    for head in range(2):
+        for row in range(3):
+            for column in range(3):
+                block = [pattern[head, i, j] for i in range(11) for j in range(11) if (i // 4, j // 4) == (row, column)]
+                assert small[head, row, column] == max(block)
+    assert pooled(pattern, 1) is pattern
+
+
+@pytest.mark.parametrize(("heads", "positions"), [(1, 40), (6, 51), (32, 512), (32, 4096), (64, 2)])
+def test_circuitsvis_gets_no_more_cells_than_it_draws_in_a_second(heads, positions):
+    block = block_size(heads, positions)
+    side = -(-positions // block)
+    assert heads * side**2 <= CELLS
+    assert block == 1 or heads * (-(-positions // (block - 1))) ** 2 > CELLS
+
+
+def test_a_large_view_says_what_its_cells_are():
+    view = AttentionView(random_pattern(8, 100), [f"t{n}" for n in range(100)], range(8), False, "planted", first=5)
+    assert "each cell the largest of 2 \\u00d7 2 positions" in view.document
+    assert props(view)["tokens"][:2] == ["5–6", "7–8"]
+
+
+def test_text_of_tokens_cannot_end_the_block_it_lies_in():
+    view = AttentionView(random_pattern(1, len(HOSTILE)), HOSTILE, [0], False, "</script><b>", height=300)
+    assert props(view)["tokens"] == HOSTILE
+    for text in ("<img", "</script><b>"):
+        assert text not in view.document
+    frame = view._repr_html_()
+    assert frame.count("<") == 2
+    assert html.unescape(re.search('srcdoc="(.*)"', frame, re.S)[1]) == view.document
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        ({"step": 24, "layer": 0}, r"step 24 does not exist"),
+        ({"step": 0, "layer": 0, "heads": [6]}, r"head 6 does not exist; this track has 6"),
+        ({"step": 0, "layer": 0, "heads": []}, r"heads is empty"),
+    ],
+)
+def test_a_wrong_question_is_refused(run, ask, text):
+    with pytest.raises(TrackError, match=text):
+        attention(run, **ask)
+
+
+def test_saving_where_nothing_can_be_written_says_so(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
+        attention(run, step=0, layer=0).save(tmp_path / "file" / "heads.html")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.browser
+def test_a_saved_view_draws_every_head_and_asks_nobody(run, browser, tmp_path):
+    browser.open(attention(run, step=9, layer=2).save(tmp_path / "heads.html"))
+    assert browser.js("return document.querySelectorAll('#heads canvas').length") == 7
+    assert "step 9, layer 2" in browser.text("note")
+    assert browser.js("return [...document.querySelectorAll('#heads h4')].map(h => h.textContent)") == [
+        f"Head {head}" for head in range(6)
+    ]
+    inked = browser.js(
+        "return [...document.querySelectorAll('#heads canvas')].map(c => new Set(new Uint32Array("
+        "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)"
+    )
+    assert min(inked) > 10  # every one of them shows many shades
+    assert browser.requests() == [(tmp_path / "heads.html").as_uri()]
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+def test_several_views_live_on_one_notebook_page(run, browser, tmp_path):
+    views = [attention(run, step=9, layer=2), attention(run, step=3, layer=1, heads=[1, 5])]
+    page = "<!doctype html><meta charset='utf-8'><body data-drawn='1'>" + "".join(view._repr_html_() for view in views)
+    (tmp_path / "page.html").write_text(page)
+    browser.open(tmp_path / "page.html", height=2000)
+    for number, maps in ((0, 7), (1, 3)):
+        frame = browser.driver.find_elements("css selector", "iframe")[number]
+        browser.driver.switch_to.frame(frame)
+        browser.wait("return document.body.dataset.drawn === '1'")
+        assert browser.js("return document.querySelectorAll('#heads canvas').length") == maps
+        browser.driver.switch_to.default_content()
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+def test_hostile_tokens_are_drawn_and_nothing_in_them_runs(browser, tmp_path):
+    title = "<img src=x onerror='window.bad=1'>"
+    view = AttentionView(random_pattern(2, len(HOSTILE)), HOSTILE, [0, 1], False, title)
+    browser.open(view.save(tmp_path / "hostile.html"))
+    assert browser.js("return document.querySelectorAll('#heads canvas').length") == 3
+    assert browser.js("return [window.bad, document.images.length]") == [None, 0]
+    assert title in browser.text("note")
+    assert browser.complaints() == []

@@ -1,0 +1,134 @@
+"""Patterns of a finished run: computed again, taken from the run, or refused."""
+
+import pytest
+import torch
+from building import random_hf
+
+import sinklens
+from sinklens.errors import SinklensError, TrackError
+from sinklens.sinks import Record
+from sinklens.tasks.word_problems import held_out
+from sinklens.views.patterns import pattern_at, patterns_at
+
+PLACES = [(3, 1), (19, 2)]
+
+
+def prompts(count=3):
+    return [problem.prompt for problem in held_out(count)]
+
+
+@pytest.fixture(scope="module")
+def padded(tiny_llada):
+    """Three prompts of different lengths, and the patterns of two places as the run had them."""
+    return sinklens.generate(tiny_llada, prompts(), record_sinks=Record(patterns=PLACES))
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_a_pattern_computed_again_is_the_one_the_run_had(name):
+    """Also where a key/value cache meant that the run computed only its last row."""
+    model = sinklens.load(name)
+    kept = sinklens.generate(model, prompts(), record_sinks=Record(patterns=PLACES))
+    again = sinklens.generate(model, prompts())
+    for step, layer in PLACES:
+        for row in range(3):
+            real = kept.real[row] & (kept.canvas[row, step] >= 0)
+            expected = kept.patterns[step, layer][row]
+            expected = expected[:, real[: expected.shape[1]]][:, :, real[: expected.shape[2]]]
+            for run in (kept, again):
+                pattern = pattern_at(run, step, layer, row)
+                torch.testing.assert_close(pattern, expected, atol=2e-6, rtol=0)
+                torch.testing.assert_close(pattern.sum(-1), torch.ones(pattern.shape[:2]))
+
+
+def test_padding_and_positions_to_come_are_left_out(padded, tiny_llama):
+    assert {tuple(pattern_at(padded, 3, 1, row).shape) for row in range(3)} == {
+        (6, int(padded.real[row].sum()), int(padded.real[row].sum())) for row in range(3)
+    }
+    run = sinklens.generate(tiny_llama, prompts(1))
+    for step in (0, 5):
+        pattern = pattern_at(run, step, 0)
+        assert pattern.shape == (6, run.prompt_length + step, run.prompt_length + step)
+        assert not pattern.triu(1).any()
+
+
+def test_several_layers_of_a_step_cost_one_pass(padded, tiny_llada):
+    passes = []
+    handle = tiny_llada.tree.hf.model.embed_tokens.register_forward_hook(lambda *given: passes.append(1))
+    together = patterns_at(padded, 7, [0, 2, -1])
+    handle.remove()
+    assert len(passes) == 1
+    assert list(together) == [0, 2, -1]
+    for layer, pattern in together.items():
+        torch.testing.assert_close(pattern, pattern_at(padded, 7, layer), atol=2e-6, rtol=0)
+
+
+def test_a_trace_is_taken_like_its_generation(tiny_llada):
+    with sinklens.trace(tiny_llada, prompts(1)[0]) as t:
+        for step in t.steps:
+            pass
+    torch.testing.assert_close(pattern_at(t, -1, -1), pattern_at(t.generation, 23, 3))
+
+
+def test_a_run_changed_by_hooks_is_refused_unless_it_recorded_the_pattern(tiny_llada):
+    def blind(pattern, hook):
+        pattern[:, 2] = 0
+        return pattern
+
+    hooks = [("blocks.1.attn.hook_pattern", blind)]
+    run = sinklens.generate(tiny_llada, prompts(1), hooks=hooks)
+    assert pattern_at(run, 0, 0).shape[0] == 6  # below the change nothing differs
+    for layer in (1, 3):
+        with pytest.raises(
+            TrackError, match=rf"step 4, layer {layer} cannot be .*Record\(patterns=\[\(4, {layer}\)\]\)"
+        ):
+            pattern_at(run, 4, layer)
+    kept = sinklens.generate(tiny_llada, prompts(1), hooks=hooks, record_sinks=Record(patterns=[(4, 1)]))
+    assert not pattern_at(kept, 4, 1)[2].any()
+    assert pattern_at(kept, 4, 1)[1].any()
+
+
+def test_masking_one_sink_is_seen_in_every_type():
+    """The share of attention that rounding moves is below the limit, that of a masked sink above it."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        model = sinklens.load("tiny-llada", dtype=dtype)
+        run = sinklens.generate(model, prompts(1), steps=4)
+        pattern_at(run, 2, 3)
+        layer, head = 0, 4
+        sink = int(run.sinks.trajectory(layer, head)[1])
+
+        def masked(mask, hook, head=head, sink=sink):
+            mask[:, head, :, sink] = -torch.inf
+            return mask
+
+        changed = sinklens.generate(model, prompts(1), steps=4, hooks=[(f"blocks.{layer}.attn.hook_attn_mask", masked)])
+        with pytest.raises(TrackError, match=r"of the attention of head 4 lay elsewhere"):
+            pattern_at(changed, 1, layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rounding_over_many_layers_is_allowed(dtype):
+    model = sinklens.load(random_hf("qwen3", True, dtype, num_hidden_layers=24))
+    run = sinklens.generate(model, torch.randint(0, 60, (2, 30)), gen_length=8)
+    for step in (0, 7):
+        assert len(patterns_at(run, step, range(24))) == 24
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        ({"step": 24, "layer": 0}, r"step 24 does not exist; this track has 24"),
+        ({"step": 0, "layer": 4}, r"layer 4 does not exist; this track has 4"),
+        ({"step": 0, "layer": 0, "row": 3}, r"batch 3 does not exist"),
+    ],
+)
+def test_a_place_outside_the_run_is_refused(padded, ask, text):
+    with pytest.raises(TrackError, match=text):
+        pattern_at(padded, **ask)
+
+
+def test_without_scores_or_without_a_run_it_says_so(tiny_llada):
+    bare = sinklens.generate(tiny_llada, prompts(1), record_sinks=False)
+    with pytest.raises(TrackError, match=r"recorded no sink scores .* record_sinks=True"):
+        pattern_at(bare, 0, 0)
+    with pytest.raises(SinklensError, match=r"a run is needed: .* got str"):
+        pattern_at("run", 0, 0)

@@ -1,0 +1,698 @@
+"""The report: what is in the page, what it weighs, and what a reader sees who works its controls."""
+
+import base64
+import json
+import os
+import re
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from building import random_model
+from selenium.webdriver.common.keys import Keys
+
+import sinklens
+from sinklens.errors import SettingError, SinklensError, TrackError
+from sinklens.sinks import EpsilonOverMean, Record, build_track
+from sinklens.tasks.word_problems import held_out
+from sinklens.views import most_moving_head
+from sinklens.views.documents import visible
+from sinklens.views.numbers import Numbers
+from sinklens.views.patterns import pattern_at
+from sinklens.views.report import Material, build, material, report
+
+HOSTILE = [
+    "</script>", "<img src=x onerror='window.bad=1'>", "<b>", '"', "'", "&amp;", "\u2028", "\u202e", "\x00", "\x1b[31m",
+    " ", "\n", "\t", "${7*7}", "{{data}}", "\\u003c", "░", "日本", "\U0001f600",
+]  # fmt: skip
+WIDTHS = (360, 1440)
+SHOTS = os.environ.get("SINKLENS_SCREENSHOTS")  # a folder: screenshots stay there
+
+
+def planted(
+    steps=6,
+    layers=2,
+    heads=3,
+    prompt=4,
+    answer=6,
+    words=None,
+    padding=0,
+    causal=False,
+    seed=0,
+    spread=1.0,
+    patterns=True,
+):
+    """A page's material from random patterns, with the scores that belong to them; half the answer is decided late."""
+    rng = np.random.default_rng(seed)
+    length = prompt + answer
+    words = words or [f" w{number}" for number in range(length)]
+
+    def pattern(step, layer):
+        generator = np.random.default_rng([seed, step, layer])
+        logits = generator.normal(size=(heads, length, length)).astype(np.float32) * spread
+        logits[:, :, generator.integers(length, size=heads)] += 3
+        if causal:
+            logits += np.where(np.tri(length, dtype=bool), 0, -np.inf).astype(np.float32)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True)
+
+    score = np.full((1, steps, layers, heads, padding + length), np.nan, dtype=np.float32)
+    for step in range(steps):
+        for layer in range(layers):
+            score[0, step, layer, :, padding:] = pattern(step, layer).sum(1)
+    decided = np.full(padding + length, -1)
+    decided[padding + prompt :] = rng.integers(steps, size=answer)
+    ids = np.concatenate([np.full(padding, 2), 2 + np.arange(length) % len(words)])
+    canvas = np.stack([np.where(decided >= step, 1, ids) for step in range(steps + 1)])
+    real = np.arange(padding + length) >= padding
+    masked = canvas[:-1] == 1
+    track = build_track(
+        score, canvas[None, :-1], masked[None], (masked & (canvas[1:] != 1))[None], real[None], decided[None],
+        {
+            "model": "some/planted", "family": "llada", "prompt_length": padding + prompt, "causal": int(causal),
+            "seed": 3, "settings": json.dumps({"steps": steps}), "special": json.dumps({"mask": [1]}),
+            "vocabulary": json.dumps({1: "<mask>", **{2 + n: word for n, word in enumerate(words)}}),
+        },
+    )  # fmt: skip
+    give = (lambda step, chosen: {layer: torch.tensor(pattern(step, layer)) for layer in chosen}) if patterns else None
+    return Material(track, canvas, "".join(words), "answer", give)
+
+
+@pytest.fixture(scope="module")
+def padded(tiny_llada):
+    """Two prompts; the first is the shorter, so its row begins with padding."""
+    prompts = sorted(
+        (problem.prompt for problem in held_out(12)), key=lambda text: len(tiny_llada.tokenizer(text).input_ids)
+    )
+    return sinklens.generate(tiny_llada, [prompts[0], prompts[-1]])
+
+
+@pytest.fixture(scope="module")
+def page(padded, tmp_path_factory):
+    return report(padded, tmp_path_factory.mktemp("page") / "report.html")
+
+
+def info_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="info">(.*?)</script>', text)[1])
+
+
+def chunk_of(text, name, dtype):
+    packed = re.search(rf'id="chunk-{name}">(.*?)</script>', text)[1]
+    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=dtype)
+
+
+# What is in the page
+
+
+def test_numbers_are_those_of_the_track(padded):
+    """Strongest keys, sinks, counts and the layer × head map against the track's own answers."""
+    track = padded.sinks.isel(batch=0)
+    numbers = Numbers(track, padded.canvas[0].numpy())
+    first = numbers.first
+    assert first > 0
+    assert numbers.positions == int(padded.real[0].sum())
+    for layer in range(4):
+        for head in range(6):
+            assert (numbers.path[:, 1 + 4 + layer * 6 + head] + first).tolist() == track.trajectory(
+                layer, head
+            ).tolist()
+    scores = track.scores()
+    means = scores.mean("head").to_numpy()[0]
+    assert (numbers.path[:, 1:5] + first).tolist() == np.nanargmax(means, axis=-1).tolist()
+    assert (numbers.path[:, 0] + first).tolist() == np.nanargmax(means.mean(axis=1), axis=-1).tolist()
+    np.testing.assert_allclose(numbers.strength, scores.max("pos").mean("step")[0], rtol=1e-6)
+    found = track.detect().to_numpy()[0]
+    assert numbers.sink_heads.tolist() == found.sum(axis=(1, 2))[:, first:].tolist()
+    assert numbers.most_moving(range(4)) == most_moving_head(padded.sinks, 0)
+    assert numbers.layers_by_motion()[0] == numbers.most_moving(range(4))[0]
+
+
+def test_a_head_that_attends_to_nothing_has_no_strongest_key():
+    given = planted()
+    given.track.data["score"][0, 2, 1, 0] = 0.0
+    path = Numbers(given.track, given.canvas).path
+    assert path[2, 1 + 2 + 3] == -1
+    assert (np.delete(path, 1 + 2 + 3, axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize(("coarse", "dtype"), [(False, np.uint16), (True, np.uint8)])
+def test_maps_keep_scores_as_closely_as_the_page_says(monkeypatch, coarse, dtype):
+    if coarse:
+        monkeypatch.setattr("sinklens.views.numbers.FINE", 0)
+    given = planted(spread=2.0)
+    numbers = Numbers(given.track, given.canvas)
+    kept = [0, 2, 5]
+    for layer in (0, 1):
+        maps = numbers.maps(layer, kept)
+        score = given.track.scores().to_numpy()[0, kept, layer].swapaxes(0, 1)
+        score = np.concatenate([score.mean(axis=0, keepdims=True), score])
+        peak = np.array(maps.peaks)[:, None, None]
+        np.testing.assert_allclose(peak[:, 0, 0], score.max(axis=(1, 2)), rtol=1e-6)
+        read = peak * (np.frombuffer(maps.scores, dtype).reshape(score.shape) / np.iinfo(dtype).max) ** 2
+        allowed = 2 * np.sqrt(score * peak) / np.iinfo(dtype).max + peak / np.iinfo(dtype).max ** 2
+        assert (np.abs(read - score) <= 0.5 * allowed + 1e-6).all()
+        found = given.track.detect(EpsilonOverMean(3.0)).to_numpy()[0, kept, layer].swapaxes(0, 1)
+        bits = np.unpackbits(np.frombuffer(maps.sinks, np.uint8))[: score.size].reshape(score.shape)
+        assert found.any()
+        assert (bits[1:] == found).all()
+        others = (score[0].sum(-1, keepdims=True) - score[0]) / (score.shape[-1] - 1)
+        assert (bits[0] == (score[0] > others + 3)).all()
+
+
+def test_attention_in_the_page_is_the_pattern(padded, page):
+    text = page.read_text()
+    info = info_of(text)["attention"]
+    assert info["block"] == 1
+    assert sorted((step, layer) for step, layer, _ in info["places"]) == [
+        (step, layer) for step in (0, 8, 15, 23) for layer in range(4)
+    ]
+    for step, layer, side in info["places"]:
+        read = (chunk_of(text, f"pattern-{step}-{layer}", np.uint8).reshape(6, side, side) / 255) ** 2
+        exact = pattern_at(padded, step, layer, 0).numpy()
+        assert (np.abs(read - exact) <= np.sqrt(exact) / 255 + 1 / 255**2).all()
+
+
+def test_nothing_in_the_page_can_be_taken_for_markup():
+    words = HOSTILE
+    text = build(planted(prompt=10, answer=10, words=words))
+    info = info_of(text)
+    assert info["vocabulary"][2:] == [visible(word) for word in words]
+    outside = re.sub(r"<script[^>]*>.*?</script>|<style>.*?</style>", "", text, flags=re.S)
+    for word in ("<img", "onerror", "${7*7}"):
+        assert word not in outside
+    assert text.count("<img") == 0
+
+
+def test_the_page_allows_its_own_scripts_and_no_fetching(page):
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page.read_text())[1]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    outside = re.sub(r"<script[^>]*>.*?</script>", "", page.read_text(), flags=re.S)
+    assert not re.search(r"""(?:src|href)\s*=""", outside)
+
+
+def test_without_a_tokenizer_ids_are_shown():
+    run = sinklens.generate(
+        random_model("llama", False), torch.randint(0, 60, (1, 5)), gen_length=4, steps=4, block_length=4
+    )
+    given = info_of(build(material(run)))
+    assert given["prompt"].startswith("token ids [")
+    assert all(re.fullmatch(r"⟨\d+⟩", word) for word in given["vocabulary"][2:])
+
+
+def test_a_run_that_stopped_early_says_so(tiny_llada):
+    with sinklens.trace(tiny_llada, held_out(1)[0].prompt) as t:
+        for step in t.steps:
+            if step == 5:
+                t.stop()
+    given = info_of(build(material(t)))
+    ran = t.generation.sinks.steps
+    assert given["steps"] == list(range(ran))
+    assert [f"{ran} of 24", "steps"] in given["facts"]
+
+
+def test_recorded_patterns_are_the_default_and_a_changed_run_says_why_it_has_none(tiny_llada):
+    def blind(pattern, hook):
+        pattern[:, 2] = 0
+        return pattern
+
+    hooks, prompt = [("blocks.1.attn.hook_pattern", blind)], held_out(1)[0].prompt
+    changed = sinklens.generate(tiny_llada, prompt, hooks=hooks)
+    given = info_of(build(material(changed)))
+    assert given["attention"]["places"] == []
+    assert "hooks or the trace's block changed the run" in given["attention"]["why"]
+    with pytest.raises(TrackError, match=r"Record\(patterns="):
+        build(material(changed), layers=[1])
+    kept = sinklens.generate(tiny_llada, prompt, hooks=hooks, record_sinks=Record(patterns=[(2, 1), (7, 3)]))
+    places = info_of(build(material(kept)))["attention"]["places"]
+    assert [(step, layer) for step, layer, _ in places] == [(2, 1), (7, 3)]
+
+
+# What it weighs
+
+
+def test_layers_are_added_while_they_fit_the_most_moving_first():
+    given = planted(layers=4, heads=8, prompt=60, answer=60)
+    whole = len(build(given))
+    order = Numbers(given.track, given.canvas).layers_by_motion()
+    seen = []
+    for share in (1.0, 0.9, 0.75):
+        text = build(given, budget_mb=(whole * share + 60_000) / 1e6)
+        layers = list(dict.fromkeys(layer for _, layer, _ in info_of(text)["attention"]["places"]))
+        assert len(text) <= whole * share + 60_000
+        assert sorted(layers) == sorted(order[: len(layers)])
+        told = f"the attention of {4 - len(layers)} more layers was left out"
+        assert any(told in note for note in info_of(text)["notes"]) == (len(layers) < 4)
+        seen.append(len(layers))
+    assert seen[0] == 4
+    assert 1 <= seen[2] < 4
+
+
+def test_positions_are_put_together_when_one_layer_does_not_fit_and_the_page_says_so():
+    given = planted(steps=4, layers=1, heads=8, prompt=60, answer=60)
+    whole = len(build(given))
+    text = build(given, budget_mb=(whole - 250_000) / 1e6)
+    info = info_of(text)
+    block = info["attention"]["block"]
+    assert block > 1
+    assert any(f"{block} × {block} positions make one cell" in note for note in info["notes"])
+    step, layer, side = info["attention"]["places"][1]
+    assert side == -(-120 // block)
+    small = chunk_of(text, f"pattern-{step}-{layer}", np.uint8).reshape(8, side, side)
+    exact = np.round(255 * np.sqrt(given.patterns(step, [layer])[layer].numpy()))
+    assert small[3, 2, 1] == exact[3, 2 * block : 3 * block, block : 2 * block].max()
+
+
+def test_long_runs_lose_layers_and_then_steps_and_the_page_says_so():
+    given = planted(steps=60, layers=3, heads=8, prompt=40, answer=40, patterns=False)
+    whole = len(build(given))
+    layer = 1.02 * len(re.search(r'id="chunk-scores-0">(.*?)</script>', build(given))[1])  # and its sinks
+    fewer = info_of(build(given, budget_mb=(whole - layer) / 1e6))
+    assert len(fewer["held"]) < 3
+    assert any(f"score maps of {len(fewer['held'])} of 3 layers" in note for note in fewer["notes"])
+    text = build(given, budget_mb=(whole - 2.2 * layer) / 1e6)
+    fewest = info_of(text)
+    assert len(fewest["held"]) == 1
+    assert len(fewest["steps"]) < 60
+    assert {0, 59} <= set(fewest["steps"])
+    assert any(f"{len(fewest['steps'])} of 60 steps are shown" in note for note in fewest["notes"])
+    committed = chunk_of(text, "committed", np.uint8)
+    assert committed.sum() == 40  # every decision is marked in the step shown after it
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "text"),
+    [
+        ({"budget_mb": 0.3}, SettingError, r"budget_mb is too small: 0.00 MB are left for the scores"),
+        (
+            {"budget_mb": 1.3, "steps": range(6), "layers": range(4)},
+            SettingError,
+            r"left for the attention patterns of 24",
+        ),
+        ({"steps": [6]}, TrackError, r"step 6 does not exist; this track has 6"),
+        ({"layers": [4]}, TrackError, r"layer 4 does not exist; this track has 4"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(ask, kind, text):
+    with pytest.raises(kind, match=text):
+        build(planted(layers=4, heads=32, prompt=100, answer=100), **ask)
+
+
+def test_bad_input_leaves_no_file(padded, tiny_llada, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
+        report(padded, tmp_path / "file" / "report.html")
+    with pytest.raises(TrackError, match=r"batch 2 does not exist; this track has 2"):
+        report(padded, tmp_path / "report.html", row=2)
+    bare = sinklens.generate(tiny_llada, held_out(1)[0].prompt, record_sinks=False)
+    with pytest.raises(TrackError, match=r"recorded no sink scores .* record_sinks=True"):
+        report(bare, tmp_path / "report.html")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+# What a reader sees
+
+
+def tokens(browser):
+    """[position in the row, text, classes] of every token shown."""
+    return browser.js(
+        "return [...document.querySelectorAll('.tok:not(.later)')]"
+        ".map(t => [+t.dataset.at, t.textContent, [...t.classList]])"
+    )
+
+
+def expected_tokens(run, row, step, layer, head):
+    """The same from the run."""
+    track, words = run.sinks, run.sinks.vocabulary
+    canvas, first = run.canvas[row], int(run.real[row].int().argmax())
+    found = track.detect().to_numpy()[row, step, layer, head]
+    strongest = track.trajectory(layer, head, batch=row)[step]
+    committed, shown = track.data["committed"].to_numpy()[row, step], []
+    for at in range(first, canvas.shape[1]):
+        token = int(canvas[step + 1 if committed[at] else step, at])
+        if token < 0:
+            continue
+        mask = token in track.special["mask"]
+        marks = {"mask": mask, "new": committed[at], "sink": found[at], "strongest": at == strongest}
+        text = "░" if mask else visible(words[token])
+        shown.append([at - first, text, ["tok", *[name for name, there in marks.items() if there]]])
+    return shown
+
+
+def shown_step(browser):
+    return int(browser.js("return document.querySelector('#clock b').textContent"))
+
+
+def where(browser):
+    """Position that the sentence names, as the run counts it."""
+    return int(re.search(r"goes to position (\d+)", browser.text("sentence"))[1])
+
+
+@pytest.fixture
+def opened(browser, page):
+    browser.open(page)
+    return browser
+
+
+@pytest.mark.browser
+def test_the_page_opens_offline_without_a_word_in_the_console(opened, page):
+    opened.js("document.getElementById('circuits').scrollIntoView()")
+    opened.wait("return document.getElementById('circuits').dataset.shown")
+    assert opened.requests() == [page.as_uri()]
+    assert opened.complaints() == []
+    assert opened.js("return fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
+    assert any("Content Security Policy" in line for line in opened.complaints())
+
+
+@pytest.mark.browser
+def test_the_header_tells_prompt_answer_and_facts(opened, padded, tiny_llada):
+    prompt = tiny_llada.tokenizer.decode(
+        padded.canvas[0, 0, : padded.prompt_length][padded.real[0, : padded.prompt_length]]
+    )
+    assert opened.text("prompt") == prompt
+    assert opened.text("answer") == padded.answers[0].text
+    assert "tiny-llada" in opened.text("model")
+    assert "24 steps" in opened.text("facts")
+    assert "4 × 6 layers × heads" in opened.text("facts")
+    assert "Uniform attention gives each position 1" in opened.text("notes")
+
+
+@pytest.mark.browser
+def test_every_step_shows_the_canvas_and_its_sinks(opened, padded):
+    layer, head = most_moving_head(padded.sinks, 0)
+    path = padded.sinks.trajectory(layer, head)
+    for step in range(24):
+        assert shown_step(opened) == step
+        assert [[at, text, sorted(marks)] for at, text, marks in tokens(opened)] == [
+            [at, text, sorted(marks)] for at, text, marks in expected_tokens(padded, 0, step, layer, head)
+        ]
+        assert where(opened) == path[step]
+        opened.click("forward")
+    assert shown_step(opened) == 23
+
+
+@pytest.mark.browser
+def test_keys_slider_and_buttons_move_the_step(opened):
+    for pressed, step in ((Keys.END, 23), (Keys.ARROW_LEFT, 22), (Keys.HOME, 0), (Keys.ARROW_RIGHT, 1)):
+        opened.keys("step", pressed)
+        assert shown_step(opened) == step
+    opened.js("document.activeElement.blur()")
+    opened.keys("canvas-title", Keys.END)
+    assert shown_step(opened) == 23
+    opened.click("back")
+    assert shown_step(opened) == 22
+    opened.js("const s = document.getElementById('step'); s.value = 9; s.dispatchEvent(new Event('input'))")
+    assert shown_step(opened) == 9
+    opened.click("forward")
+    assert shown_step(opened) == 10
+    assert opened.js("return document.getElementById('step').getAttribute('aria-valuetext')") == "step 10"
+
+
+@pytest.mark.browser
+def test_play_runs_to_the_end_and_pauses(opened):
+    opened.click("play")
+    assert opened.js("return document.getElementById('play').getAttribute('aria-pressed')") == "true"
+    opened.wait("return +document.querySelector('#clock b').textContent >= 2")
+    opened.click("play")
+    stopped = shown_step(opened)
+    time.sleep(0.8)
+    assert shown_step(opened) == stopped
+    assert "Play" in opened.text("play")
+    opened.keys("canvas-title", " ")
+    opened.wait("return +document.querySelector('#clock b').textContent === 23", seconds=40)
+    opened.wait("return document.getElementById('play').getAttribute('aria-pressed') === 'false'")
+
+
+def score_in(text):
+    return float(re.search(r"receives ([\d.]+)", text)[1])
+
+
+@pytest.mark.browser
+def test_layer_and_head_are_chosen_by_select_by_map_and_by_keys(opened, padded):
+    track = padded.sinks
+    scores = track.scores().to_numpy()[0]
+
+    def agrees(layer, head):
+        opened.wait(f"return document.getElementById('layer').value === '{layer}'")
+        opened.wait(f"return document.getElementById('head').value === '{head}'")
+        one = scores[0] if layer < 0 else scores[0, layer]
+        one = one.mean(axis=(0, 1)) if layer < 0 else one.mean(axis=0) if head < 0 else one[head]
+        assert where(opened) == np.nanargmax(one)
+        assert score_in(opened.text("sentence")) == pytest.approx(np.nanmax(one), abs=0.006)
+
+    opened.choose("layer", 1)
+    opened.choose("head", 4)
+    agrees(1, 4)
+    opened.point("grid", 3, 2, click=True)
+    agrees(3, 2)
+    strength = track.scores().max("pos").mean("step").to_numpy()[0]
+    assert f"layer 3, head 2: main sink receives {strength[3, 2]:.2f}" in opened.text("grid-readout")
+    opened.keys("grid", Keys.ARROW_RIGHT, Keys.ARROW_UP)
+    agrees(2, 3)
+    opened.keys("canvas-title", "]")
+    agrees(2, 4)
+    opened.choose("head", -1)
+    agrees(2, -1)
+    opened.choose("layer", -1)
+    agrees(-1, -1)
+    assert opened.js("return document.getElementById('head').disabled") is True
+    assert shown_step(opened) == 0
+
+
+@pytest.mark.browser
+def test_the_heat_map_tells_a_cell_and_goes_to_its_step(opened, padded):
+    layer, head = most_moving_head(padded.sinks, 0)
+    scores, first = padded.sinks.scores().to_numpy()[0, :, layer, head], int(padded.real[0].int().argmax())
+    for step, at in ((0, 0), (13, 20), (23, scores.shape[1] - first - 1)):
+        opened.point("heat", step, at)
+        told = opened.text("heat-readout")
+        assert told.startswith(f"step {step}, position {at + first} ")
+        assert score_in(told) == pytest.approx(scores[step, at + first], abs=0.006)
+        assert shown_step(opened) != step or step == 0
+    opened.point("heat", 17, 5, click=True)
+    assert shown_step(opened) == 17
+    opened.keys("heat", Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+    assert opened.text("heat-readout").startswith(f"step 19, position {6 + first} ")
+    opened.keys("heat", Keys.ENTER)
+    assert shown_step(opened) == 19
+
+
+@pytest.mark.browser
+def test_a_token_tells_its_score_and_in_how_many_heads_it_is_a_sink(opened, padded):
+    layer, head = most_moving_head(padded.sinks, 0)
+    first = int(padded.real[0].int().argmax())
+    heads = padded.sinks.detect().to_numpy()[0].sum(axis=(1, 2))
+    opened.click("forward")
+    for at in (3, 30):
+        opened.js(f"document.querySelector('.tok[data-at=\"{at}\"]').click()")
+        told = opened.text("token-readout")
+        score = padded.sinks.scores().to_numpy()[0, 1, layer, head, at + first]
+        assert told.startswith(f"position {at + first} ")
+        assert score_in(told) == pytest.approx(score, abs=0.006)
+        assert f"a sink in {heads[1, at + first]} of 24 heads" in told
+
+
+@pytest.mark.browser
+def test_a_click_on_the_path_goes_to_its_step(opened, padded):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    figure = opened._into_view("path")
+    ActionChains(opened.driver).move_to_element_with_offset(figure, 40, 0).click().perform()
+    step = shown_step(opened)
+    assert 12 <= step <= 18
+    path = padded.sinks.trajectory(*most_moving_head(padded.sinks, 0))
+    assert opened.text("path-readout").startswith(f"step {step}: position {path[step]} ")
+
+
+@pytest.mark.browser
+def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
+    opened.wait("return document.getElementById('pattern').dataset.cells")
+    first = int(padded.real[0].int().argmax())
+    for step, layer, head in ((8, 1, 5), (23, 3, 0)):
+        for name, value in (("step", step), ("layer", layer), ("head", head)):
+            opened.choose(f"attention-{name}", value)
+        label = f"Attention of step {step}, layer {layer}, head {head}"
+        opened.wait(f"return document.getElementById('pattern').ariaLabel.startsWith('{label}')")
+        exact = pattern_at(padded, step, layer, 0).numpy()[head]
+        strong = np.unravel_index(exact.argmax(), exact.shape)
+        for query, key in (strong, (3, 7)):
+            opened.point("pattern", int(query), int(key))
+            told = opened.text("pattern-readout")
+            assert told.startswith(f"query {query + first} ")
+            assert f"gives key {key + first} " in told
+            value = 0.0 if "under" in told else float(told.rpartition(" ")[2])
+            assert value == pytest.approx(exact[query, key], abs=float(np.sqrt(exact[query, key])) / 255 + 0.001)
+        scores = padded.sinks.scores().to_numpy()[0, step, layer, head]
+        best = np.argsort(-np.nan_to_num(scores), kind="stable")[:12]
+        assert opened.js("return [...document.querySelectorAll('#keys .at')].map(n => +n.textContent)") == best.tolist()
+
+
+def drawn(browser, label):
+    """Head names in CircuitsVis's frame once it shows `label`, and which is shown large."""
+    browser.js("document.getElementById('circuits').scrollIntoView()")
+    browser.wait(f"return document.getElementById('circuits').dataset.shown === '{label}'")
+    assert len(browser.driver.find_elements("css selector", "#circuits iframe")) == 1
+    browser.driver.switch_to.frame(browser.driver.find_element("css selector", "#circuits iframe"))
+    names = browser.js("return [...document.querySelectorAll('#heads h4')].map(h => h.textContent)")
+    maps = browser.js("return document.querySelectorAll('#heads canvas').length")
+    assert maps == len(names) + 1
+    large = browser.wait("return document.querySelector('#heads h2').textContent")
+    browser.driver.switch_to.default_content()
+    return names, large
+
+
+def label_of(browser):
+    return browser.js(
+        "return ['step', 'layer'].map(part => document.getElementById('attention-' + part).value).join('/') + '/all'"
+    )
+
+
+@pytest.mark.browser
+def test_circuitsvis_draws_the_heads_of_the_step_and_layer_chosen(opened):
+    every = [f"Head {head}" for head in range(6)]
+    opened.choose("attention-step", 8)
+    opened.choose("attention-layer", 1)
+    opened.choose("attention-head", 4)
+    assert drawn(opened, "8/1/all")[0] == every
+    opened.wait("return !document.querySelector('#circuits.busy')")
+    opened.choose("attention-layer", 3)
+    assert drawn(opened, "8/3/all")[0] == every
+    assert opened.js("return document.querySelector('#circuits iframe').title") == "Attention heads of step 8, layer 3"
+    opened.choose("attention-head", 2)
+    time.sleep(1)
+    assert drawn(opened, "8/3/all")[1] == "Head 2"
+    opened.choose("circuits-heads", "one")
+    assert drawn(opened, "8/3/one") == (["Head 2"], "Head 2")
+    assert opened.complaints() == []
+
+
+@pytest.mark.browser
+def test_an_autoregressive_run_shows_positions_as_they_appear(browser, tiny_llama, tmp_path):
+    prompts = [problem.prompt for problem in held_out(3)]
+    run = sinklens.generate(tiny_llama, prompts)
+    browser.open(report(run, tmp_path / "report.html", row=0))
+    layer, head = most_moving_head(run.sinks, 0)
+    path = run.sinks.trajectory(layer, head)
+    for step in (0, 7, run.steps_run - 1):
+        browser.js(f"const s = document.getElementById('step'); s.value = {step}; s.dispatchEvent(new Event('input'))")
+        assert [[at, text, sorted(marks)] for at, text, marks in tokens(browser)] == [
+            [at, text, sorted(marks)] for at, text, marks in expected_tokens(run, 0, step, layer, head)
+        ]
+        assert where(browser) == path[step]
+    assert "autoregressive" in browser.text("facts")
+    names, _ = drawn(browser, label_of(browser))
+    assert len(names) == 6
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+def test_hostile_text_shows_as_itself_and_nothing_in_it_runs(browser, tmp_path):
+    given = planted(prompt=len(HOSTILE), answer=len(HOSTILE), words=HOSTILE)
+    file = tmp_path / "hostile.html"
+    file.write_text(build(given))
+    browser.open(file)
+    browser.keys("step", Keys.END)
+    shown = {at: text for at, text, _ in tokens(browser)}
+    assert [shown[at] for at in range(2 * len(HOSTILE))] == [visible(word) for word in HOSTILE * 2]
+    assert browser.text("prompt").startswith(
+        "</script><img src=x onerror='window.bad=1'><b>\"'&amp;\\u2028\\u202e\\x00"
+    )
+    browser.point("heat", 5, 1)
+    assert "<img src=x onerror='window.bad=1'>" in browser.text("heat-readout")
+    drawn(browser, label_of(browser))
+    assert browser.js("return [window.bad, document.images.length]") == [None, 0]
+    browser.driver.switch_to.frame(browser.driver.find_element("css selector", "#circuits iframe"))
+    assert browser.js("return [window.bad, document.images.length]") == [None, 0]
+    browser.driver.switch_to.default_content()
+    assert browser.requests() == [file.as_uri()]
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"steps": 1},
+        {"layers": 1, "heads": 1},
+        {"steps": 1, "layers": 1, "heads": 1, "prompt": 1, "answer": 1},
+        {"answer": 0},
+    ],
+)
+def test_the_smallest_runs_have_a_page(browser, tmp_path, sizes):
+    file = tmp_path / "small.html"
+    file.write_text(build(planted(**sizes)))
+    browser.open(file)
+    drawn(browser, label_of(browser))
+    assert browser.js("return document.getElementById('play').disabled") is (sizes.get("steps") == 1)
+    assert where(browser) >= 0
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+def test_a_page_without_attention_patterns_says_why(browser, tmp_path):
+    file = tmp_path / "bare.html"
+    file.write_text(build(planted(patterns=False)))
+    browser.open(file)
+    assert "No attention patterns were asked for" in browser.text("attention-text")
+    assert not browser.driver.find_element("id", "attention-choice").is_displayed()
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("kind", ["sharp", "random"])
+def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path, kind):
+    """32 heads × 512 positions × 4 steps of attention: sharp as trained heads are, and the worst case."""
+    given = planted(steps=8, layers=2, heads=32, prompt=384, answer=128, spread=5.0 if kind == "sharp" else 1.0)
+    began = time.monotonic()
+    text = build(given)
+    built = time.monotonic() - began
+    assert len(text.encode()) <= 15_000_000
+    file = tmp_path / "large.html"
+    file.write_text(text)
+    browser.open(file)
+    first_view = browser.js("return performance.getEntriesByName('first-view')[0].startTime")
+    assert first_view < 3000
+    places = info_of(text)["attention"]["places"]
+    assert len({step for step, _, _ in places}) == 4
+    browser.wait("return performance.getEntriesByName('attention').length")
+    browser.js(
+        "window.gap = 0; let last = performance.now();"
+        "setInterval(() => { const now = performance.now(); gap = Math.max(gap, now - last); last = now; }, 5)"
+    )
+    names, _ = drawn(browser, label_of(browser))
+    assert len(names) == 32
+    assert browser.js("return gap") < 1000  # CircuitsVis draws in its own frame, the page stays usable
+    assert "make one cell" in browser.text("circuits-note")
+    took = browser.js("return performance.getEntriesByName('circuitsvis')[0].duration")
+    print(
+        f"\n{kind}: {len(text) / 1e6:.1f} MB, built in {built:.1f} s; first view {first_view:.0f} ms, heads {took:.0f}"
+    )
+    for width in WIDTHS:
+        browser.size(width)
+        time.sleep(0.5)
+        browser.js("document.getElementById('circuits').scrollIntoView()")  # a frame out of sight does not draw
+        browser.wait("return !document.querySelector('#circuits.busy')")
+        assert browser.js("return document.documentElement.scrollWidth") <= width  # innerWidth grows with the page
+        if SHOTS:
+            browser.screenshot(Path(SHOTS) / f"report-large-{kind}-{width}.png")
+    assert browser.complaints() == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_width_scrolls_sideways(browser, page, width):
+    browser.open(page, width=width)
+    browser.keys("step", Keys.HOME, *[Keys.ARROW_RIGHT] * 13)
+    drawn(browser, label_of(browser))
+    assert browser.js("return document.documentElement.scrollWidth") <= width  # innerWidth grows with the page
+    wide = "return [...document.querySelectorAll('main *')].filter(n => n.getBoundingClientRect().right > WIDTH + 1"
+    wide = wide.replace("WIDTH", str(width))
+    assert browser.js(f"{wide} && !n.closest('.box, .flow')).map(n => n.id || n.className)") == []
+    if SHOTS:
+        browser.js("scrollTo(0, 0)")
+        browser.screenshot(Path(SHOTS) / f"report-{width}-top.png", whole=False)
+        browser.screenshot(Path(SHOTS) / f"report-{width}.png")
