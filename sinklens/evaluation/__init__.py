@@ -1,0 +1,1 @@
+"""Evaluation: tasks under interventions, records of every sample, and what they say."""

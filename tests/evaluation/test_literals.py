@@ -1,0 +1,162 @@
+"""Values cross the pipe unchanged and in built-in types; whatever else comes is refused, never executed."""
+
+import json
+import math
+import os
+import struct
+from collections import Counter, OrderedDict, namedtuple
+
+import pytest
+
+from sinklens.evaluation.literals import (
+    FRAME_LIMIT,
+    ITERATOR_LIMIT,
+    MalformedError,
+    Opaque,
+    UnsendableError,
+    decode,
+    encode,
+    receive,
+    send,
+)
+
+
+class EqualsAll:
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+class EqualNumber(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+
+def there(value):
+    """`value` as it arrives."""
+    return decode(json.loads(json.dumps(encode(value))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, False, 0, -7, 3**5000, 0.1, -0.0, 5e-324, math.inf, 1 + 2j, "", "ä\x00\ud800", b"\xff", [], [1, [2.0]],
+     (), (1,), (1, (2,)), {}, {1: "a", "1": None, (1, 2): [True]}, set(), {1, "a"}, frozenset({(1,)}), range(1, 9, 2)],
+    ids=lambda value: f"{value!s:.20}" if not isinstance(value, str | int) else type(value).__name__,
+)  # fmt: skip
+def test_a_plain_value_arrives_as_it_was(value):
+    arrived = there(value)
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+def test_what_equality_cannot_tell_arrives_too():
+    assert math.isnan(there(math.nan))
+    assert math.copysign(1, there(-0.0)) == -1
+    assert [type(item) for item in there([1, True, 1.0])] == [int, bool, float]
+    assert list(there({3: 0, 1: 0, 2: 0})) == [3, 1, 2]
+    assert there({1: 2}.keys()) == {1}
+    assert there({1: 2}.keys()) != [1]
+
+
+def test_a_subclass_arrives_as_what_it_derives_from_and_loses_its_own_equality():
+    assert EqualNumber(1) == 2
+    assert there(EqualNumber(1)) != 2
+    pair = namedtuple("pair", "a b")
+    for value, plain in ((pair(1, 2), (1, 2)), (Counter("aa"), {"a": 2}), (OrderedDict(a=1), {"a": 1})):
+        assert there(value) == plain
+        assert type(there(value)) is type(plain)
+
+
+def test_an_iterator_arrives_as_one_and_equals_no_list():
+    assert there(map(abs, [-1, 2])) != [1, 2]
+    assert tuple(there(map(abs, [-1, 2]))) == (1, 2)
+    endless = there(iter(int, 1))
+    assert isinstance(endless, Opaque)
+    assert isinstance(there(iter(range(ITERATOR_LIMIT + 1))), Opaque)
+
+
+def test_anything_else_arrives_as_a_thing_that_equals_nothing_but_is_as_true_as_it_was():
+    thing = there(EqualsAll())
+    assert isinstance(thing, Opaque)
+    assert thing != 1
+    assert thing
+    assert there([EqualsAll()]) != [1]
+    falsy = type("Falsy", (), {"__bool__": lambda self: False})()
+    assert not there(falsy)
+    assert repr(there(len)) == "<a builtin_function_or_method>"
+
+
+def test_an_argument_without_a_plain_form_is_refused_and_named():
+    with pytest.raises(UnsendableError, match="a function cannot be handed to a program"):
+        encode([1, [lambda: 0]], strict=True)
+    with pytest.raises(UnsendableError, match="a Opaque cannot") as caught:
+        encode(there(len), strict=True)
+    assert isinstance(caught.value.value, Opaque)
+
+
+def test_a_value_that_holds_itself_is_refused():
+    value: list[object] = []
+    value.append(value)
+    with pytest.raises(RecursionError, match="recursion"):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["text", 5, 1.5, [], ["int"], ["int", "zz"], ["int", 7], ["float", "x"], ["list", 3], ["list", [5]], ["eval", "1"],
+     ["dict", [[["list", []], None]]], ["dict", [[None]]], ["set", [["list", []]]], ["range", 1, 2, 0], ["range", "a"],
+     ["bytes", "xyz"], ["complex", "1"], ["opaque"], {"tag": "int"}, [["int"], 1]],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_plain_form_is_malformed(data):
+    with pytest.raises(MalformedError, match="no plain value"):
+        decode(data)
+
+
+def test_depth_without_end_is_malformed():
+    data: object = None
+    for _ in range(5000):
+        data = ["list", [data]]
+    with pytest.raises(MalformedError, match="RecursionError"):
+        decode(data)
+
+
+@pytest.fixture
+def ends():
+    read, write = os.pipe()
+    yield read, write
+    for end in (read, write):
+        try:
+            os.close(end)
+        except OSError:  # a test closed it
+            continue
+
+
+def test_frames_come_out_as_they_went_in(ends):
+    send(ends[1], [1, "a"])
+    send(ends[1], None)
+    assert receive(ends[0]) == [1, "a"]
+    assert receive(ends[0]) is None
+    os.close(ends[1])
+    with pytest.raises(EOFError, match="gone"):
+        receive(ends[0])
+
+
+def test_a_frame_is_refused_before_it_is_read_if_it_is_too_long(ends):
+    os.write(ends[1], struct.pack(">I", FRAME_LIMIT + 1))
+    with pytest.raises(MalformedError, match=f"{FRAME_LIMIT + 1} bytes was announced; {FRAME_LIMIT} are allowed"):
+        receive(ends[0])
+    with pytest.raises(MalformedError, match=f"{FRAME_LIMIT} fit"):
+        send(ends[1], "x" * FRAME_LIMIT)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000], ids=["cut", "no text", "deep"])
+def test_a_frame_that_is_no_json_is_malformed(ends, body):
+    os.set_blocking(ends[1], False)
+    sent = os.write(ends[1], struct.pack(">I", min(len(body), 60_000)) + body[:60_000])
+    assert sent >= 5
+    with pytest.raises(MalformedError, match="no JSON"):
+        receive(ends[0])

@@ -1,0 +1,348 @@
+"""A program passes if and only if the tests ran to their end and held; isolation is told, and refused when too weak."""
+
+import ast
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from sinklens.errors import SettingError, SinklensError
+from sinklens.evaluation import sandbox
+from sinklens.evaluation.sandbox import Isolation, Limits, Outcome, available_isolation, run_program
+from sinklens.evaluation.warden import jailed, pipe
+
+SMALL = Limits(seconds=5, memory_mb=128, file_mb=4, output_kb=16)
+RIGHT = "def add(a, b):\n    return a + b\n"
+TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
+NEED_SANDBOX = pytest.mark.skipif(available_isolation().level == "none", reason=str(available_isolation()))
+
+
+def run(program, test=TEST, name="add", limits=SMALL, **options):
+    return run_program(program, test, name, limits=limits, require="process", **options)
+
+
+def test_limits_say_what_is_out_of_range():
+    assert Limits() == Limits(10.0, 512, 16, 16, 64)
+    with pytest.raises(SettingError, match=r"Limits\(memory_mb=8\) is out of range; give 64 or more"):
+        Limits(memory_mb=8)
+    with pytest.raises(SettingError, match=r"Limits\(seconds=nan\) is out of range"):
+        Limits(seconds=float("nan"))
+
+
+def test_an_unknown_requirement_is_refused():
+    with pytest.raises(SettingError, match="require='nothing' is unknown; use 'namespaces' or 'process'"):
+        run_program(RIGHT, TEST, "add", require="nothing")
+
+
+def test_isolation_weaker_than_asked_for_is_refused_and_says_why(monkeypatch):
+    weak = Isolation("process", ("resource limits",), ("namespaces: unshare: Operation not permitted",))
+    monkeypatch.setattr(sandbox, "available_isolation", lambda: weak)
+    with pytest.raises(SinklensError, match=r"process: resource limits; not namespaces: unshare.*require='process'"):
+        run_program(RIGHT, TEST, "add")
+
+
+@pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])
+def test_other_systems_run_nothing_and_say_what_is_missing(monkeypatch, platform, name):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(sandbox, "available_isolation", available_isolation.__wrapped__)
+    assert sandbox.available_isolation().level == "none"
+    with pytest.raises(SinklensError, match=f"not run here: namespaces, filter of system calls, Landlock: {name} has"):
+        run_program(RIGHT, TEST, "add", require="process")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("setpriv"), reason="root and setpriv needed"
+)
+def test_without_the_right_to_make_namespaces_the_weaker_level_is_found_and_the_reason_told():
+    code = "from sinklens.evaluation.sandbox import available_isolation; print(available_isolation())"
+    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith("process: ")
+    assert "not namespaces: unshare: Operation not permitted" in said
+
+
+@NEED_SANDBOX
+@pytest.mark.skipif(
+    not shutil.which("unshare") or available_isolation().level != "namespaces", reason="user namespaces needed"
+)
+def test_an_ordinary_user_gets_namespaces_too():
+    code = f"""
+        from sinklens.evaluation.sandbox import available_isolation, run_program
+        print(available_isolation())
+        print(run_program({RIGHT!r}, {TEST!r}, "add").status)
+    """
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", textwrap.dedent(code)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert "user namespace" in said[0]
+    assert said[1] == "passed"
+
+
+@NEED_SANDBOX
+def test_the_outcome_tells_what_happened_and_what_was_in_force():
+    right = run(f"print('loading')\n{RIGHT}")
+    assert right == Outcome("passed", "", 0, "loading\n", "", right.seconds, right.isolation)
+    assert right.passed
+    assert 0 < right.seconds < SMALL.seconds
+    assert right.isolation.layers == available_isolation().layers
+    wrong = run("def add(a, b):\n    return 3\n")
+    assert (wrong.status, wrong.exit_code, wrong.passed) == ("failed", 0, False)
+    assert wrong.detail == "AssertionError (at: assert candidate([1], [2]) == [1, 2])"
+
+
+@NEED_SANDBOX
+@pytest.mark.parametrize(
+    ("program", "detail"),
+    [
+        ("def add(a, b)\n", "SyntaxError: expected ':'"),
+        ("def plus(a, b): return a + b\n", "NameError: the program defines no 'add'"),
+        ("add = 3\n", "TypeError: 'int' object is not callable"),
+        ("import numpy\n", "No module named 'numpy'"),
+        ("raise SystemExit(0)\n", "SystemExit: 0"),
+        ("def add(a, b): return undefined\n", "NameError: name 'undefined'"),
+        ("def add(a, b): return add(a, b)\n", "RecursionError: maximum recursion"),
+        ("def add(a, b): return input()\n", "EOFError"),
+        ("def add(a, b): raise KeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("class Odd(Exception): pass\ndef add(a, b): raise Odd('so')\n", "CandidateError: Odd: so"),
+        ("def add(a, b): return '\\0' * 5_000_000\n", "a value of"),
+        ("def add(a, b): return None\n", "AssertionError"),
+    ],
+)
+def test_a_program_that_cannot_be_loaded_or_raises_fails_with_its_error(program, detail):
+    outcome = run(program)
+    assert outcome.status == "failed"
+    assert detail in outcome.detail
+
+
+@NEED_SANDBOX
+def test_tests_may_use_helpers_the_functions_own_name_keywords_tolerance_and_expected_errors():
+    program = "def root(x, *, power=2):\n    if x < 0: raise ValueError('negative')\n    return x ** (1 / power)\n"
+    test = """
+        import math
+        def check(candidate):
+            assert abs(candidate(2.0) - math.sqrt(2)) < 1e-9
+            assert math.isclose(twice(root(27, power=3)), 6)
+            try:
+                candidate(-1)
+            except ValueError as error:
+                assert str(error) == "negative"
+            else:
+                assert False
+    """
+    helpers = 'def twice(x):\n    return 2 * x\n\ndef root(x):\n    """Docstring of a prompt."""\n'
+    assert run(program, textwrap.dedent(test), "root", helpers=helpers).passed
+
+
+@NEED_SANDBOX
+def test_the_programs_own_version_of_a_helper_is_not_the_one_that_tests_use():
+    test = "def check(candidate):\n    assert encode(candidate('b')) == 'b'\n"
+    helpers = "def encode(s): return chr(ord(s) + 1)\n"
+    assert run("def decode(s): return chr(ord(s) - 1)\n", test, "decode", helpers=helpers).passed
+    cheat = "def encode(s): return 'b'\ndef decode(s): return 'b'\n"
+    assert run(cheat, test, "decode", helpers=helpers).status == "failed"
+
+
+@NEED_SANDBOX
+@pytest.mark.parametrize(
+    ("test", "detail"),
+    [
+        ("def check(candidate)", "SyntaxError"),
+        ("def checks(candidate): pass", "the source of the tests defines no 'check'"),
+        ("def check(candidate):\n    assert poly(candidate(1, 2)) == 0", "NameError: name 'poly'"),
+        ("def check(candidate):\n    candidate(len, 2)", "a builtin_function_or_method cannot be handed"),
+    ],
+)
+def test_tests_that_cannot_run_are_an_error_and_no_verdict(test, detail):
+    with pytest.raises(SinklensError, match=f"do not run, whatever the program does: .*{detail}.*helpers="):
+        run(RIGHT, test)
+
+
+@NEED_SANDBOX
+def test_runs_are_the_same_every_time():
+    program = (
+        "import random\ndef add(a, b):\n    print(random.random(), list({'x', 'y', 'z', 'w'}))\n    return a + b\n"
+    )
+    first, second = run(program), run(program)
+    assert first.passed
+    assert first.stdout == second.stdout
+
+
+@NEED_SANDBOX
+def test_nothing_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    for program in (RIGHT, "open('kept', 'w').write('x' * 1000)\n" + RIGHT, "def add(a, b): 1 / 0\n"):
+        run(program)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def descendants(pid):
+    """Processes below one, as they are now."""
+    parents = {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        parents[int(place.parent.name)] = int(fields[1])
+    found, new = set(), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+@NEED_SANDBOX
+def test_jails_end_with_a_parent_that_is_killed(tmp_path):
+    code = """
+        from sinklens.evaluation.sandbox import Limits, run_program
+        test = "def check(candidate): candidate()"
+        run_program("import time\\ndef f(): time.sleep(60)", test, "f", limits=Limits(60), require="process")
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where its two empty folders stay
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment)
+    deep = 6 if available_isolation().level == "namespaces" else 4
+    until = time.monotonic() + 30
+    while len(below := descendants(parent.pid)) < deep and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(below) == deep
+    time.sleep(0.2)  # past the set-up
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in below) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+
+
+@NEED_SANDBOX
+def test_a_verdict_without_the_checkers_key_counts_for_nothing():
+    with ExitStack() as stack:
+        nobody = stack.enter_context(jailed("nobody", {}, {}, pipe(stack), heard=False))
+        watch = sandbox._Watch(nobody, nobody, Limits(), "the key")
+    watch._verdict = {"verdict": "passed", "key": "the kez"}
+    assert watch._status() == ("failed", "a verdict that is not the checker's")
+    watch._verdict = {"verdict": "passed", "key": "the key"}
+    assert watch._status() == ("passed", "")
+
+
+# HumanEval
+
+
+@pytest.fixture(scope="module")
+def humaneval(shared):
+    with gzip.open(shared / "data/humaneval/HumanEval.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+OTHER_RESULTS = """
+_right = {name}
+def {name}(*arguments):
+    result = _right(*arguments)
+    if result is None or isinstance(result, bool):
+        return not result
+    if isinstance(result, (int, float)):
+        return result + 1
+    if isinstance(result, dict):
+        return {{**result, "more": 0}}
+    return result + type(result)(["more"] if isinstance(result, (list, tuple)) else "x")
+"""
+
+
+def solved(task, body=None):
+    return task["prompt"] + (task["canonical_solution"] if body is None else body)
+
+
+def verdicts(tasks, programs):
+    """Outcomes of HumanEval programs, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(
+            pool.map(
+                lambda task, program: run(
+                    program, task["test"], task["entry_point"], Limits(seconds=20), helpers=task["prompt"]
+                ),
+                tasks,
+                programs,
+            )
+        )
+
+
+def assert_solutions_pass_and_others_fail(tasks):
+    right = verdicts(tasks, [solved(task) for task in tasks])
+    assert {task["task_id"]: o for task, o in zip(tasks, right, strict=True) if not o.passed} == {}
+    other = verdicts(tasks, [solved(task) + OTHER_RESULTS.format(name=task["entry_point"]) for task in tasks])
+    assert {task["task_id"]: o for task, o in zip(tasks, other, strict=True) if o.status != "failed"} == {}
+    assert all("AssertionError" in o.detail or "Error" in o.detail for o in other)
+
+
+@NEED_SANDBOX
+def test_canonical_solutions_of_humaneval_pass_and_with_other_results_fail(humaneval):
+    chosen = {f"HumanEval/{number}" for number in (0, 10, 32, 33, 38, 50, 53, 87, 129, 162)}  # helpers, random, tuples
+    assert_solutions_pass_and_others_fail([task for task in humaneval if task["task_id"] in chosen])
+
+
+@NEED_SANDBOX
+@pytest.mark.slow
+def test_all_canonical_solutions_of_humaneval_pass_and_with_other_results_fail(humaneval):
+    assert len(humaneval) == 164
+    assert_solutions_pass_and_others_fail(humaneval)
+
+
+class Mutate(ast.NodeTransformer):
+    """Change the first comparison, sum or constant of a function in a small way."""
+
+    def __init__(self):
+        self.done = False
+
+    def visit(self, node):
+        if self.done:
+            return node
+        flips = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.LtE: ast.Lt, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in flips:
+            node.ops[0], self.done = flips[type(node.ops[0])](), True
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            node.op, self.done = (ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()), True
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            node.value, self.done = node.value + 1, True
+        return self.generic_visit(node)
+
+
+def naive_verdict(task, program):
+    """Program and tests together in one plain process, as HumanEval's own script does; for programs we know only."""
+    code = f"import sys; sys.set_int_max_str_digits(0)\n{program}\n{task['test']}\ncheck({task['entry_point']})\n"
+    try:
+        command = [sys.executable, "-S", "-c", f"exec({code!r}, {{}})"]
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False, cwd="/")
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+@NEED_SANDBOX
+@pytest.mark.slow
+def test_slightly_wrong_programs_get_the_verdict_of_a_plain_run(humaneval):
+    tasks, programs = [], []
+    for task in humaneval:
+        tree = ast.parse(solved(task))
+        function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == task["entry_point"])
+        mutate = Mutate()
+        function.body = [mutate.visit(node) for node in function.body]
+        if mutate.done:
+            tasks.append(task)
+            programs.append(ast.unparse(ast.fix_missing_locations(tree)))
+    outcomes = verdicts(tasks, programs)
+    naive = [naive_verdict(task, program) for task, program in zip(tasks, programs, strict=True)]
+    differ = [t["task_id"] for t, o, plain in zip(tasks, outcomes, naive, strict=True) if o.passed != plain]
+    assert len(tasks) > 120
+    assert differ == []
+    assert 5 < sum(naive) < len(tasks) / 3  # some changes do not matter, most do

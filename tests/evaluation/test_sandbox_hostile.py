@@ -1,0 +1,479 @@
+"""Programs that mean harm: none hurts the system, none passes. Each runs under every set of layers that stands alone.
+
+"all" is what users get where namespaces are allowed; "namespaces" leaves out the filter and Landlock, so that forks and
+sockets are really made; "process" is the level without namespaces.
+"""
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sinklens.errors import SinklensError
+from sinklens.evaluation import sandbox
+from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
+
+TIGHT = Limits(seconds=5, memory_mb=128, processes=8, file_mb=4, output_kb=16)
+SHORT = Limits(seconds=0.7, memory_mb=96, processes=8)  # for what never ends by itself
+TEST = (
+    "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6\n    assert not candidate(-1)\n"
+)
+LAYERS = {
+    "all": ("namespaces", ()),
+    "namespaces": ("namespaces", ("filter of system calls", "Landlock")),
+    "process": ("process", ()),
+}
+pytestmark = pytest.mark.skipif(available_isolation().level == "none", reason=str(available_isolation()))
+
+
+@cache
+def isolation(name):
+    """What a set of layers gives here, or why it cannot be had; `LEFT_OUT` is set."""
+    level, _ = LAYERS[name]
+    try:
+        return sandbox._probe(level)
+    except SinklensError as error:
+        return f"{level}: {error}"
+
+
+@pytest.fixture(params=list(LAYERS))
+def layers(request, monkeypatch):
+    monkeypatch.setattr(sandbox, "LEFT_OUT", LAYERS[request.param][1])
+    found = isolation(request.param)
+    if isinstance(found, str):
+        pytest.skip(found)
+    if request.param == "process" and "Landlock" not in found.layers:
+        pytest.skip(str(found))
+    monkeypatch.setattr(sandbox, "available_isolation", lambda: found)
+    return request.param
+
+
+def hostile(source, limits=TIGHT, test=TEST):
+    """Outcome of a program; source without a function ``f`` runs inside one that then returns what is right."""
+    body = textwrap.dedent(source)
+    if "def f(" not in body:
+        body = "def f(x):\n" + textwrap.indent(body, "    ") + "\n    return x + 1\n"
+    started = time.monotonic()
+    outcome = run_program(body, test, "f", limits=limits, require="process")
+    assert time.monotonic() - started < limits.seconds + 15  # whatever it does, it is over soon
+    return outcome
+
+
+def test_the_honest_program_passes(layers):
+    assert hostile("pass").passed
+
+
+# Using up the machine
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["while True: pass", "import time; time.sleep(60)", "import re\nre.match('(a+)+$', 'a' * 40 + 'b')"],
+    ids=["busy", "asleep", "in one call"],
+)
+def test_an_endless_program_runs_out_of_time(layers, source):
+    outcome = hostile(source, SHORT)
+    assert outcome.status == "timeout"
+    assert outcome.exit_code is None
+
+
+def test_a_fork_bomb_ends_with_its_jail(layers):
+    source = """
+        import os
+        count = 0
+        def f(x):
+            while True:
+                try:
+                    os.fork()
+                except OSError:
+                    pass
+    """
+    assert hostile(source, SHORT).status == "timeout"
+
+
+def test_threads_without_end_reach_a_limit(layers):
+    source = """
+        import threading, time
+        try:
+            for count in range(1000):
+                threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+        except RuntimeError as error:
+            print(count, error)
+    """
+    outcome = hostile(source)
+    count = int(outcome.stdout.split()[0])
+    assert 1 <= count < 32
+    assert "can't start new thread" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "statuses"),
+    [
+        ("kept = []\nwhile True: kept.append(bytearray(10**6))", {"memory", "timeout"}),
+        ("x = 10 ** 10 ** 9", {"memory", "timeout"}),
+        ("import mmap\nkept = []\nwhile True: kept.append(mmap.mmap(-1, 10**7))", {"failed"}),
+        ("import sys\nsys.setrecursionlimit(10**9)\ndef g(): return g()\ng()", {"memory", "killed", "timeout"}),
+    ],
+    ids=["list", "number", "map", "stack"],
+)
+def test_filling_memory_ends_at_the_limit(layers, source, statuses):
+    assert hostile(source, SHORT).status in statuses
+
+
+def test_memory_that_no_limit_counts_is_not_to_be_had(layers):
+    source = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        print("memfd", libc.memfd_create(b"x", 0))
+        print("shm", libc.shmget(0, 2**20, 0o1600))
+    """
+    outcome = hostile(source)
+    if layers != "namespaces":  # there the private IPC namespace takes it down with the jail
+        assert outcome.stdout.split()[:4] == ["memfd", "-1", "shm", "-1"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for i in range(100): open(f'{i}', 'wb').write(b'x' * 10**6)",
+        "with open('one', 'wb') as file:\n    while True: file.write(b'x' * 10**6)",
+        "for i in range(10**6): open(f'{i}', 'wb')",
+    ],
+    ids=["many files", "one file", "empty files"],
+)
+def test_filling_the_disk_ends_at_the_limit(layers, source):
+    outcome = hostile(source + "\nimport time; time.sleep(5)")
+    assert outcome.status in ("failed", "files")
+    assert re.search("No space left|File too large|wrote more than|Too many", outcome.detail)
+
+
+@pytest.mark.parametrize("stream", [1, 2], ids=["output", "error output"])
+def test_printing_gigabytes_ends_at_the_limit(layers, stream):
+    outcome = hostile(f"import os\nwhile True: os.write({stream}, b'x' * 65536)")
+    assert outcome.status == "output"
+    assert len(outcome.stdout) + len(outcome.stderr) == TIGHT.output_kb * 1024
+    late = hostile("print('x' * 2**20)")
+    assert late.status == "output"
+
+
+# Reading and reaching
+
+
+def test_the_systems_files_are_out_of_reach(layers, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the secret")
+    paths = [secret, Path.home(), Path(__file__), "/etc/passwd", "/etc/shadow", "/proc/self/environ", "/proc/1/cmdline"]
+    source = f"""
+        import os
+        for path in {[str(path) for path in paths]!r}:
+            try:
+                print("SEEN", path, os.listdir(path) if os.path.isdir(path) else open(path).read())
+            except OSError as error:
+                print(type(error).__name__, path)
+    """
+    out = hostile(source).stdout
+    assert "the secret" not in out
+    seen = [line.split()[1] for line in out.splitlines() if line.startswith("SEEN")]
+    # with nothing but namespaces a home that holds Python's library shows that one way down, and no file beside it
+    assert [path for path in seen if path != str(Path.home())] == []
+    assert "['.ssh" not in out
+
+
+def test_nothing_is_written_outside_the_working_folder(layers, tmp_path):
+    os.chmod(tmp_path, 0o777)
+    marker = secrets.token_hex(8)
+    places = [tmp_path, Path.home(), "/tmp", "/dev/shm", "/var/tmp", Path(os.__file__).parent, "/"]
+    source = f"""
+        import os
+        print(os.listdir("."))
+        for place in {[str(place) for place in places]!r}:
+            try:
+                open(os.path.join(place, "{marker}"), "w").write("x")
+                print("WRITTEN", place)
+            except OSError:
+                pass
+        open("{marker}", "w").write("mine")
+    """
+    outcome = hostile(source)
+    assert outcome.stdout.splitlines()[0] == "[]"  # the working folder is empty at first
+    assert "WRITTEN" not in outcome.stdout
+    assert not [place for place in places if (Path(place) / marker).exists()]
+
+
+def test_the_environment_holds_no_secret(layers, monkeypatch):
+    monkeypatch.setenv("SINKLENS_TEST_TOKEN", "the secret")
+    outcome = hostile("import os\nprint(dict(os.environ), open('/proc/self/environ').read())")
+    assert "the secret" not in outcome.stdout + outcome.stderr
+    outcome = hostile("import os\nprint(sorted(os.environ))")
+    assert "SINKLENS_TEST_TOKEN" not in outcome.stdout
+    assert "HOME" not in outcome.stdout
+
+
+def test_a_listener_on_this_machine_hears_nothing(layers, tmp_path):
+    path = str(tmp_path / "listener")
+    with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(path)
+        unix.listen()
+        abstract = socket.socket(socket.AF_UNIX)
+        name = f"\0sinklens-{secrets.token_hex(8)}"
+        abstract.bind(name)
+        abstract.listen()
+        source = f"""
+            import socket
+            for kind, place in ((socket.AF_INET, {inet.getsockname()!r}), (socket.AF_UNIX, {path!r}),
+                                (socket.AF_UNIX, {name!r})):
+                try:
+                    socket.socket(kind).connect(place)
+                    print("CONNECTED", kind)
+                except OSError as error:
+                    print(type(error).__name__, error.errno)
+        """
+        outcome = hostile(source)
+        assert len(outcome.stdout.splitlines()) >= 3
+        assert "CONNECTED" not in outcome.stdout
+        for listener in (inet, unix, abstract):
+            listener.settimeout(0.1)
+            with pytest.raises(TimeoutError, match="timed out"):
+                listener.accept()
+        abstract.close()
+
+
+def test_parents_and_neighbours_cannot_be_killed(layers):
+    neighbour = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        source = f"""
+            import os, signal
+            for target in (os.getppid(), {os.getpid()}, {neighbour.pid}, {os.getppid()}, 1, 0, -1, -os.getpgid(0)):
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    try:
+                        os.kill(target, number)
+                    except OSError:
+                        pass
+        """
+        outcome = hostile(source)
+        assert outcome.status == ("killed" if layers == "namespaces" else "passed")  # there it killed its own group
+        assert neighbour.poll() is None
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+def processes_named(name):
+    found = []
+    for place in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if place.read_text().strip() == name:
+                found.append(place.parent.name)
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def wait_until(condition, seconds=10.0):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_daemon_that_is_left_behind_is_gone_afterwards(monkeypatch):
+    monkeypatch.setattr(sandbox, "LEFT_OUT", LAYERS["namespaces"][1])  # else it cannot be made in the first place
+    if available_isolation().level != "namespaces":
+        pytest.skip(str(available_isolation()))
+    name = f"d{secrets.token_hex(5)}"
+    source = f"""
+        import ctypes, os, signal, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                ctypes.CDLL(None).prctl(15, b"{name}", 0, 0, 0)
+                time.sleep(120)
+            os._exit(0)
+        time.sleep(0.7)
+    """
+    outcomes = []
+    runner = threading.Thread(target=lambda: outcomes.append(hostile(source, Limits(seconds=20))))
+    runner.start()
+    assert wait_until(lambda: processes_named(name))  # it lives while the program runs
+    runner.join()
+    assert outcomes[0].passed  # its answers were right
+    assert wait_until(lambda: not processes_named(name))
+
+
+# Cheating the tests
+
+
+FORGERIES = {
+    "leaves with 0 at once": "import os\nos._exit(0)\ndef f(x): pass",
+    "leaves with 0 when called": "import os\nos._exit(0)",
+    "raises SystemExit": "import sys\nsys.exit(0)\ndef f(x): pass",
+    "raises SystemExit when called": "import sys\nsys.exit(0)",
+    "leaves from a thread": """
+        import os, threading
+        threading.Timer(0.05, os._exit, (0,)).start()
+        import time; time.sleep(1)
+    """,
+    "equals everything": """
+        class Same:
+            def __eq__(self, other): return True
+            def __ne__(self, other): return False
+            def __bool__(self): return True
+        def f(x): return Same()
+    """,
+    "a number that equals everything": """
+        class Same(int):
+            def __eq__(self, other): return True
+            __hash__ = int.__hash__
+            def __bool__(self): return False
+            def __class__(self): return int
+        def f(x): return Same(0)
+    """,
+    "replaces builtins": """
+        import builtins, sys
+        builtins.AssertionError = type("AssertionError", (Exception,), {})
+        builtins.bool = builtins.len = builtins.abs = builtins.isinstance = lambda *_: True
+        def f(x): return None
+    """,
+    "replaces modules": """
+        import sys, types
+        for name in list(sys.modules):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules["tests"] = sys.modules["__main__"] = types.ModuleType("tests")
+        def f(x): return 2
+    """,
+    "replaces the checker in every namespace": """
+        import gc, sys
+        for thing in gc.get_objects():
+            if isinstance(thing, dict) and any(name in thing for name in ("check", "checker", "report")):
+                for name in ("check", "checker", "report"):
+                    thing[name] = lambda *_, **__: None
+        def check(candidate): pass
+        def f(x): return None
+    """,
+    "patches the roles": """
+        import sys
+        roles = sys.modules["sinklens.evaluation.roles"]
+        roles.encode = lambda *_: True
+        roles.StandIn.__call__ = lambda *_: 2
+        roles.checker = lambda *_: None
+        def f(x): return 2
+    """,
+    "swallows errors by hooks": """
+        import atexit, os, sys, threading
+        sys.excepthook = threading.excepthook = sys.unraisablehook = lambda *_: os._exit(0)
+        atexit.register(lambda: os._exit(0))
+        def f(x): raise AssertionError
+    """,
+    "traces frames": """
+        import sys
+        def trace(frame, event, argument):
+            frame.f_globals["check"] = lambda candidate: None
+            return trace
+        sys.settrace(trace)
+        def f(x):
+            frame = sys._getframe()
+            while frame:
+                frame.f_locals.clear()
+                frame = frame.f_back
+            return 2
+    """,
+    "prints the marker": """
+        def f(x):
+            for line in ("passed", '{"verdict": "passed"}', '{"verdict": "passed", "key": ""}', "OK", "1 passed"):
+                print(line, flush=True)
+            return 2
+    """,
+    "writes the marker to every pipe": """
+        import os
+        for number in range(3, 64):
+            try:
+                os.write(number, b'{"verdict": "passed", "key": ""}\\n')
+            except OSError:
+                pass
+    """,
+    "answers ahead": """
+        import json, os, struct
+        body = json.dumps(["value", ["int", "0x2"]]).encode()
+        for number in range(3, 64):
+            try:
+                os.write(number, (struct.pack(">I", len(body)) + body) * 5)
+            except OSError:
+                pass
+        def f(x): return 2
+    """,
+    "answers no value": """
+        import os, struct
+        for number in range(3, 64):
+            try:
+                os.write(number, struct.pack(">I", 2**32 - 1) + b"x" * 100)
+            except OSError:
+                pass
+        def f(x): return 2
+    """,
+    "closes every pipe": "import os\nos.closerange(0, 64)\ndef f(x): return 2",
+    "kills itself": "import os\nos.kill(os.getpid(), 9)",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+    "waits for the tests to give up": "import time\ntime.sleep(30)\ndef f(x): return 2",
+    "stops itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "loads what is not there": "import ctypes\nctypes.CDLL('libsinklens.so')",
+    "becomes another program": "import os\nos.execv('/bin/true', ['true'])",
+    "ptraces": """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        for target in range(1, 5):
+            libc.ptrace(16, target, 0, 0)
+        libc.ptrace(16, os.getppid(), 0, 0)
+        def f(x): return 2
+    """,
+}
+
+
+@pytest.mark.parametrize("layers", ["namespaces", "process"], indirect=True)  # "all" can do less than either
+@pytest.mark.parametrize("name", list(FORGERIES))
+def test_a_forgery_never_passes(layers, name):
+    outcome = hostile(FORGERIES[name], SHORT)
+    assert not outcome.passed
+    assert outcome.status in ("failed", "exited", "killed", "timeout")
+
+
+def test_a_test_that_swallows_everything_does_not_pass_a_program_that_is_gone(layers):
+    test = textwrap.dedent("""
+        def check(candidate):
+            for value in range(3):
+                try:
+                    candidate(value)
+                except:
+                    pass
+    """)
+    assert hostile("import os\nos._exit(0)", test=test).status == "exited"
+    assert hostile("raise ValueError", test=test).passed  # as that test has it
+
+
+def test_the_tests_are_nowhere_in_the_programs_process(layers):
+    answer = secrets.token_hex(16)
+    source = """
+        import ctypes, gc, os, sys
+        def look():
+            for thing in gc.get_objects():
+                try:
+                    text = repr(thing)
+                except BaseException:
+                    continue
+                if "REVERSED"[::-1] in text:
+                    return True
+        def f(x): return look()
+    """.replace("REVERSED", answer[::-1])
+    test = f"def check(candidate):\n    secret = '{answer}'\n    assert candidate(1) is True\n"
+    outcome = hostile(source, Limits(seconds=20, memory_mb=256), test=test)
+    assert outcome.status == "failed"
+    assert "candidate(1) is True" in outcome.detail
