@@ -51,6 +51,10 @@ class TrackError(SinklensError, ValueError):
     """A sink track cannot be opened, or lacks what was asked of it."""
 
 
+class LedgerError(SinklensError, RuntimeError):
+    """A ledger of evaluation records cannot be read or written, or is being written by another process."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """' Nearest: a, b, c.' for an unknown name, or '' when nothing is close.
 

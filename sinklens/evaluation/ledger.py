@@ -1,0 +1,197 @@
+"""Finished units of work, one record each, in files that only grow.
+
+A *ledger* is a folder with one *run* per subfolder: ``run-HASH/run.json`` says what is evaluated (checkpoint, its
+weights, intervention, protocol, seed), and the folder's name is the hash of that, so another setting is another run.
+Records are lines of JSON in *shards*, ``records-N.jsonl``, each line ending in a checksum. A shard has one writer at a
+time, held by a lock of the operating system that goes with the process.
+
+A record counts when its line is whole: it is written in one call and synced to the disk before the next begins. A kill
+or a full disk can leave part of a last line; the next writer cuts it off. A broken line anywhere else is no accident of
+that kind and is an error.
+
+One way this fails: file locks do not work on some network file systems. Give each machine a shard of its own there.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sinklens.errors import LedgerError
+from sinklens.writing import whole
+
+FORMAT = "sinklens ledger 1"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One evaluated combination.
+
+    Attributes:
+        what: everything that decides a verdict, as plain JSON values.
+        folder: where its records are.
+    """
+
+    what: Mapping[str, Any]
+    folder: Path
+
+    @classmethod
+    def at(cls, ledger: Path, what: Mapping[str, Any]) -> "Run":
+        """The run of `what` in the folder `ledger`, made if it is new."""
+        text = json.dumps(what, sort_keys=True)
+        folder = ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        note = folder / "run.json"
+        if not note.exists():
+            with whole(note) as part:
+                part.write_text(json.dumps({"format": FORMAT, "what": what}, indent=1, sort_keys=True) + "\n")
+        return cls(what, folder)
+
+    @classmethod
+    def all(cls, ledger: Path) -> "list[Run]":
+        """Every run in the folder `ledger`.
+
+        Raises:
+            LedgerError: there is none, or one's description cannot be read.
+        """
+        found = []
+        for note in sorted(ledger.glob("run-*/run.json")):
+            try:
+                content = json.loads(note.read_text())
+                if content["format"] != FORMAT:
+                    raise LedgerError(f"{note} has format {content['format']!r}; this version reads {FORMAT!r}.")
+                found.append(cls(content["what"], note.parent))
+            except (OSError, ValueError, KeyError) as error:
+                raise LedgerError(f"{note} cannot be read ({error}); restore it, or delete its folder.") from error
+        if not found:
+            raise LedgerError(f"{ledger} holds no run; `sinklens evaluate ... --out {ledger}` makes some.")
+        return found
+
+    def records(self) -> list[Record]:
+        """Every whole record, of all shards, by sample; the first one of each sample.
+
+        Raises:
+            LedgerError: a broken line that is not a shard's last.
+        """
+        found: dict[str, Record] = {}
+        for shard in sorted(self.folder.glob("records-*.jsonl")):
+            for record in _read(shard)[0]:
+                found.setdefault(str(record["sample"]), record)
+        return [found[sample] for sample in sorted(found)]
+
+    def done(self) -> set[str]:
+        """Samples that have a record."""
+        return {str(record["sample"]) for record in self.records()}
+
+
+class Writer:
+    """Appends records to one shard of a run; use it as ``with Writer(run) as writer: writer.add(record)``.
+
+    Attributes:
+        path: of the shard.
+
+    Raises:
+        LedgerError: another process is writing to it, or it cannot be written.
+    """
+
+    def __init__(self, run: Run, shard: int = 0) -> None:
+        self.path = run.folder / f"records-{shard}.jsonl"
+        self._file: int | None = None
+
+    def __enter__(self) -> "Writer":
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._close()
+            raise LedgerError(
+                f"another process is writing to {self.path}; wait for it, or give this one another shard (--shard)."
+            ) from error
+        except OSError as error:
+            self._close()
+            raise LedgerError(f"could not open {self.path}: {error}.") from error
+        _, whole_length = _read(self.path)
+        os.ftruncate(self._file, whole_length)
+        return self
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append one record; it is on the disk when this returns.
+
+        Raises:
+            LedgerError: it could not be written whole; the part that was is taken away again.
+        """
+        assert self._file is not None, "a writer is used in a with block"
+        line = _line(record)
+        before = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError("only part of a record fitted on the disk")
+            os.fsync(self._file)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, before)
+            raise LedgerError(
+                f"could not write to {self.path}: {error}. All earlier records are whole; make room and start again."
+            ) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)  # which gives the lock back
+            self._file = None
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    """One record as a line: JSON, a tab, the CRC-32 of the JSON."""
+    text = json.dumps(record, sort_keys=True, ensure_ascii=True)
+    return f"{text}\t{zlib.crc32(text.encode()):08x}\n".encode()
+
+
+def _parse(line: bytes) -> Record | None:
+    """The record of a line; None if the line is broken."""
+    text, tab, check = line.rstrip(b"\n").rpartition(b"\t")
+    if not tab or not line.endswith(b"\n") or f"{zlib.crc32(text):08x}".encode() != check:
+        return None
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return None
+
+
+def _read(shard: Path) -> tuple[list[Record], int]:
+    """Whole records of a shard, and how many bytes they take.
+
+    Raises:
+        LedgerError: a broken line that is not the last.
+    """
+    records, length = [], 0
+    for number, line in enumerate(_lines(shard), 1):
+        record = _parse(line)
+        if record is None:
+            if length + len(line) < shard.stat().st_size:
+                raise LedgerError(
+                    f"{shard}, line {number}: the checksum does not match, and more lines follow. The file was changed "
+                    f"or damaged; restore it from a copy, or delete that line to have its sample done again."
+                )
+            break
+        records.append(record)
+        length += len(line)
+    return records, length
+
+
+def _lines(shard: Path) -> Iterator[bytes]:
+    if not shard.exists():
+        return
+    with shard.open("rb") as file:
+        yield from file

@@ -1,0 +1,160 @@
+"""Ledgers: what is written stays, a kill loses the record in flight at most, and nothing is counted twice."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sinklens.errors import LedgerError
+from sinklens.evaluation.ledger import Run, Writer
+
+WHAT = {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}
+ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict": number % 2 == 0} for number in range(40)]
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from sinklens.evaluation.ledger import Run, Writer
+run = Run.at(Path(sys.argv[1]), {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0})
+done = run.done()
+with Writer(run) as writer:
+    for number in range(40):
+        sample = f"s{number:03d}"
+        if sample not in done:
+            writer.add({"sample": sample, "text": "→ “\\n\\t” " * 3, "verdict": number % 2 == 0})
+            print(sample, flush=True)
+            time.sleep(0.01)
+"""
+
+
+def worker(ledger):
+    return subprocess.Popen([sys.executable, "-c", WORKER, str(ledger)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_records_come_back_as_they_were_written_and_in_order(tmp_path):
+    run = Run.at(tmp_path, WHAT)
+    with Writer(run) as writer:
+        for entry in reversed(ENTRIES):
+            writer.add(entry)
+    assert run.records() == ENTRIES
+    assert run.done() == {entry["sample"] for entry in ENTRIES}
+    assert [found.what for found in Run.all(tmp_path)] == [WHAT]
+
+
+def test_another_setting_is_another_run_and_the_same_one_is_found_again(tmp_path):
+    first, again, other = Run.at(tmp_path, WHAT), Run.at(tmp_path, dict(reversed(WHAT.items()))), Run.at(
+        tmp_path, WHAT | {"seed": 1}
+    )  # fmt: skip
+    assert first.folder == again.folder != other.folder
+    assert len(Run.all(tmp_path)) == 2
+
+
+def test_a_half_written_last_record_is_dropped_by_the_next_writer(tmp_path):
+    run = Run.at(tmp_path, WHAT)
+    with Writer(run) as writer:
+        for entry in ENTRIES[:3]:
+            writer.add(entry)
+    whole = writer.path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    for kept in range(1, len(last)):  # cut at every byte of the last line
+        writer.path.write_bytes(whole[: -len(last) + kept])
+        assert run.records() == ENTRIES[:2]
+    with Writer(run) as writer:
+        writer.add(ENTRIES[3])
+    assert run.records() == [*ENTRIES[:2], ENTRIES[3]]
+
+
+def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path):
+    run = Run.at(tmp_path, WHAT)
+    with Writer(run) as writer:
+        for entry in ENTRIES[:3]:
+            writer.add(entry)
+    lines = writer.path.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b"s001", b"s777")
+    writer.path.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match=r"records-0.jsonl, line 2: the checksum does not match"):
+        run.records()
+    with pytest.raises(LedgerError, match=r"line 2"), Writer(run):
+        pass
+
+
+def test_one_writer_at_a_time_and_a_shard_of_its_own_for_another(tmp_path):
+    run = Run.at(tmp_path, WHAT)
+    with Writer(run) as first:
+        with pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl; wait for it, or"):
+            Writer(run).__enter__()
+        with Writer(run, shard=1) as second:
+            first.add(ENTRIES[0])
+            second.add(ENTRIES[1])
+            second.add(ENTRIES[0] | {"verdict": "a later one"})
+    with Writer(run):  # given back
+        pass
+    assert run.records() == ENTRIES[:2]
+
+
+def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
+    first = worker(tmp_path)
+    assert first.stdout.readline()
+    second = worker(tmp_path)
+    _, told = second.communicate(timeout=60)
+    assert b"another process is writing" in told
+    first.communicate(timeout=60)
+    assert Run.at(tmp_path, WHAT).records() == ENTRIES
+
+
+def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
+    rng = random.Random(5)
+    for _ in range(10):
+        process = worker(tmp_path)
+        for _ in range(rng.randint(1, 4)):
+            process.stdout.readline()
+        time.sleep(rng.random() * 0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    worker(tmp_path).communicate(timeout=60)
+    run = Run.at(tmp_path, WHAT)
+    assert run.records() == ENTRIES
+    lines = (run.folder / "records-0.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(ENTRIES)
+
+
+def test_a_full_disk_takes_back_the_part_that_fitted(tmp_path):
+    """A real limit: the process may not write files beyond 1,000 bytes."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+from sinklens.errors import LedgerError
+from sinklens.evaluation.ledger import Run, Writer
+run = Run.at(Path(r"{tmp_path}"), {WHAT!r})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+with Writer(run) as writer:
+    written = 0
+    try:
+        for number in range(40):
+            writer.add({{"sample": str(number), "text": "x" * 150}})
+            written += 1
+    except LedgerError as error:
+        print("refused:", "All earlier records are whole" in str(error), written, len(run.records()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    writer.add({{"sample": "after", "text": ""}})
+print(len(run.records()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["refused: True 5 5", "6"], done.stderr[-1500:]
+
+
+def test_a_folder_without_runs_or_with_a_broken_one_says_so(tmp_path):
+    with pytest.raises(LedgerError, match=r"holds no run; `sinklens evaluate"):
+        Run.all(tmp_path)
+    note = Run.at(tmp_path, WHAT).folder / "run.json"
+    note.write_text(note.read_text()[:20])
+    with pytest.raises(LedgerError, match=r"cannot be read .* restore it, or delete its folder"):
+        Run.all(tmp_path)
+    note.write_text(json.dumps({"format": "something else", "what": {}}))
+    with pytest.raises(LedgerError, match=r"has format 'something else'; this version reads"):
+        Run.all(tmp_path)
