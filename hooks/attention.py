@@ -14,6 +14,7 @@ One way this fails: a pattern kept from the explicit path is computed by another
 float32 the two agree to about 1e-6, not bit for bit.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class Operands(NamedTuple):
         bias: the value of ``hook_attn_mask``, added to the scores; None while nobody watches it.
         causal: no mask came because causal order alone decides.
         scale: factor on the scores.
+        plain: transformers' own fused attention of these, without the bias; what runs where nobody watches.
     """
 
     query: Float[Tensor, "batch head query d_head"]
@@ -51,6 +53,7 @@ class Operands(NamedTuple):
     bias: Float[Tensor, "batch head #query key"] | None
     causal: bool
     scale: float
+    plain: Callable[[], Float[Tensor, "batch query head d_head"]]
 
     def additive(self) -> Tensor | None:
         """Mask and bias as one tensor added to the scores; None where there is neither."""
@@ -83,7 +86,9 @@ def attention(
     key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
     bias = None
     if points.hook_attn_mask.watched:
-        zeros = query.new_zeros(query.shape[0], query.shape[1], 1, key.shape[2])
+        with torch.inference_mode(False):  # whose tensors do not tell whether they were written to
+            size = (query.shape[0], query.shape[1], 1, key.shape[2])
+            zeros = torch.zeros(size, dtype=query.dtype, device=query.device)
         bias, untouched = points.hook_attn_mask(zeros), _writes(zeros)
         if bias is zeros and untouched == 0:
             bias = None  # read and left alone: attention is computed as if nobody had watched
@@ -98,6 +103,7 @@ def attention(
         bias,
         causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        plain=lambda: sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0],
     )
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
@@ -116,7 +122,9 @@ def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch 
 
 
 def _fused(operands: Operands) -> Float[Tensor, "batch head query d_head"]:
-    """Fused attention under mask and bias."""
+    """Fused attention under mask and bias; without a bias transformers' own, which rounds otherwise in cached steps."""
+    if operands.bias is None:
+        return operands.plain().transpose(1, 2)
     additive, causal = _with_triangle(operands)
     return nn.functional.scaled_dot_product_attention(
         operands.query, operands.key, operands.value, attn_mask=additive, is_causal=causal, scale=operands.scale

@@ -21,7 +21,7 @@ from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.utilities import Slice
 from transformers import PreTrainedModel
 
-from sinklens.errors import SinklensError
+from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.points import Point, Watch
@@ -194,16 +194,30 @@ class HookTree(HookedRootModule):
     ) -> dict[str, Tensor]:
         """The values of the points called `names` in a pass of its own, which no hook or trace block sees or changes.
 
-        For hooks that need another pass in the middle of one. Points behind the final norm are not reached.
+        For hooks that need another pass in the middle of one. Points of the sampler are not reached.
+
+        Raises:
+            HookNameError: no such point, or one of the sampler.
+            SinklensError: a look is going on already.
         """
+        wanted = [self.resolve(name) for name in names]
+        for name in wanted:
+            if name.startswith("denoise."):
+                raise HookNameError(f"{name!r} belongs to the sampler; a single pass does not reach it.")
         if self.watch.looked is not None:
             raise SinklensError("one look is going on already; a pass that is looked at calls no hooks.")
-        self.watch.looked = dict.fromkeys(self.resolve(name) for name in names)
+        interleaver = self.watch.interleaver
+        interleaving = interleaver is not None and interleaver.interleaving
+        self.watch.looked = looked = dict.fromkeys(wanted)
         try:
+            if interleaver is not None:  # a block that waits for one of transformers' modules must not be served here
+                interleaver.interleaving = False
             self.hidden(input_ids, attention_mask)
-            return {name: value for name, value in self.watch.looked.items() if value is not None}
+            return {name: value for name, value in looked.items() if value is not None}
         finally:
             self.watch.looked = None
+            if interleaver is not None:
+                interleaver.interleaving = interleaving
 
     def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
         """Logits of final-norm outputs."""

@@ -67,7 +67,9 @@ def _add_trace(commands: Any) -> None:
     trace = commands.add_parser("trace", help=text, description=text)
     trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
     trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from a file")
-    trace.add_argument("--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html")
+    trace.add_argument(
+        "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
+    )
     trace.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")

@@ -6,10 +6,12 @@ Each is used in ``hooks=`` of `sinklens.trace` and `sinklens.generate`, alone or
 
 from typing import TYPE_CHECKING, Any
 
+from sinklens.interventions.attribution import agreement, attribution_patching, of_step, patching_effects
 from sinklens.interventions.base import Intervention, Surroundings
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken
 from sinklens.interventions.comparing import Effect, MaskedLogits, attention_to, compare, effect
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.interventions.lens import LogitLens, logit_lens
 from sinklens.interventions.masking import KeepKeys, MaskSinks, WindowAttention
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks, StepCaches
 
@@ -26,6 +28,7 @@ __all__ = [
     "HeadOutputs",
     "Intervention",
     "KeepKeys",
+    "LogitLens",
     "MaskSinks",
     "MaskedLogits",
     "PatchHooks",
@@ -34,9 +37,14 @@ __all__ = [
     "StepCaches",
     "Surroundings",
     "WindowAttention",
+    "agreement",
     "attention_to",
+    "attribution_patching",
     "compare",
     "effect",
+    "logit_lens",
+    "of_step",
+    "patching_effects",
     "sweep",
 ]
 

@@ -5,6 +5,12 @@ many runs. `on` makes the (point, function) pairs for one of them, with whatever
 carried from run to run. ``hooks=`` of `sinklens.trace` and `sinklens.generate` takes interventions among plain pairs;
 for TransformerLens's `run_with_hooks` and `hooks` write ``fwd_hooks=intervention.on(model)``.
 
+Two kinds of numbers need a word. *Positions* are those that a prompt has when it runs alone: padding is not counted,
+so position 0 is a row's first token in every batch. *Steps* of an autoregressive run own positions: the prompt is
+step 0's, and each later token that of the step which reads it first. An intervention at some steps acts on the queries
+that these steps own, also in a pass without a key/value cache that computes all of them again; so the run is the same
+as with one.
+
 One way this fails: hooks at one point run in the order they were listed. An intervention that looks at what others do
 to a point belongs behind them.
 """
@@ -12,10 +18,10 @@ to a point belongs behind them.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -27,6 +33,19 @@ if TYPE_CHECKING:
 
 HookFunction = Callable[..., Any]
 Pairs = list[tuple[str, HookFunction]]
+
+
+class Part(NamedTuple):
+    """Queries of a pass that belong to one step.
+
+    Attributes:
+        step: whose they are.
+        start, stop: their numbers in the pass.
+    """
+
+    step: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,19 @@ class Surroundings:
         """Whether queries see earlier keys only."""
         return bool(self.tree.hf.config.is_causal)
 
+    def first(self, step: int, queries: int) -> int:
+        """Column of the canvas of the first of `queries` in a pass: not 0 where earlier ones are cached."""
+        return self.prompt_length + step - queries if self.causal else 0
+
+    def parts(self, step: int, queries: int) -> list[Part]:
+        """The queries of a pass by the step that they belong to; in a diffusion run that is `step` for all."""
+        if not self.causal:
+            return [Part(step, 0, queries)]
+        first = self.first(step, queries)
+        prompt = min(queries, max(0, self.prompt_length - first))
+        later = [Part(first + row - self.prompt_length + 1, row, row + 1) for row in range(prompt, queries)]
+        return [Part(0, 0, prompt), *later] if prompt else later
+
 
 @dataclass(frozen=True, kw_only=True)
 class Intervention(ABC):
@@ -68,7 +100,8 @@ class Intervention(ABC):
     Attributes:
         steps: numbers of steps; negative ones count from the end of those planned. None means all.
         layers, heads: numbers; negative ones count from the end. None means all.
-        positions: numbers of positions; negative ones count from the end of the canvas. None means all.
+        positions: numbers of positions, padding not counted; negative ones count from the end of the canvas, or in a
+            single pass of the ids. None means all.
     """
 
     steps: Sequence[int] | None = None
@@ -82,7 +115,7 @@ class Intervention(ABC):
 
         Args:
             model: the model that runs.
-            run: what `sinklens.trace` and `generate` tell; None for a single pass.
+            run: what `sinklens.trace` and `generate` tell; None for a single pass, whose rows have no padding.
 
         Raises:
             SettingError: a step, layer, head or position that does not exist, or something that a single pass lacks.
@@ -134,11 +167,73 @@ def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
     return sorted({number % size for number in chosen})
 
 
-def position_mask(positions: Sequence[int] | None, length: int, device: torch.device) -> Bool[Tensor, " pos"]:
-    """True at `positions` of `length`; everywhere for None."""
-    mask = torch.zeros(length, dtype=torch.bool, device=device)
-    mask[within("position", positions, length)] = True
+def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+    """True at `positions` of each row, padding not counted; everywhere for None.
+
+    Raises:
+        SettingError: not even the longest row has one.
+    """
+    if positions is None:
+        return torch.ones_like(real)
+    length, starts = real.shape[1], real.long().argmax(dim=1)
+    within("position", positions, length - int(starts.min()))
+    mask = torch.zeros_like(real)
+    for position in positions:
+        columns = starts + position if position >= 0 else torch.full_like(starts, length + position)
+        has = (columns >= starts) & (columns < length)
+        mask[has.nonzero()[:, 0], columns[has]] = True
     return mask
+
+
+def refuse(what: Intervention, *restrictions: str) -> None:
+    """Refuse restrictions that mean nothing to `what`, instead of passing over them.
+
+    Raises:
+        SettingError: one was given.
+    """
+    for name in restrictions:
+        if getattr(what, name) is not None:
+            raise SettingError(f"{type(what).__name__} knows no {name}=; leave it out.")
+
+
+class Queries:
+    """Which queries of a pass an intervention touches: those at its `positions` that belong to one of its `steps`."""
+
+    def __init__(self, what: Intervention, run: Surroundings | None) -> None:
+        self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
+        self._places = None if run is None else place_mask(what.positions, run.real)
+
+    def of(self, step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
+        """True at the queries touched, for each row or one for all; None if this step touches none."""
+        if self._run is None or self._places is None:
+            return place_mask(self._positions, torch.ones(1, queries, dtype=torch.bool, device=device))
+        own = torch.zeros(queries, dtype=torch.bool, device=device)
+        for part in self._run.parts(step or 0, queries):
+            own[part.start : part.stop] = self._in_step(part.step)
+        first = self._run.first(step or 0, queries)
+        return self._places[:, first : first + queries].to(device) & own if bool(own.any()) else None
+
+
+class Distances:
+    """Key position minus query position in a pass; counts the queries, which an additive mask of one row does not tell.
+
+    Its hooks belong before those that ask.
+    """
+
+    def __init__(self) -> None:
+        self._queries = 0
+
+    def pairs(self, layers: Sequence[int]) -> Pairs:
+        """The hooks that count."""
+        return [(f"blocks.{layer}.attn.hook_rot_q", self._count) for layer in layers]
+
+    def _count(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        self._queries = value.shape[1]
+
+    def of(self, mask: Tensor) -> Int[Tensor, "query key"]:
+        """The distances that belong to the additive mask `mask`; queries are the last positions."""
+        keys = torch.arange(mask.shape[-1], device=mask.device)
+        return keys[None, :] - keys[len(keys) - self._queries :, None]
 
 
 def layer_of(point: Point) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Canvas, Intervention, Pairs, Surroundings, within
+from sinklens.interventions.base import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, refuse
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -24,26 +24,30 @@ if TYPE_CHECKING:
 class ForceTokens(Intervention):
     """Put tokens on the canvas when the chosen steps begin.
 
+    In an autoregressive run a position that is not decoded yet is left alone; once it is, the token takes its place.
+
     Attributes:
-        tokens: position -> token id; negative positions count from the end of the canvas.
+        tokens: position -> token id; positions as in ``positions=``, padding not counted.
     """
 
     tokens: Mapping[int, int]
 
+    def __post_init__(self) -> None:
+        refuse(self, "layers", "heads", "positions")
+
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
-        _needs_run(self, run)
+        run = _of_a_run(self, run)
         in_step = self.step_test(run)
         for token in self.tokens.values():
-            if not 0 <= token < model.cfg.d_vocab:
-                raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
+            _check_token(token, model)
+        places = {position: place_mask([position], run.real) for position in self.tokens}
 
         def force(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
             if not in_step(hook.step):
                 return None
-            value = value.clone()
             for position, token in self.tokens.items():
-                value[:, within("position", [position], value.shape[1])] = token
+                value = value.masked_fill(places[position][:, : value.shape[1]], token)
             return value
 
         return [("denoise.hook_canvas", force)]
@@ -51,28 +55,27 @@ class ForceTokens(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class Remask(Intervention):
-    """Mask `positions` of the answer again when the chosen steps begin; diffusion models only."""
+    """Mask `positions` of the answer again when the chosen steps begin, or all of it; diffusion models only."""
+
+    def __post_init__(self) -> None:
+        refuse(self, "layers", "heads")
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
-        _needs_run(self, run)
-        assert run is not None
+        run = _of_a_run(self, run)
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; Remask is for diffusion models.")
         in_step = self.step_test(run)
-        places = within("position", self.positions, run.real.shape[1])
-        if self.positions is not None and any(place < run.prompt_length for place in places):
+        places, prompt = place_mask(self.positions, run.real), run.prompt_length
+        if self.positions is not None and bool(places[:, :prompt].any()):
             raise SettingError(
-                f"Remask takes positions of the answer, {run.prompt_length} to {run.real.shape[1] - 1}; got {places}."
+                f"Remask takes positions of the answer, -{run.real.shape[1] - prompt} to -1; got "
+                f"{list(self.positions)}."
             )
-        places = [place for place in places if place >= run.prompt_length]
+        places[:, :prompt] = False
 
         def remask(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
-            if not in_step(hook.step):
-                return None
-            value = value.clone()
-            value[:, places] = run.mask_id
-            return value
+            return value.masked_fill(places, run.mask_id) if in_step(hook.step) else None
 
         return [("denoise.hook_canvas", remask)]
 
@@ -81,12 +84,13 @@ class Remask(Intervention):
 class SinkToken(Intervention):
     """An extra token that sees itself alone and is seen by all (One Token Is Enough, 2601.19657; there trained).
 
-    It stands before the prompt or behind the answer and is part of the canvas: positions of the others move by one
-    in the first case, their distances do not change. In ``t.sinks`` it is a position like any other.
+    It stands before a row's first token, behind its padding, or behind the answer, and is part of the canvas: positions
+    of the others move by one in the first case, their distances do not change. In ``t.sinks`` it is a position like any
+    other. List one such token at most.
 
     Attributes:
         at: "front" or "end"; "end" for diffusion models only.
-        token: its id; by default the start token, or else the end token.
+        token: its id, no mask; by default the start token, or else the end token.
         value: "own", what the model computes for it; or "zero", so that attention to it carries nothing.
     """
 
@@ -95,6 +99,7 @@ class SinkToken(Intervention):
     value: Literal["own", "zero"] = "own"
 
     def __post_init__(self) -> None:
+        refuse(self, "heads", "positions")
         if self.at not in ("front", "end") or self.value not in ("own", "zero"):
             raise SettingError(f"at is 'front' or 'end' and value 'own' or 'zero'; got {self.at!r} and {self.value!r}.")
 
@@ -104,17 +109,18 @@ class SinkToken(Intervention):
         """See `Intervention.extend`."""
         if self.at == "end" and bool(model.config.is_causal):
             raise SettingError("an autoregressive answer has no end to put a token behind; use at='front'.")
-        extra = ids.new_full((len(ids), 1), self._token(model))
+        token = self._token(model)
         if self.at == "end":
-            return ids, real, extra
-        return torch.cat([extra, ids], dim=1), torch.cat([torch.ones_like(extra).bool(), real], dim=1), ids[:, :0]
+            return ids, real, ids.new_full((len(ids), 1), token)
+        extra = torch.arange(ids.shape[1] + 1, device=ids.device) == real.long().argmax(dim=1, keepdim=True)
+        longer = torch.cat([ids[:, :1], ids], dim=1).masked_fill(extra, token)
+        return longer, torch.nn.functional.pad(real, (1, 0)) | extra, ids[:, :0]
 
     def _token(self, model: "Model") -> int:
         if self.token is not None:
-            if not 0 <= self.token < model.cfg.d_vocab:
-                raise SettingError(
-                    f"token {self.token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}."
-                )
+            _check_token(self.token, model)
+            if self.token == model.mask_token_id:
+                raise SettingError(f"token {self.token} is the mask, which the sampler would replace; take another.")
             return self.token
         candidates = [*model.special_tokens["start"], *model.special_tokens["end"]]
         if not candidates:
@@ -122,47 +128,50 @@ class SinkToken(Intervention):
         return candidates[0]
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`; in a single pass the extra token is part of the ids already."""
-        layers, in_step = self.chosen_layers(model), self.step_test(run)
-        canvas = Canvas()
-        place = 0 if self.at == "front" else -1
+        """See `Intervention.on`; in a single pass the extra token is part of the ids already, the first or the last."""
+        layers, touched, distances = self.chosen_layers(model), Queries(self, run), Distances()
 
-        def whole(value: Tensor) -> bool:
-            """Whether a pass computes all positions, the extra one among them."""
-            return canvas.ids is None or value.shape[1] == canvas.ids.shape[1]
-
-        queries: dict[str, int] = {}
-
-        def count(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-            queries["now"] = value.shape[1] if whole(value) else 0
+        def extra(step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
+            """Where the extra token is among the queries of a pass; None where it is not, or nothing is to be done."""
+            rows = touched.of(step, queries, device)
+            if rows is None:
+                return None
+            first = 0 if run is None else run.first(step or 0, queries)
+            real = rows.new_ones(1, queries) if run is None else run.real
+            place = place_mask([0 if self.at == "front" else -1], real)[:, first : first + queries]
+            found = place.to(device) & rows
+            return found if bool(found.any()) else None
 
         def alone(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            if not in_step(hook.step) or not queries["now"]:
+            distance = distances.of(value)
+            own = extra(hook.step, len(distance), value.device)
+            if own is None:
                 return None
-            value = value.expand(-1, -1, queries["now"], -1).clone()
-            own = value[:, :, place, place].clone()
-            value[:, :, place] = -torch.inf
-            value[:, :, place, place] = own
-            return value
+            hidden = own[:, :, None] & (distance != 0)
+            return value.masked_fill(hidden[:, None], -torch.inf)
 
         def empty(value: Float[Tensor, "batch pos kv_head d_head"], hook: Point) -> Tensor | None:
-            if not in_step(hook.step) or not whole(value):
-                return None
-            value = value.clone()
-            value[:, place] = 0
-            return value
+            own = extra(hook.step, value.shape[1], value.device)
+            return None if own is None else value.masked_fill(own[:, :, None, None], 0.0)
 
-        pairs: Pairs = [("denoise.hook_canvas", canvas.hook)] if run is not None else []
+        pairs: Pairs = []
         for layer in layers:
             at = f"blocks.{layer}.attn"
             if self.value == "zero":
                 pairs.append((f"{at}.hook_v", empty))
-            pairs += [(f"{at}.hook_rot_q", count), (f"{at}.hook_attn_mask", alone)]
+            if not bool(model.config.is_causal):  # there the first token sees nothing but itself anyway
+                pairs += [*distances.pairs([layer]), (f"{at}.hook_attn_mask", alone)]
         return pairs
 
 
-def _needs_run(what: Intervention, run: Surroundings | None) -> None:
+def _check_token(token: int, model: "Model") -> None:
+    if not 0 <= token < model.cfg.d_vocab:
+        raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
+
+
+def _of_a_run(what: Intervention, run: Surroundings | None) -> Surroundings:
     if run is None:
         raise SettingError(
             f"{type(what).__name__} changes the canvas of a run; for a single pass give other ids, or use generate."
         )
+    return run

@@ -7,6 +7,9 @@ computes everything itself, but every step begins on the base run's canvas, so e
 `compare` reads canvases, and logits where both runs kept them with `MaskedLogits`; `effect` makes the runs and both
 comparisons in one call.
 
+A row of an autoregressive run that has ended waits for the others of its batch; what it is given then is no part of
+its run and counts nowhere.
+
 One way this misleads: a confidence of 1 cannot rise. Means over positions hide that near the end of a run most
 positions are certain; look at the steps.
 """
@@ -70,15 +73,17 @@ def compare(
 ) -> xr.Dataset:
     """Two runs of the same prompts and settings.
 
-    Per [batch, step], over the positions masked in both (NaN without logits or positions):
+    Per [batch, step], over the positions masked in both, or the one being decoded (NaN without logits or positions):
         ``kl``: mean of Σ_v p(v) log(p(v)/q(v)) in nats, p the base run's distribution and q the changed run's;
         ``top1_agreement``: share of positions whose likeliest token is the same;
         ``confidence``, ``confidence_changed``: mean probability of the likeliest token;
         with `attended` also ``change_attended`` and ``change_rest``: mean change of that probability at the positions
         marked there, and at the others.
     Per [batch]:
-        ``order``: Kendall's τ-b of the steps at which the answer's positions got their tokens; NaN where all are equal;
-        ``first_divergent_step``: the first step that leaves another canvas than in the base run; -1 if none does;
+        ``order``: Kendall's τ-b of the steps at which the answer's positions got their tokens, in an autoregressive run
+        up to the earlier end; NaN where all are equal;
+        ``first_divergent_step``: the first step that leaves another canvas than in the base run (0 also where it
+        begins on another); -1 if none does;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
         ``same_answer``: whether that is 0.
 
@@ -89,53 +94,99 @@ def compare(
     Raises:
         SettingError: runs of different prompts or lengths, or `attended` without logits.
     """
+    _check_same_prompts(base, changed)
+    return compared(base, changed, base_logits, changed_logits, attended)
+
+
+def compared(
+    base: "Generation",
+    changed: "Generation",
+    base_logits: Mapping[int, Tensor] | None = None,
+    changed_logits: Mapping[int, Tensor] | None = None,
+    attended: Bool[np.ndarray, "batch step pos"] | None = None,
+) -> xr.Dataset:
+    """`compare` for runs whose prompts are known to be the same, though an intervention may have changed them."""
+    if attended is not None and (base_logits is None or changed_logits is None):
+        raise SettingError("attended= splits a change of confidence; give the logits of both runs, too.")
+    found = answers_compared(base, changed)
+    found["first_divergent_step"] = ("batch", np.array([_first_difference(base, changed, r) for r in _rows(base)]))
+    if base_logits is None or changed_logits is None:
+        return xr.Dataset(found)
+    steps = max(base.steps_run, changed.steps_run)
+    found |= _of_steps(base, changed, base_logits, changed_logits, attended, steps)
+    return xr.Dataset(found, coords={"step": np.arange(steps)})
+
+
+def _check_same_prompts(base: "Generation", changed: "Generation") -> None:
     if base.canvas.shape[0] != changed.canvas.shape[0] or base.canvas.shape[2] != changed.canvas.shape[2]:
         raise SettingError(
             f"runs that are compared have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
             f"{list(changed.canvas.shape[::2])} (rows, positions)."
         )
-    if not torch.equal(base.canvas[:, 0, : base.prompt_length], changed.canvas[:, 0, : base.prompt_length]):
+    same = base.prompt_length == changed.prompt_length and torch.equal(base.real, changed.real)
+    if not same or not torch.equal(base.canvas[:, 0, : base.prompt_length], changed.canvas[:, 0, : base.prompt_length]):
         raise SettingError("runs that are compared have the same prompts; these do not.")
-    if attended is not None and (base_logits is None or changed_logits is None):
-        raise SettingError("attended= splits a change of confidence; give the logits of both runs, too.")
-    found = _of_rows(base, changed)
-    if base_logits is not None and changed_logits is not None:
-        found |= _of_steps(base, changed, base_logits, changed_logits, attended)
-    return xr.Dataset(found)
 
 
-def _of_rows(base: "Generation", changed: "Generation") -> dict[str, Any]:
+def _rows(run: "Generation") -> range:
+    return range(len(run.answers))
+
+
+def answers_compared(base: "Generation", changed: "Generation") -> dict[str, Any]:
+    """The part of `compare` that asks for the answers alone; the prompts may be of different lengths."""
     from rapidfuzz.distance import Levenshtein
     from scipy.stats import kendalltau
 
-    order, first, distance = [], [], []
-    ends = set(base.model.eos_token_ids)
-    for row in range(len(base.answers)):
-        answer = slice(base.prompt_length, base.prompt_length + base.settings.gen_length)
-        order.append(kendalltau(base.unmask_step[row, answer], changed.unmask_step[row, answer]).statistic)
-        first.append(_first_difference(base.canvas[row], changed.canvas[row]))
-        texts = [_answer(run.canvas[row, -1, answer].tolist(), ends) for run in (base, changed)]
-        distance.append(Levenshtein.distance(*texts))
+    order, distance = [], []
+    for row in _rows(base):
+        steps = [_unmask_steps(run, row) for run in (base, changed)]
+        shared = min(map(len, steps))
+        order.append(kendalltau(steps[0][:shared], steps[1][:shared]).statistic if shared > 1 else np.nan)
+        distance.append(Levenshtein.distance(*(_answer(run, row) for run in (base, changed))))
     return {
         "order": ("batch", np.array(order, dtype=float)),
-        "first_divergent_step": ("batch", np.array(first)),
         "edit_distance": ("batch", np.array(distance)),
         "same_answer": ("batch", np.array(distance) == 0),
     }
 
 
-def _answer(ids: list[int], ends: set[int]) -> list[int]:
-    """Up to the first end token."""
-    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-    return [token for token in ids[:stop] if token >= 0]
+def _positions(run: "Generation") -> slice:
+    """The answer's."""
+    return slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
 
 
-def _first_difference(base: Int[Tensor, "steps pos"], changed: Int[Tensor, "steps_changed pos"]) -> int:
-    shared = min(len(base), len(changed))
-    differs = (base[:shared] != changed[:shared]).any(dim=1).nonzero()
+def _answer(run: "Generation", row: int) -> list[int]:
+    """Tokens up to the first end token; masks that were left over are tokens, what was not decoded is none."""
+    return [token for token in run.tokens[row, _positions(run)].tolist()[: _length(run, row)] if token >= 0]
+
+
+def _length(run: "Generation", row: int) -> int:
+    """Positions of the answer before its first end token."""
+    ends = _is_end(run, run.tokens[row, _positions(run)]).nonzero()
+    return int(ends[0]) if len(ends) else run.settings.gen_length
+
+
+def _unmask_steps(run: "Generation", row: int) -> Int[np.ndarray, " pos"]:
+    """At which step each position of the answer got its token; of an autoregressive one those it has, its end too."""
+    steps = run.unmask_step[row, _positions(run)].numpy()
+    return steps[: min(_length(run, row) + 1, run.steps_run)] if run.model.config.is_causal else steps
+
+
+def _first_difference(base: "Generation", changed: "Generation", row: int) -> int:
+    ours, theirs = (run.canvas[row, : _last_change(run, row) + 2] for run in (base, changed))
+    shared = min(len(ours), len(theirs))
+    differs = (ours[:shared] != theirs[:shared]).any(dim=1).nonzero()
     if len(differs):
         return max(0, int(differs[0]) - 1)
-    return -1 if len(base) == len(changed) else shared - 1
+    return -1 if len(ours) == len(theirs) else shared - 1
+
+
+def _last_change(run: "Generation", row: int) -> int:
+    """The last step that changed the row's canvas before it ended; -1 if none did."""
+    if run.model.config.is_causal:
+        return min(_length(run, row), run.steps_run - 1)
+    changes = (run.canvas[row, 1:] != run.canvas[row, :-1]).any(dim=1).nonzero()
+    return int(changes[-1]) if len(changes) else -1
 
 
 def _of_steps(
@@ -144,19 +195,20 @@ def _of_steps(
     base_logits: Mapping[int, Tensor],
     changed_logits: Mapping[int, Tensor],
     attended: Bool[np.ndarray, "batch step pos"] | None,
+    steps: int,
 ) -> dict[str, Any]:
-    rows, steps = len(base.answers), max(base.steps_run, changed.steps_run)
+    rows = len(base.answers)
     names = ["kl", "top1_agreement", "confidence", "confidence_changed"]
     names += [] if attended is None else ["change_attended", "change_rest"]
     found = {name: np.full((rows, steps), np.nan) for name in names}
     for step in sorted(set(base_logits) & set(changed_logits)):
         ours, theirs = _places(base, step), _places(changed, step)
-        both = ours & theirs
+        both = ours & theirs & _going_on(base, step) & _going_on(changed, step)
         p = base_logits[step][both[ours]].double().log_softmax(-1)
         q = changed_logits[step][both[theirs]].double().log_softmax(-1)
         sure, sure_changed = p.amax(-1).exp().numpy(), q.amax(-1).exp().numpy()
         values = {
-            "kl": torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).nan_to_num(0.0).sum(-1).numpy(),
+            "kl": torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1).numpy(),
             "top1_agreement": (p.argmax(-1) == q.argmax(-1)).double().numpy(),
             "confidence": sure,
             "confidence_changed": sure_changed,
@@ -184,6 +236,17 @@ def _places(run: "Generation", step: int) -> Bool[Tensor, "batch pos"]:
     place = torch.zeros_like(canvas, dtype=torch.bool)
     place[:, run.prompt_length + step] = True
     return place
+
+
+def _going_on(run: "Generation", step: int) -> Bool[Tensor, "batch 1"]:
+    """False at rows of an autoregressive run that had ended before `step`."""
+    if not run.model.config.is_causal:
+        return torch.ones(len(run.answers), 1, dtype=torch.bool)
+    return ~_is_end(run, run.canvas[:, step, _positions(run)]).any(dim=1, keepdim=True)
+
+
+def _is_end(run: "Generation", ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*rows pos"]:
+    return torch.isin(ids, torch.tensor(run.model.eos_token_ids, dtype=ids.dtype))
 
 
 def attention_to(

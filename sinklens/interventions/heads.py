@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Intervention, Pairs, Surroundings, layer_of, position_mask
+from sinklens.interventions.base import Intervention, Pairs, Part, Queries, Surroundings, layer_of
 from sinklens.interventions.selection import Scope, Selection
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class HeadOutputs:
 
     @classmethod
     def of(cls, model: "Model", prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> "HeadOutputs":
-        """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps."""
+        """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps.
+
+        Every pass counts: an autoregressive run with a key/value cache sees each position once, a diffusion run at
+        every step.
+        """
         from sinklens.tracing import generate
 
         layers = model.cfg.n_layers
@@ -50,7 +54,7 @@ class HeadOutputs:
         total: dict[int, Tensor] = {}
         count = dict.fromkeys(range(layers), 0)
         rng = torch.Generator().manual_seed(seed)
-        real = model.encode(prompts)[1]
+        real = model.encode(prompts, settings.get("chat_template", False))[1]
 
         def collect(value: Tensor, hook: Point) -> None:
             layer, missing = layer_of(hook), value.shape[1] - real.shape[1]
@@ -78,7 +82,7 @@ class AblateHeads(Intervention):
         by: "zero"; "mean", of the reference, or without one of the row's own positions (diffusion models only); or
             "resample", an output of the same head at a random place of the reference, drawn per position.
         reference: `HeadOutputs` of other prompts.
-        seed: of resampling, which depends on it, the row's prompt, step and layer alone.
+        seed: of resampling, which depends on it, the row's prompt, step (in a diffusion run), layer and position alone.
         positions: whose outputs are replaced.
 
     Raises:
@@ -97,21 +101,28 @@ class AblateHeads(Intervention):
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
-        layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
+        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         if self.by == "mean" and self.reference is None and bool(model.config.is_causal):
             raise SettingError(
                 "the mean over a row's positions would tell a causal model of later ones; give "
                 "reference=HeadOutputs.of(model, prompts)."
             )
 
+        sizes = (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
+        if self.reference is not None and tuple(self.reference.mean.shape) != sizes:
+            raise SettingError(
+                f"reference is of a model with [layer, head, d_head] {list(self.reference.mean.shape)}, this one has "
+                f"{list(sizes)}; make it with HeadOutputs.of(model, prompts)."
+            )
+
         def ablate(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
-            if not in_step(hook.step):
+            where = touched.of(hook.step, value.shape[1], value.device)
+            if where is None:
                 return None
             put = self._replacement(value, layer_of(hook), run, hook.step)
-            where = position_mask(self.positions, value.shape[1], value.device)[None, :, None, None]
             of = torch.zeros(value.shape[2], dtype=torch.bool, device=value.device)
             of[heads] = True
-            return torch.where(where & of[:, None], put.to(value), value)
+            return torch.where(where[:, :, None, None] & of[:, None], put.to(value), value)
 
         return [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
 
@@ -124,24 +135,28 @@ class AblateHeads(Intervention):
             return torch.einsum("bp,bphd->bhd", weights, z)[:, None].expand_as(z)
         if self.by == "mean":
             return self.reference.mean[layer].to(z).expand_as(z)
-        pool = self.reference.pool[layer]
-        rows = []
-        for row in range(len(z)):
+        places = self._drawn(len(self.reference.pool[layer]), z, layer, run, step or 0)
+        return self.reference.pool[layer][places]
+
+    def _drawn(self, size: int, z: Tensor, layer: int, run: Surroundings | None, step: int) -> Int[Tensor, "batch pos"]:
+        """A random number below `size` for each position; in an autoregressive run the same at every step."""
+        batch, queries = z.shape[:2]
+        real = torch.ones(batch, queries, dtype=torch.bool) if run is None else run.real.cpu()
+        first = 0 if run is None else run.first(step, queries)
+        drawn = torch.zeros(real.shape, dtype=torch.long)
+        for row in range(batch):
             key = 0 if run is None else run.row_keys[row]
-            rng = np.random.default_rng([self.seed, key, 0 if step is None else step, layer])
-            real = torch.ones(z.shape[1]).bool() if run is None else run.real[row, : z.shape[1]].cpu()
-            drawn = torch.zeros(z.shape[1], dtype=torch.long)
-            drawn[real] = torch.from_numpy(rng.integers(len(pool), size=int(real.sum())))
-            rows.append(pool[drawn])
-        return torch.stack(rows)
+            rng = np.random.default_rng([self.seed, key, 0 if run is None or run.causal else step, layer])
+            drawn[row, real[row]] = torch.from_numpy(rng.integers(size, size=int(real[row].sum())))
+        return drawn[:, first : first + queries]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblateSinkAttention(Intervention):
     """Take a head's attention to its own sinks of this step away, without a second pass.
 
-    The sinks are those of the pattern that the layer has just computed. (With a key/value cache that is the pattern of
-    the new token.)
+    The sinks are those of the pattern that the layer has just computed: in an autoregressive run, those of the prompt
+    for the prompt, and for each later token the keys that it attends to most itself.
 
     Attributes:
         top_k: the strongest keys of each head.
@@ -164,25 +179,38 @@ class AblateSinkAttention(Intervention):
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
-        layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
-        selection = Selection(self.top_k, None, "strongest", self.scope, (), 0)
+        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
 
         def ablate(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            if not in_step(hook.step):
+            rows = touched.of(hook.step, pattern.shape[2], pattern.device)
+            if rows is None:
                 return None
-            batch, _, queries, keys = pattern.shape
-            real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys]
-            counted = pattern.float() * real[:, None, keys - queries :, None]
-            scores = counted.sum(dim=2)
-            found = selection.choose({layer_of(hook): scores}, real, run, None, hook.step or 0)[layer_of(hook)]
             of = torch.zeros(pattern.shape[1], dtype=torch.bool, device=pattern.device)
             of[heads] = True
-            rows = position_mask(self.positions, keys, pattern.device)[keys - queries :]
-            away = (found & of[:, None])[:, :, None] & rows[:, None]
+            away = (
+                self._sinks(pattern, layer_of(hook), run, hook.step or 0) & of[:, None, None] & rows[:, None, :, None]
+            )
             left = pattern.masked_fill(away, 0.0)
             if self.mass == "drop":
                 return left
             sums = left.sum(dim=-1, keepdim=True)
-            return torch.where(sums > 0, left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30), left)
+            spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
+            return torch.where(away.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
 
         return [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
+
+    def _sinks(
+        self, pattern: Float[Tensor, "batch head query key"], layer: int, run: Surroundings | None, step: int
+    ) -> Bool[Tensor, "batch head query key"]:
+        """The keys that each query loses."""
+        batch, _, queries, keys = pattern.shape
+        selection = Selection(self.top_k, None, "strongest", self.scope, (), 0)
+        real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys]
+        found = torch.zeros_like(pattern, dtype=torch.bool)
+        for part in [Part(step, 0, queries)] if run is None else run.parts(step, queries):
+            own = slice(part.start, part.stop)
+            counted = real[:, keys - queries :][:, own]
+            there = real & (torch.arange(keys, device=real.device) < keys - queries + part.stop)
+            scores = (pattern[:, :, own].float() * counted[:, None, :, None]).sum(dim=2)
+            found[:, :, own] = selection.choose({layer: scores}, there, run, None, step)[layer][:, :, None]
+        return found

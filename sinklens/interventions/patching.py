@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Intervention, Pairs, Surroundings, position_mask, within
+from sinklens.interventions.base import Intervention, Pairs, Part, Queries, Surroundings, place_mask, refuse, within
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -49,6 +49,9 @@ class StepCaches(Mapping[int, "ActivationCache"]):
             raise SettingError(f"nothing was kept at step {step}; kept: {sorted(self._values) or 'no step'}.")
         return ActivationCache(self._values[step], self._tree)
 
+    def __contains__(self, step: object) -> bool:
+        return step in self._values
+
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._values))
 
@@ -75,11 +78,14 @@ class Activations(Intervention):
     names: Sequence[str] | Any
     caches: dict[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        refuse(self, "heads", "positions")
+
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
-        self.caches.clear()
+        object.__setattr__(self, "caches", {})  # a new one: the last run's may be the source of a patch in this one
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):
@@ -111,14 +117,19 @@ def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> 
 class PatchHooks(Intervention):
     """Put the values of another run into this one.
 
+    In an autoregressive run the values of a step are those of the queries that belong to it, with a key/value cache or
+    without; keys and masks are those of the pass.
+
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
             many as this run has.
-        names: points to patch; by default all that `source` holds.
+        names: points to patch; by default all that `source` holds, but for the read-only ``hook_sink_scores``.
         shift: the value at step t comes from step t + shift of the source.
+        steps: of this run; by default those that `source` holds values for.
         heads: of points that have a head axis (key/value heads where the point has those).
-        positions: where values are put (queries, for scores and patterns).
-        source_positions: where they come from, as many; by default the same positions.
+        positions: where values are put (queries, for scores and patterns); every row must have them.
+        source_positions: columns of the source's values that they come from, as many. By default the same columns, or
+            where the source is of another length those with the numbers in `positions`.
 
     Raises:
         SettingError: a step or point that `source` does not hold; lengths that differ without `positions`.
@@ -140,78 +151,164 @@ class PatchHooks(Intervention):
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
+        chosen, held = self._chosen_steps(run), self.source[min(self.source)]
+        wanted = [str(name) for name in held if not str(name).endswith("hook_sink_scores")]
+        points = chosen_points(wanted if self.names is None else self.names, model, self.layers)
+        for name in points:
+            if any(name not in self.source[step + self.shift] for step in chosen):
+                raise SettingError(f"source does not hold {name!r}; it holds {', '.join(held)}.")
+            if self.heads is not None:
+                axes = axes_of(name)
+                sizes = {"head": model.cfg.n_heads, "kv_head": model.cfg.n_key_value_heads}
+                within("head", self.heads, sizes[axes[head_axis(name)]])
+        columns = None if run is None or self.positions is None else _columns(self.positions, run.real)
+
+        def patch(value: Tensor, hook: Point) -> Tensor | None:
+            name, step = str(hook.name), hook.step or 0
+            axis = names.position_axis(name) % value.ndim
+            first, parts = _parts(name, value.shape[axis], run, step)
+            parts = [part for part in parts if part.step in chosen]
+            for part in parts:
+                here = value.narrow(axis, part.start, part.stop - part.start)
+                new = self._of_step(part.step, here, name, axis, run)
+                places = None if columns is None else columns.to(value.device) - first - part.start
+                new = self._chosen_of(here, new, name, axis, places)
+                value = new if part.stop - part.start == value.shape[axis] else _put(value, new, axis, part)
+            return value if parts else None
+
+        return [(name, patch) for name in points]
+
+    def _chosen_steps(self, run: Surroundings | None) -> frozenset[int]:
+        """Steps of this run at which values are put."""
         held = sorted(self.source)
-        steps = [0] if run is None else within("step", self.steps, run.steps)
-        if run is not None and self.steps is None:
-            steps = [step - self.shift for step in held]
-        elif run is None:
+        if run is None:
             self.step_test(run)
+            steps = [0]
+        else:
+            steps = (
+                [step - self.shift for step in held] if self.steps is None else within("step", self.steps, run.steps)
+            )
         missing = [step for step in steps if step + self.shift not in self.source]
         if missing:
             raise SettingError(
                 f"source holds steps {held}; for step {missing[0]} it would need {missing[0] + self.shift}."
             )
-        chosen = frozenset(steps)
-        wanted = self.names if self.names is not None else [str(name) for name in self.source[held[0]]]
-        points = chosen_points(wanted, model, self.layers)
-        for name in points:
-            if name not in self.source[steps[0] + self.shift]:
-                raise SettingError(f"source does not hold {name!r}; it holds {', '.join(self.source[held[0]])}.")
+        return frozenset(steps)
 
-        def patch(value: Tensor, hook: Point) -> Tensor | None:
-            step = hook.step or 0
-            return self._patched(value, str(hook.name), step) if step in chosen else None
+    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: Surroundings | None) -> Tensor:
+        """The source's values for the queries `here`, which belong to `step`."""
+        new = self.source[step + self.shift][name].to(here)
+        if len(new) not in (1, len(here)):
+            raise SettingError(f"source has {len(new)} rows at {name}, this run {len(here)}; give one row or as many.")
+        new = new.expand(len(here), *new.shape[1:])
+        if run is None or not run.causal or not of_queries(name):
+            return new
+        if here.shape[axis] == 1:  # the source may have computed the queries of earlier steps again
+            new = new.narrow(axis, new.shape[axis] - 1, 1)
+        if "key" in axes_of(name) and new.shape[-1] == run.prompt_length + step + self.shift:
+            hidden = -torch.inf if name.endswith("hook_attn_scores") else 0.0  # keys that are later than the query
+            new = torch.nn.functional.pad(new, (0, max(0, here.shape[-1] - new.shape[-1])), value=hidden)
+        return new
 
-        return [(name, patch) for name in points]
-
-    def _patched(self, value: Tensor, name: str, step: int) -> Tensor:
-        new = self.source[step + self.shift][name].to(value)
-        axis = names.position_axis(name) % value.ndim
-        if len(new) not in (1, len(value)):
-            raise SettingError(f"source has {len(new)} rows at {name}, this run {len(value)}; give one row or as many.")
-        new = new.expand(len(value), *new.shape[1:])
+    def _chosen_of(
+        self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"] | None
+    ) -> Tensor:
+        """`here` with the chosen positions and heads of `new`."""
+        if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row stands for all queries
+            queries = max(here.shape[2], new.shape[2])
+            here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
         if self.positions is not None:
-            new = self._moved(value, new, axis, name)
-        if new.shape != value.shape:
+            if places is None:
+                places = _columns(self.positions, here.new_ones(len(here), here.shape[axis]).bool())
+            new = self._moved(here, new, name, axis, places)
+        if new.shape != here.shape:
             raise SettingError(
-                f"{name} has shape {list(new.shape)} in the source and {list(value.shape)} here (step {step}); for "
-                f"prompts of different length say positions= and source_positions=."
+                f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
+                f"different length say positions= and source_positions=."
             )
         if self.heads is None:
             return new
-        of = head_axis(name, value.ndim)
-        mask = torch.zeros(value.shape[of], dtype=torch.bool, device=value.device)
-        mask[within("head", self.heads, value.shape[of])] = True
-        return torch.where(mask.view([-1 if axis == of else 1 for axis in range(value.ndim)]), new, value)
+        of = head_axis(name)
+        mask = torch.zeros(here.shape[of], dtype=torch.bool, device=here.device)
+        mask[list(self.heads)] = True
+        return torch.where(mask.view([-1 if axis == of else 1 for axis in range(here.ndim)]), new, here)
 
-    def _moved(self, value: Tensor, new: Tensor, axis: int, name: str) -> Tensor:
-        """`value` with the chosen positions of `new` put at theirs."""
-        put = _places(self.positions, value.shape[axis], name)
-        take = _places(self.source_positions or self.positions, new.shape[axis], name)
-        taken = new.index_select(axis, torch.tensor(take, device=value.device))
-        here = value.index_select(axis, torch.tensor(put, device=value.device))
-        if taken.shape != here.shape:
+    def _moved(self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"]) -> Tensor:
+        """`here` with values of `new` at `places`; those outside of it belong to other steps."""
+        changed, source = here.movedim(axis, 1).clone(), new.movedim(axis, 1)
+        if changed.shape[2:] != source.shape[2:]:
             raise SettingError(
-                f"{name}: values of shape {list(taken.shape)} cannot stand for {list(here.shape)}; patterns and scores "
-                f"can be patched between runs of one length only."
+                f"{name}: values of shape {list(source.shape[2:])} cannot stand for {list(changed.shape[2:])}; "
+                f"patterns and scores can be patched between runs of one length only."
             )
-        return value.index_copy(axis, torch.tensor(put, device=value.device), taken)
+        length = source.shape[1]
+        numbers = list(self.positions or ()) if self.source_positions is None else list(self.source_positions)
+        for number, put in zip(numbers, places.T, strict=True):
+            rows = ((put >= 0) & (put < changed.shape[1])).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            take = put[rows]
+            if self.source_positions is not None or length != changed.shape[1]:
+                take = torch.full_like(take, _column(number, length, name) if length > 1 else 0)
+            changed[rows, put[rows]] = source[rows, take]
+        return changed.movedim(1, axis)
 
 
-def _places(positions: Sequence[int] | None, size: int, name: str) -> list[int]:
-    for position in positions or ():
-        if not -size <= position < size:
-            raise SettingError(f"position {position} does not exist at {name}, which has {size} here.")
-    return [position % size for position in positions or ()]
+def _parts(name: str, size: int, run: Surroundings | None, step: int) -> tuple[int, list[Part]]:
+    """Column of the canvas at which a value of `size` positions begins, and its positions by step."""
+    if run is None or not run.causal:
+        return 0, [Part(step, 0, size)]
+    if of_queries(name):
+        return run.first(step, size), run.parts(step, size)
+    decoding = name.startswith("denoise.") and name != "denoise.hook_canvas"  # one position, the one being decoded
+    return run.prompt_length + step if decoding else 0, [Part(step, 0, size)]
 
 
-def head_axis(name: str, ndim: int) -> int:
+def _put(value: Tensor, new: Tensor, axis: int, part: Part) -> Tensor:
+    """`value` with `new` at the queries of `part`."""
+    value = value.clone()
+    value.narrow(axis, part.start, part.stop - part.start).copy_(new)
+    return value
+
+
+def _column(position: int, size: int, name: str) -> int:
+    if not -size <= position < size:
+        raise SettingError(f"position {position} does not exist at {name} in the source, which has {size}.")
+    return position % size
+
+
+def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:
+    """Column of each position in each row.
+
+    Raises:
+        SettingError: a row does not have one.
+    """
+    found = torch.zeros(len(real), len(positions), dtype=torch.long, device=real.device)
+    for place, position in enumerate(positions):
+        mask = place_mask([position], real)
+        if not bool(mask.any(dim=1).all()):
+            raise SettingError(f"position {position} does not exist in every row; patch rows of such lengths apart.")
+        found[:, place] = mask.long().argmax(dim=1)
+    return found
+
+
+def axes_of(name: str) -> list[str]:
+    """The axes of a point's value, as in its table."""
+    return next(spec.axes for _, spec in names.table() if spec.name == name.rsplit(".", 1)[-1]).split()
+
+
+def of_queries(name: str) -> bool:
+    """Whether a point's positions are the queries of a pass; with a key/value cache there are fewer than keys."""
+    return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(axes_of(name))
+
+
+def head_axis(name: str) -> int:
     """The axis of a point's value that counts heads.
 
     Raises:
         SettingError: the point has none.
     """
-    axes = next(spec.axes for _, spec in names.table() if spec.name == name.rsplit(".", 1)[-1]).split()
+    axes = axes_of(name)
     for axis in ("head", "kv_head"):
         if axis in axes:
             return axes.index(axis)
@@ -237,7 +334,7 @@ class FreezePattern(Intervention):
             raise SettingError(
                 "FreezePattern reuses the pattern of an earlier step of a diffusion run; there is none here."
             )
-        layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
+        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         at = within("step", [self.at], run.steps)[0]
         kept: dict[str, Float[Tensor, "batch head query key"]] = {}
 
@@ -245,11 +342,11 @@ class FreezePattern(Intervention):
             step, name = hook.step or 0, str(hook.name)
             if step == at:
                 kept[name] = value.detach().clone()
-            if step <= at or not in_step(step):
+            rows = touched.of(step, value.shape[2], value.device)
+            if step <= at or rows is None:
                 return None
             of = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
             of[heads] = True
-            rows = position_mask(self.positions, value.shape[2], value.device)
-            return torch.where(of[:, None, None] & rows[:, None], kept[name], value)
+            return torch.where(of[:, None, None] & rows[:, None, :, None], kept[name], value)
 
         return [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]

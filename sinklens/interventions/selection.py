@@ -73,37 +73,41 @@ class Selection:
     def choose(
         self,
         layers: dict[int, Scores],
-        allowed: Bool[Tensor, "batch key"],
+        real: Bool[Tensor, "batch key"],
         run: Surroundings | None,
         canvas: "Int[Tensor, 'batch key'] | None",
         step: int,
+        among: "Bool[Tensor, 'batch key'] | None" = None,
+        track: SinkTrack | None = None,
     ) -> dict[int, Keys]:
         """The chosen keys of every layer.
 
         Args:
             layers: scores by layer.
-            allowed: keys that may be taken (no padding).
+            real: keys that exist: no padding.
             run, canvas: the run, and token ids of the step that the scores are of; needed by `only` and by detectors,
                 the run by random keys too.
             step: the step that the keys are for; random keys depend on it.
+            among: keys that may be taken; None for all that exist.
+            track: the recorded step that the scores come from, for detectors that need more than scores.
 
         Raises:
-            SettingError: `top_k` is more than the keys that exist.
+            SettingError: `top_k` is more than the keys that exist, or a detector or `only` needs what is not known.
         """
         pooled = self._pooled(layers)
-        longest = int(allowed.sum(dim=1).max())
+        longest = int(real.sum(dim=1).max())
         if self.top_k is not None and self.top_k > longest:
             raise SettingError(
                 f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many."
             )
+        allowed = real if among is None else real & among
         if self.only:
             allowed = allowed & self._of_kind(pooled, _need(run), _need(canvas))
         if self.detector is None:
             number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
             return {layer: self._picked(scores, allowed, number, run, step, layer) for layer, scores in pooled.items()}
-        found = {
-            layer: keys & allowed[:, None] for layer, keys in self._detected(pooled, _need(run), _need(canvas)).items()
-        }
+        detected = self._detected(pooled, _need(run), _need(canvas), track)
+        found = {layer: keys & allowed[:, None] for layer, keys in detected.items()}
         if self.pick == "strongest":
             return found
         return {
@@ -138,7 +142,7 @@ class Selection:
         most = int(number.max())
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
-        strongest = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
+        strongest = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]  # of equals, the first
         wanted = torch.arange(strongest.shape[-1], device=scores.device) < number
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, strongest, wanted.expand_as(strongest))
         return taken & allowed[:, None]
@@ -174,15 +178,19 @@ class Selection:
         return build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
 
     def _detected(
-        self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]
+        self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"], track: SinkTrack | None
     ) -> dict[int, Keys]:
         assert self.detector is not None
+        if track is None:
+            track = self._track(layers, run, canvas)
+        elif self.scope != "head":
+            track = _with_scores(track, layers)
         try:
-            found = self.detector.detect(self._track(layers, run, canvas)).to_numpy()[:, 0]
+            found = self.detector.detect(track).to_numpy()[:, 0, ..., : canvas.shape[1]]
         except TrackError as error:
             raise SettingError(
-                f"{type(self.detector).__name__} needs more than the scores that this intervention sees ({error}) "
-                f"Give source=, a recorded track, or a detector of scores."
+                f"{self.detector!r} cannot be used here: {error} An intervention shows it the scores alone; what else "
+                f"it needs can be recorded in a run before and given as source=run.sinks."
             ) from error
         return {layer: torch.from_numpy(found[:, at]).to(canvas.device) for at, layer in enumerate(layers)}
 
@@ -198,10 +206,21 @@ class Selection:
             if name in states:
                 keep = keep | states[name]
         if any(name in KINDS for name in self.only):
-            found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
+            try:
+                found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
+            except TrackError as error:
+                raise SettingError(f"only={list(self.only)} goes by the text of tokens: {error}") from error
             wanted = [int(kind) for kind in Kind if kind.name.lower() in self.only]
             keep = keep | torch.from_numpy(np.isin(found, wanted)).to(canvas.device)
         return keep
+
+
+def _with_scores(track: SinkTrack, layers: dict[int, Scores]) -> SinkTrack:
+    """One step of `track` with other scores."""
+    scores = torch.stack(list(layers.values()), dim=1)[:, None].cpu().numpy()
+    behind = track.data.sizes["pos"] - scores.shape[-1]  # not decoded yet
+    padded = np.pad(scores, [(0, 0)] * 4 + [(0, behind)], constant_values=np.nan)
+    return SinkTrack(track.data.assign(score=(track.data["score"].dims, padded)))
 
 
 Needed = TypeVar("Needed")

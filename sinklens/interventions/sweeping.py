@@ -5,13 +5,14 @@ rows. The result is that of running them one after the other: hooks see their ro
 row, and every row is its own canvas. How many rows go into a pass follows from a memory budget.
 
 One way this fails: a matrix product rounds differently in another batch size, so logits agree to about 1e-5 and not
-bit for bit. Where two tokens are that close, a stacked run can choose the other one.
+bit for bit. Where two tokens are that close, a stacked run can choose the other one. And with ``threshold=`` a row
+waits for the slowest of its batch, so that the numbers of its steps depend on what else is in the batch.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +23,27 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.denoising import Denoising
-from sinklens.errors import SettingError
+from sinklens.errors import HookFunctionError, SettingError
 from sinklens.generation import Generation
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.base import HookFunction, Intervention, Pairs, Surroundings
-from sinklens.interventions.comparing import MaskedLogits, compare
+from sinklens.interventions.comparing import MaskedLogits, answers_compared, compared
+from sinklens.interventions.marks import mark
 from sinklens.model import Model, load
+from sinklens.sampling import AnySettings, AutoregressiveSettings, LladaSettings, make_settings
 from sinklens.writing import whole
 
 if TYPE_CHECKING:
     from sinklens.denoising import Hooks
 
-FORMAT = "sinklens sweep 1"
+FORMAT = "sinklens sweep 2"
+Group = dict[str, list[Any]]
 
 
 def sweep(
     model: Any,
-    prompts: Sequence[str] | Int[Tensor, "batch pos"],
+    prompts: str | Sequence[str] | Int[Tensor, "batch pos"],
     interventions: "Mapping[str, Hooks]",
     *,
     replay: bool = False,
@@ -47,6 +51,7 @@ def sweep(
     rows: int | None = None,
     out: str | Path | None = None,
     seed: int = 0,
+    chat_template: bool | str = False,
     progress: bool | None = None,
     **settings: Any,
 ) -> xr.Dataset:
@@ -57,96 +62,129 @@ def sweep(
         prompts: texts, or ids of one length.
         interventions: name -> intervention, or list of interventions and (name, function) pairs.
         replay: force the base run's canvas at every step, so that each step's effect stands alone; adds ``kl`` and
-            the other measures of `compare` by step.
+            the other measures of `compare` by step. Answers and canvases are then the base run's, whatever was changed.
         memory_gb: budget for what a pass holds beside the weights, in 10⁹ bytes; see `bytes_per_row`.
-        rows: rows per pass instead, at least one per prompt of a batch.
-        out: folder in which finished parts are kept; an interrupted sweep of the same models, prompts, interventions
-            and settings goes on there.
+        rows: rows per pass instead; one intervention on one prompt is one row.
+        out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
+            and settings goes on there. What is the same is told by `marks.mark`.
         progress: show a progress bar; by default on a terminal.
-        seed, **settings: as in `sinklens.generate`.
+        seed, chat_template, **settings: as in `sinklens.generate`.
 
     Returns:
-        [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and what `compare` gives.
+        [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and what `compare` gives; for an
+        intervention that makes the canvas longer what it tells of answers, NaN elsewhere.
 
     Raises:
-        SettingError: no prompt or intervention, or a budget below one row.
+        SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
+            under replay, or with `out` one that another process could not tell apart.
     """
     model = load(model)
     listed = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
     }
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    limit = rows if rows is not None else _rows_within(model, prompts, settings, memory_gb)
-    size = min(len(prompts), limit)
-    work = _Sweep(model, seed, settings, replay, None if out is None else Path(out))
-    starts = range(0, len(prompts), size)
-    parts = []
-    for start in _shown(starts, progress):
-        batch = prompts[start : start + size]
-        together = max(1, limit // len(batch))
-        base = None
-        found = []
-        for group in _groups(listed, together):
-            part = work.kept(batch, group)
-            if part is None:
-                base = base or work.base(batch)
-                part = work.keep(batch, group, work.run(batch, group, *base))
-            found.append(part)
-        parts.append(xr.concat(found, dim="intervention").sel(intervention=list(listed)))
-    return xr.concat(parts, dim="prompt", join="outer").assign_attrs(model=model.name, replay=int(replay))
-
-
-def bytes_per_row(model: Model, length: int, gen_length: int) -> int:
-    """About what one row of a pass holds at a time, in bytes: hidden states, one layer's MLP, logits, and scores."""
-    cfg = model.cfg
-    item = cfg.dtype.itemsize
-    stream = length * (8 * cfg.d_model + 3 * cfg.d_mlp) * item
-    logits = gen_length * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
-    return stream + logits + 3 * cfg.n_layers * cfg.n_heads * length * 4
-
-
-def _rows_within(model: Model, prompts: Any, settings: Mapping[str, Any], memory_gb: float) -> int:
-    ids, _ = model.encode(prompts)
-    from sinklens.sampling import make_settings
-
-    made = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults)
-    row = bytes_per_row(model, ids.shape[1] + made.gen_length, made.gen_length)
-    limit = int(memory_gb * 1e9 // row)
+    longer = [name for name, hooks in listed.items() if _goes_alone(hooks)]
+    if replay and longer:
+        raise SettingError(f"{longer[0]} makes the canvas longer; nothing replays it: sweep it with replay=False.")
+    work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
+    limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
-        raise SettingError(
-            f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Give more memory_gb."
-        )
-    return limit
+        raise SettingError(f"rows is the number of rows per pass, at least 1; got {limit}.")
+    size = min(len(prompts), limit)
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    groups = _groups(listed, max(1, limit // size))
+    parts: list[list[xr.Dataset]] = [[] for _ in batches]
+    base = None
+    for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
+        found = work.kept(batches[number], group)
+        if found is None:
+            if base is None or base[0] != number:
+                base = number, *work.base(batches[number])
+            found = work.keep(batches[number], group, work.run(batches[number], group, *base[1:]))
+        parts[number].append(found)
+    whole_batches = [xr.concat(found, dim="intervention", join="outer") for found in parts]
+    found = xr.concat(whole_batches, dim="prompt", join="outer").sel(intervention=list(listed))
+    found = found.assign_coords(intervention=list(listed))  # parts from files cut each other's names short
+    return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _groups(listed: Mapping[str, list[Any]], size: int) -> list[dict[str, list[Any]]]:
+def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:
+    """What one row holds while it is run, in bytes: an estimate from above, meant to be too high rather than too low.
+
+    In a pass hidden states, one layer's MLP and explicit map, and logits; under guidance twice that. Under replay also
+    the logits of the whole canvas, and those of all steps at the positions still masked, which are compared afterwards.
+
+    Args:
+        length: positions of the canvas.
+    """
+    cfg, item = model.cfg, model.cfg.dtype.itemsize
+    causal = isinstance(settings, AutoregressiveSettings)
+    decided = 1 if causal else settings.gen_length  # positions that a pass has logits of
+    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * item
+    maps = 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
+    logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
+    cache = 2 * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item if causal else 0
+    kept = 0
+    if replay:
+        logits += (1 if causal else length) * cfg.d_vocab * item
+        kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
+    twice = 2 if isinstance(settings, LladaSettings) and settings.cfg_scale > 0 else 1
+    return twice * (stream + maps + logits + cache) + kept
+
+
+def _goes_alone(hooks: Sequence[Any]) -> bool:
+    """Whether the canvas becomes longer, so that other interventions cannot share its run."""
+    return any(type(entry).extend is not Intervention.extend for entry in hooks if isinstance(entry, Intervention))
+
+
+def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
     """Interventions in groups of `size`; those that make the canvas longer go alone."""
-    groups: list[dict[str, list[Any]]] = [{}]
-    for name, hooks in listed.items():
-        if any(type(entry).extend is not Intervention.extend for entry in hooks if isinstance(entry, Intervention)):
-            groups.insert(0, {name: hooks})
-        elif len(groups[-1]) < size:
-            groups[-1][name] = hooks
-        else:
-            groups.append({name: hooks})
-    return [group for group in groups if group]
+    alone = {name for name, hooks in listed.items() if _goes_alone(hooks)}
+    others = [name for name in listed if name not in alone]
+    shared = [others[start : start + size] for start in range(0, len(others), size)]
+    return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]
 
 
-def _shown(starts: Sequence[int], progress: bool | None) -> Any:
+def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
     shown = console.is_terminal if progress is None else progress
-    return track(starts, "sweep", console=console, disable=not shown, transient=True)
+    if not shown:  # another bar may be on the screen, and two are not possible
+        yield from parts
+        return
+    yield from track(parts, "sweep", console=console, transient=True)
 
 
 class _Sweep:
     """What the parts of one sweep share."""
 
-    def __init__(self, model: Model, seed: int, settings: Mapping[str, Any], replay: bool, out: Path | None) -> None:
-        self._model, self._seed, self._settings, self._replay, self._out = model, seed, dict(settings), replay, out
+    def __init__(
+        self,
+        model: Model,
+        seed: int,
+        chat_template: bool | str,
+        settings: Mapping[str, Any],
+        replay: bool,
+        out: Path | None,
+    ) -> None:
+        self._model, self._seed, self._template, self._given = model, seed, chat_template, dict(settings)
+        self._settings = make_settings(model.record.sampler, self._given, model.checkpoint.defaults)
+        self._replay, self._out = replay, out
+        self._weights = _weights(model) if out is not None else ""
+
+    def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
+        """Rows per pass that the budget allows."""
+        length = self._model.encode(prompts, self._template)[0].shape[1] + self._settings.gen_length
+        row = bytes_per_row(self._model, length, self._settings, self._replay)
+        if memory_gb * 1e9 < row:
+            raise SettingError(
+                f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Give more memory_gb."
+            )
+        return int(memory_gb * 1e9 // row)
 
     def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
         """The run without intervention, its logits kept under replay."""
@@ -157,7 +195,7 @@ class _Sweep:
 
     def _denoising(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
         return Denoising(
-            self._model, batch, given=dict(self._settings), seed=self._seed, chat_template=False, hooks=hooks,
+            self._model, batch, given=dict(self._given), seed=self._seed, chat_template=self._template, hooks=hooks,
             record_sinks=False, replay=replay, progress=False, copies=copies,
         )  # fmt: skip
 
@@ -175,28 +213,29 @@ class _Sweep:
             rows = slice(number * count, (number + 1) * count)
             changed = _rows_of(result, rows)
             if self._replay:
-                found.append(compare(base, changed, logits.kept, _logits_of(result, kept.kept, rows)))
+                part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
             elif changed.canvas.shape[2] == base.canvas.shape[2]:
-                found.append(compare(base, changed))
+                part = compared(base, changed)
             else:
-                found.append(xr.Dataset())
+                part = xr.Dataset(answers_compared(base, changed))
             answers = [
                 answer.text if answer.text is not None else str(ids.tolist())
                 for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
             ]
-            found[-1] = found[-1].assign(answer=("batch", np.array(answers, dtype=object)))
+            found.append(part.assign(answer=("batch", np.array(answers, dtype=object))))
         stacked = xr.concat(found, dim="intervention", join="outer").rename(batch="prompt")
         return stacked.assign_coords(intervention=list(group))
 
     def _part(self, batch: Any, group: Mapping[str, list[Any]]) -> Path | None:
         if self._out is None:
             return None
+        ids, real = self._model.encode(batch, self._template)
         what = {
             "format": FORMAT,
-            "model": [self._model.name, self._model.checkpoint.revision, str(self._model.cfg.dtype)],
-            "prompts": [list(map(int, row)) for row in self._model.encode(batch)[0]],
-            "interventions": {name: repr(hooks) for name, hooks in group.items()},
-            "settings": [self._settings, self._seed, self._replay],
+            "model": [self._model.name, self._weights, str(self._model.cfg.dtype)],
+            "prompts": [row[keep].tolist() for row, keep in zip(ids, real, strict=True)],
+            "interventions": {name: mark(hooks) for name, hooks in group.items()},
+            "settings": [type(self._settings).__name__, asdict(self._settings), self._seed, self._replay],
         }
         return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
 
@@ -212,6 +251,13 @@ class _Sweep:
             with whole(part) as file:
                 file.write_bytes(found.to_netcdf(engine="h5netcdf"))
         return found
+
+
+def _weights(model: Model) -> str:
+    """Tells two checkpoints of one name apart, by some values of every weight."""
+    state = model.tree.hf.state_dict()
+    some = {name: value.flatten()[:: max(1, value.numel() // 64)].float() for name, value in state.items()}
+    return hashlib.sha256(mark(some).encode()).hexdigest()[:16]
 
 
 class _Canvas:
@@ -283,6 +329,7 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
             for function in own:
                 given = function(part, hook=hook)
                 if given is not None:
+                    _check_rows(given, part, function, hook)
                     part, changed = given, True
             parts.append(part)
         if not changed:
@@ -291,3 +338,17 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
         return torch.cat([part.expand(-1, *longest) for part in parts])
 
     return call
+
+
+def _check_rows(given: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
+    """What a function gives back for its rows can stand beside the others'.
+
+    Raises:
+        HookFunctionError: it is no tensor, or has another number of rows or axes.
+    """
+    if not isinstance(given, Tensor) or given.ndim != part.ndim or len(given) != len(part):
+        back = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise HookFunctionError(
+            f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step {hook.step}) got a "
+            f"value of shape {list(part.shape)} and gave back {back}; return the same shape, or None to change nothing."
+        )

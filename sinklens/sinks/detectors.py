@@ -87,6 +87,8 @@ class EpsilonOverMean(Detector):
 class TopK(Detector):
     """The `k` strongest keys of every head and step, whatever their score; fewer where fewer exist.
 
+    A head that attends to nothing at all has none.
+
     Attributes:
         k: how many; existing positions only.
     """
@@ -100,7 +102,7 @@ class TopK(Detector):
         strongest = np.argsort(-score.fillna(-np.inf).to_numpy(), axis=-1, kind="stable")[..., : self.k]
         found = np.zeros(score.shape, dtype=bool)
         np.put_along_axis(found, strongest, True, axis=-1)
-        return score.copy(data=found) & score.notnull()
+        return score.copy(data=found) & score.notnull() & (score > 0).any("pos")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class MeanPlusStd(Detector):
 
     def strength(self, track: SinkTrack) -> xr.DataArray:
         margin = self._margin(track)
-        return everywhere(margin.copy(data=1 / (1 + np.exp(-self.slope * margin.to_numpy()))), track)
+        soft = (1 + np.tanh(self.slope / 2 * margin.to_numpy())) / 2  # the sigmoid, without overflow
+        return everywhere(margin.copy(data=soft), track)
 
     def detect(self, track: SinkTrack) -> xr.DataArray:
         return everywhere(self._margin(track) > 0, track)
@@ -148,8 +151,8 @@ class SinkRate(Detector):
         share: of all heads of all layers; the source reports the rate and sets no bound.
     """
 
-    epsilon: float = 0.3
-    share: float = 0.1
+    epsilon: float | int = 0.3
+    share: float | int = 0.1
 
     def strength(self, track: SinkTrack) -> xr.DataArray:
         alpha = track.scores("visible")
@@ -172,7 +175,7 @@ class SmallValueNorm(Detector):
         ratio: bound on r.
     """
 
-    ratio: float = 0.2
+    ratio: float | int = 0.2
 
     def strength(self, track: SinkTrack) -> xr.DataArray:
         return 1 / value_ratio(track)
@@ -222,7 +225,7 @@ class NoOp(Detector):
         among: what a sink is in the first place.
     """
 
-    ratio: float = 0.2
+    ratio: float | int = 0.2
     among: Detector = field(default_factory=EpsilonOverMean)
 
     def strength(self, track: SinkTrack) -> xr.DataArray:
@@ -246,9 +249,9 @@ class Broadcast(Detector):
         among: what a sink is in the first place.
     """
 
-    low: float = 0.5
-    high: float = 1.5
-    rank: float = 1.5
+    low: float | int = 0.5
+    high: float | int = 1.5
+    rank: float | int = 1.5
     among: Detector = field(default_factory=EpsilonOverMean)
 
     def strength(self, track: SinkTrack) -> xr.DataArray:

@@ -1,7 +1,8 @@
 """Sink tracks on disk, and several tracks as one.
 
 A track is one NetCDF-4 file or a Zarr store, told apart by the suffix ``.zarr``. Files are written beside their place
-and moved there when they are whole. The store of a run that was killed is opened with the steps it finished.
+and moved there when they are whole. The store of a run that was killed is opened with the steps it finished. A store
+has one chunk per step, so a step of an opened track is read alone.
 
 One way this fails: a NetCDF file is made in main memory first, because on a full disk the HDF5 library fails while
 closing, where its error cannot be caught. Keep a track that is larger than memory as a Zarr store.
@@ -10,14 +11,15 @@ closing, where its error cannot be caught. Keep a track that is larger than memo
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
 from sinklens.errors import SinklensError, TrackError
-from sinklens.sinks.stores import FORMAT, WRITTEN
+from sinklens.sinks.stores import FINISHED, FORMAT, WRITTEN
 from sinklens.writing import whole
 
 if TYPE_CHECKING:
@@ -45,24 +47,37 @@ def save(track: "SinkTrack", path: Path, dtype: str) -> Path:
 def _save_store(data: xr.Dataset, path: Path) -> Path:
     if path.exists() and not _is_store(path):
         raise TrackError(f"{path} exists and is no sink track; choose another place.")
-    part = path.with_name(f".{path.stem}.part.zarr")
+    part, old = (path.with_name(f".{path.stem}.{state}.zarr") for state in ("part", "old"))
+    chunks = {
+        name: {"chunks": tuple(1 if axis == "step" else size for axis, size in values.sizes.items())}
+        for name, values in data.data_vars.items()
+    }
     try:
+        _restore(path, old)
         shutil.rmtree(part, ignore_errors=True)
-        data.to_zarr(part, mode="w", consolidated=False)
+        data.to_zarr(part, mode="w", consolidated=False, encoding=chunks, write_empty_chunks=True)
         if path.exists():
-            shutil.rmtree(path)
+            path.replace(old)
         part.replace(path)
     except OSError as error:
         raise SinklensError(f"could not write {path}: {error}. Make room or choose another place.") from error
     finally:
+        _restore(path, old)
         shutil.rmtree(part, ignore_errors=True)
     return path
+
+
+def _restore(path: Path, old: Path) -> None:
+    """Undo a replacement that was interrupted before the new store was in place, and clear one that was not."""
+    if old.exists() and not path.exists():
+        old.replace(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_store(path: Path) -> bool:
     try:
         return json.loads((path / "zarr.json").read_text())["attributes"]["format"] == FORMAT
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -87,28 +102,46 @@ def _open_store(path: Path) -> xr.Dataset:
     """A Zarr store; steps behind the last whole one are left out, missing chunks are refused."""
     import zarr
 
-    if not _is_store(path):
+    if not (path / "zarr.json").exists():
         raise TrackError(f"{path} is a folder, but no sink track's Zarr store.")
     try:
         data = xr.open_zarr(path, chunks=None, consolidated=False)
-        scores = zarr.open_array(path / "score", mode="r")
-    except (OSError, ValueError, KeyError) as error:
+        arrays = dict(zarr.open_group(path, mode="r").arrays())
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackError(f"{path} is not a whole Zarr store ({error}); it may be truncated.") from error
-    steps = int(data.attrs.get(WRITTEN, data.sizes["step"]))
-    if scores.nchunks_initialized < steps * scores.nchunks // max(1, data.sizes["step"]):
-        raise TrackError(f"{path} lacks chunks of its scores; part of the store was lost. Copy it again, whole.")
-    return data if "unmask_step" in data else _unfinished(data.isel(step=slice(0, steps)))
+    if data.attrs.get("format") != FORMAT:
+        return data
+    killed = WRITTEN in data.attrs and not data.attrs.get(FINISHED, 1)
+    steps = int(data.attrs.pop(WRITTEN, data.sizes.get("step", 0)))
+    if steps == 0:
+        raise TrackError(f"{path} holds no step: its run ended within the first. Delete it and run again.")
+    for name in set(arrays) - ({"unmask_step"} if killed else set()):
+        lost = _lost_chunks(path / name, arrays[name], steps)
+        if lost:
+            raise TrackError(f"{path} lacks {lost} chunks of {name}; part of the store was lost. Copy it again, whole.")
+    data = data.isel(step=slice(0, steps))
+    return _unfinished(data) if killed else data
+
+
+def _lost_chunks(folder: Path, array: Any, steps: int) -> int:
+    """Chunks that are not on disk, of the first `steps` steps."""
+    places = [
+        range(-(-steps // size) if axis == "step" else count)
+        for axis, size, count in zip(array.metadata.dimension_names, array.chunks, array.cdata_shape, strict=True)
+    ]
+    keys = (array.metadata.encode_chunk_key(place) for place in product(*places))
+    return sum(not (folder / key).is_file() for key in keys)
 
 
 def _unfinished(data: xr.Dataset) -> xr.Dataset:
-    """The finished steps of a run that was killed; the step that decided each position is read off them."""
-    token, committed = data["token_id"].to_numpy(), data["committed"].to_numpy()
-    steps = token.shape[1]
+    """The track of a run that was killed; the step that decided each position is read off the finished steps."""
+    token, committed, real = (data[name].to_numpy() for name in ("token_id", "committed", "real"))
+    steps, prompt = token.shape[1], np.arange(token.shape[2]) < int(data.attrs["prompt_length"])
     changed = np.concatenate([token[:, 1:] != token[:, :-1], committed[:, -1:]], axis=1)
     last = np.where(changed, np.arange(steps)[None, :, None], -1).max(axis=1)
     undecided = data["masked"].to_numpy()[:, -1] & ~committed[:, -1]
-    unmask_step = np.where(undecided, steps, last)
-    return data.assign(unmask_step=(("batch", "pos"), unmask_step)).assign_attrs(finished=0)
+    last = np.where(undecided, np.where(prompt, -1, steps), last)
+    return data.assign(unmask_step=(("batch", "pos"), np.where(real, last, -1)))
 
 
 def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -126,30 +159,54 @@ def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
         if set(part.data_vars) != set(first.data_vars):
             differing = ", ".join(sorted(str(name) for name in set(part.data_vars) ^ set(first.data_vars)))
             raise TrackError(f"tracks put together hold the same quantities; {differing} is in some of these only.")
+        _refuse_other_places(part, first)
     answers = {part.sizes["pos"] - int(part.attrs["prompt_length"]) for part in parts}
     if len(answers) > 1:
         raise TrackError(f"tracks put together have answers of one length; these have {sorted(answers)} positions.")
     steps, length = (max(part.sizes[axis] for part in parts) for axis in ("step", "pos"))
     padded = [_padded(part, length - part.sizes["pos"], steps - part.sizes["step"]) for part in parts]
-    return xr.concat(padded, dim="batch", combine_attrs="drop").assign_attrs(_shared_attrs(parts, length))
+    together = xr.concat(padded, dim="batch", join="exact", combine_attrs="drop")
+    longest = max(parts, key=lambda part: part.sizes["step"])
+    kept = {axis: longest[axis] for axis in ("step", "layer", "head") if axis in longest.coords}
+    return together.assign_coords(kept).assign_attrs(_shared_attrs(parts, length))
+
+
+def _refuse_other_places(part: xr.Dataset, first: xr.Dataset) -> None:
+    """Parts cut with `SinkTrack.isel` fit together only if they hold the same layers, heads and steps."""
+    for axis in ("step", "layer", "head"):
+        numbers = [data[axis].to_numpy().tolist() for data in (first, part)]
+        common = min(map(len, numbers)) if axis == "step" else None
+        if numbers[0][:common] != numbers[1][:common]:
+            raise TrackError(
+                f"tracks put together hold the same layers, heads and steps; {axis}s are {numbers[0]} in the first "
+                f"and {numbers[1]} in another. Cut them alike, or put them together first."
+            )
 
 
 def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
-    nothing: dict[str, float] = {"masked": False, "committed": False, "real": False}
-    bare = part.drop_vars([name for name in part.coords if name in ("step", "pos")]).drop_attrs()
-    nothing |= {str(name): -1 for name, values in bare.items() if np.issubdtype(values.dtype, np.integer)}
+    bare = part.drop_vars(list(part.coords)).drop_attrs()
+    nothing: dict[str, float] = {str(name): _nothing(values.dtype) for name, values in bare.items()}
+    steps, unmask = part.sizes["step"], bare["unmask_step"]  # a position that never got a token has the number of steps
+    bare = bare.assign(unmask_step=unmask.where(unmask != steps, steps + late))
     return bare.pad({"pos": (left, 0), "step": (0, late)}, constant_values=nothing)
+
+
+def _nothing(dtype: np.dtype) -> float | int:
+    """What stands where there is no position or step."""
+    if np.issubdtype(dtype, np.floating):
+        return np.nan
+    return -1 if np.issubdtype(dtype, np.integer) else False
 
 
 def _shared_attrs(parts: Sequence[xr.Dataset], length: int) -> dict[str, object]:
     vocabulary: dict[str, str] = {}
     for part in parts:
         vocabulary |= json.loads(part.attrs.get("vocabulary", "{}"))
-    seeds = {part.attrs["seed"] for part in parts if "seed" in part.attrs}
+    seeds = {int(seed) for part in parts for seed in np.ravel(part.attrs.get("seed", []))}
     answer = parts[0].sizes["pos"] - int(parts[0].attrs["prompt_length"])
     shared = parts[0].attrs | {"prompt_length": length - answer, "vocabulary": json.dumps(vocabulary)}
     if len(seeds) > 1:
-        shared["seed"] = sorted(int(seed) for seed in seeds)
-    if any(not part.attrs.get("finished", 1) for part in parts):
-        shared["finished"] = 0
+        shared["seed"] = sorted(seeds)
+    if any(not part.attrs.get(FINISHED, 1) for part in parts):
+        shared[FINISHED] = 0
     return shared

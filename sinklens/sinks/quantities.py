@@ -23,7 +23,7 @@ class Quantity(ABC):
 
     Attributes:
         name: how `Record` asks for it.
-        point: hook point below a block.
+        point: hook point below a block, in any accepted spelling.
         variables: variables of the track that it fills, with their axes behind batch, step and layer.
     """
 
@@ -45,13 +45,21 @@ class Quantity(ABC):
 
         Args:
             kept: of all positions that exist.
-            real: False on padding, as long as `kept`.
+            real: False on padding; of the positions that exist.
             heads: query heads of the layer.
+
+        Returns:
+            Each of `variables`, [batch, ...]; an axis "pos" has the positions that exist. Floating-point numbers are
+            recorded in float32.
         """
 
 
 class Scores(Quantity):
-    """The sink scores Σ_i A[i, j]: ``score`` [head, pos]. Always recorded."""
+    """The sink scores Σ_i A[i, j]: ``score`` [head, pos]. Always recorded.
+
+    They are what ``hook_sink_scores`` shows: a trace block that asks for that point before it edits the pattern of the
+    same layer is served early, and the recorded scores are then those before the edit.
+    """
 
     name = "scores"
     point = "attn.hook_sink_scores"
@@ -90,7 +98,8 @@ class Stream(Quantity):
 
     ``stream_peak`` [pos]: max_c |h[j, c]|; ``stream_channel`` [pos]: that channel c; ``stream_median``: median of |h|
     over all real positions and channels; ``stream_channel_median`` [pos]: median of |h[:, c]| over real positions, for
-    the channel c of the peak. Source: Massive Activations (2402.17762); per channel after Layer Collapse (2605.06366).
+    the channel c of the peak. Of an even number of values the median is the lower middle one. Source: Massive
+    Activations (2402.17762); per channel after Layer Collapse (2605.06366).
     """
 
     name = "stream"
@@ -123,7 +132,7 @@ class Outputs(Quantity):
     """Stable rank of each head's output O = A·V (``hook_z``): ``output_rank`` [head], |O|_F² / σ₁², at least 1.
 
     σ₁ is the largest singular value of O [pos, d_head] over real positions. Source: Unifying View (2606.08105).
-    NaN for a head whose output is zero.
+    NaN for a head whose output is zero, or not finite.
     """
 
     name = "outputs"
@@ -132,10 +141,12 @@ class Outputs(Quantity):
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """From the eigenvalues of OᵀO."""
-        z = kept.float() * real[:, :, None, None]
+        z = kept.float().masked_fill(~real[:, :, None, None], 0.0)
         gram = torch.einsum("bphd,bphe->bhde", z, z)
+        finite = gram.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+        gram = gram.where(finite, torch.zeros_like(gram))  # LAPACK refuses NaN
         largest = torch.linalg.eigvalsh(gram)[..., -1]
-        return {"output_rank": gram.diagonal(dim1=-2, dim2=-1).sum(-1) / largest}
+        return {"output_rank": (gram.diagonal(dim1=-2, dim2=-1).sum(-1) / largest).clamp(min=1.0)}
 
 
 BY_NAME: dict[str, type[Quantity]] = {kind.name: kind for kind in (Values, Stream, Outputs)}

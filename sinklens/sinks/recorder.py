@@ -44,7 +44,8 @@ class Record:
         dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits).
 
     Raises:
-        SettingError: an unknown quantity or dtype, or a place to append to that is no new ``*.zarr`` folder.
+        SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are no (step,
+            layer) pairs, or a place to append to that is no new ``*.zarr`` folder.
     """
 
     quantities: Sequence[str | Quantity] = ()
@@ -102,12 +103,11 @@ class SinkRecorder:
 
     def __init__(self, record: Record, tree: "HookTree", real: Bool[Tensor, "batch pos"], steps: int) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
-        self._quantities = record.chosen()
-        layers = tree.cfg.n_layers
+        quantities, layers = record.chosen(), tree.cfg.n_layers
         self._points = [  # resolved now: a wrong name must not wait for the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
             for layer in range(layers)
-            for part in self._quantities
+            for part in quantities
         ]
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
@@ -115,7 +115,7 @@ class SinkRecorder:
         self._before: dict[tuple[str, int], Tensor] = {}
         self._rows_of: dict[int, Tensor] = {}
         self._watching: list[Any] = []
-        axes = {name: ("layer", *tail) for part in self._quantities for name, tail in part.variables.items()}
+        axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         self.store: Store = MemoryStore(axes) if record.to is None else ZarrStore(record.to, axes, steps, record.dtype)
 
     @contextmanager

@@ -45,7 +45,7 @@ class Store(ABC):
 
     @abstractmethod
     def dataset(self) -> xr.Dataset | None:
-        """All steps; None before the first."""
+        """All steps, once the run has come to its end; None before the first."""
 
 
 class MemoryStore(Store):

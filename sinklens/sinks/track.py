@@ -108,12 +108,10 @@ class SinkTrack:
         for name in variables:
             if name not in self.data:
                 quantity = quantity_of(name)
-                how = (
-                    f"record_sinks=Record([{quantity!r}])" if quantity else "a Quantity that fills it in Record([...])"
-                )
+                asked = repr(quantity) if quantity else "a Quantity that fills it"
                 raise TrackError(
-                    f"this track holds no {name}. Record it while the run goes on: sinklens.trace(..., {how}), "
-                    f"with Record from sinklens.sinks."
+                    f"this track holds no {name}. Record it while the run goes on: sinklens.trace(..., "
+                    f"record_sinks=Record([{asked}])), with Record from sinklens.sinks."
                 )
         chosen = {name: self.data[name].astype(np.float32) for name in variables}
         return xr.Dataset(
@@ -126,7 +124,7 @@ class SinkTrack:
 
         return (detector or EpsilonOverMean()).detect(self)
 
-    def isel(self, **places: int | slice | Sequence[int]) -> "SinkTrack":
+    def isel(self, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> "SinkTrack":
         """Part of the track: rows, steps, layers or heads by number; all axes stay.
 
         A part of an opened track is read from disk alone: ``SinkTrack.open(path).isel(step=slice(0, 10)).top()``.
@@ -134,19 +132,23 @@ class SinkTrack:
         Raises:
             TrackError: no such axis or place.
         """
+        kept: dict[str, slice | list[int]] = {}
         for name, chosen in places.items():
             if name not in ("batch", "step", "layer", "head"):
                 raise TrackError(f"a track is cut along batch, step, layer or head; got {name!r}.")
-            if not isinstance(chosen, slice):
-                for place in [chosen] if isinstance(chosen, int) else chosen:
-                    self.require(**{name: place})
-        kept = {name: [chosen] if isinstance(chosen, int) else chosen for name, chosen in places.items()}
+            if isinstance(chosen, slice):
+                kept[name] = chosen
+                continue
+            kept[name] = numbers = [int(place) for place in np.ravel(chosen)]
+            for place in numbers:
+                self.require(**{name: place})
         return SinkTrack(self.data.isel(kept))
 
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].
 
-        -1 where a head attends to nothing at all (its pattern was set to zero, or every key was masked).
+        -1 where a head attends to nothing at all (its pattern was set to zero, or every key was masked), and behind the
+        last where fewer than `k` positions exist.
 
         Raises:
             TrackError: `k` is below 1 or above the number of positions.
@@ -155,7 +157,8 @@ class SinkTrack:
             raise TrackError(f"k lies between 1 and {self.data.sizes['pos']}, the number of positions; got {k}.")
         values = self.scores().fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
-        order = np.where(values.max(axis=-1, keepdims=True) > 0, order, -1)
+        exists = np.take_along_axis(values, order, axis=-1) > -np.inf
+        order = np.where(exists & (values.max(axis=-1, keepdims=True) > 0), order, -1)
         return xr.DataArray(order, dims=("batch", "step", "layer", "head", "rank"))
 
     def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:

@@ -1,31 +1,31 @@
-"""Figures of sink tracks, one function each.
+"""Figures of sink tracks, one function each; figures of measured numbers are in charts.py.
 
-Every function takes ``ax=`` and gives it back, so figures can be put together; none shows or saves anything.
+Every function takes ``ax=`` and gives it back, so figures can be put together; none shows or saves anything. Positions
+are named by their tokens where the track knows them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
-from sinklens.sinks.track import SinkTrack
+from sinklens.sinks.track import SinkTrack, Unit
+from sinklens.views.labels import BLANK, UNITS, colours, short, token_labels, token_ticks, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
-    from pandas import DataFrame
+    from matplotlib.ticker import Locator
 
 MASKED = "#c6dbef"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, colour-blind safe
-UNITS = {
-    "sum": "attention received, column sum (uniform = 1)",
-    "percent": "attention received, % of all",
-    "fraction": "attention received, share of all",
-    "visible": "mean attention of the queries that see the key",
-}
+PATH = "#d94801"
+MARKS = "dots: strongest key; dotted: end of prompt"
 
 
-def _axes(ax: "Axes | None", size: tuple[float, float] = (8, 4)) -> "Axes":
+def axes_or_new(ax: "Axes | None", size: tuple[float | int, float | int] = (8, 4)) -> "Axes":
+    """`ax`, or the axes of a new figure of `size` inches."""
     if ax is not None:
         return ax
     from matplotlib import pyplot
@@ -33,98 +33,93 @@ def _axes(ax: "Axes | None", size: tuple[float, float] = (8, 4)) -> "Axes":
     return pyplot.subplots(figsize=size, layout="constrained")[1]
 
 
-def panels(count: int, columns: int = 2, size: tuple[float, float] = (5.5, 3.6)) -> "tuple[Figure, list[Axes]]":
-    """A figure with `count` axes in rows of `columns`."""
+def panels(
+    count: int,
+    columns: int = 2,
+    size: tuple[float | int, float | int] = (5.5, 3.6),
+    heights: Sequence[float | int] | None = None,
+    sharey: bool = False,
+) -> "tuple[Figure, list[Axes]]":
+    """A figure with `count` axes, each of `size` inches, in rows of `columns`.
+
+    Args:
+        heights: of the rows, in inches, where they are not all ``size[1]``.
+        sharey: one vertical scale for all.
+    """
     from matplotlib import pyplot
 
     columns = min(columns, count)
     rows = -(-count // columns)
+    high = [size[1]] * rows if heights is None else heights
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(size[0] * columns, size[1] * rows), layout="constrained", squeeze=False
-    )
+        rows, columns, figsize=(size[0] * columns, sum(high)), layout="constrained", squeeze=False, sharey=sharey,
+        height_ratios=high,
+    )  # fmt: skip
     for ax in axes.ravel()[count:]:
         ax.set_axis_off()
     return figure, list(axes.ravel()[:count])
 
 
-def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: str, ax: "Axes | None" = None) -> "Axes":
-    """Histogram of scores (the paper's Figs. 3 and 9), one line per model, on a logarithmic share.
-
-    Args:
-        edges: of the bins, one more than each of `shares`.
-        shares: model name -> share of positions per bin.
-        unit: of the scores.
-    """
-    ax = _axes(ax)
-    for (name, share), colour in zip(shares.items(), _colours(len(shares)), strict=True):
-        ax.stairs(share, edges, label=_short(name), color=colour)
-    ax.set(xlabel=UNITS[unit], ylabel="share of positions", yscale="log", title=f"unit: {unit}")
-    ax.legend(fontsize="small")
-    return ax
-
-
-def threshold_curve(table: "DataFrame", unit: str, factor: float = 1.0, ax: "Axes | None" = None) -> "Axes":
-    """Share of positions that are no sink against ε (the paper's Fig. 10), with intervals.
-
-    Args:
-        table: rows with model, epsilon, mean, low and high.
-        unit: of ε.
-        factor: on the table's ε.
-    """
-    ax = _axes(ax)
-    models = list(dict.fromkeys(table["model"]))
-    for model, colour in zip(models, _colours(len(models)), strict=True):
-        rows = table[table["model"] == model]
-        epsilon = rows["epsilon"].to_numpy() * factor
-        ax.plot(epsilon, rows["mean"], "o-", color=colour, label=_short(model), markersize=4)
-        ax.fill_between(epsilon, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
-    ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share of positions that are no sink")
-    ax.set_title(f"unit: {unit}")
-    ax.legend(fontsize="small")
-    return ax
-
-
-def _colours(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]
-
-
-def _short(name: str) -> str:
-    """A model's name without the folders before it."""
-    return name.rstrip("/").rpartition("/")[2]
-
-
 def sink_map(
-    track: SinkTrack, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
+    track: SinkTrack,
+    layer: int | None = None,
+    head: int | None = None,
+    batch: int = 0,
+    ax: "Axes | None" = None,
+    *,
+    unit: Unit = "sum",
+    steps: slice = slice(None),
+    tokens: Int[np.ndarray, " pos"] | None = None,
 ) -> "Axes":
     """Step × position map of sink scores (the paper's Fig. 1), the strongest key of each step marked.
 
     Args:
         layer, head: which; None averages over all.
+        unit: of the scores; "visible" takes from early keys of a causal model what they owe to being seen more often.
+        steps: which steps.
+        tokens: ids that name the positions; by default those that entered the last step.
     """
     track.require(layer=layer, head=head, batch=batch)
-    score = track.scores().isel(batch=batch)
+    score = track.scores(unit).isel(batch=batch, step=steps)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
-    values = score.to_numpy()
-    ax = _axes(ax)
-    image = ax.imshow(values, aspect="auto", cmap="magma", interpolation="nearest", vmin=0)
-    strongest = np.where(np.nanmax(values, axis=1) > 0, np.nanargmax(values, axis=1), np.nan)
-    ax.plot(strongest, np.arange(len(values)), ".", color="white", markersize=4, label="strongest key")
-    ax.axvline(track.data.attrs["prompt_length"] - 0.5, color="white", linewidth=0.8, linestyle=":")
-    ax.set(xlabel="position (dotted: end of prompt)", ylabel="denoising step", title=_title(track, layer, head, batch))
-    ax.legend(loc="lower left", fontsize="small", labelcolor="white", facecolor="0.3")
-    ax.figure.colorbar(image, ax=ax, label="attention received (uniform = 1)")
+    values, first = score.to_numpy(), int(score["step"][0])
+    ax = axes_or_new(ax)
+    image = ax.imshow(values, aspect="auto", cmap=_dark(), interpolation="nearest", vmin=0)
+    ax.plot(
+        _strongest(values), np.arange(len(values)), "o", label="strongest key",
+        color="white", markersize=3.5, markeredgecolor="black", markeredgewidth=0.5,
+    )  # fmt: skip
+    ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
+    ax.set(xlabel=f"position ({MARKS})", ylabel="step", title=_title(track, layer, head, batch))
+    _name_positions(ax, track, batch, tokens, _highest(values))
+    ax.yaxis.set_major_locator(_whole_steps())
+    ax.yaxis.set_major_formatter(lambda place, _: f"{place + first:.0f}")
+    ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
     return ax
 
 
 def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
     """Layer and head whose strongest key changes most often from step to step; ties go to the stronger sink."""
-    top = track.top(1).isel(batch=batch, rank=0).to_numpy()
-    moves = (np.diff(top, axis=0) != 0).sum(axis=0)
-    strength = track.scores().isel(batch=batch).max("pos").mean("step").to_numpy()
+    moves, strength = _moves(track, batch)
     best = np.lexsort((strength.ravel(), moves.ravel()))[-1]
     layer, head = np.unravel_index(best, moves.shape)
     return int(layer), int(head)
+
+
+def stillest_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
+    """Layer and head whose strongest key changes least often from step to step; ties go to the stronger sink."""
+    moves, strength = _moves(track, batch)
+    best = np.lexsort((-strength.ravel(), moves.ravel()))[0]
+    layer, head = np.unravel_index(best, moves.shape)
+    return int(layer), int(head)
+
+
+def _moves(track: SinkTrack, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Changes of the strongest key, and its mean score, both [layer, head]."""
+    top = track.top(1).isel(batch=batch, rank=0).to_numpy()
+    strength = track.scores().isel(batch=batch).max("pos").mean("step").fillna(0).to_numpy()
+    return (np.diff(top, axis=0) != 0).sum(axis=0), strength
 
 
 def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes | None" = None) -> "Axes":
@@ -136,7 +131,7 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     from matplotlib.colors import to_rgba
 
     track.require(layer=layer, head=head, batch=batch)
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     data = track.data.isel(batch=batch)
     steps = np.arange(track.steps)
     masked = data["masked"].to_numpy()
@@ -148,26 +143,22 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     jitter = np.linspace(-0.3, 0.3, every[0].size)
     for offset, path in zip(jitter, every.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
-    ax.plot(steps, every[:, layer, head], "o-", color="#d94801", markersize=4, label=f"layer {layer}, head {head}")
+    ax.plot(steps, every[:, layer, head], "o-", color=PATH, markersize=4, label=f"layer {layer}, head {head}")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
         xlabel="step",
-        ylabel="position of the strongest key",
+        ylabel="position of the strongest key (by column sum)",
         title=f"{_name(track)}: {still} of {every[0].size} heads stay where they began",
     )
-    ax.locator_params(axis="x", integer=True)
+    ax.xaxis.set_major_locator(_whole_steps())
     ax.legend(loc="upper right", frameon=True)
     return ax
 
 
 def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
     """`sink_path` of several runs side by side, each with the head whose sink moves most."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(tracks), figsize=(6 * len(tracks), 4.5), layout="constrained", squeeze=False, sharey=True
-    )
-    for track, ax in zip(tracks, axes[0], strict=True):
+    figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
+    for track, ax in zip(tracks, axes, strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
     figure.suptitle(
         "Where each head's strongest key is: grey, all heads; orange, the head that moves most; blue, not decided yet "
@@ -175,6 +166,119 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
         fontsize=9,
     )
     return figure
+
+
+def sink_life(
+    track: SinkTrack,
+    layer: int,
+    head: int,
+    pos: int,
+    start: int,
+    length: int = 1,
+    batch: int = 0,
+    ax: "Axes | None" = None,
+    *,
+    around: int = 3,
+    tokens: Int[np.ndarray, " pos"] | None = None,
+) -> "Axes":
+    """The life of one sink, framed, with `around` steps before and after it (the paper's Fig. 6b shows one step).
+
+    Colours follow the square root of the score, so that a weak sink is seen beside strong ones.
+
+    Args:
+        pos, start, length: where, since which step, and for how many, as a line of `motion.lifetimes` tells.
+        tokens: ids that name the positions; by default those that entered the last step.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.patches import Rectangle
+
+    first, last = max(0, start - around), min(track.steps, start + length + around)
+    ax = sink_map(track, layer, head, batch, ax, steps=slice(first, last), tokens=tokens)
+    ax.get_images()[0].set_norm(PowerNorm(0.5, vmin=0))
+    frame = Rectangle((pos - 0.5, start - first - 0.5), 1, length, fill=False, edgecolor="#56b4e9", linewidth=2)
+    ax.add_patch(frame)
+    token = token_labels(track, batch, tokens)[pos]
+    lasts = f"at step {start} alone" if length == 1 else f"from step {start} to {start + length - 1}"
+    ax.set_title(f"{_title(track, layer, head, batch)}: ‘{token}’ ({pos}) is a sink {lasts}")
+    return ax
+
+
+def grouped_pattern(
+    pattern: Float[np.ndarray, "query key"],
+    masked: Bool[np.ndarray, " query"],
+    labels: Sequence[str],
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """One head's attention pattern, its rows sorted into unmasked and masked queries (the paper's Fig. 6a).
+
+    Args:
+        pattern: rows of queries that are no padding sum to 1.
+        masked: queries still masked.
+        labels: of the positions.
+    """
+    ax = axes_or_new(ax, (9, 6))
+    order = np.concatenate([np.flatnonzero(~masked), np.flatnonzero(masked)])
+    image = ax.imshow(pattern[order], aspect="auto", cmap=_dark(), interpolation="nearest", vmin=0)
+    split = int((~masked).sum()) - 0.5
+    ax.axhline(split, color="white", linewidth=1.2)
+    token_ticks(ax.xaxis, labels, pattern.sum(axis=0))
+    token_ticks(ax.yaxis, [labels[place] for place in order])
+    ax.set(xlabel="key", ylabel=f"query: unmasked above the line, masked ({BLANK}) below")
+    ax.figure.colorbar(image, ax=ax, label=wrapped("attention of the query to the key"))
+    return ax
+
+
+def group_profiles(
+    profiles: dict[str, Float[np.ndarray, " key"]], labels: Sequence[str], ax: "Axes | None" = None
+) -> "Axes":
+    """Attention that each group of queries gives to every key: column sums over the group, scaled so that uniform is 1.
+
+    Args:
+        profiles: name of the group -> score of each key.
+        labels: of the positions.
+    """
+    ax = axes_or_new(ax, (9, 3))
+    width = 0.8 / len(profiles)
+    for number, ((name, scores), colour) in enumerate(zip(profiles.items(), colours(len(profiles)), strict=True)):
+        ax.bar(np.arange(len(scores)) + (number - (len(profiles) - 1) / 2) * width, scores, width, color=colour,
+               label=name)  # fmt: skip
+    token_ticks(ax.xaxis, labels, np.max(list(profiles.values()), axis=0))
+    ax.set(xlabel="key", ylabel="attention received from the group\n(column sum, uniform = 1)")
+    ax.set_xlim(-0.5, len(labels) - 0.5)
+    ax.legend(fontsize="small")
+    return ax
+
+
+def _name_positions(
+    ax: "Axes", track: SinkTrack, batch: int, tokens: Int[np.ndarray, " pos"] | None, weight: np.ndarray
+) -> None:
+    if not track.vocabulary:
+        return
+    token_ticks(ax.xaxis, token_labels(track, batch, tokens), weight)
+    ax.set_xlabel(f"token at each position ({MARKS})")
+
+
+def _strongest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " step"]:
+    """Position of the largest value of each step; NaN where nothing is above 0."""
+    known = np.nan_to_num(values, nan=0.0)
+    return np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
+
+
+def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]:
+    return np.nan_to_num(values, nan=0.0).max(axis=0).astype(np.float64)
+
+
+def _dark() -> "Colormap":
+    """Light on dark; grey where there is nothing."""
+    from matplotlib import colormaps
+
+    return colormaps["magma"].with_extremes(bad="0.85")
+
+
+def _whole_steps() -> "Locator":
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
 
 
 def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) -> str:
@@ -187,4 +291,4 @@ def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) ->
 
 
 def _name(track: SinkTrack) -> str:
-    return _short(str(track.data.attrs.get("model", "")))
+    return short(str(track.data.attrs.get("model", "")))

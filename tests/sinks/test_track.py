@@ -1,70 +1,54 @@
-"""Sink tracks and detectors against hand-made attention."""
-
-import subprocess
-import sys
+"""Sink tracks: units, ranks and places against hand-made patterns, and a run's own patterns against its track."""
 
 import numpy as np
 import pytest
+from tracks import LENGTH, made, planted
 
 import sinklens
-from sinklens.errors import SinklensError, TrackError
-from sinklens.sinks import EpsilonOverMean, SinkTrack, TopK, build_track
+from sinklens.errors import TrackError
+from sinklens.sinks import EpsilonOverMean, SinkRate, SinkTrack, TopK, build_track
 from sinklens.tasks.word_problems import held_out
 
-
-def planted(score, real=None):
-    """A track of one head from scores [step, pos]."""
-    score = np.asarray(score, dtype=np.float32)
-    steps, length = score.shape
-    places = np.zeros((1, steps, length), dtype=bool)
-    real = np.ones((1, length), dtype=bool) if real is None else np.asarray([real])
-    return build_track(
-        score[None, :, None, None],
-        np.zeros((1, steps, length), dtype=np.int64),
-        places,
-        places,
-        real,
-        np.full((1, length), -1),
-        {"model": "planted", "prompt_length": 2},
-    )
-
-
 MOVING = [[0.2, 3.2, 0.3, 0.3], [0.2, 0.3, 3.2, 0.3], [1.0, 1.0, 1.0, 1.0]]
+both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
 
-def test_a_planted_sink_is_found_where_it_is_and_nowhere_else():
-    """Scores sum to 4; the others' mean is 0.267, so 3.2 exceeds it by more than 2.9 but not by 3."""
-    found = planted(MOVING).detect(EpsilonOverMean(epsilon=2.9)).to_numpy()[0, :, 0, 0]
-    assert found.tolist() == [[False, True, False, False], [False, False, True, False], [False] * 4]
-    assert not planted(MOVING).detect(EpsilonOverMean(epsilon=3.0)).any()
+@both_kinds
+@pytest.mark.parametrize("unit", ["sum", "fraction", "percent", "visible"])
+def test_every_unit_is_its_definition_on_the_full_pattern(causal, unit):
+    """Loops over queries: all that exist, or those that can see the key; a head that attends to nothing has zeros."""
+    track, pattern, there = made(causal)
+    scores = track.scores(unit)
+    assert scores.dims == ("batch", "step", "layer", "head", "pos")
+    for place in np.ndindex(*scores.shape):
+        (b, t, layer, h, j), got = place, float(scores.to_numpy()[place])
+        if not there[b, t, j]:
+            assert np.isnan(got)
+            continue
+        queries = [i for i in range(LENGTH) if there[b, t, i]]
+        if unit == "visible" and causal:
+            queries = [i for i in queries if i >= j]
+        total = sum(pattern[b, t, layer, h, i, j] for i in queries)
+        expected = {"sum": total, "percent": 100 * total / len(queries)}.get(unit, total / len(queries))
+        assert got == pytest.approx(expected, rel=1e-5), place
+    assert (scores.isel(layer=-1, head=-1).fillna(0) == 0).all()
 
 
-def test_the_paper_s_inequality_is_evaluated_literally_per_unit():
+def test_units_are_shares_of_the_whole():
     track = planted(MOVING)
-    score = np.array(MOVING)
-    for unit, factor in (("sum", 1.0), ("percent", 25.0), ("fraction", 0.25)):
-        for epsilon in (0.0, 0.5):
-            literal = np.zeros_like(score, dtype=bool)
-            for step in range(3):
-                for j in range(4):
-                    others = [score[step, k] * factor for k in range(4) if k != j]
-                    literal[step, j] = score[step, j] * factor > sum(others) / 3 + epsilon
-            found = track.detect(EpsilonOverMean(epsilon, unit)).to_numpy()[0, :, 0, 0]
-            assert found.tolist() == literal.tolist(), (unit, epsilon)
+    np.testing.assert_allclose(track.scores("fraction").to_numpy()[0, 0, 0, 0], [0.05, 0.8, 0.075, 0.075], rtol=1e-6)
+    np.testing.assert_allclose(track.scores("percent").sum("pos").to_numpy(), 100.0, rtol=1e-6)
 
 
-def test_epsilon_three_in_fractions_finds_nothing_and_warns():
-    with pytest.warns(UserWarning, match=r"no score exceeds 1, so epsilon = 3.0 can never be met"):
-        assert not planted(MOVING).detect(EpsilonOverMean(3.0, "fraction")).any()
-
-
-def test_padding_is_no_sink_and_no_other_position():
-    """Position 0 is padding: the mean of the others is taken over three real positions."""
-    track = planted([[9.0, 2.0, 0.5, 0.5]], real=[False, True, True, True])
-    found = track.detect(EpsilonOverMean(1.4)).to_numpy()[0, 0, 0, 0]
-    assert found.tolist() == [False, True, False, False]
-    assert track.top(1).item() == 1
-    assert not track.detect(TopK(3)).to_numpy()[..., 0].any()
+def test_under_causal_attention_the_last_key_is_seen_by_itself_alone():
+    """Of four queries with uniform attention to what they see, column sums fall by what sees them."""
+    pattern = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
+    track = planted([pattern.sum(0)], causal=1)
+    np.testing.assert_allclose(track.scores("visible").to_numpy().ravel(), [25 / 48, 13 / 36, 7 / 24, 1 / 4], rtol=1e-6)
+    padded = planted([[0, *pattern.sum(0)]], real=[False, *[True] * 4], causal=1)
+    np.testing.assert_allclose(
+        padded.scores("visible").to_numpy().ravel()[1:], track.scores("visible").to_numpy().ravel()
+    )
 
 
 def test_top_k_ranks_and_the_trajectory_follows_the_strongest():
@@ -75,17 +59,27 @@ def test_top_k_ranks_and_the_trajectory_follows_the_strongest():
     assert found.tolist() == [False, True, True, False]
 
 
+def test_ranks_behind_the_last_position_that_exists_are_empty():
+    """Neither padding nor what is not decoded yet may be named as a strong key."""
+    track = planted([[9.0, 0.5, 2.5, np.nan], [9.0, 1.5, 1.0, 0.5]], real=[False, True, True, True])
+    assert track.top(4).to_numpy()[0, :, 0, 0].tolist() == [[2, 1, -1, -1], [1, 2, 3, -1]]
+
+
+@both_kinds
+def test_ranks_are_those_of_a_sorted_list(causal):
+    track, pattern, there = made(causal, seed=3)
+    top, sums = track.top(LENGTH).to_numpy(), pattern.sum(-2)
+    for b, t, layer, h in np.ndindex(*top.shape[:4]):
+        exist = [j for j in range(LENGTH) if there[b, t, j]]
+        ranked = sorted(exist, key=lambda j: -sums[b, t, layer, h, j]) if sums[b, t, layer, h].any() else []
+        assert top[b, t, layer, h].tolist() == ranked + [-1] * (LENGTH - len(ranked))
+
+
 def test_a_head_that_attends_to_nothing_has_no_strongest_key():
     """Not position 0, which would look like a sink at the start token."""
     track = planted([[0.0, 0.0, 0.0, 0.0], [0.2, 0.3, 3.2, 0.3]])
     assert track.trajectory(0, 0).tolist() == [-1, 2]
     assert not track.detect(EpsilonOverMean(0.0)).isel(step=0).any()
-
-
-def test_units_are_shares_of_the_whole():
-    track = planted(MOVING)
-    np.testing.assert_allclose(track.scores("fraction").to_numpy()[0, 0, 0, 0], [0.05, 0.8, 0.075, 0.075], rtol=1e-6)
-    np.testing.assert_allclose(track.scores("percent").sum("pos").to_numpy(), 100.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +90,9 @@ def test_units_are_shares_of_the_whole():
         (lambda track: track.detect(TopK(5)), r"k lies between 1 and 4"),
         (lambda track: track.trajectory(1, 0), r"layer 1 does not exist; this track has 1, 0 to 0"),
         (lambda track: track.trajectory(0, 0, batch=2), r"batch 2 does not exist"),
+        (lambda track: track.isel(step=3), r"step 3 does not exist; this track has 3, 0 to 2"),
+        (lambda track: track.isel(step=[0, -4]), r"step -4 does not exist"),
+        (lambda track: track.isel(pos=0), r"a track is cut along batch, step, layer or head; got 'pos'"),
     ],
 )
 def test_a_wrong_question_is_refused(ask, text):
@@ -103,72 +100,110 @@ def test_a_wrong_question_is_refused(ask, text):
         ask(planted(MOVING))
 
 
-def test_a_saved_track_opens_as_it_was(tiny_llada, tmp_path):
-    track = sinklens.generate(tiny_llada, held_out(1)[0].prompt).sinks
-    opened = SinkTrack.open(track.save(tmp_path / "sinks.nc"))
-    assert opened.data.drop_attrs().equals(track.data.drop_attrs())
-    assert opened.data.attrs["model"] == "tiny-llada"
-    assert opened.trajectory(2, 1).tolist() == track.trajectory(2, 1).tolist()
-    assert [file.name for file in tmp_path.iterdir()] == ["sinks.nc"]
+def test_a_part_of_a_track_is_that_part_and_keeps_its_numbers():
+    track = made(True).track
+    part = track.isel(step=[0, -1], head=np.int64(2), layer=slice(1, None), batch=1)
+    assert dict(part.data["score"].sizes) == {"batch": 1, "step": 2, "layer": 1, "head": 1, "pos": LENGTH}
+    expected = track.scores("visible").to_numpy()[1:, [0, -1], 1:, 2:]
+    np.testing.assert_array_equal(part.scores("visible").to_numpy(), expected)
+    assert part.data["step"].to_numpy().tolist() == [0, track.steps - 1]
+    assert (part.prompt_length, part.causal, part.steps) == (track.prompt_length, True, 2)
+    np.testing.assert_array_equal(
+        part.need("value_norm")["value_norm"], track.need("value_norm")["value_norm"][1:, [0, -1], 1:, 2:]
+    )
 
 
-def test_scores_of_a_run_sum_to_the_number_of_real_tokens(tiny_llada):
-    prompts = [problem.prompt for problem in held_out(6)]
-    run = sinklens.generate(tiny_llada, prompts)
-    sums = run.sinks.scores().sum("pos")
-    real = run.real.sum(dim=1).numpy()
-    assert len(set(real.tolist())) > 1
-    for row, count in enumerate(real):
-        np.testing.assert_allclose(sums.isel(batch=row).to_numpy(), count, rtol=1e-4)
+def test_what_was_recorded_of_padding_is_left_out_and_the_rest_is_not():
+    track, _, there = made(False)
+    needed = track.need("value_norm", "stream_channel", "stream_median")
+    for name in ("value_norm", "stream_channel"):
+        extra = needed[name].ndim - 3
+        shown = there.reshape(2, 3, *[1] * extra, LENGTH)
+        np.testing.assert_array_equal(needed[name], np.where(shown, track.data[name], np.nan))
+    np.testing.assert_array_equal(needed["stream_median"], track.data["stream_median"])
 
 
-def test_masked_and_committed_follow_the_canvas(tiny_llada):
-    run = sinklens.generate(tiny_llada, held_out(1)[0].prompt)
+def test_a_track_is_built_of_known_variables_only():
+    arrays = [
+        np.zeros((1, 2, 1, 1, 3), np.float32),
+        *[np.zeros((1, 2, 3))] * 3,
+        np.ones((1, 3), bool),
+        np.zeros((1, 3)),
+    ]
+    with pytest.raises(
+        TrackError, match=r"value_norms: no such variable; known: value_norm, stream_peak, .*output_rank"
+    ):
+        build_track(*arrays, {"prompt_length": 1}, value_norms=np.zeros((1, 2, 1, 1, 3)))
+    with pytest.raises(TrackError, match=r"no sink track: it lacks score, real"):
+        SinkTrack(build_track(*arrays, {"prompt_length": 1}).data.drop_vars(["score", "real"]))
+
+
+@pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
+def run(request):
+    """A run of three prompts of different lengths."""
+    return sinklens.generate(request.getfixturevalue(request.param), [problem.prompt for problem in held_out(3)])
+
+
+def full_patterns(run, step):
+    """Every layer's pattern [batch, head, query, key] of what a step worked on, from a pass of its own."""
+    causal = run.sinks.causal
+    length = run.prompt_length + step if causal else run.canvas.shape[2]
+    _, cache = run.model.run_with_cache(
+        run.canvas[:, step, :length],
+        attention_mask=run.real[:, :length],
+        names_filter=lambda name: name.endswith("hook_pattern"),
+    )
+    return [cache[f"blocks.{layer}.attn.hook_pattern"].double().numpy() for layer in range(run.model.cfg.n_layers)]
+
+
+def test_measures_of_full_patterns_and_of_the_track_are_equal(run):
+    """Ā, Eq. 3, α, the sink rate and top-k from the naive definitions, with left padding and with a growing text."""
+    assert len(set(run.real.sum(1).tolist())) > 1
+    step = run.steps_run // 2
+    track = run.sinks.isel(step=step)
+    shares, visible = (track.scores(unit).to_numpy()[:, 0] for unit in ("fraction", "visible"))
+    found, top = track.detect(EpsilonOverMean(1.5)).to_numpy()[:, 0], track.top(5).to_numpy()[:, 0]
+    rate = SinkRate(0.2).strength(track).to_numpy()[:, 0, 0, 0]
+    alphas = np.zeros((*visible.shape[:3], visible.shape[3]))
+    hits = 0
+    for layer, patterns in enumerate(full_patterns(run, step)):
+        for b, h in np.ndindex(*patterns.shape[:2]):
+            there = run.real[b, : patterns.shape[-1]].nonzero()[:, 0].tolist()
+            size = len(there)
+            mean = {j: sum(patterns[b, h, i, j] for i in there) / size for j in there}
+            for j in there:
+                assert shares[b, layer, h, j] == pytest.approx(mean[j], abs=2e-6)
+                seeing = [i for i in there if i >= j or not track.causal]
+                alphas[b, layer, h, j] = sum(patterns[b, h, i, j] for i in seeing) / len(seeing)
+                assert visible[b, layer, h, j] == pytest.approx(alphas[b, layer, h, j], abs=2e-6)
+                margin = size * (mean[j] - sum(mean[k] for k in there if k != j) / (size - 1)) - 1.5
+                if abs(margin) > 1e-4:
+                    assert found[b, layer, h, j] == (margin > 0)
+                hits += margin > 0
+            ranked = sorted(there, key=lambda j: -mean[j])
+            for place, strongest in zip(top[b, layer, h].tolist(), ranked, strict=False):
+                assert mean[place] == pytest.approx(mean[strongest], abs=2e-6)
+    assert hits > 20
+    assert np.isnan(shares[~np.broadcast_to(run.real[:, None, None], shares.shape)]).all()
+    clear = (np.abs(alphas - 0.2) > 1e-4).all(axis=(1, 2)) & ~np.isnan(rate)
+    np.testing.assert_allclose(rate[clear], (alphas > 0.2).mean(axis=(1, 2))[clear])
+    assert clear.sum() > 50
+
+
+def test_scores_of_a_run_sum_to_the_number_of_real_tokens(run):
+    sums = run.sinks.scores().sum("pos").to_numpy()
+    for step in range(run.steps_run):
+        length = run.prompt_length + step if run.sinks.causal else None
+        count = run.real[:, :length].sum(dim=1).numpy()
+        np.testing.assert_allclose(sums[:, step], np.broadcast_to(count[:, None, None], sums[:, step].shape), rtol=1e-4)
+
+
+def test_masked_and_committed_follow_the_canvas(run):
     data = run.sinks.data
-    committed = data["committed"].to_numpy()[0]
-    for step, place in zip(*committed.nonzero(), strict=True):
-        assert run.unmask_step[0, place] == step
-    assert committed.sum() == 24
-    assert data["masked"].to_numpy()[0].sum() == sum(range(1, 25))
-
-
-def test_a_truncated_or_foreign_file_is_refused(tmp_path):
-    with pytest.raises(TrackError, match=r"does not exist"):
-        SinkTrack.open(tmp_path / "nothing.nc")
-    whole = planted(MOVING).save(tmp_path / "sinks.nc").read_bytes()
-    (tmp_path / "cut.nc").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TrackError, match=r"not a whole NetCDF-4 file"):
-        SinkTrack.open(tmp_path / "cut.nc")
-    foreign = planted(MOVING).data.drop_attrs()
-    foreign.to_netcdf(tmp_path / "foreign.nc", engine="h5netcdf")
-    with pytest.raises(TrackError, match=r"no sink track of this version"):
-        SinkTrack.open(tmp_path / "foreign.nc")
-    with pytest.raises(TrackError, match=r"lacks score"):
-        SinkTrack(foreign.drop_vars("score"))
-
-
-def test_a_full_disk_leaves_no_half_file_and_says_so(tmp_path):
-    """A real limit: the process may not write files above 2 KB."""
-    code = f"""
-import resource, signal
-import numpy as np
-from sinklens.sinks import build_track
-track = build_track(np.random.rand(1, 50, 2, 2, 40).astype("float32"), *(np.zeros((1, 50, 40)),) * 3,
-                    np.ones((1, 40), bool), np.zeros((1, 40)), {{"prompt_length": 1}})
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
-from sinklens.errors import SinklensError
-try:
-    track.save(r"{tmp_path / "sinks.nc"}")
-except SinklensError as error:
-    print("refused:", "could not write" in str(error))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "refused: True" in done.stdout, done.stderr[-1500:]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_saving_where_nothing_can_be_written_says_so(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
-        planted(MOVING).save(tmp_path / "file" / "sinks.nc")
+    committed, masked = data["committed"].to_numpy(), data["masked"].to_numpy()
+    for row, step, place in zip(*committed.nonzero(), strict=True):
+        assert run.unmask_step[row, place] == step
+    assert (committed.sum(axis=(1, 2)) == run.steps_run).all()
+    np.testing.assert_array_equal(masked[:, 1:], masked[:, :-1] & ~committed[:, :-1])
+    np.testing.assert_array_equal(data["token_id"].to_numpy(), run.canvas[:, :-1].numpy())
+    np.testing.assert_array_equal(data["unmask_step"].to_numpy(), run.unmask_step.numpy())

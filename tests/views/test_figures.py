@@ -1,15 +1,37 @@
 """Figures and the terminal view, on planted tracks and a real run."""
 
 import io
+import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
+from matplotlib import pyplot
+from planting import planted as planted_track
+from planting import with_sinks
 from rich.console import Console
 
 import sinklens
 from sinklens.sinks import build_track
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import most_moving_head, sink_map, sink_path, sink_paths, terminal
+from sinklens.views.charts import (
+    curves,
+    frequency_bars,
+    interval_dots,
+    layer_head_map,
+    nothing_to_show,
+    score_histogram,
+    threshold_curve,
+)
+from sinklens.views.figures import group_profiles, grouped_pattern, panels, sink_life, stillest_head
+from sinklens.views.labels import plain, short, token_label, token_labels, token_ticks
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    yield
+    pyplot.close("all")
 
 
 @pytest.fixture
@@ -29,6 +51,14 @@ def planted():
 
 def test_the_most_moving_head_is_the_one_that_moves(planted):
     assert most_moving_head(planted) == (0, 1)
+    assert stillest_head(planted) == (0, 0)
+
+
+def test_of_equally_moving_heads_the_stronger_is_shown():
+    score = with_sinks([[[1, 2, 3]], [[1, 2, 3]]])
+    score[0, :, 0, 1] *= 2
+    assert stillest_head(planted_track(score)) == (0, 1)
+    assert most_moving_head(planted_track(score)) == (0, 1)
 
 
 def test_the_path_drawn_out_is_that_of_the_head_asked_for(planted):
@@ -55,6 +85,169 @@ def test_axes_are_labelled_and_given_back(planted):
     assert "position" in ax.get_xlabel()
     assert "step" in ax.get_ylabel()
     assert len(sink_paths([planted, planted]).axes) == 2
+
+
+def colour_bar(ax):
+    """The label of the colour bar beside `ax`, on one line."""
+    bars = [other for other in ax.figure.axes if other.get_label() == "<colorbar>"]
+    return " ".join(bars[-1].get_ylabel().split())
+
+
+def test_a_map_says_which_score_it_shows():
+    track = planted_track([[[[[1.0, 0.9, 0.8, 1.6, 0.7]]]]], causal=True)
+    ax = sink_map(track)
+    assert colour_bar(ax) == "attention received, column sum (uniform = 1)"
+    ax = sink_map(track, unit="visible")
+    assert colour_bar(ax) == "mean attention of the queries that see the key"
+    np.testing.assert_allclose(ax.get_images()[0].get_array()[0], [0.2, 0.225, 0.8 / 3, 0.8, 0.7], rtol=1e-6)
+
+
+def test_a_map_of_some_steps_counts_them_as_the_run_does(planted):
+    ax = sink_map(planted, 0, 1, steps=slice(2, 4))
+    np.testing.assert_allclose(ax.get_images()[0].get_array(), planted.scores()[0, 2:, 0, 1])
+    assert ax.yaxis.get_major_formatter()(0, 0) == "2"
+
+
+def test_steps_that_a_row_does_not_have_are_blank():
+    score = np.concatenate([with_sinks([[[2]], [[3]]])] * 2)
+    score[1, 1] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ax = sink_map(planted_track(score), batch=1)
+    assert np.ma.getmaskarray(ax.get_images()[0].get_array())[1].all()
+    np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [2, np.nan])
+
+
+def test_one_life_of_a_sink_is_framed_where_it_is():
+    score = with_sinks([[[2]], [[2]], [[7]], [[2]], [[2]]])
+    ax = sink_life(planted_track(score), 0, 0, pos=7, start=2, around=1)
+    frame = ax.patches[0]
+    assert (frame.get_x(), frame.get_y()) == (6.5, 0.5)  # the second of the steps shown
+    assert frame.get_height() == 1
+    assert "is a sink at step 2 alone" in ax.get_title()
+    assert "from step 2 to 4" in sink_life(planted_track(score), 0, 0, pos=7, start=2, length=3).get_title()
+
+
+AWKWARD = {1: "<mask>", 3: "$\\frac{", 4: "\n\n", 5: " a_b", 6: "_c$", 7: "中", 8: " ", 9: "x" * 40, 10: "\x1b"}
+
+
+def test_awkward_tokens_are_named_as_they_are():
+    """Two dollar signs make no formula, and a letter that the font lacks is told by its number."""
+    ids = np.array([[[3, 4, 5, 6, 7, 8, 9, 10, 1, -1]]])
+    track = planted_track(with_sinks([[[2]]]), token_id=ids, words=AWKWARD)
+    names = ["\\$\\frac{", "⏎⏎", "a_b", " _c\\$", "U+4E2D", "␣", "x" * 15 + "…", "\\x1b", "░", "░"]
+    assert token_labels(track) == names
+    ax = sink_map(track)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ax.figure.canvas.draw()
+    assert [label.get_text() for label in ax.get_xticklabels()] == names
+    assert "token" in ax.get_xlabel()
+
+
+def test_padding_has_no_name_and_other_ids_may_name_the_positions():
+    real = [[False] + [True] * 9]
+    track = planted_track(with_sinks([[[2]]]), real=real, words={5: "five", 6: "six"})
+    assert token_labels(track) == ["", *["five"] * 9]
+    assert token_labels(track, tokens=np.full(10, 6))[1:] == ["six"] * 9
+    assert token_labels(track, tokens=np.full(10, 8))[1] == "⟨8⟩"
+
+
+@pytest.mark.parametrize("length", [30, 100, 512])
+def test_no_more_names_than_fit_and_the_strongest_among_them(length):
+    _, (ax,) = panels(1)
+    ax.set_xlim(0, length)
+    weight = np.zeros(length)
+    weight[[3, length // 2, length - 1]] = 5.0
+    token_ticks(ax.xaxis, [f"t{place}" for place in range(length)], weight, limit=40)
+    shown = [int(tick) for tick in ax.get_xticks()]
+    assert {3, length // 2, length - 1} <= set(shown)
+    assert len(shown) <= max(40, 30)
+    assert len(shown) >= min(length, 20)
+    if length > 40:
+        assert min(np.diff(shown)) >= length / 40
+
+
+def test_names_of_models_are_no_formulas_and_are_in_the_legend():
+    assert short("/models/_a$b$") == r" _a\$b\$"
+    table = pd.DataFrame(
+        {"model": ["_a$b$", "c"], "at": [1.0, 1.0], "estimate": [1.0, 2.0], "low": [0.5, 1.5], "high": [1.5, 2.5]}
+    )
+    ax = curves(table, "at")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [r" _a\$b\$", "c"]
+    ax.figure.canvas.draw()
+    assert plain("a") == "a"
+    assert token_label("\t\r") == "⇥\\x0d"
+
+
+def interval_lines():
+    return pd.DataFrame(
+        {
+            "model": ["a", "a", "b", "b"],
+            "measure": ["x", "y", "x", "y"],
+            "estimate": [0.2, 0.4, np.nan, np.nan],
+            "low": [0.1, np.nan, np.nan, np.nan],
+            "high": [0.5, np.nan, np.nan, np.nan],
+        }
+    )
+
+
+def test_dots_stand_at_the_estimates_and_bars_at_the_intervals():
+    ax = interval_dots(interval_lines(), "measure", names={"x": "the x"}, line=0.3)
+    dots, ends, (bars,) = ax.containers[0]
+    assert dots.get_xdata().tolist() == [0.2, 0.4]
+    assert [end.get_xdata().tolist() for end in ends] == [[0.1, 0.4], [0.5, 0.4]]
+    np.testing.assert_allclose(bars.get_segments()[0][:, 0], [0.1, 0.5])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["the x", "y"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b (not measured)"]
+    assert ax.get_lines()[-1].get_xdata() == [0.3, 0.3]
+
+
+def test_a_table_without_lines_gives_empty_axes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert interval_dots(interval_lines().head(0), "measure").get_yticklabels() == []
+
+
+def test_curves_and_bars_show_the_table():
+    table = interval_lines().query("model == 'a'").assign(epsilon=[1.0, 2.0], token=["$x$", "y"],
+                                                         position_frequency=[0.1, 0.3])  # fmt: skip
+    ax = threshold_curve(table, "percent", factor=0.5)
+    assert ax.get_lines()[0].get_xdata().tolist() == [0.5, 1.0]
+    assert ax.get_lines()[0].get_ydata().tolist() == [0.2, 0.4]
+    assert "percent" in ax.get_xlabel()
+    ax = frequency_bars(table, "/models/m")
+    assert [bar.get_width() for bar in ax.patches] == [0.2, 0.4]
+    assert ax.get_title() == "m"
+    ax = score_histogram(np.array([0, 1, 2.0]), {"m": np.array([0.25, 0.75])}, "sum")
+    assert ax.patches[0].get_data().values.tolist() == [0.25, 0.75]
+    assert "uniform = 1" in ax.get_xlabel()
+    ax = layer_head_map(np.arange(6.0).reshape(2, 3), "m", "visible")
+    np.testing.assert_array_equal(ax.get_images()[0].get_array(), [[0, 1, 2], [3, 4, 5]])
+    assert colour_bar(ax) == "score of the main sink: mean attention of the queries that see the key"
+    assert nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"
+
+
+def test_a_pattern_is_sorted_into_unmasked_and_masked_queries():
+    pattern = np.arange(16.0).reshape(4, 4)
+    ax = grouped_pattern(pattern, np.array([True, False, False, True]), ["a", "b", "c", "d"])
+    np.testing.assert_array_equal(ax.get_images()[0].get_array(), pattern[[1, 2, 0, 3]])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "c", "a", "d"]
+    assert ax.get_lines()[0].get_ydata() == [1.5, 1.5]
+    ax = group_profiles({"one": np.array([1.0, 2.0]), "two": np.array([3.0, 4.0])}, ["a", "b"])
+    assert [bar.get_height() for bar in ax.patches] == [1, 2, 3, 4]
+
+
+def test_a_figure_is_drawn_into_the_axes_it_is_given(planted):
+    """And a colour bar beside them is all that is added."""
+    figure, axes = panels(3)
+    assert len(figure.axes) == 4
+    for draw in (
+        lambda ax: sink_path(planted, 0, 1, ax=ax),
+        lambda ax: sink_life(planted, 0, 1, 4, 1, ax=ax),
+        lambda ax: interval_dots(interval_lines(), "measure", ax),
+    ):
+        assert draw(axes[0]) is axes[0]
 
 
 def test_the_terminal_shows_a_line_per_step_and_tokens_as_they_are(tiny_llada):

@@ -1,0 +1,82 @@
+"""A mark of an intervention: text that is the same for the same intervention in any process, and different otherwise.
+
+Results that are kept in files are found again by it. ``repr`` does not do: it shortens tensors, tells two recorded
+tracks of one size by the same words, and names a function by its address. A mark goes down to the values: tensors and
+tracks by a hash of all they hold, functions by their code and by what they close over.
+
+One way this fails: a function's mark holds the names of the global values and functions it uses, not those values. Who
+changes them keeps an old mark.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.sinks.track import SinkTrack
+
+
+def mark(value: Any) -> str:
+    """The mark of an intervention, of a (name, function) pair, or of a list or mapping of them.
+
+    Raises:
+        SettingError: something is told apart by nothing but its address.
+    """
+    if isinstance(value, Tensor):
+        return _hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
+    if isinstance(value, np.ndarray):
+        return mark(value.tolist()) if value.dtype == object else _hashed(value, value.dtype, value.shape)
+    if isinstance(value, SinkTrack | xr.Dataset | xr.DataArray):
+        return f"{type(value).__name__}({mark(_parts(value))})"
+    if isinstance(value, Mapping) or hasattr(value, "items"):  # an ActivationCache is no Mapping
+        return f"{{{', '.join(f'{mark(key)}: {mark(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(mark, value)))}}}"
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = ", ".join(f"{part.name}={mark(getattr(value, part.name))}" for part in fields(value) if part.compare)
+        return f"{type(value).__module__}.{type(value).__qualname__}({shown})"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | range):
+        return f"[{', '.join(map(mark, value))}]"
+    if isinstance(value, FunctionType | MethodType | functools.partial | CodeType):
+        return _of_function(value)
+    return _of_words(value)
+
+
+def _hashed(values: np.ndarray, dtype: Any, shape: Any) -> str:
+    return f"{dtype}{list(shape)}:{hashlib.sha256(values.tobytes()).hexdigest()[:16]}"
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    data = value.data if isinstance(value, SinkTrack) else value
+    held = data.to_dataset(name="value") if isinstance(data, xr.DataArray) else data
+    arrays = {str(name): [list(held[name].dims), held[name].to_numpy()] for name in sorted(map(str, held.variables))}
+    return arrays | {"attributes": dict(sorted(held.attrs.items()))}
+
+
+def _of_function(value: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial({mark(value.func)}, {mark(value.args)}, {mark(value.keywords)})"
+    if isinstance(value, MethodType):
+        return f"{mark(value.__func__)} of {mark(value.__self__)}"
+    if isinstance(value, CodeType):
+        return mark([value.co_code.hex(), value.co_names, value.co_varnames, value.co_consts])
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    return f"{value.__module__}.{value.__qualname__}({mark([value.__code__, value.__defaults__, held])})"
+
+
+def _of_words(value: Any) -> str:
+    words = repr(value)
+    if type(value).__repr__ is object.__repr__ or " at 0x" in words:
+        raise SettingError(
+            f"results that are kept need interventions that another process can tell apart; {words} is told by its "
+            f"address alone. Make its class a dataclass or give it a __repr__ that says what it does, or leave out=."
+        )
+    return words

@@ -1,0 +1,204 @@
+"""The keys that the step before points to, for interventions that act on its sinks.
+
+`PreviousSinks` collects the scores of every step while a run goes on and, when the next one begins, chooses keys by
+them. In a diffusion run the scores are the column sums that ``hook_sink_scores`` shows. In an autoregressive run they
+are the last token's attention, which is computed here from its query, all keys and the additive mask.
+
+One way this fails: in an autoregressive run, that last row does not know what other hooks do behind this one to
+``hook_attn_mask``, or to the scores and the pattern. List interventions on the mask before this one.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.interventions.base import Canvas, Intervention, Pairs, Surroundings, layer_of, place_mask
+from sinklens.interventions.selection import Keys, Scores, Selection
+from sinklens.sinks.track import SinkTrack
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+
+class Chosen(NamedTuple):
+    """Keys that a pass treats apart.
+
+    Attributes:
+        keys: [batch, head, query, key], or one row for all queries.
+        rows: queries that they hold for; the others are left alone.
+    """
+
+    keys: Bool[Tensor, "batch head query key"]
+    rows: Bool[Tensor, " query"]
+
+
+class Evidence(NamedTuple):
+    """What keys are chosen by.
+
+    Attributes:
+        scores: by layer; empty where there are none yet.
+        canvas: the token ids that they belong to.
+        track: the recorded step that they come from, if any.
+    """
+
+    scores: dict[int, Scores]
+    canvas: Int[Tensor, "batch key"] | None = None
+    track: SinkTrack | None = None
+
+
+class PreviousSinks:
+    """The keys chosen by the scores of the step before, in one run.
+
+    Args:
+        place: whose steps, layers, heads and positions (of keys) hold.
+
+    Attributes:
+        layers, heads: as numbers from 0.
+        causal: whether the run is autoregressive.
+    """
+
+    def __init__(
+        self,
+        place: Intervention,
+        model: "Model",
+        run: Surroundings | None,
+        selection: Selection,
+        same_step: bool,
+        source: SinkTrack | None,
+    ) -> None:
+        if run is None:
+            raise SettingError(
+                f"{type(place).__name__} acts on the sinks of an earlier step, and a single pass has none; use it in "
+                f"sinklens.trace or sinklens.generate."
+            )
+        self.layers, self.heads, self.causal = place.chosen_layers(model), place.chosen_heads(model), run.causal
+        self._in_step, self._among = place.step_test(run), place_mask(place.positions, run.real)
+        self._run, self._selection, self._same_step, self._source = run, selection, same_step, source
+        self._canvas = Canvas()
+        self._now: dict[int, Scores] = {}
+        self._chosen: dict[int, dict[int, Keys]] = {}  # by step; of a diffusion run only the step being run
+        self._scale = model.cfg.d_head**-0.5
+        self._query: Tensor | None = None
+        self._key: Tensor | None = None
+        if same_step and source is None and run.causal:
+            raise SettingError("same_step needs a second pass over the canvas, which autoregressive runs do not make.")
+        if source is not None:
+            self._check_source(source)
+
+    def _check_source(self, source: SinkTrack) -> None:
+        rows, length = self._run.real.shape
+        cfg = self._run.tree.cfg
+        here = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}
+        for axis, size in here.items():
+            if source.data.sizes[axis] != size:
+                raise SettingError(
+                    f"source holds {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
+                    f"and these prompts."
+                )
+
+    def pairs(self, forbid: Callable[..., Any]) -> Pairs:
+        """All hooks: what is watched, and `forbid` on every chosen layer's mask."""
+        watching = self._source is None and not self._same_step
+        found: Pairs = [("denoise.hook_canvas", self._begin)]
+        for layer in self.layers:
+            at = f"blocks.{layer}.attn"
+            if self.causal:
+                found += [(f"{at}.hook_rot_q", self._keep_query), (f"{at}.hook_rot_k", self._keep_key)]
+            found.append((f"{at}.hook_attn_mask", forbid))
+            if watching and self.causal:
+                found.append((f"{at}.hook_attn_mask", self._last_row))
+            elif watching:
+                found.append((f"{at}.hook_sink_scores", self._keep_scores))
+        return found
+
+    def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
+        """A step begins: what was collected are the scores of the step before."""
+        self._canvas.hook(value, hook)
+        step, seen = int(hook.step or 0), self._now
+        self._now = {}
+        if not self.causal:
+            self._chosen.clear()
+        if not self._in_step(step):
+            return
+        scores, canvas, track = self._evidence(step, value, seen)
+        if not scores:
+            return
+        keys = next(iter(scores.values())).shape[-1]
+        found = self._selection.choose(
+            scores, self._run.real[:, :keys], self._run, canvas, step, among=self._among[:, :keys], track=track
+        )
+        self._chosen[step] = {layer: self._heads_only(mask) for layer, mask in found.items()}
+
+    def _evidence(self, step: int, ids: Tensor, seen: dict[int, Scores]) -> Evidence:
+        if self._source is not None:
+            at = step if self._same_step else step - 1
+            return self._recorded(self._source, at, ids.device) if 0 <= at < self._source.steps else Evidence({})
+        if self._same_step:
+            names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in self.layers]
+            looked = self._run.tree.look(ids, self._run.real, names)
+            return Evidence({layer: looked[name] for layer, name in zip(self.layers, names, strict=True)}, ids)
+        return Evidence(seen, self._canvas.before)
+
+    def _recorded(self, source: SinkTrack, step: int, device: torch.device) -> Evidence:
+        track = source.isel(step=step, layer=self.layers)
+        token = track.data["token_id"].to_numpy()[:, 0]
+        exists = int((token >= 0).any(axis=0).sum())  # an autoregressive run has decoded so many
+        score = torch.from_numpy(track.scores().to_numpy()[:, 0, :, :, :exists]).nan_to_num(0.0).to(device)
+        canvas = torch.from_numpy(token[:, :exists]).to(device)
+        return Evidence({layer: score[:, at] for at, layer in enumerate(self.layers)}, canvas, track)
+
+    def _heads_only(self, mask: Keys) -> Keys:
+        if len(self.heads) == mask.shape[1]:
+            return mask
+        kept = torch.zeros_like(mask)
+        kept[:, self.heads] = mask[:, self.heads]
+        return kept
+
+    def at(self, hook: Point, value: Tensor) -> Chosen | None:
+        """The chosen keys of this layer and pass, with the additive mask `value`; None if nothing is to be done."""
+        layer, step = layer_of(hook), int(hook.step or 0)
+        if self.causal:
+            return self._rows(layer, step, value)
+        if step not in self._chosen:
+            return None
+        keys = self._chosen[step][layer]
+        return Chosen(keys[:, :, None], torch.ones(1, dtype=torch.bool, device=value.device))
+
+    def _rows(self, layer: int, step: int, value: Tensor) -> Chosen | None:
+        """In a causal pass, each token is forbidden what it was when it was decoded, also if it is computed again."""
+        assert self._query is not None
+        queries = self._query.shape[1]
+        found = torch.zeros(*value.shape[:2], queries, value.shape[-1], dtype=torch.bool, device=value.device)
+        rows = torch.zeros(queries, dtype=torch.bool, device=value.device)
+        for part in self._run.parts(step, queries):
+            if part.step in self._chosen:
+                keys = self._chosen[part.step][layer]
+                found[:, :, part.stop - 1, : keys.shape[-1]] = keys  # of the prompt, only its last token decodes one
+                rows[part.stop - 1] = True
+        return Chosen(found, rows) if bool(rows.any()) else None
+
+    def _keep_scores(self, value: Scores, hook: Point) -> None:
+        self._now[layer_of(hook)] = value
+
+    def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        self._query = value
+
+    def _keep_key(self, value: Float[Tensor, "batch key kv_head d_head"], hook: Point) -> None:
+        self._key = value
+
+    def _last_row(self, value: Float[Tensor, "batch head query key"], hook: Point) -> None:
+        """The attention of the last token, from its query, all keys and the mask as it was used."""
+        assert self._query is not None
+        assert self._key is not None
+        query, key = self._query[:, -1].float(), self._key.float()
+        key = key.repeat_interleave(query.shape[1] // key.shape[2], dim=2)
+        scores = torch.einsum("bhd,bkhd->bhk", query, key) * self._scale + value[:, :, -1].float()
+        real = self._run.real[:, : scores.shape[-1]]
+        scores = scores.masked_fill(~real[:, None], -torch.inf)
+        counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
+        self._now[layer_of(hook)] = scores.softmax(dim=-1).nan_to_num(0.0) * counts

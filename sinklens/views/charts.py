@@ -1,0 +1,154 @@
+"""Figures of measured numbers, one function each: what the studies say of several models.
+
+Tables have one line per model and place, with ``estimate``, ``low`` and ``high``. Every function takes ``ax=`` and
+gives it back; none shows or saves anything.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from sinklens.views.figures import axes_or_new
+from sinklens.views.labels import UNITS, colours, plain, short, wrapped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+
+def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: str, ax: "Axes | None" = None) -> "Axes":
+    """Histogram of scores (the paper's Figs. 3 and 9), one line per model, on a logarithmic share.
+
+    Args:
+        edges: of the bins, one more than each of `shares`.
+        shares: model name -> share of positions per bin.
+        unit: of the scores.
+    """
+    ax = share_bars(shares, edges, ax)
+    ax.set(xlabel=f"{UNITS[unit]}; last bin: all beyond", ylabel="share of positions", yscale="log")
+    ax.set_title(f"unit: {unit}")
+    return ax
+
+
+def share_bars(values: Mapping[str, np.ndarray], edges: np.ndarray, ax: "Axes | None" = None) -> "Axes":
+    """Shares per bin, one outline per model.
+
+    Args:
+        values: model name -> share per bin.
+        edges: of the bins, one more than the shares.
+    """
+    ax = axes_or_new(ax)
+    for (name, shares), colour in zip(values.items(), colours(len(values)), strict=True):
+        ax.stairs(shares, edges, label=short(name), color=colour)
+    ax.legend(fontsize="small")
+    return ax
+
+
+def threshold_curve(table: "DataFrame", unit: str, factor: float = 1.0, ax: "Axes | None" = None) -> "Axes":
+    """Share of positions that are no sink against ε (the paper's Fig. 10), with intervals.
+
+    Args:
+        table: also with ``epsilon``.
+        unit: of ε.
+        factor: on the table's ε.
+    """
+    ax = curves(table.assign(epsilon=table["epsilon"] * factor), "epsilon", ax)
+    ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share of positions that are no sink")
+    ax.set_title(f"unit: {unit}")
+    return ax
+
+
+def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
+    """Estimates against the numbers in the column `along`, one line per model, intervals as bands."""
+    ax = axes_or_new(ax)
+    models = list(dict.fromkeys(table["model"]))
+    for model, colour in zip(models, colours(len(models)), strict=True):
+        rows = table[table["model"] == model]
+        places = rows[along].to_numpy(dtype=float)
+        told = short(model) if rows["estimate"].notna().any() else f"{short(model)} (not measured)"
+        ax.plot(places, rows["estimate"], "o-", color=colour, label=told, markersize=4)
+        ax.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
+    ax.legend(fontsize="small")
+    return ax
+
+
+def layer_head_map(
+    values: Float[np.ndarray, "layer head"], name: str, unit: str = "sum", ax: "Axes | None" = None
+) -> "Axes":
+    """Layer × head map of the main sink's score averaged over steps (the paper's Fig. 5).
+
+    Args:
+        values: the scores.
+        name: of the model.
+        unit: of the scores.
+    """
+    ax = axes_or_new(ax, (5, 4))
+    image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
+    ax.set(xlabel="head", ylabel="layer", title=short(name))
+    ax.locator_params(integer=True)
+    ax.figure.colorbar(image, ax=ax, label=f"score of the main sink:\n{wrapped(UNITS[unit], 30)}")
+    return ax
+
+
+def interval_dots(
+    table: "DataFrame",
+    by: str,
+    ax: "Axes | None" = None,
+    *,
+    names: Mapping[str, str] | None = None,
+    line: float | None = None,
+) -> "Axes":
+    """Estimates as dots with their intervals: one line of the figure per value of the column `by`, a colour per model.
+
+    Args:
+        names: of the values of `by`, where they are not shown as they are.
+        line: where to draw a dashed line, e.g. at a threshold.
+    """
+    ax = axes_or_new(ax)
+    models, places = list(dict.fromkeys(table["model"])), list(dict.fromkeys(table[by]))
+    step = 0.6 / max(1, len(models))
+    for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
+        rows = table[(table["model"] == model) & table["estimate"].notna()]
+        told = short(model) if len(rows) else f"{short(model)} (not measured)"
+        height = np.array([places.index(place) for place in rows[by]]) + (number - (len(models) - 1) / 2) * step
+        estimate = rows["estimate"].to_numpy(dtype=float)
+        beyond = np.stack([estimate - rows["low"].to_numpy(dtype=float), rows["high"].to_numpy(dtype=float) - estimate])
+        ax.errorbar(estimate, height, xerr=np.clip(np.nan_to_num(beyond), 0, None), fmt="o", color=colour,
+                    markersize=4, capsize=2, linewidth=1, label=told)  # fmt: skip
+    if line is not None:
+        ax.axvline(line, color="0.3", linewidth=0.8, linestyle="--")
+    ax.set_yticks(range(len(places)), [(names or {}).get(str(place)) or plain(str(place)) for place in places])
+    ax.set_ylim(max(1, len(places)) - 0.5, -0.5)
+    if models:
+        ax.legend(fontsize="small")
+    return ax
+
+
+def frequency_bars(table: "DataFrame", name: str, ax: "Axes | None" = None) -> "Axes":
+    """Which tokens are sinks (the paper's Table 2): share of all sinks per token, and its share of the positions.
+
+    Args:
+        table: also with ``token`` and ``position_frequency``, one line per token, of one model.
+        name: of the model.
+    """
+    ax = axes_or_new(ax, (5.5, 4))
+    places = np.arange(len(table))
+    estimate = table["estimate"].to_numpy(dtype=float)
+    beyond = np.stack([estimate - table["low"].to_numpy(dtype=float), table["high"].to_numpy(dtype=float) - estimate])
+    ax.barh(places, estimate, xerr=np.clip(np.nan_to_num(beyond), 0, None), color=colours(1)[0], capsize=2,
+            label="of all sinks")  # fmt: skip
+    ax.plot(table["position_frequency"], places, "D", color=colours(2)[1], markersize=4, label="of all positions")
+    ax.set_yticks(places, [plain(token) for token in table["token"]])
+    ax.invert_yaxis()
+    ax.set(xlabel="share", title=short(name))
+    ax.legend(fontsize="small")
+    return ax
+
+
+def nothing_to_show(ax: "Axes", name: str, why: str) -> "Axes":
+    """An empty panel that says why it is empty."""
+    ax.set(xticks=[], yticks=[], title=short(name))
+    ax.text(0.5, 0.5, plain(why), ha="center", va="center", wrap=True, transform=ax.transAxes)
+    return ax

@@ -1,0 +1,193 @@
+"""Figures of what interventions do, one function each: maps over layers, heads and steps, and curves.
+
+Tables have one line per model, measure and place, with ``estimate``, ``low`` and ``high``, as in charts.py. Every
+function gives the whole figure: a line of panels per model, or a panel per measure with a curve per model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from sinklens.views.charts import curves, interval_dots, nothing_to_show
+from sinklens.views.figures import axes_or_new, panels
+from sinklens.views.labels import plain, short, wrapped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+
+def effect_map(
+    values: Float[np.ndarray, "row column"],
+    ax: "Axes | None" = None,
+    *,
+    rows: tuple[str, Sequence[Any]],
+    columns: tuple[str, Sequence[Any]],
+    bounds: tuple[float, float] | None = None,
+    label: str = "",
+) -> "Axes":
+    """A map of numbers; grey where there is none, and the largest written in where there are few.
+
+    Args:
+        rows, columns: name of the axis, and the labels along it.
+        bounds: of the colours; on both sides of 0 they go from blue over white to red.
+        label: of the colour bar; none without.
+    """
+    from matplotlib import colormaps
+
+    ax = axes_or_new(ax, (5, 4))
+    low, high = bounds or (0.0, float(np.nanmax(values, initial=0.0)) or 1.0)
+    colours = colormaps["RdBu_r" if low < 0 else "viridis"].with_extremes(bad="0.85")
+    image = ax.imshow(values, aspect="auto", cmap=colours, interpolation="nearest", vmin=low, vmax=high)
+    for axis, (name, labels) in ((ax.yaxis, rows), (ax.xaxis, columns)):
+        every = range(0, len(labels), -(-len(labels) // 12))
+        axis.set_ticks(list(every), [plain(str(labels[place])) for place in every])
+        axis.set_label_text(name)
+    if values.size <= 40:
+        for (row, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                dark = (value - low) / (high - low) < 0.6 if low >= 0 else abs(value) > 0.6 * high
+                ax.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+    if label:
+        ax.figure.colorbar(image, ax=ax, label=wrapped(label, 42))
+    return ax
+
+
+def head_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
+    """Layer × head maps of one measure: a line of panels per model, a panel per way, one scale for all."""
+    return _maps(table, "way", ways, ("layer", "head"), label)
+
+
+def step_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
+    """Layer × step maps of one measure, mean over heads, as `head_maps`."""
+    return _maps(table, "way", ways, ("layer", "step"), f"{label}, mean over heads".replace(" and steps", ""))
+
+
+def patch_maps(table: "DataFrame", groups: Mapping[str, str]) -> "Figure":
+    """Layer × step maps of the share of a fact's effect that patching restores, a panel per group of positions."""
+    label = "share of the gap between clean and corrupted prompt that the patch restores"
+    figure = _maps(table, "group", groups, ("layer", "step"), label, (-1.0, 1.0))
+    figure.suptitle(
+        "Layer −1 is the embedding; grey: nothing of the answer that differs is undecided any more", fontsize=9
+    )
+    return figure
+
+
+def _maps(
+    table: "DataFrame", by: str, names: Mapping[str, str], axes_of: tuple[str, str], label: str,
+    bounds: tuple[float, float] | None = None,
+) -> "Figure":  # fmt: skip
+    models = list(dict.fromkeys(table["model"]))
+    figure, axes = panels(len(models) * len(names), columns=len(names), size=(4.4, 3.2))
+    top = float(np.nanmax(table["estimate"], initial=0.0)) or 1.0
+    shown = ((model, name) for model in models for name in names)
+    for (model, name), ax in zip(shown, axes, strict=True):
+        part = table[(table["model"] == model) & (table[by] == name)]
+        grid = part.pivot(index=axes_of[0], columns=axes_of[1], values="estimate").dropna(axis="columns", how="all")
+        title = f"{short(model)}: {names[name]}"
+        if not grid.size:
+            nothing_to_show(ax, model, "not measured")
+            continue
+        last = name == list(names)[-1]
+        effect_map(
+            grid.to_numpy(dtype=float), ax, rows=(axes_of[0], list(grid.index)),
+            columns=(axes_of[1], list(grid.columns)), bounds=bounds or (0.0, top), label=label if last else "",
+        ).set_title(title)  # fmt: skip
+    return figure
+
+
+def doubling_curves(table: "DataFrame", along: str, meanings: Mapping[str, str], xlabel: str) -> "Figure":
+    """A panel per measure: estimates against numbers that double, one line per model; infinity stands at the end."""
+    measures = [name for name in meanings if name in set(table["measure"])]
+    figure, axes = panels(len(measures), columns=3, size=(4.4, 3.4))
+    for measure, ax in zip(measures, axes, strict=True):
+        _doubling(table[table["measure"] == measure], along, ax)
+        ax.set(xlabel=xlabel, ylabel=wrapped(meanings[measure], 34))
+    return figure
+
+
+def kinds_of_keys(
+    table: "DataFrame", along: str, by: str, kinds: Mapping[str, str], meanings: Mapping[str, str], xlabel: str
+) -> "Figure":
+    """As `doubling_curves`, with a line of panels per model and a line in the panel per value of the column `by`."""
+    models = list(dict.fromkeys(table["model"]))
+    measures = [name for name in meanings if name in set(table["measure"])]
+    figure, axes = panels(len(models) * len(measures), columns=len(measures), size=(4.4, 3.4))
+    shown = ((model, measure) for model in models for measure in measures)
+    for (model, measure), ax in zip(shown, axes, strict=True):
+        part = table[(table["model"] == model) & (table["measure"] == measure)]
+        _doubling(part.assign(model=[kinds[kind] for kind in part[by]]), along, ax)
+        ax.set(xlabel=xlabel, ylabel=wrapped(meanings[measure], 34), title=short(model))
+    return figure
+
+
+def _doubling(table: "DataFrame", along: str, ax: "Axes") -> None:
+    numbers = sorted({float(number) for number in table[along]})
+    finite = [number for number in numbers if np.isfinite(number)]
+    end = 2 * max(finite, default=1.0)
+    curves(table.assign(**{along: [min(float(number), end) for number in table[along]]}), along, ax)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([min(number, end) for number in numbers], [f"{n:.0f}" if np.isfinite(n) else "all" for n in numbers])
+    ax.minorticks_off()
+    ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+
+
+def confidence_changes(table: "DataFrame", steps: "DataFrame", meanings: Mapping[str, str]) -> "Figure":
+    """How confidence changes where the masked keys were attended to and elsewhere: over all, and by step.
+
+    Args:
+        table: with ``measure`` and ``pick``.
+        steps: the first two measures by ``step``, their names ending in ``_step``.
+        meanings: of the measures.
+    """
+    models = [model for model, rows in table.groupby("model", sort=False) if rows["estimate"].notna().any()]
+    if not models:
+        figure, axes = panels(1)
+        nothing_to_show(axes[0], str(table["model"].iloc[0]), "one position is decided at a time: nothing to compare")
+        return figure
+    figure, axes = panels(2 * len(models), columns=2, size=(6.5, 3.6))
+    halves = {"change_attended_step": "attended more to the masked keys", "change_rest_step": "attended less"}
+    for model, whole, course in zip(models, axes[::2], axes[1::2], strict=True):
+        rows = table[(table["model"] == model) & (table["measure"] != "correlation")]
+        names = {name: wrapped(text, 36) for name, text in meanings.items()}
+        interval_dots(rows.assign(model=_keys(rows)), "measure", whole, names=names, line=0.0)
+        whole.set(xlabel="change of the likeliest token's probability", title=short(model))
+        part = steps[(steps["model"] == model) & (steps["pick"] == "strongest")]
+        curves(part.assign(model=[halves[name] for name in part["measure"]]), "step", course)
+        course.axhline(0, color="0.3", linewidth=0.8, linestyle="--")
+        course.set(xlabel="step", ylabel="change of the likeliest\ntoken's probability", title="strongest key masked")
+    return figure
+
+
+def costs_by_order(table: "DataFrame", orders: Mapping[str, str], label: str) -> "Figure":
+    """What masking costs under each order of unmasking: a panel per model and number of keys."""
+    table = table[table["measure"] == "cost"]
+    places = list(dict.fromkeys(zip(table["model"], table["top_k"], strict=True)))
+    figure, axes = panels(len(places), columns=len({number for _, number in places}), size=(5.2, 2.8))
+    for (model, number), ax in zip(places, axes, strict=True):
+        rows = table[(table["model"] == model) & (table["top_k"] == number)]
+        interval_dots(rows.assign(model=_keys(rows)), "order", ax, names=orders, line=0.0)
+        ax.set(
+            xlabel=wrapped(label, 40), title=f"{short(model)}: {number:.0f} {'key' if number == 1 else 'keys'} per head"
+        )
+    return figure
+
+
+def _keys(rows: "DataFrame") -> list[str]:
+    return [f"{pick} keys masked" for pick in rows["pick"]]
+
+
+def start_curves(table: "DataFrame") -> "Figure":
+    """Share of answers that become the clean prompt's when the number is patched from a step on: a line per layer."""
+    models = list(dict.fromkeys(table["model"]))
+    figure, axes = panels(len(models), size=(5.5, 3.8), sharey=True)
+    for model, ax in zip(models, axes, strict=True):
+        rows = table[table["model"] == model]
+        names = ["embedding" if layer < 0 else f"layer {layer:.0f}" for layer in rows["layer"]]
+        curves(rows.assign(model=names), "start", ax)
+        ax.set(xlabel="share of the steps that pass before the number is patched", title=short(model))
+        ax.set_ylabel("answers that become\nthe clean prompt's")
+    return figure

@@ -1,0 +1,112 @@
+"""Texts on figures: tokens and names are data and are shown as they are.
+
+matplotlib reads text between two dollar signs as a formula, drops legend entries that begin with an underscore, and
+draws a box for a letter that its font lacks. What comes from a prompt, a vocabulary or a path goes through `plain`.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sinklens.sinks.track import SinkTrack
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, colour-blind safe
+UNITS = {
+    "sum": "attention received, column sum (uniform = 1)",
+    "percent": "attention received, % of all",
+    "fraction": "attention received, share of all",
+    "visible": "mean attention of the queries that see the key",
+}
+BLANK = "░"
+_SIGNS = str.maketrans({"\n": "⏎", "\t": "⇥"})
+
+
+def plain(text: str) -> str:
+    r"""`text` so that matplotlib shows it as it is.
+
+    >>> plain("$x$")
+    '\\$x\\$'
+    """
+    drawn = "".join(sign if ord(sign) in _font() else f"U+{ord(sign):04X}" for sign in text).replace("$", r"\$")
+    return f" {drawn}" if drawn.startswith("_") else drawn
+
+
+def wrapped(text: str, width: int = 26) -> str:
+    """`text` in lines of at most `width` letters, for an axis that is shorter than the text."""
+    return textwrap.fill(text, width)
+
+
+def short(name: str) -> str:
+    """A model's name without the folders before it."""
+    return plain(name.rstrip("/").rpartition("/")[2])
+
+
+def colours(count: int) -> list[str]:
+    """Colours of `count` models; they repeat after six."""
+    return [COLOURS[number % len(COLOURS)] for number in range(count)]
+
+
+def token_label(text: str, limit: int = 16) -> str:
+    r"""A token's text for a figure: line breaks as ⏎, outer spaces gone (a bare space as ␣), at most `limit` letters.
+
+    >>> [token_label(text) for text in ("\n\n", " ", " apples")]
+    ['⏎⏎', '␣', 'apples']
+    """
+    bare = text.translate(_SIGNS).strip(" ") or "␣"
+    bare = "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in bare)
+    return plain(bare if len(bare) <= limit else f"{bare[: limit - 1]}…")
+
+
+def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos"] | None = None) -> list[str]:
+    """One label per position; a mask, or what is not decided yet, is ░, and padding has no label.
+
+    Args:
+        tokens: ids that name the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
+    """
+    row = track.data.isel(batch=batch)
+    ids = row["token_id"].isel(step=-1).to_numpy() if tokens is None else tokens
+    words, masks, real = track.vocabulary, track.special["mask"], row["real"].to_numpy()
+
+    def label(token: int) -> str:
+        if token < 0 or token in masks:
+            return BLANK
+        return token_label(words[token]) if token in words else plain(f"⟨{token}⟩")
+
+    return [label(int(token)) if exists else "" for token, exists in zip(ids, real, strict=True)]
+
+
+def token_ticks(
+    axis: "Axis", labels: Sequence[str], weight: Float[np.ndarray, " pos"] | None = None, limit: int = 80
+) -> None:
+    """Name the positions of `axis` by `labels`; where there are more than `limit`, those with the largest `weight`.
+
+    Chosen labels keep a distance, so that at most `limit` fit along the axis; empty ones are left out.
+    """
+    from matplotlib.axis import XAxis
+
+    named = [place for place, label in enumerate(labels) if label]
+    gap = -(-len(labels) // limit)
+    if gap > 1:
+        order = np.zeros(len(labels)) if weight is None else np.nan_to_num(weight)
+        kept: list[int] = []
+        for place in sorted(named, key=lambda place: (-order[place], place)):
+            if all(abs(place - other) >= gap for other in kept):
+                kept.append(place)
+        named = sorted(kept)
+    turned = 90 if isinstance(axis, XAxis) else 0
+    axis.set_ticks(named, [labels[place] for place in named], fontsize=6, rotation=turned)
+
+
+@lru_cache(maxsize=1)
+def _font() -> frozenset[int]:
+    """Characters of the font that figures are drawn in."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())

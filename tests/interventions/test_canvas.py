@@ -1,0 +1,257 @@
+"""Tokens forced and masked again, and an extra token, against canvases and masks written by hand."""
+
+import pytest
+import torch
+from building import plain_pass, random_ids, shared_model
+from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import ForceTokens, MaskSinks, Remask, SinkToken
+
+DIFFUSION = ["llama", "qwen2", "qwen3", "dream"]
+CAUSAL = [{}, {"use_cache": False}]
+MASK = 60
+
+
+@pytest.mark.parametrize("architecture", DIFFUSION)
+def test_forced_tokens_stand_on_the_canvas_from_their_step_on(worded, architecture):
+    force = ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1])
+    run = watch(worded(architecture), PADDED, [force], []).run
+    base = watch(worded(architecture), PADDED, [], []).run
+    assert torch.equal(run.canvas[:, 0], base.canvas[:, 0])
+    expected = base.canvas[:, 1].clone()
+    for row, start in ((0, 3), (1, 0)):
+        expected[row, [start, -2, -8]] = torch.tensor([41, 42, 43])
+    assert torch.equal(run.canvas[:, 1], expected)
+    assert (run.canvas[:, 2:, -2] == 42).all()
+    assert (run.canvas[:, 2:, -8] == 43).all()
+
+
+@pytest.mark.parametrize("settings", CAUSAL)
+def test_a_forced_token_is_read_by_a_run_that_had_cached_another(worded, settings):
+    """Forced at step 2: a token of the prompt, one decoded before, and one that is not decoded yet."""
+    model = worded("llama", True)
+    force = ForceTokens(tokens={1: 41, -5: 42, -1: 43}, steps=[2, 3])
+    watched = watch(model, PADDED, [force], ["hook_logits"], **settings)
+    base, run = watch(model, PADDED, [], []).run, watched.run
+    assert torch.equal(run.canvas[:, 1, :-4], base.canvas[:, 1, :-4])
+    for row, start in ((0, 3), (1, 0)):
+        assert run.canvas[row, 2, start + 1] == 41
+    assert (run.canvas[:, 2, -5] == 42).all()
+    assert (run.canvas[:, 3, -1] == -1).all()
+    for step in (1, 2, 3):
+        wanted = again(run, step).logits[:, -1]
+        torch.testing.assert_close(watched.values[step]["denoise.hook_logits"][:, -1], wanted, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("settings", CAUSAL)
+def test_where_every_step_forces_it_a_decoded_token_is_replaced_before_it_is_read(worded, settings):
+    run = watch(worded("llama", True), [LONG], [ForceTokens(tokens={8: 42})], [], **settings).run
+    assert run.canvas[0, 2:, 8].tolist() == [42] * (run.steps_run - 1)
+
+
+@pytest.mark.parametrize("architecture", DIFFUSION)
+def test_what_is_masked_again_is_decided_again_or_told_as_left_over(worded, architecture):
+    model = worded(architecture)
+    base = watch(model, PADDED, [], []).run
+    decided = [position for position in range(-8, 0) if (base.canvas[:, 2, position] != MASK).any()]
+    assert decided
+    again_at_two = watch(model, PADDED, [Remask(positions=decided, steps=[2])], []).run
+    assert torch.equal(again_at_two.canvas[:, :2], base.canvas[:, :2])
+    assert (again_at_two.canvas[:, 2][:, decided] == MASK).all()
+    everything = watch(model, PADDED, [Remask(steps=[-1])], []).run
+    assert (everything.canvas[:, 3, 7:] == MASK).all()
+    assert torch.equal(everything.canvas[:, 3, :7], base.canvas[:, 3, :7])
+    left = (everything.tokens[:, 7:] == MASK).sum(dim=1).tolist()
+    assert [answer.masks for answer in everything.answers] == left
+    if architecture == "dream":  # whose last step decides whatever is left, unless it proposes the mask itself
+        assert max(left) <= 2
+    else:
+        assert min(left) >= 6
+        assert "positions still masked" in repr(everything)
+
+
+@pytest.mark.parametrize("at", ["front", "end"])
+@pytest.mark.parametrize("value", ["own", "zero"])
+@pytest.mark.parametrize("architecture", DIFFUSION)
+def test_an_extra_token_is_one_that_stands_on_the_canvas_and_sees_itself_alone(worded, architecture, value, at):
+    """Against ids with the token written into them, under a mask and values set by hand."""
+    model = worded(architecture)
+    points = ["hook_logits", "hook_pattern", "hook_v"]
+    watched = watch(model, PADDED, [SinkToken(at=at, value=value, token=9)], points)
+    run = watched.run
+    assert run.canvas.shape[2] == 16
+    place = [3, 0] if at == "front" else [15, 15]
+    starts = [4, 1] if at == "front" else [3, 0]
+    for row, prompt in enumerate(PADDED):
+        assert run.canvas[row, 0, place[row]] == 9
+        words = [int(word[1:]) for word in prompt.split()]
+        assert run.canvas[row, 0, starts[row] : starts[row] + len(words)].tolist() == words
+        assert run.real[row].tolist() == [False] * (3 * (row == 0)) + [True] * (16 - 3 * (row == 0))
+    assert all(answer.tokens <= 8 for answer in run.answers)
+
+    def alone(bias):
+        bias = bias.expand(-1, -1, 16, -1).clone()
+        for row in range(2):
+            bias[row, :, place[row]] = -torch.inf
+            bias[row, :, place[row], place[row]] = 0
+        return bias
+
+    def empty(v):
+        v = v.clone()
+        v[[0, 1], place] = 0
+        return v
+
+    for step in range(run.steps_run):
+        real = entered(run, step)[1]
+        edits = {f"blocks.{layer}.attn.hook_attn_mask": alone for layer in range(3)}
+        if value == "zero":
+            edits |= {f"blocks.{layer}.attn.hook_v": empty for layer in range(3)}
+        plain = again(run, step, edits)
+        for layer in range(3):
+            pattern = watched.values[step][f"blocks.{layer}.attn.hook_pattern"]
+            torch.testing.assert_close(
+                pattern[1], plain.values[f"blocks.{layer}.attn.hook_pattern"][1], atol=2e-4, rtol=0
+            )
+            for row in range(2):
+                own = torch.zeros(16)
+                own[place[row]] = 1
+                assert torch.equal(pattern[row, :, place[row]], own.expand(6, 16))
+                assert (pattern[row, :, real[row], place[row]] > 0).all()
+            v = watched.values[step][f"blocks.{layer}.attn.hook_v"]
+            assert (v[[0, 1], place] == 0).all() == (value == "zero")
+        if architecture != "dream":
+            logits = watched.values[step]["denoise.hook_logits"]
+            torch.testing.assert_close(logits[real], plain.logits[real], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_at_the_front_the_run_is_that_over_ids_with_the_token_before_them(worded, architecture):
+    model, points = worded(architecture), ["hook_logits"]
+
+    def alone(bias, hook):
+        bias = bias.expand(-1, -1, bias.shape[-1], -1).clone()
+        bias[:, :, 0, 1:] = -torch.inf
+        return bias
+
+    extra = watch(model, [LONG], [SinkToken(token=9)], points)
+    hooks = [(lambda name: name.endswith("hook_attn_mask"), alone)]
+    by_hand = watch(model, [f"w9 {LONG}"], hooks, points)
+    assert torch.equal(extra.run.canvas, by_hand.run.canvas)
+    torch.testing.assert_close(logits_of(extra), logits_of(by_hand), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("value", ["own", "zero"])
+@pytest.mark.parametrize("settings", CAUSAL)
+def test_before_an_autoregressive_text_the_token_is_the_first_and_a_zero_value_stays_zero(worded, settings, value):
+    model = worded("qwen2", True)
+    watched = watch(model, PADDED, [SinkToken(token=9, value=value)], ["hook_logits"], **settings)
+    run = watched.run
+
+    def empty(v):
+        v = v.clone()
+        v[[0, 1], [3, 0]] = 0
+        return v
+
+    edits = {f"blocks.{layer}.attn.hook_v": empty for layer in range(3)} if value == "zero" else {}
+    for step in range(run.steps_run):
+        assert run.canvas[0, step, 3] == run.canvas[1, step, 0] == 9
+        wanted = again(run, step, edits).logits[:, -1]
+        torch.testing.assert_close(watched.values[step]["denoise.hook_logits"][:, -1], wanted, atol=1e-3, rtol=0)
+
+
+def test_some_steps_and_layers_alone_restrict_the_extra_token(worded):
+    watched = watch(worded(), [LONG], [SinkToken(token=9, steps=[2], layers=[1])])
+    for step in range(4):
+        for layer in range(3):
+            pattern = watched.values[step][f"blocks.{layer}.attn.hook_pattern"][0, :, 0]
+            assert (pattern[:, 0] == 1).all() == ((step, layer) == (2, 1))
+
+
+def test_in_a_single_pass_the_first_or_the_last_id_is_the_extra_token():
+    model, ids = shared_model(), random_ids()
+    for at, place in (("front", 0), ("end", 6)):
+
+        def alone(bias, place=place):
+            bias = bias.expand(-1, -1, 7, -1).clone()
+            bias[:, :, place] = torch.where(torch.arange(7) == place, 0.0, -torch.inf)
+            return bias
+
+        edits = {f"blocks.{layer}.attn.hook_attn_mask": alone for layer in range(3)}
+        found = model.run_with_hooks(ids, fwd_hooks=SinkToken(at=at).on(model))
+        torch.testing.assert_close(found, plain_pass(model, ids, edits=edits).logits, atol=1e-4, rtol=0)
+
+
+def test_the_shipped_models_have_a_token_of_their_own_for_it(tiny_llada, tiny_llama):
+    settings = {"gen_length": 4, "record_sinks": True}
+    for model in (tiny_llada, tiny_llama):
+        run = sinklens.generate(model, "Question: Tom has 2 apples.", hooks=SinkToken(), **settings)
+        start = model.special_tokens["start"] or model.special_tokens["end"]
+        assert run.tokens[0, 0] == start[0]
+        assert run.sinks.data.sizes["pos"] == run.prompt_length + 4
+    behind = sinklens.generate(tiny_llada, "Question: Tom has 2 apples.", hooks=[SinkToken(at="end")], **settings)
+    assert behind.canvas.shape[2] == behind.prompt_length + 5
+    assert behind.unmask_step[0, -1] == -1
+
+
+def test_an_extra_token_can_be_masked_as_the_sink_that_it_is(worded):
+    """Interventions listed with it count it as position 0."""
+    hooks = [SinkToken(token=9), MaskSinks(top_k=1, positions=[0])]
+    watched = watch(worded(), PADDED, hooks)
+    for step in (1, 2, 3):
+        pattern = watched.stacked("hook_pattern", step)
+        assert (pattern[:, 1, :, 1:, 0] == 0).all()
+        assert (pattern[:, 0, :, 4:, 3] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("causal", "intervention", "text"),
+    [
+        (False, ForceTokens(tokens={15: 3}), "position 15 does not exist; there are 15"),
+        (False, ForceTokens(tokens={0: 61}), "token 61 does not exist; the vocabulary is 0 to 60"),
+        (False, Remask(positions=[6]), r"Remask takes positions of the answer, -8 to -1; got \[6\]"),
+        (False, Remask(positions=[-9]), r"Remask takes positions of the answer, -8 to -1; got \[-9\]"),
+        (True, Remask(), "an autoregressive model has no mask token; Remask is for diffusion models"),
+        (True, SinkToken(at="end"), "an autoregressive answer has no end to put a token behind; use at='front'"),
+        (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
+        (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; take another"),
+    ],
+)
+def test_what_cannot_be_put_on_the_canvas_is_refused(worded, causal, intervention, text):
+    model = worded("llama", causal)
+    with pytest.raises(SettingError, match=text):
+        watch(model, [LONG], [intervention])
+    assert unwatched(model)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: SinkToken(at="middle"), "at is 'front' or 'end' and value 'own' or 'zero'; got 'middle' and 'own'"),
+        (lambda: SinkToken(value="one"), "got 'front' and 'one'"),
+        (lambda: SinkToken(heads=[1]), "SinkToken knows no heads=; leave it out"),
+        (lambda: SinkToken(positions=[1]), "SinkToken knows no positions=; leave it out"),
+        (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens knows no positions=; leave it out"),
+        (lambda: Remask(layers=[1]), "Remask knows no layers=; leave it out"),
+        (
+            lambda: ForceTokens(tokens={1: 2}).on(shared_model()),
+            "ForceTokens changes the canvas of a run; for a single",
+        ),
+        (lambda: Remask().on(shared_model()), "Remask changes the canvas of a run; for a single pass give other ids"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make, text):
+    with pytest.raises(SettingError, match=text):
+        make()
+
+
+def test_a_model_that_names_no_special_token_asks_for_one():
+    model = shared_model()
+    kept, model.eos_token_ids = model.eos_token_ids, ()
+    try:
+        with pytest.raises(SettingError, match="names no start and no end token; say which with token="):
+            watch(model, random_ids(), [SinkToken()])
+    finally:
+        model.eos_token_ids = kept

@@ -1,0 +1,266 @@
+"""Ablated heads add nothing to the stream and leave the others alone; means, samples and sinks against loops."""
+
+import pytest
+import torch
+from building import KINDS, plain_pass, random_ids, random_model, shared_model
+from watching import LONG, PADDED, SHORT, again, entered, logits_of, unwatched, watch
+
+from sinklens.errors import SettingError
+from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
+
+WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
+WAYS += [(architecture, True, {"use_cache": False}) for architecture in ("llama", "qwen2", "qwen3")]
+ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
+RESULT, Z = "blocks.1.attn.hook_result", "blocks.1.attn.hook_z"
+
+
+@pytest.fixture(scope="module")
+def reference(worded):
+    """Head outputs of other prompts, by kind of model."""
+    return {causal: HeadOutputs.of(worded("llama", causal), ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
+            for causal in (False, True)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_what_they_did(
+    worded, architecture, causal, settings
+):
+    model, points = worded(architecture, causal), ["1.attn.hook_result", "1.hook_attn_out"]
+    base = watch(model, PADDED, points=points, **settings)
+    changed = watch(model, PADDED, [AblateHeads(layers=[1], heads=[2, -1])], points, replay=base.run, **settings)
+    others = [0, 1, 3, 4]
+    for step in range(base.run.steps_run):
+        before, after = base.values[step], changed.values[step]
+        assert (after[RESULT][:, :, [2, 5]] == 0).all()
+        assert (before[RESULT][:, -1, [2, 5]] != 0).all()
+        assert torch.equal(after[RESULT][:, :, others], before[RESULT][:, :, others])
+        added = before[RESULT][:, :, others].sum(dim=2)
+        torch.testing.assert_close(after["blocks.1.hook_attn_out"], added, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_ablation_is_the_edit_of_z_that_a_loop_makes_at_its_places(worded, architecture, causal, settings):
+    """In a causal pass without a cache, step 2 still owns the query that it decoded with."""
+    model, steps = worded(architecture, causal), [0, 2]
+    ablate = AblateHeads(layers=[0, -1], heads=[0, 3], steps=steps, positions=[1, 3, -1, -3, -5])
+    watched = watch(model, PADDED, [ablate], ["hook_logits"], **settings)
+    run = watched.run
+    total, starts = run.canvas.shape[2], [3, 0]
+    for step in range(run.steps_run):
+        real = entered(run, step)[1]
+
+        def edit(z, step=step):
+            z = z.clone()
+            for row, start in enumerate(starts):
+                for column in range(z.shape[1]):
+                    own = max(0, column - run.prompt_length + 1) if causal else step
+                    if own in steps and {column - start, column - total} & {1, 3, -1, -3, -5}:
+                        z[row, column, [0, 3]] = 0
+            return z
+
+        plain = again(run, step, {f"blocks.{layer}.attn.hook_z": edit for layer in (0, 2)})
+        logits = watched.values[step]["denoise.hook_logits"]
+        counted = real[:, -logits.shape[1] :] if logits.shape[1] > 1 else real[:, -1:]
+        wanted = plain.logits[:, -logits.shape[1] :]
+        torch.testing.assert_close(logits[counted], wanted[counted], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+def test_the_mean_without_a_reference_is_the_rows_own_over_real_positions(worded, architecture):
+    model = worded(architecture)
+    base = watch(model, PADDED, points=["1.attn.hook_z"])
+    ablate = AblateHeads(by="mean", layers=[1], heads=[4], positions=[0, -2])
+    changed = watch(model, PADDED, [ablate], ["1.attn.hook_z"], replay=base.run)
+    for step in range(4):
+        before, after = base.values[step][Z], changed.values[step][Z]
+        wanted = before.clone()
+        for row, start in ((0, 3), (1, 0)):
+            wanted[row, [start, -2], 4] = before[row, start:, 4].mean(dim=0)
+        torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
+        untouched = [0, 1, 2, 3, 5]
+        assert torch.equal(after[:, :, untouched], before[:, :, untouched])
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_the_mean_of_a_reference_is_put_everywhere(worded, reference, architecture, causal, settings):
+    model = worded(architecture, causal)
+    ablate = AblateHeads(by="mean", reference=reference[causal], layers=[1], heads=[0, 2])
+    changed = watch(model, PADDED, [ablate], ["1.attn.hook_z"], **settings)
+    for step in range(changed.run.steps_run):
+        z = changed.values[step][Z]
+        assert torch.equal(z[:, :, [0, 2]], reference[causal].mean[1, [0, 2]].expand_as(z[:, :, [0, 2]]))
+        assert (z[:, :, 1] != reference[causal].mean[1, 1]).any()
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_resampled_outputs_are_the_same_heads_at_one_place_of_the_pool(
+    worded, reference, architecture, causal, settings
+):
+    model, pool = worded(architecture, causal), reference[causal].pool[1]
+    ablate = AblateHeads(by="resample", reference=reference[causal], layers=[1], heads=[0, 2], seed=7)
+    runs = [watch(model, prompts, [ablate], ["1.attn.hook_z"], **settings) for prompts in (PADDED, [SHORT])]
+    other = AblateHeads(by="resample", reference=reference[causal], layers=[1], heads=[0, 2], seed=8)
+    reseeded = watch(model, PADDED, [other], ["1.attn.hook_z"], **settings)
+    drawn = set()
+    for step in range(runs[1].run.steps_run):
+        together, alone = (run.values[step][Z] for run in runs)
+        place = (together[:, :, None, [0, 2]] == pool[:, [0, 2]]).all(dim=(3, 4)).int()
+        assert (place.sum(dim=2) >= 1).all()  # both heads from one place
+        drawn |= set(place.argmax(dim=2)[1].tolist())
+        assert torch.equal(together[:1, -alone.shape[1] :, [0, 2]], alone[:, :, [0, 2]])
+        if together.shape[1] > 1:
+            assert not torch.equal(together[:, :, 0], reseeded.values[step][Z][:, :, 0])
+    assert len(drawn) > 5
+
+
+def test_resampling_a_causal_model_draws_once_for_a_position(worded, reference):
+    """Else a pass without a key/value cache would change earlier positions at every step."""
+    ablate = AblateHeads(by="resample", reference=reference[True], layers=[1], heads=[0])
+    watched = watch(worded("llama", True), PADDED, [ablate], ["1.attn.hook_z"], use_cache=False)
+    last = watched.run.steps_run - 1
+    earlier, later = watched.values[1][Z][:, :, 0], watched.values[last][Z][:, :, 0]
+    assert torch.equal(earlier[:, 3:], later[:, 3 : earlier.shape[1]])
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), [*ONE_OF_EACH, ("dream", False, {})])
+def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    found = HeadOutputs.of(model, PADDED, gen_length=4, **settings)
+    watched = watch(model, PADDED, points=["hook_z"], gen_length=4, **settings)
+    for layer in range(3):
+        outputs = []
+        for values in watched.values.values():
+            z = values[f"blocks.{layer}.attn.hook_z"]
+            whole = z.shape[1] > 1
+            outputs += [z[0, position] for position in range(3 if whole else 0, z.shape[1])]
+            outputs += list(z[1])
+        torch.testing.assert_close(found.mean[layer], torch.stack(outputs).mean(dim=0), atol=1e-5, rtol=1e-5)
+        outputs = torch.stack(outputs)
+        distance = (found.pool[layer][:, None] - outputs).abs().amax(dim=(2, 3))
+        assert (distance.amin(dim=1) == 0).all()
+        assert len(found.pool[layer]) == min(len(outputs), 64 * len(watched.values))
+
+
+def test_a_reference_reads_prompts_through_the_chat_template_that_the_run_does(tiny_llada):
+    template = "{% for m in messages %}{{ bos_token }}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
+    asked = HeadOutputs.of(tiny_llada, ["Tom has 2 apples."], chat_template=template, gen_length=4)
+    plain = HeadOutputs.of(tiny_llada, ["Question: Tom has 2 apples.\nAnswer:"], gen_length=4)
+    torch.testing.assert_close(asked.mean, plain.mean)
+
+
+def sinkless(pattern, groups, real, ablate, scope="head"):
+    """`pattern` as a loop takes the two strongest keys of each head away, for each group of queries."""
+    pattern = pattern.clone()
+    before = pattern.clone()
+    for queries in groups:
+        for row in range(len(pattern)):
+            last = max(queries)
+            counted = [query for query in queries if real[row, query]]
+            there = [key for key in range(last + 1) if real[row, key]]
+            sums = before[row][:, counted].sum(dim=1)
+            for head in (1, 4):
+                scores = sums.mean(dim=0) if scope == "layer" else sums[head]
+                sinks = sorted(there, key=lambda key: -scores[key].item())[:2]
+                for query in queries:
+                    lost = before[row, head, query, sinks].sum()
+                    pattern[row, head, query, sinks] = 0
+                    left = pattern[row, head, query].sum()
+                    if ablate == "spread" and left > 0:
+                        pattern[row, head, query] *= (left + lost) / left
+    return pattern
+
+
+@pytest.mark.parametrize("mass", ["spread", "drop"])
+@pytest.mark.parametrize("scope", ["head", "layer"])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_attention_to_sinks_is_taken_away_as_a_loop_does(worded, architecture, causal, settings, scope, mass):
+    model = worded(architecture, causal)
+    ablate = AblateSinkAttention(top_k=2, mass=mass, scope=scope, layers=[1], heads=[1, 4])
+    watched = watch(model, PADDED, [ablate], ["hook_pattern", "hook_logits"], **settings)
+    run = watched.run
+    for step in range(run.steps_run):
+        ids, real = entered(run, step)
+        length = ids.shape[1]
+        groups = [list(range(length))]
+        if causal:
+            groups = [list(range(run.prompt_length)), *([query] for query in range(run.prompt_length, length))]
+        edit = {"blocks.1.attn.hook_pattern": lambda pattern, groups=groups, real=real: sinkless(pattern, groups, real, mass, scope)}  # fmt: skip  # noqa: E501
+        plain = again(run, step, edit)
+        shown = watched.values[step]["blocks.1.attn.hook_pattern"]
+        wanted = plain.values["blocks.1.attn.hook_pattern"][:, :, length - shown.shape[2] :]
+        counted = real[0, length - shown.shape[2] :]
+        torch.testing.assert_close(shown[1], wanted[1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(shown[0][:, counted], wanted[0][:, counted], atol=1e-4, rtol=0)
+        sums = shown[1].sum(dim=-1)
+        assert sums[[1, 4]].mean() < (0.98 if mass == "drop" else 1.01)
+        torch.testing.assert_close(sums[[0, 2, 3, 5]], torch.ones_like(sums[[0, 2, 3, 5]]))
+        if mass == "spread":
+            attending = (shown[1, [1, 4]] > 0).any(dim=-1)
+            torch.testing.assert_close(sums[[1, 4]][attending], torch.ones_like(sums[[1, 4]][attending]))
+        logits = watched.values[step]["denoise.hook_logits"]
+        torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_in_a_single_pass_the_same_edits_are_made(causal):
+    model, ids = shared_model("llama", causal), random_ids()
+
+    def drop(z):
+        return z * torch.tensor([1.0, 0, 1, 1, 0, 1])[:, None]
+
+    found = model.run_with_hooks(ids, fwd_hooks=AblateHeads(heads=[1, -2], layers=[-1]).on(model))
+    expected = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": drop}).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    found = model.run_with_hooks(ids, fwd_hooks=AblateSinkAttention(top_k=2, heads=[1, 4], layers=[1]).on(model))
+    real = torch.ones_like(ids).bool()
+    edit = {"blocks.1.attn.hook_pattern": lambda pattern: sinkless(pattern, [list(range(7))], real, "spread")}
+    torch.testing.assert_close(found, plain_pass(model, ids, edits=edit).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("intervention", "text"),
+    [
+        (AblateHeads(heads=[6]), "head 6 does not exist; there are 6, 0 to 5"),
+        (AblateHeads(heads=[0, -7]), "head -7 does not exist; there are 6"),
+        (AblateSinkAttention(heads=[6]), "head 6 does not exist"),
+        (AblateHeads(layers=[3]), "layer 3 does not exist; there are 3, 0 to 2"),
+        (AblateHeads(steps=[4]), "step 4 does not exist; there are 4, 0 to 3"),
+        (AblateHeads(positions=[15]), "position 15 does not exist; there are 15, 0 to 14"),
+        (AblateSinkAttention(positions=[-16]), "position -16 does not exist; there are 15"),
+        (AblateSinkAttention(top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
+    ],
+)
+def test_places_that_do_not_exist_are_refused(worded, intervention, text):
+    with pytest.raises(SettingError, match=text):
+        watch(worded(), PADDED, [intervention])
+    assert unwatched(worded())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: AblateHeads(by="noise"), "by is 'zero', 'mean' or 'resample'; got 'noise'"),
+        (lambda: AblateHeads(by="resample"), r"resampling needs reference=HeadOutputs.of\(model, prompts\)"),
+        (lambda: AblateSinkAttention(mass="keep"), "mass is 'spread' or 'drop'; got 'keep'"),
+        (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
+        (lambda: AblateSinkAttention(top_k=-1), "top_k is a number of keys, 0 or more; got -1"),
+        (lambda: AblateHeads(heads=3).on(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
+        (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= belongs to a run of several steps"),
+        (lambda: AblateHeads(by="mean").on(shared_model("llama", True)), "would tell a causal model of later ones"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make, text):
+    with pytest.raises(SettingError, match=text):
+        make()
+
+
+def test_a_reference_of_another_model_is_refused(reference):
+    other = random_model(num_hidden_layers=2)
+    with pytest.raises(SettingError, match=r"reference is of a model with \[layer, head, d_head\] \[3, 6, 4\].*\[2, 6"):
+        AblateHeads(by="mean", reference=reference[False]).on(other)
+
+
+def test_ablating_no_head_is_the_base_run_bit_for_bit(worded):
+    runs = [watch(worded(), [LONG], hooks, ["hook_logits"]) for hooks in ([], [AblateHeads(heads=[])])]
+    assert torch.equal(logits_of(runs[0]), logits_of(runs[1]))

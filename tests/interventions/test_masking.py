@@ -1,0 +1,318 @@
+"""Masked sinks, kept keys and windows against loops in plain torch, with padding, with and without a cache."""
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from building import KINDS
+from torch import Tensor
+from watching import LONG, PADDED, add, again, entered, hidden, logits_of, unwatched, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import KeepKeys, MaskSinks, WindowAttention
+from sinklens.sinks import EpsilonOverMean, TopK
+from sinklens.tasks.word_problems import held_out
+
+MODELS = [*KINDS, ("dream", False)]
+WAYS = [(*kind, cached) for kind in MODELS for cached in ((True, False) if kind[1] else (None,))]
+ONE_OF_EACH = [("llama", False, None), ("llama", True, True)]
+
+
+def cache_of(cached: bool | None) -> dict[str, Any]:
+    """The setting that says whether an autoregressive run keeps keys and values."""
+    return {} if cached is None else {"use_cache": cached}
+
+
+class Rule(NamedTuple):
+    """What an intervention is said to do, for loops to do it."""
+
+    top_k: int = 1
+    scope: str = "head"
+    weakest: bool = False
+    epsilon: float | None = None
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    steps: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None = None
+    only: str | None = None
+
+
+def sinks_by_loop(patterns: Tensor, run: Any, step: int, rule: Rule) -> Tensor:
+    """The keys that `rule` takes by the full patterns [layer, batch, head, query, key] of `step`, as a mask."""
+    ids, real = entered(run, step)
+    taken = torch.zeros(patterns.shape[:3] + patterns.shape[4:], dtype=torch.bool)
+    for row in range(len(ids)):
+        there = [place for place in range(ids.shape[1]) if real[row, place]]
+        queries = [ids.shape[1] - 1] if run.model.config.is_causal else there
+        unit = len(there) if run.model.config.is_causal else 1
+        sums = (patterns[:, row][:, :, queries].double().sum(2) * unit).tolist()
+        may = [key for key in there if allowed(rule, run, ids[row], key - there[0], key)]
+        layers = rule.layers or range(len(patterns))
+        for layer in layers:
+            for head in rule.heads:
+                pools = [
+                    sums[other_layer][other]
+                    for other_layer in (layers if rule.scope == "model" else [layer])
+                    for other in ([head] if rule.scope == "head" else range(6))
+                ]
+                scores = {key: sum(pool[key] for pool in pools) / len(pools) for key in there}
+                if rule.epsilon is None:
+                    found = sorted(may, key=lambda key: scores[key] if rule.weakest else -scores[key])[: rule.top_k]
+                else:
+                    total = sum(scores.values())
+                    others = {key: (total - scores[key]) / (len(there) - 1) for key in there}
+                    found = [key for key in may if scores[key] > others[key] + rule.epsilon]
+                taken[layer, row, head, found] = True
+    return taken
+
+
+def allowed(rule: Rule, run: Any, ids: Tensor, place: int, column: int) -> bool:
+    """Whether a key may be taken: `place` counts from the row's first token, `column` over the canvas."""
+    masked = int(ids[column]) == run.model.mask_token_id
+    states = {"prompt": column < run.prompt_length, "masked": masked}
+    states["committed"] = not masked and not states["prompt"]
+    back = column - run.canvas.shape[2]
+    return (rule.only is None or states[rule.only]) and (
+        rule.positions is None or bool({place, back} & {*rule.positions})
+    )
+
+
+def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
+    """Patterns and logits of a run are those of plain torch under the keys that the loop takes, step by step."""
+    watched = watch(model, prompts, [intervention], ["hook_pattern", "hook_logits"], **settings)
+    run, causal = watched.run, bool(model.config.is_causal)
+    taken: dict[int, Tensor] = {}
+    for step in range(run.steps_run):
+        ids, real = entered(run, step)
+        length, new = ids.shape[1], watched.stacked("hook_pattern", step)
+        layers = range(len(new))
+        bias = torch.zeros(len(new), len(ids), 6, length, length)
+        for earlier, keys in taken.items():
+            if causal:  # the query that decoded a token then does so again in a pass without a cache
+                row = run.prompt_length - 1 + earlier
+                bias[:, :, :, row, : keys.shape[-1]] = hidden(keys)
+            elif earlier == step:
+                bias[:] = hidden(keys)[:, :, :, None]
+        plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias[layer]) for layer in layers})
+        expected = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in layers])
+        shown = expected[:, :, :, -new.shape[3] :]
+        counted = real[:, -new.shape[3] :]
+        for row in range(len(ids)):
+            queries = counted[row]
+            torch.testing.assert_close(new[:, row, :, queries], shown[:, row, :, queries], atol=2e-4, rtol=0)
+            assert torch.equal(new[:, row, :, queries] == 0, shown[:, row, :, queries] == 0)
+            sums = new[:, row, :, queries].sum(-1)
+            torch.testing.assert_close(sums, torch.ones_like(sums))
+        if model.family != "dream":  # whose logits are moved by one
+            logits = watched.values[step]["denoise.hook_logits"]
+            wanted = plain.logits[:, -1:] if causal else plain.logits
+            counted = real[:, -1:] if causal else real
+            torch.testing.assert_close(logits[counted], wanted[counted], atol=1e-3, rtol=0)
+        if rule.steps is None or step + 1 in rule.steps:
+            taken[step + 1] = sinks_by_loop(expected, run, step, rule)
+    masked = sum(int(keys.sum()) for keys in taken.values())
+    assert masked > 0
+    assert run.steps_run > 1
+
+
+@pytest.mark.parametrize("prompts", [[LONG], PADDED], ids=["alone", "padded"])
+@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
+def test_masked_keys_get_exactly_nothing_and_are_those_of_a_naive_recomputation(
+    worded, architecture, causal, cached, prompts
+):
+    model = worded(architecture, causal)
+    check_against_loop(model, prompts, MaskSinks(top_k=2), Rule(top_k=2), **cache_of(cached))
+
+
+@pytest.mark.parametrize(("name", "cached"), [("tiny-llada", None), ("tiny-llama", True), ("tiny-llama", False)])
+def test_the_shipped_models_mask_what_a_naive_recomputation_takes(name, cached):
+    prompts = sorted((problem.prompt for problem in held_out(6)), key=len)[::5]
+    check_against_loop(sinklens.load(name), prompts, MaskSinks(top_k=5), Rule(top_k=5), **cache_of(cached))
+
+
+OPTIONS = {
+    "a set per layer": ({"scope": "layer"}, Rule(scope="layer")),
+    "a set for the model": ({"scope": "model", "top_k": 3}, Rule(scope="model", top_k=3)),
+    "some layers": ({"layers": [-1, 0]}, Rule(layers=(0, 2))),
+    "some layers' set": ({"layers": [0, 1], "scope": "model"}, Rule(layers=(0, 1), scope="model")),
+    "some heads": ({"heads": [-2, 0]}, Rule(heads=(0, 4))),
+    "some heads of a layer's set": ({"heads": [3], "scope": "layer"}, Rule(heads=(3,), scope="layer")),
+    "some steps": ({"steps": [1, -1]}, Rule(steps=(1, 3))),
+    "some positions": ({"positions": [0, 2, -1, -7], "top_k": 3}, Rule(positions=(0, 2, -1, -7), top_k=3)),
+    "the weakest": ({"pick": "weakest", "top_k": 3}, Rule(weakest=True, top_k=3)),
+    "the prompt": ({"only": "prompt", "top_k": 2}, Rule(only="prompt", top_k=2)),
+    "masks": ({"only": ["masked"], "top_k": 2}, Rule(only="masked", top_k=2)),
+    "what is committed": ({"only": "committed", "top_k": 2}, Rule(only="committed", top_k=2)),
+    "the paper's sinks": ({"top_k": None, "detector": EpsilonOverMean(epsilon=0.7)}, Rule(epsilon=0.7)),
+    "a detector's, per layer": (
+        {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "scope": "layer"},
+        Rule(epsilon=0.3, scope="layer"),
+    ),
+    "a detector's three": ({"top_k": None, "detector": TopK(3)}, Rule(top_k=3)),
+    "as many of the weakest": (
+        {"top_k": None, "detector": TopK(2), "pick": "weakest"},
+        Rule(top_k=2, weakest=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "causal", "cached", "option"),
+    [(*way, option) for way in ONE_OF_EACH for option in OPTIONS if not (way[1] and option == "masks")],
+)
+def test_every_option_takes_the_keys_that_a_naive_loop_takes(worded, architecture, causal, cached, option):
+    given, rule = OPTIONS[option]
+    if causal and rule.steps:
+        rule = rule._replace(steps=(1, 4))
+    check_against_loop(worded(architecture, causal), PADDED, MaskSinks(**given), rule, **cache_of(cached))
+
+
+@pytest.mark.parametrize(
+    "found_nothing",
+    [
+        MaskSinks(top_k=0),
+        MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000)),
+        MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000), pick="random"),
+        MaskSinks(top_k=3, layers=[]),
+        MaskSinks(top_k=3, heads=[]),
+        MaskSinks(top_k=3, steps=[]),
+        MaskSinks(top_k=3, steps=[0]),
+        MaskSinks(top_k=3, positions=[]),
+        KeepKeys(top_k=1, steps=[0]),
+        KeepKeys(top_k=0, window=50),
+        WindowAttention(width=50),
+        WindowAttention(width=0, heads=[]),
+        WindowAttention(width=0, positions=[]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(("architecture", "causal", "cached"), ONE_OF_EACH)
+def test_where_nothing_is_masked_the_run_is_the_base_run_bit_for_bit(
+    worded, architecture, causal, cached, found_nothing
+):
+    model, settings = worded(architecture, causal), {"points": ["hook_logits"], "record_sinks": True} | cache_of(cached)
+    base, changed = watch(model, PADDED, **settings), watch(model, PADDED, [found_nothing], **settings)
+    assert torch.equal(changed.run.canvas, base.run.canvas)
+    assert torch.equal(logits_of(changed), logits_of(base))
+    assert changed.run.sinks.data["score"].equals(base.run.sinks.data["score"])
+
+
+@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
+def test_a_query_without_a_key_left_attends_to_nothing_and_logits_stay_finite(worded, architecture, causal, cached):
+    """All keys of the step before: in a diffusion run all there are, in an autoregressive one all but the new token."""
+    model = worded(architecture, causal)
+    length = len(LONG.split()) + (0 if causal else 8)
+    points = ["hook_pattern", "hook_logits"]
+    watched = watch(model, [LONG], [MaskSinks(top_k=length, steps=[1])], points, **cache_of(cached))
+    pattern = watched.stacked("hook_pattern", 1)
+    if causal:
+        assert (pattern[..., -1, :-1] == 0).all()
+        assert (pattern[..., -1, -1] == 1).all()
+    else:
+        assert (pattern == 0).all()
+    assert torch.isfinite(logits_of(watched)).all()
+    assert not torch.equal(
+        logits_of(watched)[:, 1], logits_of(watch(model, [LONG], [], points, **cache_of(cached)))[:, 1]
+    )
+
+
+@pytest.mark.parametrize(("architecture", "causal", "cached"), ONE_OF_EACH)
+@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
+def test_more_keys_than_there_are_positions_are_refused(worded, architecture, causal, cached, kind):
+    model = worded(architecture, causal)
+    there = len(LONG.split()) + (0 if causal else 8)
+    with pytest.raises(SettingError, match=rf"top_k = {there + 1}, but at step 1 there are {there} positions"):
+        watch(model, PADDED, [kind(top_k=there + 1)], **cache_of(cached))
+    assert unwatched(model)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "cached"), [*ONE_OF_EACH, ("dream", False, None)])
+def test_masking_gives_the_same_text_whether_sinks_are_recorded_or_not(worded, architecture, causal, cached):
+    runs = [
+        watch(
+            worded(architecture, causal), PADDED, [MaskSinks(top_k=3)], [], record_sinks=record, **cache_of(cached)
+        ).run
+        for record in (True, False)
+    ]
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert runs[0].text == runs[1].text
+
+
+def test_under_guidance_conditional_rows_alone_are_masked(worded):
+    model, seen = worded(), []
+    point = model.tree.blocks[1].attn.hook_pattern
+    handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
+    try:
+        watch(model, PADDED, [MaskSinks(top_k=2, steps=[1])], [], cfg_scale=1.0)
+    finally:
+        handle.remove()
+    masked = (seen[1][:2] == 0).all(dim=2)  # keys without any attention, of the conditional rows
+    masked[0, :, :3] = False  # padding
+    assert (masked.sum(dim=-1) == 2).all()
+    assert not (seen[1][2:][:, :, 3:, 3:] == 0).any()
+
+
+@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
+@pytest.mark.parametrize("given", [{"width": 0, "always": [0, -1]}, {"width": 2, "always": [], "heads": [0, 4]}])
+def test_a_window_is_the_mask_that_a_loop_writes(worded, architecture, causal, cached, given):
+    model = worded(architecture, causal)
+    points = ["hook_pattern", "hook_logits"]
+    watched = watch(model, PADDED, [WindowAttention(**given, layers=[0, -1])], points, **cache_of(cached))
+    run = watched.run
+    for step in range(run.steps_run):
+        ids, real = entered(run, step)
+        length = ids.shape[1]
+        bias = torch.zeros(2, 6, length, length)
+        for row, head in product(range(2), given.get("heads", range(6))):
+            always = {
+                3 * (row == 0) + place if place >= 0 else run.canvas.shape[2] + place for place in given["always"]
+            }
+            for query, key in product(range(length), range(length)):
+                if abs(query - key) > given["width"] and key not in always:
+                    bias[row, head, query, key] = -torch.inf
+        plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias) for layer in (0, 2)})
+        for layer in range(3):
+            name = f"blocks.{layer}.attn.hook_pattern"
+            shown = watched.values[step][name]
+            wanted = plain.values[name][:, :, length - shown.shape[2] :]
+            counted = real[:, length - shown.shape[2] :]
+            torch.testing.assert_close(shown.mT[..., counted[0]], wanted.mT[..., counted[0]], atol=2e-4, rtol=0)
+            assert torch.equal(shown[1] == 0, wanted[1] == 0)
+        if model.family != "dream":
+            logits = watched.values[step]["denoise.hook_logits"]
+            torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
+def test_kept_keys_and_neighbours_are_all_that_is_seen(worded, architecture, causal, cached):
+    model, rule = worded(architecture, causal), Rule(top_k=2, heads=(0, 3))
+    keep = KeepKeys(top_k=2, window=1, heads=[0, 3])
+    watched = watch(model, PADDED, [keep], ["hook_pattern", "hook_logits"], **cache_of(cached))
+    run, biases = watched.run, {}
+    for step in range(run.steps_run):
+        ids, real = entered(run, step)
+        length, bias = ids.shape[1], torch.zeros(3, 2, 6, ids.shape[1], ids.shape[1])
+        for earlier, kept in biases.items():
+            rows = [run.prompt_length - 1 + earlier] if causal else range(length) if earlier == step else []
+            for query in rows:
+                seen = torch.zeros(3, 2, 6, length, dtype=torch.bool)
+                seen[..., : kept.shape[-1]] |= kept
+                seen[..., max(0, query - 1) : query + 2] = True
+                bias[:, :, [0, 3], query] = hidden(~seen)[:, :, [0, 3]]
+        plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias[layer]) for layer in range(3)})
+        expected = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in range(3)])
+        new = watched.stacked("hook_pattern", step)
+        wanted = expected[:, :, :, length - new.shape[3] :]
+        counted = real[0, length - new.shape[3] :]
+        torch.testing.assert_close(new[:, 1], wanted[:, 1], atol=2e-4, rtol=0)
+        torch.testing.assert_close(new[:, 0][:, :, counted], wanted[:, 0][:, :, counted], atol=2e-4, rtol=0)
+        assert torch.equal(new[:, 1] == 0, wanted[:, 1] == 0)
+        biases[step + 1] = sinks_by_loop(expected, run, step, rule)
+
+
+@pytest.mark.parametrize("make", [lambda: WindowAttention(width=-1), lambda: KeepKeys(window=-1)])
+def test_a_window_of_negative_width_is_refused(make):
+    with pytest.raises(SettingError, match="a window is 0 positions wide or more; got -1"):
+        make()

@@ -1,0 +1,289 @@
+"""Values kept and put elsewhere: a run's own change nothing, others their place alone, and what fits is checked."""
+
+import pytest
+import torch
+from building import KINDS, random_ids, shared_model
+from transformer_lens import ActivationCache
+from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
+
+from sinklens.errors import HookNameError, SettingError
+from sinklens.interventions import Activations, FreezePattern, PatchHooks, WindowAttention
+from sinklens.interventions.patching import StepCaches
+
+WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
+CAUSAL = [{}, {"use_cache": False}]
+OTHER = "w9 w8 w7 w6 w5 w4 w3"
+Z = "blocks.1.attn.hook_z"
+
+
+def everything(name):
+    """All points."""
+    return True
+
+
+def keep(model, prompts, names, **settings):
+    """The caches of a run."""
+    kept = Activations(names=names)
+    watch(model, prompts, [kept], [], **settings)
+    return kept.caches
+
+
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings", "names"),
+    [(*way, [Z, "blocks.0.hook_resid_post", "blocks.2.attn.hook_pattern"]) for way in WAYS]
+    + [(*way, names) for way in (WAYS[0], WAYS[1], WAYS[-1]) for names in (Z, everything)],
+)
+def test_a_runs_own_values_change_nothing_bit_for_bit(worded, architecture, causal, settings, names):
+    model, kept = worded(architecture, causal), Activations(names=names)
+    base = watch(model, PADDED, [kept], ["hook_logits"], **settings)
+    patched = watch(model, PADDED, [PatchHooks(source=kept.caches)], ["hook_logits"], **settings)
+    assert sorted(kept.caches) == list(range(base.run.steps_run))
+    assert torch.equal(patched.run.canvas, base.run.canvas)
+    assert torch.equal(logits_of(patched), logits_of(base))
+
+
+def test_a_runs_own_values_change_nothing_but_rounding_where_queries_are_computed_again(worded):
+    """A pass without a cache gets the values that its earlier queries had in shorter passes."""
+    model, kept = worded("llama", True), Activations(names=["blocks.0.hook_resid_post", "blocks.2.attn.hook_pattern"])
+    base = watch(model, PADDED, [kept], ["hook_logits"], use_cache=False)
+    patched = watch(model, PADDED, [PatchHooks(source=kept.caches)], ["hook_logits"], use_cache=False)
+    torch.testing.assert_close(logits_of(patched), logits_of(base), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_patch_changes_its_step_head_and_positions_alone(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    source, base = keep(model, [OTHER], [Z], **settings), watch(model, [LONG], points=["1.attn.hook_z"], **settings)
+    patch = PatchHooks(source=source, names=Z, steps=[0], heads=[2, -1], positions=[1, 3])
+    patched = watch(model, [LONG], [patch], ["1.attn.hook_z"], replay=base.run, **settings)
+    before, after = base.values[0][Z], patched.values[0][Z]
+    expected = before.clone()
+    for position in (1, 3):
+        expected[0, position, [2, 5]] = source[0][Z][0, position, [2, 5]]
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
+    if not causal:
+        assert torch.equal(patched.values[1][Z], base.values[1][Z])
+
+
+@pytest.mark.parametrize("settings", CAUSAL)
+@pytest.mark.parametrize("recorded", CAUSAL, ids=["kept with a cache", "kept without"])
+@pytest.mark.parametrize(
+    "given",
+    [{"steps": [0]}, {"steps": [2]}, {}, {"steps": [0, 3], "positions": [1, 4, 6, 9], "heads": [0, 1]}],
+    ids=repr,
+)
+def test_with_a_cache_and_without_the_same_is_patched(worded, recorded, settings, given):
+    """Also where the values come from the other kind of run."""
+    model = worded("llama", True)
+    source = keep(model, [OTHER], [Z], **recorded)
+    plain = watch(model, [LONG], [PatchHooks(source=keep(model, [OTHER], [Z]), **given)], ["hook_logits"])
+    other = watch(model, [LONG], [PatchHooks(source=source, **given)], ["hook_logits"], **settings)
+    assert torch.equal(other.run.canvas, plain.run.canvas)
+    torch.testing.assert_close(logits_of(other), logits_of(plain), atol=1e-4, rtol=0)
+    unchanged = logits_of(watch(model, [LONG], [], ["hook_logits"]))
+    assert (logits_of(plain) - unchanged).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("settings", CAUSAL)
+def test_patterns_of_later_steps_are_patched_where_their_queries_are_computed_again(worded, settings):
+    name = "blocks.1.attn.hook_pattern"
+    model = worded("llama", True)
+    source = keep(model, [OTHER], [name])
+    base = watch(model, [LONG], [PatchHooks(source=source)], ["hook_logits"])
+    other = watch(model, [LONG], [PatchHooks(source=source)], ["hook_logits", "hook_pattern"], **settings)
+    torch.testing.assert_close(logits_of(other), logits_of(base), atol=1e-4, rtol=0)
+    if settings:  # at the last step, the query of step 1 still has its pattern, and none for later keys
+        row = other.values[other.run.steps_run - 1][name][0, :, 7]
+        torch.testing.assert_close(row[:, :8], source[1][name][0, :, -1])
+        assert (row[:, 8:] == 0).all()
+
+
+def test_clean_values_put_back_everywhere_restore_the_clean_run(worded):
+    model, name = worded(), "blocks.1.hook_resid_post"
+    clean = watch(model, [LONG], points=["hook_logits"])
+    restored = watch(model, [OTHER], [PatchHooks(source=keep(model, [LONG], name))], ["hook_logits"])
+    torch.testing.assert_close(logits_of(restored), logits_of(clean), atol=1e-5, rtol=0)
+    assert torch.equal(restored.run.canvas[:, :, 7:], clean.run.canvas[:, :, 7:])
+
+
+def test_shift_takes_values_of_another_step(worded):
+    model = worded()
+    source = keep(model, [OTHER], [Z])
+    watched = watch(model, [LONG], [PatchHooks(source=source, shift=-1)], ["1.attn.hook_z"])
+    own = watch(model, [LONG], points=["1.attn.hook_z"])
+    assert torch.equal(watched.values[0][Z], own.values[0][Z])  # it would come from before the first
+    for step in (1, 2, 3):
+        assert torch.equal(watched.values[step][Z], source[step - 1][Z])
+
+
+@pytest.mark.parametrize(("taken", "from_there"), [([3, -2], None), ([3, -2], [0, 5])])
+def test_between_prompts_of_different_length_positions_say_what_belongs_to_what(worded, taken, from_there):
+    model = worded()
+    source = keep(model, ["w1 w2 w3 w4"], [Z])
+    patch = PatchHooks(source=source, steps=[0], positions=taken, source_positions=from_there)
+    watched = watch(model, PADDED, [patch], ["1.attn.hook_z"])
+    own = watch(model, PADDED, points=["1.attn.hook_z"])
+    expected = own.values[0][Z].clone()
+    for row, start in ((0, 3), (1, 0)):
+        for put, take in zip(taken, from_there or taken, strict=True):
+            expected[row, put + start if put >= 0 else put] = source[0][Z][0, take]
+    assert torch.equal(watched.values[0][Z], expected)
+
+
+def test_the_mask_of_a_windowed_run_can_be_put_where_there_was_none(worded):
+    model, kept = worded(), Activations(names="blocks.1.attn.hook_attn_mask")
+    window = watch(model, [LONG], [WindowAttention(width=2, layers=[1]), kept], ["hook_logits"])
+    patched = watch(model, [LONG], [PatchHooks(source=kept.caches)], ["hook_logits"])
+    assert torch.equal(logits_of(patched), logits_of(window))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_single_pass_is_patched_as_step_0(causal):
+    model, clean, corrupted = shared_model("llama", causal), random_ids(1), random_ids(1)
+    logits = model(clean)
+    kept = Activations(names=["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"])
+    model.run_with_hooks(clean, fwd_hooks=kept.on(model))
+    patch = PatchHooks(source=kept.caches, layers=[1])
+    patched = model.run_with_hooks(corrupted, fwd_hooks=patch.on(model))
+    torch.testing.assert_close(patched, logits, atol=1e-5, rtol=0)
+    patch = PatchHooks(source=kept.caches, layers=[2], positions=[-1, 2])
+    patched = model.run_with_hooks(corrupted, fwd_hooks=patch.on(model))
+    expected = model(corrupted)
+    expected[:, [2, 6]] = logits[:, [2, 6]]
+    torch.testing.assert_close(patched, expected, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def source(worded):
+    """Values of all steps of a run over `OTHER`."""
+    return keep(worded(), [OTHER], [Z, "blocks.1.hook_mlp_out", "blocks.1.attn.hook_pattern"])
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
+        ({"steps": [4]}, "step 4 does not exist; there are 4"),
+        ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\]; for step 3 it would need 4"),
+        ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
+        (
+            {"heads": [1], "names": "blocks.1.hook_mlp_out"},
+            r"blocks\.1\.hook_mlp_out has no heads \(batch pos d_model\)",
+        ),
+        ({"positions": [15]}, "position 15 does not exist; there are 15"),
+        (
+            {"positions": [1, 2], "source_positions": [1]},
+            "source_positions belong to positions one by one; got 1 and 2",
+        ),
+        ({"source_positions": [1]}, "got 1 and 0"),
+        ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
+        ({"names": Z, "layers": [0]}, r"no point is left of 'blocks.1.attn.hook_z' in layers \[0\]"),
+    ],
+)
+def test_what_the_source_or_the_run_lacks_is_refused(worded, source, given, text):
+    with pytest.raises(SettingError, match=text):
+        watch(worded(), [LONG], [PatchHooks(source=source, **given)])
+    assert unwatched(worded())
+
+
+def test_other_lengths_and_other_numbers_of_rows_are_refused(worded, source):
+    with pytest.raises(SettingError, match=r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"):
+        watch(worded(), ["w1 w2 w3 w4"], [PatchHooks(source=source, names=Z)])
+    pattern = PatchHooks(source=source, names="blocks.1.attn.hook_pattern", positions=[0])
+    with pytest.raises(SettingError, match=r"patterns and scores can be patched between runs of one length only"):
+        watch(worded(), ["w1 w2 w3 w4"], [pattern])
+    two = keep(worded(), [OTHER, LONG], [Z])
+    with pytest.raises(
+        SettingError, match=r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; give one row or"
+    ):
+        watch(worded(), [LONG] * 3, [PatchHooks(source=two)])
+    with pytest.raises(SettingError, match="position 10 does not exist in every row; patch rows of such lengths apart"):
+        watch(worded(), ["w1", " ".join(["w2"] * 9)], [PatchHooks(source=source, positions=[10])])
+    with pytest.raises(SettingError, match=r"source holds no step; has its run taken place\?"):
+        PatchHooks(source={})
+    with pytest.raises(HookNameError, match="hook_zz"):
+        watch(worded(), [LONG], [Activations(names="blocks.0.attn.hook_zz")])
+
+
+def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(worded):
+    model = worded()
+    kept = Activations(names=everything, steps=[1, -1])
+    watched = watch(model, PADDED, [kept], [])
+    assert sorted(kept.caches) == [1, 3]
+    cache = kept.caches[3]
+    assert isinstance(cache, ActivationCache)
+    plain = again(watched.run, 3).values
+    real = entered(watched.run, 3)[1]
+    accumulated, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
+    assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "2_pre", "2_mid", "final_post"]
+    torch.testing.assert_close(accumulated[3][real], plain["blocks.1.hook_resid_mid"][real], atol=1e-3, rtol=0)
+    parts = cache.decompose_resid().sum(dim=0)
+    torch.testing.assert_close(parts[real], plain["blocks.2.hook_resid_post"][real], atol=1e-3, rtol=0)
+    heads = cache.stack_head_results(layer=2)[6:12].sum(dim=0)
+    torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
+
+
+def test_step_caches_tell_what_they_hold(worded):
+    model = worded()
+    caches = StepCaches(model.tree)
+    assert 0 not in caches
+    with pytest.raises(SettingError, match="nothing was kept at step 5; kept: no step"):
+        caches[5]
+    point = model.tree.hook_embed
+    model.tree.watch.step = 2
+    value = torch.ones(1, 3, 24)
+    caches.keep(value, point)
+    model.tree.watch.step = None
+    value += 1
+    assert (2 in caches, list(caches), len(caches)) == (True, [2], 1)
+    assert (caches[2]["hook_embed"] == 1).all()
+    assert repr(caches) == "StepCaches(steps [2], points ['hook_embed'])"
+    with pytest.raises(SettingError, match=r"nothing was kept at step 0; kept: \[2\]"):
+        caches[0]
+
+
+def test_a_second_run_replaces_what_was_kept_and_leaves_the_first_to_who_holds_it(worded):
+    model, kept = worded(), Activations(names=Z, steps=[1])
+    watch(model, [LONG], [kept], [])
+    first = kept.caches
+    before = first[1][Z].clone()
+    watch(model, [OTHER], [PatchHooks(source=first, steps=[1]), kept], [])
+    assert kept.caches is not first
+    assert torch.equal(first[1][Z], before)
+    assert torch.equal(kept.caches[1][Z], before)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "dream"])
+def test_a_frozen_pattern_is_that_of_its_step_at_its_heads_and_queries(worded, architecture):
+    freeze = FreezePattern(at=1, layers=[0, -1], heads=[0, 4], positions=[0, 2, -1], steps=[0, 2])
+    watched = watch(worded(architecture), PADDED, [freeze])
+    free = watch(worded(architecture), PADDED, replay=watched.run)
+    for layer in range(3):
+        name = f"blocks.{layer}.attn.hook_pattern"
+        kept, later = watched.values[1][name], watched.values[2][name]
+        for row, start in ((0, 3), (1, 0)):
+            frozen = torch.zeros(6, 15, dtype=torch.bool)
+            if layer != 1:
+                frozen[torch.tensor([[0], [4]]), torch.tensor([start, start + 2, -1])] = True
+            assert torch.equal(later[row][frozen], kept[row][frozen])
+            assert (later[row] != kept[row])[:, start:].any(dim=-1).sum() > 0.9 * (~frozen)[:, start:].sum()
+    for step in (0, 1):
+        assert torch.equal(watched.stacked("hook_pattern", step), free.stacked("hook_pattern", step))
+    assert torch.equal(watched.values[3]["blocks.0.attn.hook_pattern"], free.values[3]["blocks.0.attn.hook_pattern"])
+
+
+def test_a_pattern_frozen_everywhere_never_changes_again(worded):
+    watched = watch(worded(), PADDED, [FreezePattern(at=-3)])
+    for step in (2, 3):
+        assert torch.equal(watched.stacked("hook_pattern", step), watched.stacked("hook_pattern", 1))
+    assert not torch.equal(watched.stacked("hook_pattern", 0), watched.stacked("hook_pattern", 1))
+
+
+def test_where_there_is_no_earlier_pattern_freezing_is_refused(worded):
+    with pytest.raises(SettingError, match="FreezePattern reuses the pattern of an earlier step of a diffusion run"):
+        watch(worded("llama", True), [LONG], [FreezePattern(at=0)])
+    with pytest.raises(SettingError, match="FreezePattern reuses the pattern of an earlier step of a diffusion run"):
+        FreezePattern(at=0).on(worded())
+    with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
+        watch(worded(), [LONG], [FreezePattern(at=4)])

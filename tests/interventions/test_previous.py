@@ -1,0 +1,168 @@
+"""The sinks of the step before: as a run recorded them, of the step itself, and what a track must fit."""
+
+import pytest
+import torch
+from building import random_ids, shared_model
+from watching import LONG, PADDED, SHORT, add, again, entered, hidden, logits_of, unwatched, watch
+
+import sinklens
+from sinklens.errors import SettingError, SinklensError
+from sinklens.interventions import KeepKeys, MaskSinks, WindowAttention
+from sinklens.sinks import NoOp, Record, SmallValueNorm, TopK
+
+WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_recorded_runs_sinks_are_masked(worded, architecture, causal, settings, same_step):
+    model, shift = worded(architecture, causal), 0 if same_step else 1
+    base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
+    masking = MaskSinks(top_k=3, source=base.sinks, same_step=same_step, layers=[0, 2])
+    watched = watch(model, PADDED, [masking], **settings)
+    for step in range(shift, min(base.steps_run, watched.run.steps_run)):
+        wanted = torch.from_numpy(base.sinks.top(3).to_numpy()[:, step - shift])
+        pattern = watched.stacked("hook_pattern", step).transpose(0, 1)[:, :, :, -1]  # of the last query
+        for row, layer in ((0, 0), (1, 0), (0, 2), (1, 2)):
+            for head in range(6):
+                ignored = pattern[row, layer, head] == 0
+                ignored[: 3 * (row == 0)] = False  # padding
+                assert set(ignored.nonzero()[:, 0].tolist()) == set(wanted[row, layer, head].tolist())
+        assert not (pattern[1, 1] == 0).any()
+
+
+def test_a_detector_that_needs_more_than_scores_reads_it_from_the_source(worded):
+    model = worded()
+    base = watch(model, PADDED, points=[], record_sinks=Record(["values"])).run
+    detector = SmallValueNorm(ratio=0.8)
+    watched = watch(model, PADDED, [MaskSinks(top_k=None, detector=detector, source=base.sinks)])
+    found = torch.from_numpy(base.sinks.detect(detector).to_numpy())
+    assert found.any()
+    for step in range(1, 4):
+        pattern = watched.stacked("hook_pattern", step).transpose(0, 1)[:, :, :, -1]
+        assert torch.equal((pattern == 0)[1], found[1, step - 1])
+        assert torch.equal((pattern == 0)[0, :, :, 3:], found[0, step - 1, :, :, 3:])
+
+
+def test_a_layers_set_of_such_a_detector_goes_by_the_mean_scores(worded):
+    model = worded("llama", True)
+    base = watch(model, PADDED, points=[], record_sinks=Record(["values"])).run
+    masking = MaskSinks(
+        top_k=None, detector=NoOp(ratio=1e9, among=TopK(2)), source=base.sinks, scope="layer", steps=[3]
+    )
+    watched = watch(model, PADDED, [masking])
+    means = torch.from_numpy(base.sinks.scores().to_numpy()[1, 2]).mean(dim=1)[:, : LONG.count(" ") + 1 + 2]
+    pattern = watched.stacked("hook_pattern", 3)[:, 1, :, -1]
+    for layer in range(3):
+        wanted = sorted(means[layer].topk(2).indices.tolist())
+        assert all((pattern[layer, head] == 0).nonzero()[:, 0].tolist() == wanted for head in range(6))
+
+
+def test_without_a_source_such_a_detector_is_refused_and_told_what_to_do(worded):
+    with pytest.raises(SettingError, match=r"SmallValueNorm\(ratio=0.2\) cannot be used here: .*source=run\.sinks"):
+        watch(worded(), PADDED, [MaskSinks(top_k=None, detector=SmallValueNorm())])
+    assert unwatched(worded())
+
+
+def test_steps_that_the_source_lacks_are_left_alone(worded):
+    model = worded()
+    base = watch(model, PADDED, points=[], record_sinks=True).run
+    watched = watch(model, PADDED, [MaskSinks(top_k=3, source=base.sinks.isel(step=slice(0, 2)))])
+    assert (watched.stacked("hook_pattern", 2)[:, 1] == 0).any()
+    assert not (watched.stacked("hook_pattern", 3)[:, 1] == 0).any()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+@pytest.mark.parametrize("scope", ["head", "model"])
+def test_in_the_same_step_the_sinks_of_an_unmasked_pass_over_the_canvas_are_masked(worded, architecture, scope):
+    model = worded(architecture)
+    masking = MaskSinks(top_k=2, same_step=True, scope=scope)
+    watched = watch(model, PADDED, [masking], ["hook_pattern", "hook_logits"])
+    for step in range(watched.run.steps_run):
+        _, real = entered(watched.run, step)
+        values = again(watched.run, step).values
+        scores = torch.stack([values[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(3)])
+        scores = scores.mean(dim=(0, 2), keepdim=True).expand_as(scores) if scope == "model" else scores
+        keys = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True)
+        plain = again(
+            watched.run,
+            step,
+            {f"blocks.{layer}.attn.hook_attn_mask": add(hidden(keys[layer])[:, :, None]) for layer in range(3)},
+        )
+        for layer in range(3):
+            name = f"blocks.{layer}.attn.hook_pattern"
+            torch.testing.assert_close(watched.values[step][name][1], plain.values[name][1], atol=2e-4, rtol=0)
+        if architecture != "dream":
+            logits = watched.values[step]["denoise.hook_logits"]
+            torch.testing.assert_close(logits[real], plain.logits[real], atol=1e-3, rtol=0)
+
+
+def test_the_second_pass_of_the_same_step_is_made_where_it_is_needed_alone(worded, monkeypatch):
+    model, passes = worded(), []
+    tree = model.tree
+    own = tree.hidden
+    monkeypatch.setattr(type(tree), "hidden", lambda self, *given: passes.append(self.watch.step) or own(*given))
+    watch(model, PADDED, [MaskSinks(top_k=2, same_step=True, steps=[1, 3])], [])
+    assert passes == [0, 1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])
+def test_no_trace_block_is_served_by_the_second_pass(tiny_llada, raw):
+    prompt, settings = "Question: Tom has 2 apples.", {"gen_length": 4, "steps": 2, "record_sinks": False}
+    seen, served = [], []
+    masking = MaskSinks(top_k=5, same_step=True)
+    hooks = [masking, ("blocks.1.hook_mlp_out", lambda value, hook: seen.append(value.clone()))]
+    with sinklens.trace(tiny_llada, prompt, hooks=hooks, **settings) as t:
+        for _ in t.steps:
+            served.append(t.hf.model.layers[1].mlp.output if raw else t["blocks.1.hook_mlp_out"])
+    assert len(seen) == len(served) == 2
+    assert all(torch.equal(a, b) for a, b in zip(seen, served, strict=True))
+
+
+def test_the_last_row_sees_what_interventions_before_it_do_to_the_mask(worded):
+    """Of an autoregressive run; a diffusion run reads the scores behind all of them, in either order."""
+    window, masking = WindowAttention(width=2), MaskSinks(top_k=1)
+    watched = watch(worded("llama", True), [LONG], [window, masking])
+    for step in range(1, watched.run.steps_run):
+        before, now = (watched.stacked("hook_pattern", at)[:, 0, :, -1] for at in (step - 1, step))
+        strongest = before.argmax(dim=-1, keepdim=True)
+        assert (before.gather(-1, strongest) > 0).all()
+        assert (now.gather(-1, strongest) == 0).all()
+    diffusion = worded()
+    both = [
+        logits_of(watch(diffusion, [LONG], order, ["hook_logits"])) for order in ([window, masking], [masking, window])
+    ]
+    assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
+def test_a_single_pass_has_no_earlier_step(kind):
+    model = shared_model()
+    with pytest.raises(SettingError, match=rf"{kind.__name__} acts on the sinks of an earlier step, and a single pass"):
+        model.run_with_hooks(random_ids(), fwd_hooks=kind().on(model))
+
+
+def test_a_source_of_other_prompts_or_another_model_is_refused(worded):
+    base = watch(worded(), PADDED, points=[], record_sinks=True).run.sinks
+    with pytest.raises(SettingError, match="source holds 2 along batch, this run 1; record it with this model"):
+        watch(worded(), [LONG], [MaskSinks(source=base)])
+    with pytest.raises(SettingError, match="source holds 15 along pos, this run 12"):
+        watch(worded(), [SHORT, SHORT], [MaskSinks(source=base)])
+    with pytest.raises(SettingError, match="source holds 2 along layer, this run 3"):
+        watch(worded(), PADDED, [MaskSinks(source=base.isel(layer=[0, 1]))])
+
+
+def test_an_autoregressive_run_has_no_second_pass(worded):
+    with pytest.raises(SettingError, match="same_step needs a second pass over the canvas, which autoregressive"):
+        watch(worded("llama", True), PADDED, [MaskSinks(same_step=True)])
+
+
+def test_a_look_inside_a_look_is_refused_and_leaves_the_model_as_it_was(worded):
+    model = worded()
+    ids = random_ids()
+    before = model(ids)
+    model.tree.watch.looked = {}
+    with pytest.raises(SinklensError, match="one look is going on already"):
+        model.tree.look(ids, None, ["hook_embed"])
+    model.tree.watch.looked = None
+    assert torch.equal(model(ids), before)

@@ -1,0 +1,184 @@
+"""Which keys are chosen: counts, ties, controls that depend on nothing but the seed and the prompt, kinds of tokens."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from building import shared_model
+from watching import LONG, PADDED, SHORT, unwatched, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import KeepKeys, MaskSinks
+from sinklens.interventions.selection import Selection
+from sinklens.sinks import EpsilonOverMean, TopK
+from sinklens.sinks.kinds import Kind, kinds
+from sinklens.tasks.word_problems import held_out
+
+WAYS = [("llama", False, {}), ("dream", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
+
+
+def selection(**given) -> Selection:
+    """A selection, the strongest key of each head unless told otherwise."""
+    plain = {"top_k": 1, "detector": None, "pick": "strongest", "scope": "head", "only": (), "seed": 0}
+    return Selection(**(plain | given))
+
+
+def chosen(scores, real=None, **given):
+    """The keys that a selection takes of one layer, as positions by row and head."""
+    real = torch.ones(len(scores), scores.shape[-1], dtype=torch.bool) if real is None else real
+    keys = selection(**given).choose({0: scores}, real, None, None, 1)[0]
+    return [[head.nonzero()[:, 0].tolist() for head in row] for row in keys]
+
+
+def test_the_strongest_and_the_weakest_are_taken_and_of_equals_the_first():
+    scores = torch.tensor([[[2.0, 5.0, 0.0, 5.0, 0.0, 1.0]]])
+    assert chosen(scores, top_k=1) == [[[1]]]
+    assert chosen(scores, top_k=3) == [[[0, 1, 3]]]
+    assert chosen(scores, top_k=1, pick="weakest") == [[[2]]]
+    assert chosen(scores, top_k=3, pick="weakest") == [[[2, 4, 5]]]
+    assert chosen(torch.ones(1, 1, 300), top_k=3) == [[[0, 1, 2]]]
+
+
+def test_padding_is_never_taken_and_a_short_row_gives_all_it_has():
+    scores = torch.tensor([[[9.0, 9.0, 1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]]])
+    real = torch.tensor([[False, False, True, True], [True, True, True, True]])
+    assert chosen(scores, real, top_k=1) == [[[3]], [[3]]]
+    assert chosen(scores, real, top_k=3) == [[[2, 3]], [[1, 2, 3]]]
+    assert chosen(scores, real, top_k=3, pick="weakest") == [[[2, 3]], [[0, 1, 2]]]
+
+
+def test_scopes_average_over_heads_and_layers():
+    layers = {0: torch.tensor([[[0.0, 3.0, 4.0], [5.0, 3.0, 0.0]]]), 2: torch.tensor([[[0.0, 0.0, 9.0]] * 2])}
+    real = torch.ones(1, 3, dtype=torch.bool)
+    found = {
+        scope: {layer: keys[0].int().argmax(-1).tolist() for layer, keys in chosen_keys.items()}
+        for scope in ("head", "layer", "model")
+        if (chosen_keys := selection(scope=scope).choose(layers, real, None, None, 1))
+    }
+    assert found == {
+        "head": {0: [2, 0], 2: [2, 2]},
+        "layer": {0: [1, 1], 2: [2, 2]},
+        "model": {0: [2, 2], 2: [2, 2]},
+    }
+
+
+def masked_keys(watched, step):
+    """Keys that the last query of each layer, row and head ignores, by position counted from the row's first."""
+    pattern, real = watched.stacked("hook_pattern", step)[:, :, :, -1], watched.run.real[:, : watched.run.prompt_length]
+    pads = (~real).sum(dim=1).tolist()
+    return [
+        [[(head[pad:] == 0).nonzero()[:, 0].tolist() for head in row] for row, pad in zip(layer, pads, strict=True)]
+        for layer in pattern
+    ]
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_random_keys_are_as_many_and_depend_on_seed_and_prompt_but_not_on_the_batch(
+    worded, architecture, causal, settings, scope
+):
+    model = worded(architecture, causal)
+    together = watch(model, PADDED, [MaskSinks(top_k=3, pick="random", scope=scope, seed=4)], **settings)
+    alone = watch(model, [SHORT], [MaskSinks(top_k=3, pick="random", scope=scope, seed=4)], **settings)
+    other = watch(model, PADDED, [MaskSinks(top_k=3, pick="random", scope=scope, seed=5)], **settings)
+    steps = range(1, min(alone.run.steps_run, together.run.steps_run, other.run.steps_run))
+    assert len(steps) > 1
+    for step in steps:
+        keys = masked_keys(together, step)
+        assert [[layer[0]] for layer in keys] == masked_keys(alone, step)
+        assert keys != masked_keys(other, step)
+        assert {len(head) for layer in keys for row in layer for head in row} == {3}
+        of_heads = {tuple(head) for head in keys[0][1]}
+        of_layers = {json.dumps(layer[1]) for layer in keys}
+        assert (len(of_heads) > 1, len(of_layers) > 1) == (scope == "head", scope != "model")
+        assert keys[0][0] != keys[0][1]
+    assert masked_keys(together, steps[0]) != masked_keys(together, steps[1])
+
+
+def test_a_control_takes_as_many_keys_as_the_detector_finds(worded):
+    detector = EpsilonOverMean(epsilon=0.7)
+    found = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, steps=[1])])
+    random = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, pick="random", steps=[1])])
+    first, second = masked_keys(found, 1), masked_keys(random, 1)
+    counts = [[[len(head) for head in row] for row in layer] for layer in first]
+    assert counts == [[[len(head) for head in row] for row in layer] for layer in second]
+    assert first != second
+    assert len({number for layer in counts for row in layer for number in row}) > 1
+
+
+def test_random_keys_spread_over_all_that_may_be_taken(worded):
+    """Over seeds every real position is drawn about equally often, and padding never."""
+    counts = torch.zeros(15)
+    for seed in range(12):
+        watched = watch(worded(), PADDED, [MaskSinks(top_k=2, pick="random", seed=seed, steps=[1])], steps=2)
+        for layer in masked_keys(watched, 1):
+            for head in layer[1]:
+                counts[head] += 1
+    expected = 12 * 3 * 6 * 2 / 15
+    assert (counts - expected).abs().max() < 4 * expected**0.5
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_random_keys_are_those_that_may_be_masked(worded, architecture, causal, settings):
+    masking = MaskSinks(top_k=2, pick="random", only="prompt", positions=[0, 1, 2, 3, -1])
+    watched = watch(worded(architecture, causal), PADDED, [masking], **settings)
+    for step in range(1, watched.run.steps_run):
+        keys = [head for layer in masked_keys(watched, step) for row in layer for head in row]
+        assert all(len(head) == 2 and set(head) <= {0, 1, 2, 3} for head in keys)
+
+
+def test_kinds_of_tokens_are_those_of_the_track(tiny_llada):
+    """Only newlines and digits are masked: those that the token text of the step before says."""
+    prompts = [problem.prompt for problem in held_out(2)]
+    masking = MaskSinks(top_k=4, only=["newline", "digit"])
+    watched = watch(tiny_llada, prompts, [masking], record_sinks=True, gen_length=8, steps=4)
+    found = kinds(watched.run.sinks).to_numpy()
+    wanted = np.isin(found, [Kind.NEWLINE, Kind.DIGIT])
+    for step in range(1, 4):
+        ignored = (watched.stacked("hook_pattern", step)[:, :, :, -1] == 0) & watched.run.real[None, :, None]
+        assert not (ignored & ~torch.from_numpy(wanted[:, step - 1])[None, :, None]).any()
+        counts = np.minimum(4, wanted[:, step - 1].sum(axis=-1))
+        assert torch.equal(ignored.sum(-1), torch.from_numpy(counts)[None, :, None].expand(4, 2, 6))
+        assert (counts > 1).all()
+
+
+def test_kinds_need_the_text_of_tokens():
+    with pytest.raises(SettingError, match=r"only=\['newline'\] goes by the text of tokens: the text of token"):
+        watch(shared_model(), torch.tensor([[3, 4, 5]]), [MaskSinks(only="newline")])
+    assert unwatched(shared_model())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"top_k": None}, "give either top_k, a number of keys per head, or a detector, and not both"),
+        ({"detector": TopK(2)}, "give either top_k, a number of keys per head, or a detector, and not both"),
+        ({"top_k": -1}, "top_k is a number of keys, 0 or more; got -1"),
+        ({"pick": "best"}, "pick is 'strongest', 'weakest' or 'random'; got 'best'"),
+        ({"scope": "row"}, "scope is 'head', 'layer' or 'model'; got 'row'"),
+        ({"only": "mask"}, r"'mask' is neither. Known: prompt, masked, .* Nearest: masked"),
+        ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
+    ],
+)
+@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
+@pytest.mark.usefixtures("unchecked")
+def test_settings_that_mean_nothing_are_refused_when_the_intervention_is_made(kind, given, text):
+    with pytest.raises(SettingError, match=text):
+        kind(**given)
+
+
+def test_random_keys_of_a_single_pass_are_refused():
+    scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(SettingError, match="detectors, only= and random keys belong to a run"):
+        selection(pick="random").choose({0: scores}, real, None, None, 0)
+
+
+def test_masking_at_a_temperature_draws_from_the_same_noise(worded):
+    """Random keys have a generator of their own: the sampler's numbers are those of the base run."""
+    settings = {"temperature": 1.0, "seed": 3}
+    base = watch(worded(), [LONG], [], [], **settings).run
+    masking = MaskSinks(top_k=3, pick="random", steps=[3])
+    assert torch.equal(watch(worded(), [LONG], [masking], [], **settings).run.canvas[:, :4], base.canvas[:, :4])
+    assert sinklens.generate(worded(), LONG, steps=4, gen_length=8, **settings).text == base.text[0]

@@ -1,0 +1,335 @@
+"""Every detector against its formula written out in loops, and against sinks planted by hand."""
+
+import math
+import statistics
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import xarray as xr
+from tracks import HEADS, LAYERS, LENGTH, made, planted
+
+from sinklens.errors import TrackError
+from sinklens.sinks import (
+    Broadcast,
+    Detector,
+    EpsilonOverMean,
+    MeanPlusStd,
+    NoOp,
+    ResidualPeak,
+    SinkRate,
+    SinkTrack,
+    SmallValueNorm,
+    TopK,
+)
+
+NAN = math.nan
+MOVING = [[0.2, 3.2, 0.3, 0.3], [0.2, 0.3, 3.2, 0.3], [1.0, 1.0, 1.0, 1.0]]
+both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+
+
+class Cell:
+    """One head at one step of a made track: what a formula may look at, as lists and dicts over existing positions."""
+
+    def __init__(self, data, place):
+        (b, t, layer, h), self.data = place, data
+        self.causal, self.place = bool(data.attrs["causal"]), place
+        score = data["score"].to_numpy()[b, t, layer, h]
+        real = data["real"].to_numpy()[b]
+        self.there = [j for j in range(LENGTH) if real[j] and not math.isnan(score[j])]
+        self.score = {j: float(score[j]) for j in self.there}
+
+    def beside(self, layer, h):
+        """The same row and step in another head."""
+        return Cell(self.data, (*self.place[:2], layer, h))
+
+    def of(self, name):
+        """A recorded variable of this layer or head: by position, or one number."""
+        here = self.data[name].to_numpy()[self.place[: 4 if "head" in self.data[name].dims else 3]]
+        return {j: float(here[j]) for j in self.there} if np.ndim(here) else float(here)
+
+    def mass(self, unit):
+        """The score in `unit`."""
+        count = len(self.there)
+        seeing = {j: sum(k >= j for k in self.there) if self.causal else count for j in self.there}
+        by = {"sum": lambda j: 1, "fraction": lambda j: count, "percent": lambda j: count / 100, "visible": seeing.get}
+        return {j: self.score[j] / by[unit](j) for j in self.there}
+
+
+def compare(detector, track, strength, detect):
+    """`strength` and `detect`, functions of a cell and a position, everywhere; elsewhere NaN and False.
+
+    Returns the share of existing positions that are a sink.
+    """
+    strengths, found = detector.strength(track), track.detect(detector)
+    assert strengths.dims == found.dims == ("batch", "step", "layer", "head", "pos")
+    assert found.dtype == bool
+    strengths, found, hits, count = strengths.to_numpy(), found.to_numpy(), 0, 0
+    for place in np.ndindex(*found.shape[:4]):
+        cell = Cell(track.data, place)
+        for j in range(LENGTH):
+            if j not in cell.there:
+                assert math.isnan(strengths[place][j])
+                assert not found[place][j]
+                continue
+            expected = strength(cell, j)
+            assert strengths[place][j] == pytest.approx(expected, rel=2e-4, abs=1e-5, nan_ok=True), (place, j)
+            assert found[place][j] == detect(cell, j), (place, j)
+            hits, count = hits + found[place][j], count + 1
+    assert 0 < hits < count  # the comparison saw sinks and others
+    return hits / count
+
+
+def over_others(cell, j, unit="sum"):
+    mass = cell.mass(unit)
+    others = [mass[k] for k in cell.there if k != j]
+    return mass[j] - sum(others) / len(others)
+
+
+@both_kinds
+@pytest.mark.parametrize(("unit", "epsilon"), [("sum", 0.5), ("percent", 7), ("fraction", 0.08), ("visible", 0.1)])
+def test_equation_3_is_evaluated_as_it_stands(causal, unit, epsilon):
+    """Ā[j] > (1/(S − 1)) Σ_{k≠j} Ā[k] + ε."""
+    compare(
+        EpsilonOverMean(epsilon, unit),
+        made(causal).track,
+        lambda cell, j: over_others(cell, j, unit),
+        lambda cell, j: over_others(cell, j, unit) > epsilon,
+    )
+
+
+def test_a_planted_sink_is_found_where_it_is_and_nowhere_else():
+    """Scores sum to 4; the others' mean is 0.267, so 3.2 exceeds it by more than 2.9 but not by 3."""
+    found = planted(MOVING).detect(EpsilonOverMean(epsilon=2.9)).to_numpy()[0, :, 0, 0]
+    assert found.tolist() == [[False, True, False, False], [False, False, True, False], [False] * 4]
+    assert not planted(MOVING).detect(EpsilonOverMean(epsilon=3.0)).any()
+
+
+def test_the_paper_s_definition_is_the_one_asked_for_by_default():
+    score = np.full((1, 12), 0.5)
+    score[0, 4], score[0, 7] = 3.8, 3.2  # over the others' mean by 3.06 and 2.4
+    assert planted(score).detect().to_numpy().ravel().nonzero()[0].tolist() == [4]
+
+
+def test_the_only_position_is_compared_with_nothing():
+    track = planted([[9.0, 1.0, 1.0]], real=[False, True, False])
+    assert track.detect(EpsilonOverMean(0.9)).to_numpy().ravel().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("unit", ["fraction", "visible"])
+def test_epsilon_three_in_shares_finds_nothing_and_warns(unit):
+    with pytest.warns(UserWarning, match=r"no score exceeds 1, so epsilon = 3.0 can never be met"):
+        assert not planted(MOVING).detect(EpsilonOverMean(3.0, unit)).any()
+
+
+def test_padding_is_no_sink_and_no_other_position():
+    """Position 0 is padding: the mean of the others is taken over three real positions."""
+    track = planted([[9.0, 2.0, 0.5, 0.5]], real=[False, True, True, True])
+    found = track.detect(EpsilonOverMean(1.4)).to_numpy()[0, 0, 0, 0]
+    assert found.tolist() == [False, True, False, False]
+    assert not track.detect(TopK(3)).to_numpy()[..., 0].any()
+
+
+@both_kinds
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_top_k_takes_the_k_strongest_that_exist(causal, k):
+    def is_top(cell, j):
+        ranked = sorted(cell.there, key=lambda i: (-cell.score[i], i))
+        return any(cell.score.values()) and j in ranked[:k]
+
+    share = compare(TopK(k), made(causal).track, lambda cell, j: cell.score[j], is_top)
+    assert share > {1: 0.1, 4: 0.4, 9: 0.8}[k]
+
+
+def test_top_k_finds_no_sink_where_a_head_attends_to_nothing():
+    """Not position 0, which would look like a sink at the start token."""
+    found = planted([[0.0, 0.0, 0.0], [0.0, 3.0, 0.0]]).detect(TopK(1)).to_numpy()[0, :, 0, 0]
+    assert found.tolist() == [[False] * 3, [False, True, False]]
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("over", "unit"), [(("layer", "head"), "sum"), (("head",), "percent"), (("layer",), "sum"), ((), "visible")]
+)
+def test_mass_is_compared_with_mean_and_population_deviation(causal, over, unit):
+    def margin(cell, j):
+        layers = range(LAYERS) if "layer" in over else [cell.place[2]]
+        heads = range(HEADS) if "head" in over else [cell.place[3]]
+        masses = [cell.beside(layer, h).mass(unit) for layer in layers for h in heads]
+        mass = {k: sum(one[k] for one in masses) / len(masses) for k in cell.there}
+        return mass[j] - statistics.fmean(mass.values()) - 1.2 * statistics.pstdev(mass.values())
+
+    compare(
+        MeanPlusStd(k=1.2, over=over, unit=unit),
+        made(causal).track,
+        lambda cell, j: 1 / (1 + math.exp(-5 * margin(cell, j))),
+        lambda cell, j: margin(cell, j) > 0,
+    )
+
+
+def test_one_tall_position_lies_over_mean_and_two_deviations_and_even_ones_do_not():
+    """Of n positions, one alone can lie √(n − 1) deviations over the mean: 1.7 of 4, 3 of 10."""
+    score = [[0.5, 5.5, *[0.5] * 8], [1.0] * 10]
+    assert planted(score).detect(MeanPlusStd(2.9)).to_numpy().reshape(2, 10).nonzero() == (np.array([0]), np.array([1]))
+    assert not planted(score).detect(MeanPlusStd(3.1)).any()
+    weight = MeanPlusStd(3).strength(planted(score)).to_numpy().reshape(2, 10)
+    assert weight[0, 1] == pytest.approx(0.5, abs=1e-5)
+    assert weight[1].tolist() == pytest.approx([0.5] * 10)
+
+
+def test_a_soft_weight_far_from_the_threshold_does_not_overflow():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = MeanPlusStd(unit="percent", slope=50).strength(planted([[0.1, 3.7, 0.1, 0.1]]))
+    assert weight.to_numpy().ravel()[0] == pytest.approx(0)
+
+
+@both_kinds
+def test_the_sink_rate_counts_heads_whose_visible_attention_exceeds_epsilon(causal):
+    def rate(cell, j):
+        alphas = [cell.beside(layer, h).mass("visible")[j] for layer in range(LAYERS) for h in range(HEADS)]
+        return sum(alpha > 0.15 for alpha in alphas) / len(alphas)
+
+    compare(SinkRate(0.15, 0.4), made(causal).track, rate, lambda cell, j: rate(cell, j) >= 0.4)
+
+
+def test_a_planted_share_of_heads_is_the_rate():
+    """The first key takes 0.9 of the attention in 4 of 6 heads; a share of 4/6 is reached, and all heads say so."""
+    track = made(False).track
+    score = np.full((1, 1, LAYERS, HEADS, LENGTH), 0.1 * LENGTH / (LENGTH - 1))
+    score[..., 0] = 0.1
+    score[0, 0, 0, :, 0] = score[0, 0, 1, 0, 0] = 0.9 * LENGTH
+    track = SinkTrack(track.data.isel(batch=[1], step=[0]).assign(score=(track.data["score"].dims, score)))
+    assert SinkRate().strength(track).to_numpy()[..., 0] == pytest.approx(4 / 6)
+    assert track.detect(SinkRate(0.3, 4 / 6)).to_numpy()[..., 0].all()
+    assert not track.detect(SinkRate(0.3, 0.67)).any()
+    assert not track.detect(SinkRate(0.91, 0)).any()  # nobody's sink, whatever share is asked for
+
+
+def value_ratio(cell, j):
+    norms = cell.of("value_norm")
+    return norms[j] / statistics.mean(norms.values())
+
+
+@both_kinds
+def test_a_small_value_norm_is_small_beside_the_mean_of_the_head(causal):
+    compare(
+        SmallValueNorm(),
+        made(causal).track,
+        lambda cell, j: 1 / value_ratio(cell, j),
+        lambda cell, j: value_ratio(cell, j) < 0.2,
+    )
+
+
+@both_kinds
+@pytest.mark.parametrize(("per", "ratio"), [("position", 1000), ("channel", 50.0)])
+def test_a_residual_peak_exceeds_the_floor_and_is_many_times_the_median(causal, per, ratio):
+    def over_median(cell, j):
+        median = cell.of("stream_median") if per == "position" else cell.of("stream_channel_median")[j]
+        return cell.of("stream_peak")[j] / median
+
+    compare(
+        ResidualPeak(ratio=ratio, per=per),
+        made(causal).track,
+        over_median,
+        lambda cell, j: over_median(cell, j) >= ratio and cell.of("stream_peak")[j] > 100,
+    )
+
+
+def test_a_channel_that_is_high_everywhere_is_no_peak_of_its_own():
+    """Position 2 alone stands out in its channel; all stand out among all channels."""
+    track = planted(
+        [[1.0] * 4],
+        stream_peak=[[2000, 2000, 9000, 90]],
+        stream_median=[1.0],
+        stream_channel_median=[[2000, 2000, 0.5, 0.01]],
+    )
+    assert track.detect(ResidualPeak()).to_numpy().ravel().tolist() == [True, True, True, False]
+    assert track.detect(ResidualPeak(per="channel")).to_numpy().ravel().tolist() == [False, False, True, False]
+
+
+@both_kinds
+def test_a_no_op_is_a_sink_with_a_small_value(causal):
+    compare(
+        NoOp(0.6, among=EpsilonOverMean(0.3)),
+        made(causal).track,
+        lambda cell, j: 1 / value_ratio(cell, j),
+        lambda cell, j: over_others(cell, j) > 0.3 and value_ratio(cell, j) < 0.6,
+    )
+
+
+@both_kinds
+def test_a_broadcast_is_a_sink_with_an_ordinary_value_in_a_head_of_low_rank(causal):
+    compare(
+        Broadcast(among=EpsilonOverMean(0.1)),
+        made(causal).track,
+        lambda cell, j: 1 / cell.of("output_rank"),
+        lambda cell, j: (
+            over_others(cell, j) > 0.1 and 0.5 <= value_ratio(cell, j) <= 1.5 and cell.of("output_rank") < 1.5
+        ),
+    )
+
+
+def test_no_op_and_broadcast_share_the_sinks_out_between_them():
+    """Sinks at 0 and 1, one with a small value and one with an ordinary one; position 2 is small but no sink."""
+    track = planted([[5.0, 5.0, 0.1, *[0.1] * 9]], value_norm=[[0.1, 1.0, 0.1, *[1.0] * 9]], output_rank=[1.2])
+    assert track.detect(NoOp()).to_numpy().ravel().nonzero()[0].tolist() == [0]
+    assert track.detect(Broadcast()).to_numpy().ravel().nonzero()[0].tolist() == [1]
+    many = planted([[5.0, 5.0, *[0.1] * 10]], value_norm=[[1.0] * 12], output_rank=[1.5])
+    assert not many.detect(Broadcast()).any()
+
+
+def test_a_head_without_output_broadcasts_nothing():
+    """Its stable rank is NaN; so are the ratios of a head whose every value was set to zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        silent = planted([[5.0, *[0.1] * 11]], value_norm=[[1.0] * 12], output_rank=[NAN])
+        assert not silent.detect(Broadcast()).any()
+        zeroed = planted([[5.0, *[0.1] * 11]], value_norm=[[0.0] * 12], output_rank=[NAN])
+        for detector in (Broadcast(), NoOp(), SmallValueNorm()):
+            assert not zeroed.detect(detector).any()
+            assert detector.strength(zeroed).isnull().all()
+
+
+@pytest.mark.parametrize(
+    ("detector", "variable", "quantity"),
+    [
+        (SmallValueNorm(), "value_norm", "values"),
+        (NoOp(), "value_norm", "values"),
+        (Broadcast(), "value_norm", "values"),
+        (Broadcast(), "output_rank", "outputs"),
+        (ResidualPeak(), "stream_peak", "stream"),
+        (ResidualPeak(), "stream_median", "stream"),
+        (ResidualPeak(per="channel"), "stream_channel_median", "stream"),
+    ],
+)
+def test_a_detector_that_lacks_something_says_how_to_record_it(detector, variable, quantity):
+    track = made(False, unlike=[variable]).track
+    told = rf"holds no {variable}\. .*record_sinks=Record\(\['{quantity}'\]\)\), with Record from sinklens\.sinks"
+    with pytest.raises(TrackError, match=told):
+        track.detect(detector)
+
+
+def test_a_variable_of_nobody_s_quantity_is_asked_for_in_words():
+    with pytest.raises(TrackError, match=r"holds no entropy\. .*record_sinks=Record\(\[a Quantity that fills it\]\)"):
+        made(False).track.need("entropy")
+
+
+@dataclass(frozen=True)
+class AboveTen(Detector):
+    """As in the docstring of the module."""
+
+    def detect(self, track):
+        return self.strength(track) > 10
+
+
+def test_a_detector_of_five_lines_is_asked_like_the_others():
+    track = planted([[10.5, 0.5, 0.5], [0.5, 10.0, 0.5]])
+    assert track.detect(AboveTen()).to_numpy()[0, :, 0, 0].tolist() == [[True, False, False], [False] * 3]
+    xr.testing.assert_equal(AboveTen().strength(track), track.scores())
+
+
+def test_a_detector_without_a_definition_of_a_sink_cannot_be_made():
+    with pytest.raises(TypeError, match=r"abstract method '?detect"):
+        Detector()

@@ -1,0 +1,442 @@
+"""Tracks saved, opened, damaged and put together."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import xarray as xr
+from tracks import LENGTH, PROMPT, Killed, disk_full_beyond, killed_at_write, made, planted
+
+import sinklens
+from sinklens.errors import SinklensError, TrackError
+from sinklens.sinks import (
+    Broadcast,
+    EpsilonOverMean,
+    MeanPlusStd,
+    NoOp,
+    Record,
+    ResidualPeak,
+    SinkTrack,
+    TopK,
+    files,
+)
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(6)]
+kinds = pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+DETECTORS = (
+    EpsilonOverMean(0.5), TopK(2), MeanPlusStd(1.0), NoOp(0.6, EpsilonOverMean(0.3)), ResidualPeak(),
+    Broadcast(among=EpsilonOverMean(0.1)),
+)  # fmt: skip
+
+
+def assert_equal(track, expected, rtol=0.0):
+    """Variables, coordinates and attributes, but for those that tell of the file."""
+    assert set(track.data.variables) == set(expected.data.variables)
+    for name, values in expected.data.variables.items():
+        found = track.data[name]
+        assert found.dims == values.dims
+        if rtol and values.dtype == np.float32:
+            np.testing.assert_allclose(found.astype(np.float32), values, rtol=rtol, err_msg=str(name))
+        else:
+            assert found.dtype == values.dtype, name
+            np.testing.assert_array_equal(found, values, err_msg=str(name))
+    kept = {name: value for name, value in track.data.attrs.items() if name not in ("format", "finished")}
+    assert kept == {name: value for name, value in expected.data.attrs.items() if name not in ("format", "finished")}
+
+
+@kinds
+@both_kinds
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0.0), ("float16", 1e-3)])
+def test_a_saved_track_opens_as_it_was(tmp_path, suffix, causal, dtype, rtol):
+    track = made(causal).track
+    path = tmp_path / f"sinks{suffix}"
+    assert track.save(path, dtype) == path
+    opened = SinkTrack.open(path)
+    assert opened.data["score"].dtype == opened.data["stream_median"].dtype == dtype
+    assert opened.scores().dtype == opened.need("value_norm")["value_norm"].dtype == np.float32
+    assert_equal(opened, track, rtol)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    for detector in DETECTORS:
+        same = track.detect(detector) == opened.detect(detector)
+        assert same.all() if not rtol else same.mean() > 0.99
+    np.testing.assert_array_equal(opened.top(3), track.top(3))
+
+
+@kinds
+def test_a_run_s_track_keeps_its_words(tiny_llada, tmp_path, suffix):
+    track = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3).sinks
+    opened = SinkTrack.open(track.save(tmp_path / f"sinks{suffix}"))
+    assert_equal(opened, track)
+    assert opened.data.attrs["model"] == "tiny-llada"
+    assert (opened.vocabulary, opened.special) == (track.vocabulary, track.special)
+    assert opened.vocabulary[1] == "<|mdm_mask|>"
+    assert opened.trajectory(2, 1).tolist() == track.trajectory(2, 1).tolist()
+
+
+@kinds
+def test_nothing_is_read_before_it_is_asked_for(tmp_path, suffix):
+    opened = SinkTrack.open(made(False).track.save(tmp_path / f"sinks{suffix}"))
+    part = opened.isel(step=1, layer=0)
+    for track in (opened, part):
+        for name in ("score", "value_norm", "token_id"):
+            assert not track.data[name].variable._in_memory
+    assert part.top(1).sizes["step"] == 1
+    assert not opened.data["score"].variable._in_memory
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory, tiny_llada):
+    """A run of five steps as it was recorded to disk and as it is saved, and its track in memory."""
+    folder = tmp_path_factory.mktemp("stores")
+    record = Record(["values"], to=folder / "recorded.zarr")
+    track = sinklens.generate(tiny_llada, PROMPTS[:2], gen_length=5, record_sinks=record).sinks
+    track = SinkTrack(track.data.load())
+    return {"recorded": folder / "recorded.zarr", "saved": track.save(folder / "saved.zarr")}, track
+
+
+@pytest.fixture(params=["saved", "recorded"])
+def store(request, tmp_path, stores):
+    """A copy of one of the stores, and its track in memory."""
+    paths, track = stores
+    return shutil.copytree(paths[request.param], tmp_path / "sinks.zarr"), track
+
+
+def test_a_step_is_read_from_its_own_chunk_alone(store):
+    """The chunks of all other steps are gone by the time it is read."""
+    path, track = store
+    opened = SinkTrack.open(path)
+    chunks = [file for file in (path / "score" / "c").rglob("*") if file.is_file()]
+    assert len(chunks) == 5
+    for chunk in chunks:
+        if chunk.relative_to(path).parts[3] != "3":
+            chunk.unlink()
+    np.testing.assert_array_equal(opened.isel(step=3).scores(), track.isel(step=3).scores())
+
+
+def break_json(path, name, content):
+    file = path / name
+    json.loads(file.read_text())
+    file.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (lambda path: (path / "score/c/0/2/0/0/0").unlink(), r"lacks 1 chunks of score; part of the store was lost"),
+        (lambda path: shutil.rmtree(path / "token_id/c/0"), r"lacks 5 chunks of token_id"),
+        (lambda path: (path / "value_norm/c/0/4/0/0/0").unlink(), r"lacks 1 chunks of value_norm"),
+        (lambda path: shutil.rmtree(path / "real/c"), r"lacks 1 chunks of real"),
+        (lambda path: shutil.rmtree(path / "unmask_step/c"), r"lacks 1 chunks of unmask_step"),
+        (lambda path: shutil.rmtree(path / "score"), r"lacks score"),
+        (lambda path: shutil.rmtree(path / "committed"), r"lacks committed"),
+        (
+            lambda path: break_json(path, "zarr.json", '{"attributes": {"form'),
+            r"not a whole Zarr store \(.*\); it may be",
+        ),
+        (lambda path: break_json(path, "zarr.json", "[]"), r"not a whole Zarr store"),
+        (lambda path: break_json(path, "zarr.json", ""), r"not a whole Zarr store"),
+        (lambda path: break_json(path, "zarr.json", "{}"), r"is no sink track of this version \(format None\)"),
+        (lambda path: break_json(path, "score/zarr.json", '{"shape": [1'), r"not a whole Zarr store"),
+        (lambda path: break_json(path, "score/zarr.json", "{}"), r"not a whole Zarr store"),
+        (lambda path: (path / "zarr.json").unlink(), r"is a folder, but no sink track's Zarr store"),
+    ],
+)
+def test_a_damaged_store_is_refused_with_the_reason(store, harm, text):
+    path, _ = store
+    harm(path)
+    with pytest.raises(TrackError, match=text):
+        SinkTrack.open(path)
+
+
+def test_a_truncated_or_foreign_file_or_folder_is_refused(tmp_path):
+    with pytest.raises(TrackError, match=r"nothing\.nc does not exist; give the path that SinkTrack\.save returned"):
+        SinkTrack.open(tmp_path / "nothing.nc")
+    track = made(False).track
+    whole = track.save(tmp_path / "sinks.nc").read_bytes()
+    for kept in (0, 10, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.nc").write_bytes(whole[:kept])
+        with pytest.raises(TrackError, match=r"cut\.nc is not a whole NetCDF-4 file \(.*\); it may be truncated"):
+            SinkTrack.open(tmp_path / "cut.nc")
+    (tmp_path / "text.nc").write_text("step,score\n0,1.5\n")
+    with pytest.raises(TrackError, match=r"text\.nc is not a whole NetCDF-4 file"):
+        SinkTrack.open(tmp_path / "text.nc")
+    foreign = track.data.drop_attrs()
+    foreign.to_netcdf(tmp_path / "foreign.nc", engine="h5netcdf")
+    foreign.to_zarr(tmp_path / "foreign.zarr", consolidated=False)
+    for name in ("foreign.nc", "foreign.zarr"):
+        with pytest.raises(TrackError, match=rf"{name} is no sink track of this version \(format None\)"):
+            SinkTrack.open(tmp_path / name)
+    (tmp_path / "folder.zarr").mkdir()
+    with pytest.raises(TrackError, match=r"folder\.zarr is a folder, but no sink track's Zarr store"):
+        SinkTrack.open(tmp_path / "folder.zarr")
+    with pytest.raises(TrackError, match=r"lacks score"):
+        SinkTrack(foreign.drop_vars("score"))
+
+
+def test_a_place_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.zarr").mkdir()
+    (tmp_path / "mine.zarr" / "thesis.txt").write_text("")
+    (tmp_path / "file.zarr").write_text("")
+    made(False).track.data.drop_attrs().to_zarr(tmp_path / "other.zarr", consolidated=False)
+    for name in ("mine.zarr", "file.zarr", "other.zarr"):
+        with pytest.raises(TrackError, match=rf"{name} exists and is no sink track; choose another place"):
+            made(False).track.save(tmp_path / name)
+    assert (tmp_path / "mine.zarr" / "thesis.txt").exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file.zarr", "mine.zarr", "other.zarr"]
+    with pytest.raises(TrackError, match=r"dtype on disk is 'float32' or 'float16'; got 'int8'"):
+        files.save(made(False).track, tmp_path / "sinks.nc", "int8")
+
+
+@kinds
+def test_an_opened_track_may_be_saved_over_itself(tmp_path, suffix):
+    track = made(True).track
+    path = track.save(tmp_path / f"sinks{suffix}")
+    SinkTrack.open(path).save(path)
+    assert_equal(SinkTrack.open(path), track)
+    SinkTrack.open(path).isel(step=[0, 2]).save(path)
+    assert_equal(SinkTrack.open(path), track.isel(step=[0, 2]))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_part_of_a_recorded_run_is_saved_whole(store, tmp_path):
+    path, track = store
+    for suffix in (".nc", ".zarr"):
+        part = SinkTrack.open(path).isel(step=slice(1, 3), batch=0)
+        assert_equal(SinkTrack.open(part.save(tmp_path / f"part{suffix}")), track.isel(step=slice(1, 3), batch=0))
+
+
+def test_a_step_at_which_nothing_exists_is_a_chunk_like_any_other(tmp_path):
+    """Zarr leaves chunks out that hold nothing but NaN; then they could not be told from lost ones."""
+    track = planted([[np.nan, np.nan], [1.0, 1.0]])
+    assert_equal(SinkTrack.open(track.save(tmp_path / "sinks.zarr")), track)
+
+
+def in_sight(folder):
+    """Names of files; Zarr's threads may go on writing to a hidden one for a moment after an error."""
+    return sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
+
+
+def test_a_save_interrupted_at_any_write_leaves_the_old_store(tmp_path, monkeypatch):
+    old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / "sinks.zarr"
+    old.save(path)
+    for number in range(1, 200):
+        with killed_at_write(number, monkeypatch):
+            try:
+                new.save(path)
+            except Killed:
+                assert_equal(SinkTrack.open(path), old)
+                assert in_sight(tmp_path) == ["sinks.zarr"]
+            else:
+                break
+    assert number > 20
+    assert_equal(SinkTrack.open(path), new)
+    assert [file.name for file in tmp_path.iterdir()] == ["sinks.zarr"]
+
+
+@kinds
+def test_an_interrupt_at_any_move_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, suffix):
+    old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / f"sinks{suffix}"
+    for number in range(1, 10):
+        old.save(path)
+        moves, move = [], type(path).replace
+
+        def interrupted(self, target, moves=moves, move=move, number=number):
+            if self.suffix != ".partial":  # Zarr's own, of every chunk
+                moves.append(target)
+                if len(moves) == number:
+                    raise KeyboardInterrupt
+            return move(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(path), "replace", interrupted)
+            try:
+                new.save(path)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        assert_equal(SinkTrack.open(path), old)
+        assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert number > 1
+    assert_equal(SinkTrack.open(path), new)
+
+
+def test_a_store_that_a_killed_save_had_moved_aside_is_not_lost(tmp_path):
+    """As a process leaves it that is killed between the two moves."""
+    old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / "sinks.zarr"
+    old.save(path).replace(tmp_path / ".sinks.old.zarr")
+    with disk_full_beyond(10), pytest.raises(SinklensError, match=r"could not write .*sinks\.zarr"):
+        new.save(path)
+    assert_equal(SinkTrack.open(path), old)
+
+
+@kinds
+def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path, suffix):
+    noise = np.random.default_rng(0)
+    small, large, path = planted([[1.0, 1.0]]), planted(noise.random((50, 400))), tmp_path / f"sinks{suffix}"
+    told = r"could not write .*: .Errno 27. File too large.* Make room or choose another place"
+    with disk_full_beyond(1000), pytest.raises(SinklensError, match=told):
+        large.save(path)
+    assert in_sight(tmp_path) == []
+    small.save(path)
+    with disk_full_beyond(1000), pytest.raises(SinklensError, match=told):
+        large.save(path)
+    assert_equal(SinkTrack.open(path), small)
+    assert in_sight(tmp_path) == [path.name]
+
+
+@kinds
+def test_saving_where_nothing_can_be_written_says_so(tmp_path, suffix):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
+        planted([[1.0, 1.0]]).save(tmp_path / "file" / f"sinks{suffix}")
+
+
+def row_of(together, row, alone):
+    """One row of tracks put together, cut to the steps and positions of the track it came from."""
+    size, steps = alone.data.sizes["pos"], alone.data.sizes["step"]
+    return together.data.isel(batch=[row], step=slice(0, steps), pos=slice(-size, None))
+
+
+def assert_row(together, row, alone):
+    """A row is its own track, and nothing but padding and missing steps around it."""
+    cut = row_of(together, row, alone)
+    for name, values in alone.data.data_vars.items():
+        expected = values.to_numpy()
+        if name == "unmask_step":  # never decided: the number of steps, of however many there are now
+            expected = np.where(expected == alone.steps, together.steps, expected)
+        assert cut[name].dims == values.dims
+        assert together.data[name].dtype == values.dtype
+        np.testing.assert_array_equal(cut[name], expected, err_msg=str(name))
+    size, steps = alone.data.sizes["pos"], alone.steps
+    before = together.data.isel(batch=row, pos=slice(0, -size))
+    after = together.data.isel(batch=row, step=slice(steps, None))
+    assert not before["real"].any()
+    for missing in (before, after):
+        assert not missing["masked"].any()
+        assert not missing["committed"].any()
+        assert (missing["token_id"] == -1).all()
+        assert missing["score"].isnull().all()
+    for unit in ("sum", "percent", "visible"):
+        mine = SinkTrack(cut).scores(unit)
+        np.testing.assert_allclose(mine, alone.scores(unit), rtol=1e-6)
+    steps = range(alone.steps)
+    heads = [(layer, head) for layer in range(cut.sizes["layer"]) for head in range(cut.sizes["head"])]
+    shift = together.data.sizes["pos"] - size
+    for layer, head in heads[::5]:
+        moved = alone.trajectory(layer, head) + shift
+        assert together.trajectory(layer, head, batch=row)[: len(steps)].tolist() == moved.tolist()
+
+
+@pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
+def runs(request):
+    """Tracks of single prompts of three lengths, of three seeds; one of them was stopped early."""
+    model = request.getfixturevalue(request.param)
+    record = Record(["values", "stream", "outputs"])
+    tracks = [
+        sinklens.generate(model, prompt, gen_length=6, seed=seed, record_sinks=record).sinks
+        for seed, prompt in enumerate(PROMPTS[:3])
+    ]
+    with sinklens.trace(model, PROMPTS[3], gen_length=6, seed=2, record_sinks=record) as t:
+        for _ in t.steps[4]:
+            t.stop()
+    assert len({track.prompt_length for track in tracks}) > 1
+    assert t.sinks.steps == 4
+    assert (t.unmask_step == 4).any()
+    return [*tracks, t.sinks]
+
+
+def test_rows_put_together_are_the_tracks_they_came_from(runs):
+    together = SinkTrack.concat(runs)
+    assert together.data.sizes["batch"] == 4
+    assert together.steps == max(track.steps for track in runs)
+    assert together.prompt_length == max(track.prompt_length for track in runs)
+    for row, alone in enumerate(runs):
+        assert_row(together, row, alone)
+        assert alone.vocabulary.items() <= together.vocabulary.items()
+    assert together.data.attrs["seed"] == [0, 1, 2]
+    for name in ("model", "settings", "special", "causal", "family"):
+        assert together.data.attrs[name] == runs[0].data.attrs[name]
+    assert together.finished
+
+
+def test_detectors_see_each_row_of_tracks_put_together_as_they_saw_it_alone(runs):
+    together = SinkTrack.concat(runs)
+    for detector in (EpsilonOverMean(1.0), MeanPlusStd(2.0, over=()), NoOp(0.9, EpsilonOverMean(1.0)), TopK(2)):
+        found = SinkTrack(together.data.assign(score=together.detect(detector).astype(np.float32)))
+        for row, alone in enumerate(runs):
+            cut = row_of(found, row, alone)["score"].to_numpy() > 0
+            assert (cut == alone.detect(detector).to_numpy()).mean() > 0.9999
+
+
+def test_batches_of_several_rows_may_be_put_together_again_and_again(runs, tmp_path):
+    """Also opened from disk, in either form; a list of seeds is read back as one."""
+    opened = [
+        SinkTrack.open(track.save(tmp_path / f"{row}{suffix}"))
+        for row, (track, suffix) in enumerate(zip(runs, (".nc", ".zarr", ".nc", ".zarr"), strict=True))
+    ]
+    pairs = [SinkTrack.concat(opened[:2]), SinkTrack.concat(opened[2:])]
+    pairs = [
+        SinkTrack.open(pair.save(tmp_path / f"pair{suffix}"))
+        for pair, suffix in zip(pairs, (".nc", ".zarr"), strict=True)
+    ]
+    together = SinkTrack.concat([*pairs, runs[0]])
+    for row, alone in enumerate([*runs, runs[0]]):
+        assert_row(together, row, alone)
+    assert together.data.attrs["seed"] == [0, 1, 2]
+    assert_equal(SinkTrack.open(together.save(tmp_path / "all.zarr")), together)
+    assert np.ravel(SinkTrack.open(together.save(tmp_path / "all.nc")).data.attrs["seed"]).tolist() == [0, 1, 2]
+
+
+def test_one_track_put_together_is_itself_and_one_seed_stays_a_number(tmp_path):
+    track = made(True).track
+    assert_equal(SinkTrack.concat([track]), track)
+    twice = SinkTrack.concat([track, track])
+    assert twice.data.attrs["seed"] == 0
+    assert twice.data.sizes["batch"] == 4
+
+
+def test_put_together_with_an_unfinished_run_the_whole_is_unfinished():
+    track = made(False).track
+    killed = SinkTrack(track.data.assign_attrs(finished=0))
+    assert not SinkTrack.concat([track, killed]).finished
+
+
+def changed(**attrs):
+    return SinkTrack(made(False, seed=1).track.data.assign_attrs(attrs))
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them apart"),
+        (lambda: changed(revision="v2"), r"revision is None in the first and 'v2'"),
+        (lambda: changed(settings='{"steps": 9}'), r"settings is '{}' in the first and"),
+        (lambda: changed(dtype="torch.bfloat16"), r"dtype is None in the first and 'torch\.bfloat16'"),
+        (lambda: changed(prompt_length=PROMPT - 1), r"answers of one length; these have \[4, 5\] positions"),
+        (lambda: made(False, unlike=["value_norm"]).track, r"the same quantities; value_norm is in some of these only"),
+        (lambda: made(False).track.isel(layer=1), r"layers are \[0, 1\] in the first and \[1\] in another"),
+        (lambda: made(False).track.isel(head=[0, 2]), r"heads are \[0, 1, 2\] in the first and \[0, 2\]"),
+        (lambda: made(False).track.isel(step=slice(1, None)), r"steps are \[0, 1, 2\] in the first and \[1, 2\]"),
+    ],
+)
+def test_tracks_that_do_not_belong_together_are_refused(other, text):
+    with pytest.raises(TrackError, match=text):
+        SinkTrack.concat([made(False).track, other()])
+
+
+def test_nothing_cannot_be_put_together():
+    with pytest.raises(TrackError, match=r"there is no track to put together; give at least one"):
+        SinkTrack.concat([])
+
+
+def test_parts_with_the_same_steps_keep_their_numbers():
+    parts = [made(False, seed=seed).track.isel(step=[1, 2], head=2) for seed in (0, 1)]
+    together = SinkTrack.concat(parts)
+    assert together.data["step"].to_numpy().tolist() == [1, 2]
+    assert together.data["head"].to_numpy().tolist() == [2]
+    assert together.data["pos"].to_numpy().tolist() == list(range(LENGTH))
+    xr.testing.assert_equal(together.isel(batch=[2, 3]).data["score"], parts[1].data["score"])

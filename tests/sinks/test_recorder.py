@@ -1,0 +1,390 @@
+"""What is recorded of a run against plain torch on passes of its own, and what recording leaves behind: nothing."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from building import random_ids, shared_model
+
+import sinklens
+from sinklens.errors import HookNameError, SettingError
+from sinklens.sinks import Quantity, Record
+from sinklens.sinks.quantities import Outputs
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(3)]
+ALL = Record(["values", "stream", "outputs"])
+POINTS = ("hook_v", "hook_resid_pre", "hook_z", "hook_pattern")
+
+
+def passed(run, step):
+    """Values of a pass over what step `step` worked on, by point, and which positions are real."""
+    length = run.prompt_length + step if run.sinks.causal else run.canvas.shape[2]
+    real = run.real[:, :length]
+    _, cache = run.model.run_with_cache(
+        run.canvas[:, step, :length], attention_mask=real, names_filter=lambda name: name.endswith(POINTS)
+    )
+    return cache, real
+
+
+def lower_median(values):
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def assert_stream(data, values, there):
+    """The stream's variables of one row and layer; `values` [pos, d_model]."""
+    size = values.abs().tolist()
+    every = [entry for j in there for entry in size[j]]
+    assert float(data["stream_median"]) == pytest.approx(lower_median(every), rel=1e-4)
+    for j in there:
+        peak, channel = float(data["stream_peak"][j]), int(data["stream_channel"][j])
+        assert peak == pytest.approx(max(size[j]), rel=1e-4)
+        assert size[j][channel] == pytest.approx(peak, rel=1e-4)
+        median = lower_median([size[i][channel] for i in there])
+        assert float(data["stream_channel_median"][j]) == pytest.approx(median, rel=1e-4, abs=1e-5)
+
+
+def assert_recorded(run, step):
+    """Every built-in quantity of `step` is what plain torch makes of a pass of its own."""
+    cache, real = passed(run, step)
+    cfg, data = run.model.cfg, run.sinks.data.isel(step=step)
+    arrays = {name: data[name].to_numpy() for name in data.data_vars}
+    for layer in range(cfg.n_layers):
+        at = {point: cache[f"blocks.{layer}.{'' if 'resid' in point else 'attn.'}{point}"] for point in POINTS}
+        for b in range(len(real)):
+            there = real[b].nonzero()[:, 0].tolist()
+            stream = {name: value[b, layer] for name, value in arrays.items() if name.startswith("stream")}
+            assert_stream(stream, at["hook_resid_pre"][b], there)
+            for h in range(cfg.n_heads):
+                group = h // (cfg.n_heads // cfg.n_key_value_heads)
+                for j in there:
+                    norm = math.sqrt(sum(float(entry) ** 2 for entry in at["hook_v"][b, j, group]))
+                    assert arrays["value_norm"][b, layer, h, j] == pytest.approx(norm, rel=1e-4)
+                singular = torch.linalg.svdvals(at["hook_z"][b, there, h])
+                rank = float((singular**2).sum() / singular[0] ** 2)
+                assert arrays["output_rank"][b, layer, h] == pytest.approx(rank, rel=1e-3)
+                sums = at["hook_pattern"][b, h, there].sum(0).numpy()
+                np.testing.assert_allclose(arrays["score"][b, layer, h, : len(sums)], sums, atol=2e-5)
+
+
+@pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
+def run(request):
+    """Three prompts of different lengths; the autoregressive model with its cache."""
+    return sinklens.generate(request.getfixturevalue(request.param), PROMPTS, gen_length=8, record_sinks=ALL)
+
+
+def test_every_quantity_is_what_plain_torch_makes_of_the_step_s_canvas(run):
+    assert not run.real.all()
+    for step in (0, 5):
+        assert_recorded(run, step)
+
+
+def test_grouped_heads_share_the_norm_of_their_value_head():
+    ids = random_ids(2, 6)
+    for causal in (False, True):
+        run = sinklens.generate(shared_model("llama", causal), ids, gen_length=3, record_sinks=ALL)
+        assert_recorded(run, 2)
+        norm = run.sinks.data["value_norm"].to_numpy()
+        assert (norm[:, -1, :, 0, 0] == norm[:, -1, :, 2, 0]).all()
+        assert (norm[:, -1, :, 2, 0] != norm[:, -1, :, 3, 0]).all()
+
+
+def test_under_guidance_only_the_conditional_rows_are_recorded(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS[:2], cfg_scale=1.5, steps=3, record_sinks=ALL)
+    assert run.sinks.data.sizes["batch"] == 2
+    assert_recorded(run, 2)
+
+
+def test_a_row_is_recorded_alike_alone_and_in_a_batch(run):
+    alone = sinklens.generate(run.model, PROMPTS[0], gen_length=8, record_sinks=ALL).sinks
+    width, steps = alone.data.sizes["pos"], alone.steps
+    assert width < run.sinks.data.sizes["pos"]
+    for name, mine in alone.data.data_vars.items():
+        if name not in ("real", "unmask_step", "stream_channel"):
+            theirs = run.sinks.data[name].isel(batch=[0], step=slice(0, steps))
+            theirs = theirs.isel(pos=slice(-width, None)) if "pos" in theirs.dims else theirs
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4, err_msg=str(name))
+
+
+class Entropy(Quantity):
+    """−Σ_j A[i, j] log A[i, j] of every query."""
+
+    name = "entropy"
+    point = "attn.hook_pattern"
+    variables = {"entropy": ("head", "pos")}  # noqa: RUF012
+
+    def keep(self, value):
+        return torch.special.entr(value.detach()).sum(-1)
+
+    def join(self, before, now):
+        return torch.cat([before, now], dim=2)
+
+    def finish(self, kept, real, heads):
+        assert kept.shape == (len(real), heads, real.shape[1])
+        return {"entropy": kept}
+
+
+class Odd(Quantity):
+    """Variables of every kind, with their positions in the middle; the point under TransformerLens 4's spelling."""
+
+    name = "odd"
+    point = "attn.v.hook_out"
+    variables = {"flag": ("pos",), "count": ("pos", "head"), "half": ("pos", "d_head"), "single": ()}  # noqa: RUF012
+
+    def finish(self, kept, real, heads):
+        ones = torch.ones(*kept.shape[:2], heads, dtype=torch.int64)
+        half = kept[:, :, 0].to(torch.bfloat16)
+        return {"flag": real, "count": ones, "half": half, "single": kept.double().sum((1, 2, 3))}
+
+
+def cached_and_not(model, record, **more):
+    """Two runs of an autoregressive model: with its cache and without."""
+    return [sinklens.generate(model, PROMPTS, use_cache=use, record_sinks=record, **more) for use in (True, False)]
+
+
+def assert_same_tracks(one, other):
+    assert set(one.data.data_vars) == set(other.data.data_vars)
+    for name, values in one.data.data_vars.items():
+        if name != "stream_channel":
+            np.testing.assert_allclose(values, other.data[name], rtol=1e-3, atol=1e-4, err_msg=str(name))
+
+
+def test_a_cached_run_records_what_an_uncached_one_does(tiny_llama):
+    places = [(0, 1), (3, 3), (-1, 3), (5, -2)]
+    record = Record([*ALL.quantities, Entropy(), Odd()], patterns=places)
+    cached, uncached = cached_and_not(tiny_llama, record, gen_length=8)
+    assert_same_tracks(cached.sinks, uncached.sinks)
+    assert set(cached.patterns) == set(uncached.patterns) == {(0, 1), (3, 3), (7, 3), (5, 2)}
+    for place, pattern in cached.patterns.items():
+        torch.testing.assert_close(pattern, uncached.patterns[place], rtol=1e-3, atol=1e-5)
+        assert pattern.shape == (3, 6, *[cached.prompt_length + place[0]] * 2)
+
+
+def test_an_edit_that_empties_the_cache_is_recorded_as_without_one(tiny_llama):
+    def replace(canvas, hook):
+        if hook.step >= 4:
+            canvas[:, -6] = 300
+        return canvas
+
+    record = Record([*ALL.quantities, Entropy()], patterns=[(5, 0), (7, 2)])
+    cached, uncached = cached_and_not(tiny_llama, record, hooks=[("denoise.hook_canvas", replace)], gen_length=8)
+    assert (cached.canvas[:, 4] == 300).any()
+    assert_same_tracks(cached.sinks, uncached.sinks)
+    for place, pattern in cached.patterns.items():
+        torch.testing.assert_close(pattern, uncached.patterns[place], rtol=1e-3, atol=1e-5)
+
+
+def test_a_recorded_pattern_is_the_one_that_the_scores_are_sums_of(tiny_llada):
+    record = Record([Entropy()], patterns=[(0, 0), (-1, -1), (3, 2)])
+    run = sinklens.generate(tiny_llada, PROMPTS, gen_length=8, steps=6, block_length=8, record_sinks=record)
+    assert set(run.patterns) == {(0, 0), (5, 3), (3, 2)}
+    real = run.real[:, None, :, None]
+    for (step, layer), pattern in run.patterns.items():
+        torch.testing.assert_close(pattern.sum(-1), torch.ones(pattern.shape[:3]), rtol=0, atol=1e-5)
+        score = run.sinks.data["score"].isel(step=step, layer=layer).to_numpy()
+        np.testing.assert_allclose((pattern * real).sum(2), score, atol=1e-5)
+        entropy = -(pattern * pattern.clamp(min=1e-30).log()).sum(-1).numpy()
+        np.testing.assert_allclose(run.sinks.data["entropy"].isel(step=step, layer=layer), entropy, atol=1e-4)
+        np.testing.assert_allclose(passed(run, step)[0][f"blocks.{layer}.attn.hook_pattern"], pattern, atol=1e-5)
+
+
+def test_variables_of_every_kind_are_filled_where_positions_do_not_exist_yet(tiny_llama):
+    data = sinklens.generate(tiny_llama, PROMPTS[0], gen_length=3, record_sinks=Record([Odd()])).sinks.data
+    exists = np.arange(data.sizes["pos"]) < data.attrs["prompt_length"] + np.arange(3)[:, None]
+    for name, kind, nothing in (("flag", bool, False), ("count", np.int64, -1), ("half", np.float32, np.nan)):
+        values = np.moveaxis(data[name].transpose("batch", "layer", "step", "pos", ...).to_numpy()[0, 0], 0, 0)
+        assert values.dtype == kind
+        np.testing.assert_array_equal(values[~exists], np.full_like(values[~exists], nothing))
+        assert (values[exists] != nothing).all()
+    assert data["count"].dims == ("batch", "step", "layer", "pos", "head")
+    assert data["single"].dtype == np.float32
+
+
+def set_two(value):
+    return torch.full_like(value, 2.0)
+
+
+def plant(value):
+    value[:, 5, 3] = 777.0
+
+
+def flatten(value):
+    value[:, :, 2] = value[:, :1, 2]
+
+
+def shut(value):
+    return value * torch.tensor([1.0, 0, 1, 1, 1, 1])[:, None, None]
+
+
+def assert_edited(data):
+    """Step 1 of layer 1 shows what was put there: values of 2, a peak of 777, a flat head 2, a shut head 1."""
+    here = data.isel(step=1, layer=1)
+    np.testing.assert_allclose(here["value_norm"], 2 * math.sqrt(32), rtol=1e-6)
+    assert (here["stream_peak"].to_numpy()[:, 5] == 777).all()
+    assert (here["stream_channel"].to_numpy()[:, 5] == 3).all()
+    np.testing.assert_allclose(here["output_rank"].to_numpy()[:, 2], 1, rtol=1e-5)
+    assert (here["score"].to_numpy()[:, 1] == 0).all()
+    for elsewhere in (data.isel(step=0, layer=1), data.isel(step=1, layer=0)):
+        assert not np.allclose(elsewhere["value_norm"], 2 * math.sqrt(32))
+        assert (elsewhere["stream_peak"] < 700).all()
+        assert (elsewhere["output_rank"].to_numpy()[:, 2] > 1.001).all()
+
+
+EDITS = {"hook_resid_pre": plant, "attn.hook_v": set_two, "attn.hook_pattern": shut, "attn.hook_z": flatten}
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.0])
+def test_what_a_hook_function_left_is_what_is_recorded(tiny_llada, guidance):
+    def at_step_1(edit):
+        return lambda value, hook: edit(value) if hook.step == 1 else None
+
+    hooks = [(f"blocks.1.{name}", at_step_1(edit)) for name, edit in EDITS.items()]
+    run = sinklens.generate(tiny_llada, PROMPTS[:2], steps=2, hooks=hooks, cfg_scale=guidance, record_sinks=ALL)
+    assert_edited(run.sinks.data)
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.0])
+def test_what_a_trace_block_left_is_what_is_recorded(tiny_llada, guidance):
+    """Replaced where EDITS gives a new value, in place where it changes the old one."""
+    record = Record(ALL.quantities, patterns=[(1, 1)])
+    with sinklens.trace(tiny_llada, PROMPTS[:2], steps=2, cfg_scale=guidance, record_sinks=record) as t:
+        for step in t.steps[1]:
+            plant(t["blocks.1.hook_resid_pre"])
+            t["blocks.1.attn.hook_v"] = torch.full_like(t["blocks.1.attn.hook_v"], 2.0)
+            t["blocks.1.attn.hook_pattern"][:, 1] = 0
+            flatten(t["blocks.1.attn.hook_z"])
+    assert_edited(t.sinks.data)
+    assert t.patterns[1, 1].shape == (2, 6, *[t.canvas.shape[2]] * 2)
+    assert (t.patterns[1, 1][:, 1] == 0).all()
+
+
+def watched(model):
+    return [name for name, point in model.tree.hook_dict.items() if point.watched or point._forward_hooks]
+
+
+def test_recording_leaves_no_hook_behind_and_does_not_change_the_text(run):
+    assert watched(run.model) == []
+    assert sinklens.generate(run.model, PROMPTS, gen_length=8, record_sinks=False).text == run.text
+    every = Record([*ALL.quantities, Entropy()], patterns=[(step, 2) for step in range(8)])
+    assert sinklens.generate(run.model, PROMPTS, gen_length=8, record_sinks=every).text == run.text
+    assert watched(run.model) == []
+
+
+def test_a_run_that_fails_leaves_no_hook_behind_and_no_store(tiny_llada, tiny_llama, tmp_path):
+    def fail(value, hook):
+        raise ZeroDivisionError("on purpose")
+
+    record = Record(ALL.quantities, patterns=[(0, 0), (1, 2)], to=tmp_path / "run.zarr")
+    for model in (tiny_llada, tiny_llama):
+        with pytest.raises(ZeroDivisionError, match=r"on purpose"):
+            sinklens.generate(model, PROMPTS[0], hooks=[("blocks.2.attn.hook_z", fail)], record_sinks=record)
+        assert watched(model) == []
+    with pytest.raises(ZeroDivisionError, match=r"division"):
+        with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=record) as t:
+            for step in t.steps:
+                t["blocks.1.hook_resid_pre"][0, 0, 0] = 1 / 0
+    assert watched(tiny_llada) == []
+    assert list(tmp_path.iterdir()) == []  # the same place may be used again
+
+
+class Wrong(Entropy):
+    """Declares what it does not give."""
+
+    variables = {"entropy": ("head",)}  # noqa: RUF012
+
+
+class Taken(Odd):
+    """Would fill a variable that every track has."""
+
+    variables = {"real": ("pos",)}  # noqa: RUF012
+
+
+class Lost(Entropy):
+    """Sits on no point."""
+
+    point = "attn.hook_patern"
+
+
+@pytest.mark.parametrize(
+    ("record", "error", "text"),
+    [
+        (lambda _: Record("values"), SettingError, r"quantities is a list of names; write quantities=\['values'\]"),
+        (
+            lambda _: Record(["value"]),
+            SettingError,
+            r"is called 'value'; known: values, stream, outputs\. Nearest: val",
+        ),
+        (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two of a track's quantities are called 'entropy'"),
+        (lambda _: Record([Taken()]), SettingError, r"two of a track's quantities fill the variable 'real'"),
+        (lambda _: Record(dtype="float64"), SettingError, r"a recording is 'float32' or 'float16'; got 'float64'"),
+        (lambda tmp: Record(to=tmp / "run.nc"), SettingError, r"run\.nc' does not end in \.zarr.*run\.sinks\.save"),
+        (lambda tmp: Record(to=tmp), SettingError, r"does not end in \.zarr"),
+        (
+            lambda tmp: Record(to=str(tmp / "old.zarr")),
+            SettingError,
+            r"old\.zarr exists already; a run never overwrites",
+        ),
+        (lambda _: Record(patterns=[(24, 0)]), SettingError, r"\(24, 0\) is outside this run of 24 steps and 4 layers"),
+        (lambda _: Record(patterns=[(0, 0), (0, -5)]), SettingError, r"\(0, -5\) is outside this run"),
+        (lambda _: Record([Lost()]), HookNameError, r"'blocks\.0\.attn\.hook_patern'\. Nearest: .*hook_pattern"),
+        (lambda _: Record([Wrong()]), SettingError, r"declares .*\('batch', 'head'\).*finish gave .*\[1, 6, \d+\]"),
+    ],
+)
+def test_a_record_that_cannot_be_kept_is_refused(tiny_llada, tmp_path, record, error, text):
+    (tmp_path / "old.zarr").mkdir()
+    with pytest.raises(error, match=text):
+        sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=record(tmp_path))
+    assert watched(tiny_llada) == []
+
+
+def test_a_record_may_be_used_again_only_with_another_place(tiny_llada, tmp_path):
+    record = Record(to=tmp_path / "run.zarr")
+    sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
+    with pytest.raises(SettingError, match=r"run\.zarr exists already"):
+        sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
+
+
+@pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf])
+def test_an_output_that_is_zero_or_not_finite_has_no_rank_and_spoils_no_other(broken):
+    z = torch.randn(2, 5, 3, 4)
+    z[1, 2:, 0] = broken
+    z[1, :2, 0] = 0
+    rank = Outputs().finish(z, torch.ones(2, 5, dtype=torch.bool), 3)["output_rank"]
+    assert rank.isnan().nonzero().tolist() == [[1, 0]]
+    padded = Outputs().finish(z, torch.tensor([[True] * 5, [True] * 2 + [False] * 3]), 3)["output_rank"]
+    torch.testing.assert_close(padded[0], rank[0])
+    assert padded[1, 0].isnan()  # zero where it is real; what padding holds does not matter
+
+
+def test_every_token_of_a_run_has_its_text_also_where_a_replay_overrules_an_edit(tiny_llada):
+    first = sinklens.generate(tiny_llada, PROMPTS[0], steps=4)
+
+    def force(canvas, hook):
+        canvas[:, -1] = 444
+        return canvas
+
+    again = sinklens.generate(tiny_llada, PROMPTS[0], steps=4, replay=first, hooks=[("denoise.hook_canvas", force)])
+    ids = set(np.unique(again.sinks.data["token_id"]).tolist())
+    assert 444 in ids
+    assert 444 not in first.sinks.vocabulary
+    assert ids <= set(again.sinks.vocabulary)
+    for token, text in again.sinks.vocabulary.items():
+        assert text == tiny_llada.tokenizer.decode([token])
+
+
+def test_a_track_tells_what_run_it_is_of(run):
+    attrs = run.sinks.data.attrs
+    assert attrs["model"] == run.model.name
+    assert json.loads(attrs["settings"])["gen_length"] == 8
+    assert (attrs["seed"], attrs["causal"], run.sinks.causal) == (0, int(run.sinks.causal), run.model.family == "llama")
+    assert run.sinks.special == run.model.special_tokens
+
+
+def test_special_tokens_are_sorted_by_what_they_are_for(tiny_llada, tiny_llama):
+    """0 ends a text, 1 is the mask, 2 starts a text; to the autoregressive model the mask is one more special token."""
+    assert tiny_llada.special_tokens == {"mask": [1], "start": [2], "end": [0], "markup": []}
+    assert tiny_llama.special_tokens == {"mask": [], "start": [2], "end": [0], "markup": [1]}
+    without = shared_model("llama", False)
+    assert without.special_tokens == {"mask": [60], "start": [], "end": list(without.eos_token_ids), "markup": []}

@@ -1,0 +1,315 @@
+"""Recordings on disk: equal to those in memory, whole at every moment, and as large as they are said to be."""
+
+import gc
+import subprocess
+import sys
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from tracks import Killed, disk_full_beyond, killed_at_write
+
+import sinklens
+from sinklens.errors import SettingError, SinklensError, TrackError
+from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
+from sinklens.sinks.stores import MemoryStore, ZarrStore
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(3)]
+QUANTITIES = ["values", "stream", "outputs"]
+
+
+def assert_equal(track, expected, steps=None, rtol=0.0):
+    """`track` is the first `steps` steps of `expected`; unmask_step aside where it is a part."""
+    assert set(track.data.data_vars) == set(expected.data.data_vars)
+    for name, values in expected.data.data_vars.items():
+        if "step" in values.dims:
+            values = values.isel(step=slice(0, steps))
+        elif name == "unmask_step" and steps is not None:
+            continue
+        found = track.data[name]
+        assert found.dims == values.dims
+        if rtol and values.dtype == np.float32:
+            assert found.dtype == np.float16
+            np.testing.assert_allclose(found.astype(np.float32), values, rtol=rtol, atol=1e-7, err_msg=str(name))
+        else:
+            assert found.dtype == values.dtype
+            np.testing.assert_array_equal(found, values, err_msg=str(name))
+
+
+@pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0.0), ("float16", 1e-3)])
+def test_a_run_on_disk_is_the_run_in_memory(request, tmp_path, model, dtype, rtol):
+    model = request.getfixturevalue(model)
+    kept = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES)).sinks
+    record = Record(QUANTITIES, to=tmp_path / "run.zarr", dtype=dtype)
+    run = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=record)
+    for track in (run.sinks, SinkTrack.open(tmp_path / "run.zarr")):
+        assert_equal(track, kept, rtol=rtol)
+        assert kept.data.attrs.items() <= track.data.attrs.items()
+        assert set(track.data.attrs) - set(kept.data.attrs) == {"format", "finished"}
+        assert track.finished
+        assert (track.detect(EpsilonOverMean(1.5)) == kept.detect(EpsilonOverMean(1.5))).mean() > 0.999
+    assert run.sinks.vocabulary[run.tokens[0, -1].item()] == model.tokenizer.decode(run.tokens[0, -1:])
+
+
+def test_a_store_is_found_again_from_another_folder(tiny_llada, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=2, record_sinks=Record(to="run.zarr"))
+    monkeypatch.chdir("elsewhere")
+    assert run.sinks.scores().sum() > 0
+
+
+@pytest.mark.parametrize("to", [None, "run.zarr"])
+def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch, to):
+    """Arrays of earlier steps that are alive when a step is handed over: none on disk, all in memory."""
+    handed, alive = [], []
+    kind = MemoryStore if to is None else ZarrStore
+    append = kind.append
+
+    def watch(self, step):
+        alive.append(sum(array() is not None for array in handed))
+        append(self, step)
+        handed.extend(weakref.ref(array) for array in step.values())
+
+    monkeypatch.setattr(kind, "append", watch)
+    record = Record(QUANTITIES, to=None if to is None else tmp_path / to)
+    sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
+    variables = len(handed) // 5
+    assert variables == 10
+    assert alive == ([0] * 5 if to else [variables * step for step in range(5)])
+
+
+def small_step(step, size=4):
+    """One step of hand-made variables: [1, ...]."""
+    noise = np.random.default_rng(step)
+    places = np.arange(size)[None]
+    return {
+        "score": noise.exponential(size=(1, 1, 1, size)).astype(np.float32),
+        "token_id": np.where(places < step + 1, 7, 1).astype(np.int32),
+        "masked": places >= step + 1,
+        "committed": places == step + 1,
+    }
+
+
+AXES = {"score": ("layer", "head", "pos")}
+ATTRS = {"model": "hand-made", "prompt_length": 1}
+
+
+def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
+    """1 MB a step: after three steps, twenty more take less than one of them."""
+    store = ZarrStore(tmp_path / "run.zarr", AXES, 40, "float32")
+    noise = np.random.default_rng(0)
+    tracemalloc.start()
+    for step in range(23):
+        if step == 3:
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+        score = noise.random((1, 8, 32, 1024), dtype=np.float32)
+        store.append(
+            {"score": score, **{name: np.zeros((1, 1024), np.int32) for name in ("token_id", "masked", "committed")}}
+        )
+        del score
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 5e5
+
+
+def test_a_step_has_the_size_that_is_said_of_it(tmp_path):
+    """LLaDA-8B at 1,024 positions in float16: 2.1 MB for the scores, against 2.1 GB for full patterns in bfloat16."""
+    layers, heads, length, steps = 32, 32, 1024, 2
+    store = ZarrStore(tmp_path / "run.zarr", AXES, steps, "float16")
+    noise = np.random.default_rng(0)
+    for _ in range(steps):
+        score = noise.lognormal(0, 2, (1, layers, heads, length)).astype(np.float32)
+        score *= length / score.sum(-1, keepdims=True)
+        token_id = noise.integers(0, 126_464, (1, length), dtype=np.int32)
+        masked = noise.random((1, length)) < 0.5
+        store.append({"score": score, "token_id": token_id, "masked": masked, "committed": masked})
+    files = [file.stat().st_size for file in (tmp_path / "run.zarr").rglob("*") if file.is_file()]
+    per_step = sum(files) / steps
+    assert layers * heads * length * 2 == 2_097_152
+    assert 1.5e6 < per_step < 2.11e6
+    assert 1000 < 2 * layers * heads * length * length / per_step < 1400
+
+
+def recorded(path, steps=4):
+    """What a run does with a store; yields after every finished step."""
+    store = ZarrStore(path, AXES, steps + 1, "float32")  # planned for one more than there will be
+    real = np.array([[True] * 4])
+    for step in range(steps):
+        store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"real": real})
+        store.append(small_step(step))
+        yield step + 1
+    store.describe(ATTRS, {"real": real, "unmask_step": np.array([[-1, 0, 1, 2]])})
+    assert store.dataset().sizes["step"] == steps
+    yield steps
+
+
+def test_a_run_killed_at_any_write_leaves_the_steps_it_had_finished(tmp_path, monkeypatch):
+    """Every write in turn is the one that does not happen any more."""
+    outcomes = []
+    for number in range(1, 1000):
+        path, done = tmp_path / f"{number}.zarr", 0
+        with killed_at_write(number, monkeypatch) as written:
+            try:
+                for done in recorded(path):
+                    pass
+            except Killed:
+                pass
+            else:
+                assert SinkTrack.open(path).finished
+                break
+        if done == 0:
+            with pytest.raises(TrackError, match=r"does not exist|is no sink track|holds no step|no sink track's Zarr"):
+                SinkTrack.open(path)
+            continue
+        track = SinkTrack.open(path)
+        assert (track.steps, track.finished) == (done, False), written[-1]
+        for step in range(done):
+            for name, value in small_step(step).items():
+                np.testing.assert_array_equal(track.data[name].isel(step=step), value)
+        assert track.data["unmask_step"].to_numpy().tolist() == [[-1, *(min(step, done) for step in range(3))]]
+        assert track.data["real"].all()
+        outcomes.append(done)
+    assert set(outcomes) == {1, 2, 3, 4}
+    assert number > 30
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llada):
+    """The run that the tests below break off: 8 steps of three prompts."""
+    return sinklens.generate(tiny_llada, PROMPTS, gen_length=8, record_sinks=Record(["values"]))
+
+
+def broken_off(model, step, record=False):
+    """The run `whole`, stopped in mid-step."""
+    with sinklens.trace(model, PROMPTS, gen_length=8, record_sinks=record) as t:
+        for _ in t.steps[step]:
+            t["blocks.2.hook_resid_pre"]
+            t.stop()
+    return t
+
+
+def test_a_process_killed_in_mid_step_leaves_the_steps_before(tiny_llada, whole, tmp_path):
+    code = f"""
+import os, signal, sinklens
+from sinklens.sinks import Record
+def kill(value, hook):
+    if hook.step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+sinklens.generate("tiny-llada", {PROMPTS!r}, gen_length=8, hooks=[("blocks.2.hook_resid_pre", kill)],
+                  record_sinks=Record(["values"], to=r"{tmp_path / "run.zarr"}"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr[-1500:]
+    track = SinkTrack.open(tmp_path / "run.zarr")
+    assert (track.steps, track.finished) == (5, False)
+    assert_equal(track, whole.sinks, steps=5)
+    expected = broken_off(tiny_llada, 5).unmask_step.numpy()
+    assert expected.max() == 5
+    assert expected[0, 0] == -1
+    np.testing.assert_array_equal(track.data["unmask_step"], expected)
+    assert "unfinished" in repr(track)
+    assert whole.sinks.data.attrs["settings"] == track.data.attrs["settings"]
+    saved = SinkTrack.open(track.save(tmp_path / "again.nc"))
+    assert (saved.steps, saved.finished) == (5, False)
+    np.testing.assert_array_equal(saved.data["unmask_step"], expected)
+
+
+def test_an_autoregressive_run_that_was_killed_knows_what_it_had_decoded(tiny_llama, tmp_path):
+    def fail(value, hook):
+        if hook.step == 3:
+            raise Killed
+
+    with pytest.raises(Killed):  # noqa: PT011
+        sinklens.generate(
+            tiny_llama, PROMPTS, gen_length=6, hooks=[("blocks.1.hook_resid_pre", fail)],
+            record_sinks=Record(to=tmp_path / "run.zarr"),
+        )  # fmt: skip
+    track = SinkTrack.open(tmp_path / "run.zarr")
+    assert (track.steps, track.finished) == (3, False)
+    decided = track.data["unmask_step"].isel(pos=slice(track.prompt_length, None)).to_numpy()
+    assert decided.tolist() == [[0, 1, 2, 3, 3, 3]] * 3
+    assert (track.data["unmask_step"].isel(pos=slice(0, track.prompt_length)) == -1).all()
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada, whole, tmp_path):
+    def fill(value, hook):
+        if hook.step == 3:
+            limit.__enter__()
+
+    limit = disk_full_beyond(500)
+    record = Record(["values"], to=tmp_path / "run.zarr")
+    told = r"could not write to .*run\.zarr: .*too large.*The 3 steps before this one are whole and open with SinkTrack"
+    try:
+        with pytest.raises(SinklensError, match=told):
+            sinklens.generate(
+                tiny_llada, PROMPTS, gen_length=8, hooks=[("blocks.2.hook_resid_pre", fill)], record_sinks=record
+            )
+    finally:
+        limit.__exit__(None, None, None)
+    track = SinkTrack.open(tmp_path / "run.zarr")
+    assert (track.steps, track.finished) == (3, False)
+    assert_equal(track, whole.sinks, steps=3)
+
+
+def test_where_nothing_can_be_written_the_first_step_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = ZarrStore(tmp_path / "file" / "run.zarr", AXES, 4, "float32")
+    with pytest.raises(
+        SinklensError,
+        match=r"could not write to .*: .Errno 20. Not a directory: [^ ]*\. Make room or choose another place",
+    ):
+        store.append(small_step(0))
+
+
+def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, whole, tmp_path):
+    t = broken_off(tiny_llada, 3, Record(["values"], to=tmp_path / "run.zarr"))
+    for track in (t.sinks, SinkTrack.open(tmp_path / "run.zarr")):
+        assert (track.steps, track.finished) == (3, True)
+        assert_equal(track, whole.sinks, steps=3)
+        np.testing.assert_array_equal(track.data["unmask_step"], t.unmask_step)
+    assert (t.unmask_step == 3).any()
+
+
+def test_a_run_stopped_in_its_first_step_has_no_track_and_no_store(tiny_llada, tmp_path):
+    for record in (True, Record(to=tmp_path / "run.zarr")):
+        assert broken_off(tiny_llada, 0, record).sinks is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", [None, "run.zarr"])
+def test_a_run_that_ends_early_has_only_the_steps_that_ran(tiny_llada, tmp_path, to):
+    record = Record(["values"], to=None if to is None else tmp_path / to, patterns=[(1, 0), (23, 0)])
+    run = sinklens.generate(tiny_llada, PROMPTS, threshold=0.9, record_sinks=record)
+    assert 1 < run.steps_run < 24
+    assert run.sinks.steps == run.steps_run
+    assert not run.sinks.data["value_norm"].isnull().any()
+    np.testing.assert_array_equal(run.sinks.data["token_id"], run.canvas[:, :-1])
+    assert set(run.patterns) == {(1, 0)}
+    if to is not None:
+        assert_equal(SinkTrack.open(tmp_path / to), run.sinks)
+
+
+def test_a_store_has_no_dataset_before_its_first_step_and_takes_no_taken_place(tmp_path):
+    assert MemoryStore(AXES).dataset() is None
+    assert ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32").dataset() is None
+    (tmp_path / "run.zarr").write_text("")
+    with pytest.raises(SettingError, match=r"run\.zarr exists already"):
+        ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32")
+
+
+def test_a_later_description_takes_the_place_of_an_earlier_one(tmp_path):
+    for store in (MemoryStore(AXES), ZarrStore(tmp_path / "run.zarr", AXES, 1, "float32")):
+        for real in (False, True):
+            store.describe(ATTRS | {"seed": int(real)}, {"real": np.full((1, 4), real)})
+        store.append(small_step(0))
+        data = store.dataset()
+        assert data.attrs["seed"] == 1
+        assert data["real"].all()
+        assert torch.from_numpy(data["score"].to_numpy()).shape == (1, 1, 1, 1, 4)

@@ -1,0 +1,199 @@
+"""``t.cache``: values by step as TransformerLens caches, after the block's edits; nnsight's own cache beside it."""
+
+import pytest
+import torch
+from transformer_lens import ActivationCache
+
+import sinklens
+from sinklens.errors import HookNameError, SettingError
+from sinklens.interventions import PatchHooks
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+PROMPT = PROMPTS[0]
+RESID, Z, MLP = "blocks.2.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.hook_mlp_out"
+SHORT = {"gen_length": 6, "record_sinks": False}
+
+
+def hooked(model):
+    """How many functions sit on the model's points."""
+    points = model.tree.hook_dict.values()
+    return sum(len(point._forward_hooks) + len(point._functions) + len(point.fwd_hooks) for point in points)
+
+
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_values_are_those_read_in_the_block(request, name):
+    model, read = request.getfixturevalue(name), {}
+    before = hooked(model)
+    with sinklens.trace(model, PROMPTS, **SHORT) as t:
+        caches = t.cache([Z, RESID, "denoise.hook_canvas"])
+        for step in t.steps:
+            read[step] = [t[point].clone() for point in ("denoise.hook_canvas", Z, RESID)]
+    assert list(caches) == list(read) == list(range(6))
+    for step, values in read.items():
+        assert isinstance(caches[step], ActivationCache)
+        for point, value in zip(("denoise.hook_canvas", Z, RESID), values, strict=True):
+            assert torch.equal(caches[step][point], value)
+    assert hooked(model) == before
+    assert not torch.equal(caches[0][RESID][:, -1], caches[5][RESID][:, -1])
+
+
+def test_what_is_kept_is_what_edits_have_left(tiny_llada):
+    """Of hook functions, of in-place edits and of assignments; a later change of the value reaches no cache."""
+
+    def halve(value, hook):
+        return value * 0.5
+
+    with sinklens.trace(tiny_llada, PROMPT, hooks=[(MLP, halve)], **SHORT) as t:
+        caches = t.cache([MLP, Z, RESID])
+        for step in t.steps:
+            seen = t[MLP].clone()
+            z = t[Z]
+            z[:, :, 3] = step
+            t[RESID] = t[RESID] * 0 + 7
+    for step in range(6):
+        assert (caches[step][Z][:, :, 3] == step).all()
+        assert caches[step][Z][:, :, 2].abs().max() > 0
+        assert (caches[step][RESID] == 7).all()
+    assert torch.equal(caches[5][MLP], seen)
+    plain = sinklens.generate(tiny_llada, PROMPT, **SHORT)
+    _, cache = tiny_llada.run_with_cache(plain.canvas[:, 0], names_filter=MLP)
+    torch.testing.assert_close(caches[0][MLP], cache[MLP] * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(None, [0, 1, 2, 3, 4, 5]), ([0, 4], [0, 4]), ([-1, 1, 1], [1, 5]), (range(0, 6, 3), [0, 3])]
+)
+def test_steps_are_chosen(tiny_llada, steps, kept):
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        caches = t.cache(RESID, steps=steps)
+    assert list(caches) == kept
+    assert len(caches) == len(kept)
+    with pytest.raises(SettingError, match=r"nothing was kept at step 2; kept: \[0, 4\]" if kept == [0, 4] else "kept"):
+        caches[2 if 2 not in kept else 17]
+
+
+def test_it_keeps_from_where_it_stands(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        for step in t.steps[[3]]:
+            here = step
+        caches = t.cache("hook_embed")
+        for step in t.steps[4:]:
+            last = step
+    assert (here, last) == (3, 5)
+    assert list(caches)[-2:] == [4, 5]
+    assert 2 not in caches
+
+
+def test_names_come_in_every_spelling_and_as_predicates(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        spelled = t.cache(["blocks.-1.attn.hook_z", "blocks.0.hook_out"], steps=[0])
+        chosen = t.cache(lambda name: name.endswith("hook_z"), steps=[0])
+        several = t.cache([RESID, lambda name: name == "hook_embed"], steps=[0])
+    assert set(spelled[0]) == {"blocks.3.attn.hook_z", "blocks.0.hook_resid_post"}
+    assert set(chosen[0]) == {f"blocks.{layer}.attn.hook_z" for layer in range(4)}
+    assert set(several[0]) == {RESID, "hook_embed"}
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "text"),
+    [
+        (lambda t: t.cache(["blocks.2.hook_resid_pst"]), HookNameError, r"blocks\.2\.hook_resid_post"),
+        (lambda t: t.cache("blocks.9.hook_resid_post"), HookNameError, r"layers? .*4|0 to 3"),
+        (lambda t: t.cache(lambda name: name == "nothing"), HookNameError, "no hook point|matches"),
+        (lambda t: t.cache([]), SettingError, "name one at least"),
+        (lambda t: t.cache(RESID, steps=[6]), SettingError, r"step 6 does not exist; there are 6"),
+    ],
+)
+def test_what_does_not_exist_is_an_error_that_says_what_does(tiny_llada, ask, error, text):
+    before = hooked(tiny_llada)
+    with pytest.raises(error, match=text):
+        with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+            ask(t)
+    assert hooked(tiny_llada) == before
+
+
+def test_transformer_lenss_helpers_take_a_steps_cache(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        caches = t.cache(lambda name: True, steps=[2])
+    cache = caches[2]
+    stream, labels = cache.decompose_resid(return_labels=True)
+    final = cache["blocks.3.hook_resid_post"]
+    torch.testing.assert_close(stream.sum(0), final, atol=1e-4, rtol=1e-4)
+    assert len(labels) == len(stream) == 1 + 2 * 4
+    heads = cache.stack_head_results(layer=-1)
+    assert heads.shape == (24, *final.shape)
+    torch.testing.assert_close(heads[:6].sum(0), cache["blocks.0.hook_attn_out"], atol=1e-4, rtol=1e-4)
+    assert cache["pattern", 1].shape == (1, 6, final.shape[1], final.shape[1])
+    scaled = cache.apply_ln_to_stack(cache.accumulated_resid(layer=-1), layer=-1)
+    torch.testing.assert_close(scaled[-1], cache["ln_final.hook_normalized"], atol=1e-4, rtol=1e-4)
+    assert not cache.has_batch_dim or cache.remove_batch_dim()["hook_embed"].ndim == 2
+
+
+def test_a_cache_is_a_source_for_patching(tiny_llada):
+    """A run patched with its own caches is itself; with another prompt's it is not."""
+    base = sinklens.generate(tiny_llada, PROMPT, **SHORT)
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        own = t.cache([RESID])
+    again = sinklens.generate(tiny_llada, PROMPT, hooks=[PatchHooks(source=own)], **SHORT)
+    assert torch.equal(again.canvas, base.canvas)
+
+
+def test_under_guidance_the_conditional_rows_are_kept(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPTS, cfg_scale=1.0, **SHORT) as t:
+        caches = t.cache([RESID, "denoise.hook_logits"], steps=[1])
+        for _ in t.steps[[1]]:
+            resid = t[RESID].clone()
+    assert len(caches[1][RESID]) == len(caches[1]["denoise.hook_logits"]) == 2
+    assert torch.equal(caches[1][RESID], resid)
+    _, cache = tiny_llada.run_with_cache(t.canvas[:, 1], attention_mask=t.real, names_filter=RESID)
+    torch.testing.assert_close(
+        torch.where(t.real[..., None], caches[1][RESID], 0), torch.where(t.real[..., None], cache[RESID], 0),
+        atol=1e-4, rtol=1e-4,
+    )  # fmt: skip
+
+
+def test_nnsights_own_cache_keeps_working(tiny_llada):
+    """Without names it is nnsight's, also with modules; both kinds stand beside each other in one block."""
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        everything = t.cache()
+        ours = t.cache([RESID, Z])
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as s:
+        chosen = s.cache(modules=[s.blocks[2].hook_resid_post])
+        listed = s.cache([s.blocks[1].attn.hook_z])
+    assert list(ours) == list(range(6))
+    for cache, name in ((everything, RESID), (chosen, RESID), (listed, Z)):
+        kept = cache[f"model.{name}"]
+        assert len(kept) == 6
+        torch.testing.assert_close(kept.output[3], ours[3][name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["block", "hook"])
+def test_nothing_stays_on_the_model_after_an_exception(tiny_llada, where):
+    before = hooked(tiny_llada)
+    plain = sinklens.generate(tiny_llada, PROMPT, **SHORT)
+
+    def fail(value, hook):
+        if where == "hook" and hook.step == 2:
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        with sinklens.trace(tiny_llada, PROMPT, hooks=[(Z, fail)], **SHORT) as t:
+            t.cache([RESID, Z])
+            for step in t.steps:
+                if where == "block" and step == 2:
+                    raise ValueError("on purpose")
+    assert hooked(tiny_llada) == before
+    assert torch.equal(sinklens.generate(tiny_llada, PROMPT, **SHORT).canvas, plain.canvas)
+
+
+def test_a_run_that_is_stopped_keeps_what_it_had(tiny_llada):
+    before = hooked(tiny_llada)
+    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
+        caches = t.cache(RESID)
+        for step in t.steps:
+            if step == 3:
+                t.stop()
+    assert list(caches)[:3] == [0, 1, 2]
+    assert 4 not in caches
+    assert hooked(tiny_llada) == before

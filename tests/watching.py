@@ -1,0 +1,88 @@
+"""Runs whose values are kept step by step, and the same steps computed again in plain torch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from building import PlainPass, plain_pass
+from torch import Tensor
+
+import sinklens
+from sinklens import Generation, Model
+
+SHORT, LONG = "w7 w12 w33 w5", "w8 w9 w10 w11 w12 w13 w14"
+PADDED = [SHORT, LONG]
+"""Prompts of the models that read words; together, the first is padded by three."""
+
+Edit = Callable[[Tensor], Tensor]
+
+
+class Watched(NamedTuple):
+    """A run, and what passed some points.
+
+    Attributes:
+        run: the run.
+        values: step -> point -> value, behind all other hooks.
+    """
+
+    run: Generation
+    values: dict[int, dict[str, Tensor]]
+
+    def stacked(self, point: str, step: int) -> Tensor:
+        """The values of an attention point in all layers, [layer, ...]."""
+        layers = range(self.run.model.cfg.n_layers)
+        return torch.stack([self.values[step][f"blocks.{layer}.attn.{point}"] for layer in layers])
+
+
+def watch(
+    model: Model, prompts: Any, hooks: Sequence[Any] = (), points: Sequence[str] = ("hook_pattern",), **settings: Any
+) -> Watched:
+    """Run `model` as `sinklens.generate` does and keep what passes the points whose names end in one of `points`."""
+    values: dict[int, dict[str, Tensor]] = {}
+
+    def keep(value: Tensor, hook: Any) -> None:
+        values.setdefault(hook.step, {})[hook.name] = value.clone()
+
+    keeping = [(lambda name: name.endswith(tuple(points)), keep)] if points else []
+    run = sinklens.generate(model, prompts, hooks=[*hooks, *keeping], **short(model, settings))
+    return Watched(run, values)
+
+
+def short(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings`, for few steps where they do not say how many."""
+    few = {"gen_length": 5} if model.config.is_causal else {"gen_length": 8, "steps": 4}
+    return {"record_sinks": False, "progress": False} | (few if "gen_length" not in settings else {}) | settings
+
+
+def entered(run: Generation, step: int) -> tuple[Tensor, Tensor]:
+    """Ids that step `step` of a run worked on, and which are real; of an autoregressive run the text so far."""
+    length = run.prompt_length + step if run.model.config.is_causal else run.canvas.shape[2]
+    return run.canvas[:, step, :length], run.real[:, :length]
+
+
+def logits_of(watched: Watched) -> Tensor:
+    """The logits of all steps, of those tokens that the steps decide on: [batch, step, pos, vocab]."""
+    seen = [watched.values[step]["denoise.hook_logits"] for step in range(watched.run.steps_run)]
+    return torch.stack([logits[:, -1:] if watched.run.model.config.is_causal else logits for logits in seen], dim=1)
+
+
+def again(run: Generation, step: int, edits: dict[str, Edit] | None = None) -> PlainPass:
+    """A step of `run` in plain torch, under `edits` of points."""
+    ids, real = entered(run, step)
+    with torch.no_grad():
+        return plain_pass(run.model, ids, real, edits)
+
+
+def add(bias: Tensor) -> Edit:
+    """An edit that adds `bias`."""
+    return lambda value: value + bias
+
+
+def hidden(keys: Tensor) -> Tensor:
+    """An additive mask: −inf where `keys` is True, else 0."""
+    return torch.zeros(keys.shape).masked_fill(keys, -torch.inf)
+
+
+def unwatched(model: Model) -> bool:
+    """Whether no hook is left on any point, and no step counts."""
+    return not any(point.watched for point in model.tree.hook_points()) and model.tree.watch.step is None
