@@ -10,6 +10,17 @@ if TYPE_CHECKING:
 
 STUDIES = {
     "existence": ("existence", "Existence"),
+    "dynamics": ("dynamics", "Dynamics"),
+    "layers": ("layers", "Layers"),
+    "token_types": ("token_types", "TokenTypes"),
+    "split": ("split", "Split"),
+    "diagnose": ("diagnose", "Diagnose"),
+    "heads": ("heads", "Heads"),
+    "patching": ("patching", "Patching"),
+    "windows": ("windows", "Windows"),
+    "blocks": ("blocks", "Blocks"),
+    "budget": ("budget", "Budget"),
+    "mechanism": ("mechanism", "Mechanism"),
 }
 
 __all__ = ["STUDIES", "find"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-import sinklens
-from sinklens.analyses.study import Study, interval_table
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import Study
 from sinklens.sinks import (
     Broadcast,
     Detector,
@@ -60,26 +60,9 @@ class Existence(Study):
     name: ClassVar[str] = "existence"
 
     def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
-        """Shares of positions, over all steps, layers and heads of a prompt.
-
-        ``histogram`` [prompt, unit, bin]: share of positions whose score falls into the bin; ``no_sink`` [prompt, unit,
-        epsilon]: share that is no sink; ``found`` [prompt, detector]: share that the detector finds; ``heads``
-        [prompt, detector]: share of (step, layer, head) with at least one sink.
-        """
+        """See `sink_shares`."""
         record = Record(["values", "stream", "outputs"])
-        run = sinklens.generate(model, list(prompts), seed=self.seed, record_sinks=record, progress=False, **settings)
-        assert run.sinks is not None
-        track = run.sinks
-        found = {name: detector.detect(track) for name, detector in DETECTORS.items()}
-        return xr.Dataset(
-            {
-                "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in UNITS], axis=1)),
-                "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in UNITS], axis=1)),
-                "found": (("prompt", "detector"), np.stack([_share(track, part) for part in found.values()], axis=1)),
-                "heads": (("prompt", "detector"), np.stack([_heads(track, part) for part in found.values()], axis=1)),
-            },
-            coords={"unit": list(UNITS), "bin": BINS[:-1], "epsilon": list(EPSILONS), "detector": list(DETECTORS)},
-        )
+        return sink_shares(self.generate(model, prompts, settings, record_sinks=record).track)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``thresholds``: the curve of Fig. 10; ``detectors``: what each detector finds."""
@@ -88,9 +71,10 @@ class Existence(Study):
             "detectors": interval_table(measured, ["found", "heads"], self.seed),
         }
 
-    def figures(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``histogram`` and ``thresholds``, one panel a unit."""
-        from sinklens.views.figures import panels, score_histogram, threshold_curve
+        from sinklens.views.charts import score_histogram, threshold_curve
+        from sinklens.views.figures import panels
 
         histogram, axes = panels(len(UNITS))
         for unit, ax in zip(UNITS, axes, strict=True):
@@ -105,6 +89,25 @@ class Existence(Study):
         return {"histogram": histogram, "thresholds": curves}
 
 
+def sink_shares(track: SinkTrack) -> xr.Dataset:
+    """Shares of positions, over all steps, layers and heads of a prompt.
+
+    ``histogram`` [prompt, unit, bin]: share of positions whose score falls into the bin; ``no_sink`` [prompt, unit,
+    epsilon]: share that is no sink; ``found`` [prompt, detector]: share that the detector finds; ``heads`` [prompt,
+    detector]: share of (step, layer, head) with at least one sink.
+    """
+    found = [detector.detect(track) for detector in DETECTORS.values()]
+    return xr.Dataset(
+        {
+            "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in UNITS], axis=1)),
+            "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in UNITS], axis=1)),
+            "found": (("prompt", "detector"), np.stack([_share(track, part) for part in found], axis=1)),
+            "heads": (("prompt", "detector"), np.stack([_heads(track, part) for part in found], axis=1)),
+        },
+        coords={"unit": list(UNITS), "bin": BINS[:-1], "epsilon": list(EPSILONS), "detector": list(DETECTORS)},
+    )
+
+
 def _positions(track: SinkTrack) -> np.ndarray:
     """Positions over all steps, layers and heads, per prompt."""
     return track.scores().notnull().sum(("step", "layer", "head", "pos")).to_numpy()
@@ -113,10 +116,8 @@ def _positions(track: SinkTrack) -> np.ndarray:
 def _histogram(track: SinkTrack, unit: Unit) -> np.ndarray:
     """Share of positions per bin; scores beyond the last edge count in the last bin."""
     scores = track.scores(unit).to_numpy() / UNITS[unit]
-    return (
-        np.stack([np.histogram(np.minimum(row[~np.isnan(row)], BINS[-1]), BINS)[0] for row in scores])
-        / (_positions(track)[:, None])
-    )
+    counts = [np.histogram(np.minimum(row[~np.isnan(row)], BINS[-1]), BINS)[0] for row in scores]
+    return np.stack(counts) / _positions(track)[:, None]
 
 
 def _no_sink(track: SinkTrack, unit: Unit) -> np.ndarray:

@@ -7,25 +7,28 @@ where it stopped, and writes the results:
 
     NAME-TABLE.csv, NAME.nc (every prompt's measurements), NAME-FIGURE.png and .svg, NAME.json (the manifest)
 
-Intervals are 95 % percentile bootstrap intervals over prompts: prompts are what was sampled, not steps or heads.
+Figures that show one run take an *example*: the run of one prompt, which every model gives once more. Intervals are
+over prompts (intervals.py), and each prompt's steps are its own, whatever its batch (runs.py).
 
-One way this fails: prompts of one template resemble each other, so an interval over them says little about other text.
+One way this fails: all models are in memory at once. Where they do not fit together, give each a study of its own.
 """
 
 import hashlib
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Float
 
 import sinklens
+from sinklens.analyses.intervals import RESAMPLES
+from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.errors import SettingError, SinklensError, nearest
 from sinklens.sampling.settings import BY_SAMPLER, make_settings
 from sinklens.tasks.word_problems import held_out
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
     from sinklens.model import Model
 
-RESAMPLES = 2000
+SINK = "a sink: column sum more than 3 above the mean of the others"  # said on figures; what `SinkTrack.detect` finds
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class Findings:
 
     Attributes:
         measured: model name -> every prompt's measurements, with the axis ``prompt``.
+        examples: model name -> what the figures show of one prompt's run, for the studies and models that have it.
         tables: name -> table.
         manifest: all that decided the numbers.
         files: what was written; empty without a folder.
     """
 
     measured: dict[str, xr.Dataset]
+    examples: dict[str, xr.Dataset]
     tables: "dict[str, DataFrame]"
     manifest: dict[str, Any]
     files: tuple[Path, ...] = ()
@@ -63,26 +68,45 @@ class Study(ABC):
 
     Attributes:
         seed: of the runs and of the bootstrap.
-        batch: prompts per run.
+        batch: prompts per run; the results do not depend on it.
         settings: sampler settings; a model takes those that its sampler knows.
+        chat_template: as in `sinklens.generate`.
+        shown: number of the prompt whose run the figures show.
+
+    Raises:
+        SettingError: `batch` is below 1.
     """
 
     name: ClassVar[str]
     seed: int = 0
     batch: int = 10
     settings: dict[str, Any] = field(default_factory=dict)
+    chat_template: bool | str = False
+    shown: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch}.")
 
     @abstractmethod
     def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
         """Measurements of some prompts, with the axis ``prompt``."""
+
+    def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset | None:
+        """What `figures` shows of one prompt's run; None if that is nothing."""
+        return None
 
     @abstractmethod
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """Tables by name."""
 
     @abstractmethod
-    def figures(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """Figures by name."""
+
+    def generate(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any], **more: Any) -> OwnRun:
+        """`own_run` with the study's seed and chat template."""
+        return own_run(model, prompts, settings, seed=self.seed, chat_template=self.chat_template, **more)
 
     def run(
         self,
@@ -100,21 +124,27 @@ class Study(ABC):
             progress: show a progress bar; by default on a terminal.
 
         Raises:
-            SettingError: no model, no prompt, two models of one name, or a setting that no model knows.
+            SettingError: no model, no prompt, two models of one name, a setting that no model knows, or no prompt of
+                the number `shown`.
         """
         prompts = [problem.prompt for problem in held_out(100)] if prompts is None else list(prompts)
         loaded = [sinklens.load(model) for model in models]
         names = _names(loaded)
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
+        if not 0 <= self.shown < len(prompts):
+            raise SettingError(f"shown is the number of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
         given = _settings_of(loaded, self.settings)
         manifest = self._manifest(loaded, names, prompts, given)
         folder = None if out is None else _folder(Path(out), self.name, manifest)
-        measured = {}
+        measured, examples = {}, {}
         for name, model, settings in zip(names, loaded, given, strict=True):
             parts = self._parts(model, prompts, settings, folder, name, progress)
-            measured[name] = xr.concat(list(parts), dim="prompt", join="outer")
-        findings = Findings(measured, self.tables(measured), manifest)
+            measured[name] = xr.concat(list(parts), dim="prompt", join="outer").drop_encoding()
+            example = self.example(model, prompts[self.shown], settings)
+            if example is not None:
+                examples[name] = example
+        findings = Findings(measured, examples, self.tables(measured), manifest)
         return findings if out is None else _write(self, findings, Path(out))
 
     def _parts(
@@ -156,6 +186,7 @@ class Study(ABC):
         options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "settings"}
         return {
             "study": self.name,
+            "source": _source_hash(type(self)),
             "options": json.loads(json.dumps(options, default=repr)),
             "models": [
                 {
@@ -174,50 +205,6 @@ class Study(ABC):
             "resamples": RESAMPLES,
             "versions": {name: version(name) for name in ("sinklens", "torch", "transformers", "nnsight", "numpy")},
         }
-
-
-def bootstrap(values: Float[np.ndarray, "prompt *rest"], seed: int = 0) -> dict[str, Any]:
-    """Mean over prompts with its 95 % percentile bootstrap interval: ``mean``, ``low``, ``high``, each [*rest].
-
-    NaN prompts are left out, entry by entry. With one prompt the interval is NaN: it cannot be told.
-    """
-    values = np.asarray(values, dtype=np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = _nanmean(values)
-        if len(values) < 2:
-            return {"mean": mean, "low": mean * np.nan, "high": mean * np.nan}
-        rng = np.random.default_rng(seed)
-        known = ~np.isnan(values)
-        filled = np.where(known, values, 0.0)
-        counts = rng.multinomial(len(values), [1 / len(values)] * len(values), size=RESAMPLES).astype(np.float64)
-        total, number = (np.tensordot(counts, part, axes=1) for part in (filled, known.astype(np.float64)))
-        means = total / number
-    return {"mean": mean, "low": np.nanpercentile(means, 2.5, axis=0), "high": np.nanpercentile(means, 97.5, axis=0)}
-
-
-def _nanmean(values: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(values)
-    return np.where(known, values, 0.0).sum(axis=0) / known.sum(axis=0)
-
-
-def interval_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int) -> "DataFrame":
-    """One row per model, variable and place on the variable's axes behind ``prompt``: mean, low, high, prompts."""
-    from pandas import DataFrame
-
-    rows = []
-    for model, data in measured.items():
-        for name in variables:
-            values = data[name].transpose("prompt", ...)
-            found = bootstrap(values.to_numpy(), seed)
-            axes = values.dims[1:]
-            for place in np.ndindex(values.shape[1:]):
-                labels = {
-                    str(axis): data[axis].to_numpy()[at] if axis in data.coords else at
-                    for axis, at in zip(axes, place, strict=True)
-                }
-                numbers = {key: float(np.asarray(value)[place]) for key, value in found.items()}
-                rows.append({"model": model, "measure": name, **labels, **numbers, "prompts": len(values)})
-    return DataFrame(rows)
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
@@ -273,6 +260,15 @@ def _weights_hash(model: "Model") -> str:
     return found.hexdigest()[:16]
 
 
+def _source_hash(study: type) -> str:
+    """Tells two versions of a study's file apart: one that was edited does not go on with the other's parts."""
+    try:
+        text = inspect.getsource(inspect.getmodule(study) or study)
+    except (OSError, TypeError):  # made in a console
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _folder(out: Path, name: str, manifest: Mapping[str, Any]) -> Path:
     """Where the parts of exactly this study are kept until it is finished."""
     return out / "parts" / f"{name}-{hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:12]}"
@@ -281,19 +277,12 @@ def _folder(out: Path, name: str, manifest: Mapping[str, Any]) -> Path:
 def _write(study: Study, findings: Findings, out: Path) -> Findings:
     import shutil
 
-    from matplotlib import pyplot
-
     files = []
     for name, table in findings.tables.items():
         files.append(out / f"{study.name}-{name}.csv")
         with whole(files[-1]) as part:
             table.to_csv(part, index=False)
-    for name, figure in study.figures(findings.measured).items():
-        for kind in ("png", "svg"):
-            files.append(out / f"{study.name}-{name}.{kind}")
-            with whole(files[-1]) as part:
-                figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        pyplot.close(figure)
+    files += _draw(study, findings, out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
     files.append(out / f"{study.name}.nc")
     with whole(files[-1]) as part:
@@ -301,5 +290,24 @@ def _write(study: Study, findings: Findings, out: Path) -> Findings:
     files.append(out / f"{study.name}.json")
     with whole(files[-1]) as part:
         part.write_text(json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
-    shutil.rmtree(_folder(out, study.name, findings.manifest), ignore_errors=True)
-    return Findings(findings.measured, findings.tables, findings.manifest, tuple(files))
+    folder = _folder(out, study.name, findings.manifest)
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # there are parts of other studies in it
+        folder.parent.rmdir()
+    return replace(findings, files=tuple(files))
+
+
+def _draw(study: Study, findings: Findings, out: Path) -> list[Path]:
+    """Every figure as PNG and SVG; the same numbers give the same bytes."""
+    from matplotlib import pyplot
+
+    files = []
+    with pyplot.rc_context({"svg.hashsalt": "sinklens"}):  # else names inside an SVG are random
+        for name, figure in study.figures(findings.measured, findings.examples).items():
+            for kind in ("png", "svg"):
+                files.append(out / f"{study.name}-{name}.{kind}")
+                with whole(files[-1]) as part:
+                    figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+                figure.set_layout_engine("none")  # the places it found hold for the next format too
+            pyplot.close(figure)
+    return files

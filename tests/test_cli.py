@@ -1,5 +1,6 @@
 """The command line as a user calls it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import xarray as xr
 
 from sinklens import SinkTrack
+from sinklens.analyses import STUDIES
 from sinklens.cli import main
 from sinklens.sampling.settings import Settings, meaning
 from sinklens.tasks.word_problems import held_out
@@ -28,9 +31,14 @@ def test_demo_shows_both_models_and_writes_its_files(tmp_path, capsys):
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "answers.txt",
         "sinks.png",
+        "tiny-llada.html",
         "tiny-llada.sinks.nc",
+        "tiny-llama.html",
         "tiny-llama.sinks.nc",
     ]
+    for name in ("tiny-llada", "tiny-llama"):
+        assert (tmp_path / f"{name}.html").as_uri() in printed
+        assert "</html>" in (tmp_path / f"{name}.html").read_text()
     moving, still = (SinkTrack.open(tmp_path / f"{name}.sinks.nc") for name in ("tiny-llada", "tiny-llama"))
     assert moving.steps == 24
     assert (tmp_path / "sinks.png").read_bytes().startswith(b"\x89PNG")
@@ -42,7 +50,7 @@ def test_trace_writes_answer_track_and_picture(tmp_path, capsys):
     code = main(["trace", "tiny-llada", "--prompt", PROMPT, "--out", str(tmp_path / "new" / "folder"), "--steps", "12"])
     assert code == 0
     folder = tmp_path / "new" / "folder"
-    assert sorted(file.name for file in folder.iterdir()) == ["answer.txt", "sinks.nc", "sinks.png"]
+    assert sorted(file.name for file in folder.iterdir()) == ["answer.txt", "report.html", "sinks.nc", "sinks.png"]
     assert SinkTrack.open(folder / "sinks.nc").steps == 12
     assert (folder / "answer.txt").read_text().strip() in capsys.readouterr().out
 
@@ -80,6 +88,13 @@ def test_models_lists_the_shipped_ones_and_every_family(capsys):
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
         (["demo", "--problem", "500"], "lies between 0 and 499"),
         (["train", "tiny-lada"], "Nearest: tiny-llada"),
+        (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
+        (["analyse", "split", "tiny-lada"], "Nearest: tiny-llada"),
+        (["analyse", "split", "tiny-llada", "--number", "0"], "--number is at least 1"),
+        (["analyse", "split", "tiny-llada", "--batch", "0"], "batch is the number of prompts per run, at least 1"),
+        (["analyse", "split", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
+        (["analyse", "split", "tiny-llada", "tiny-llada"], "each model is asked once"),
+        (["analyse", "split", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
     ],
 )
 def test_an_error_is_one_message_and_exit_code_one(arguments, text, capsys, tmp_path, monkeypatch):
@@ -97,7 +112,7 @@ def test_a_wrong_call_is_exit_code_two_and_help_is_zero(capsys):
         main(["tracee"])
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    for name in ("demo", "trace", "hooks", "models", "train"):
+    for name in ("demo", "trace", "analyse", "hooks", "models", "train"):
         assert name in capsys.readouterr().out or name
 
 
@@ -138,6 +153,78 @@ def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
     left = {file.name for file in out.iterdir()}
     assert left <= {"tiny-llada.sinks.nc", "tiny-llama.sinks.nc"}
     assert SinkTrack.open(out / "tiny-llada.sinks.nc").steps == 24
+
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more lose twentyfold beside other processes
+
+
+def analyse(out, prompts):
+    return [*COMMAND, "analyse", "dynamics", "tiny-llada", "--prompts", str(prompts), "--batch", "1",
+            "--gen-length", "4", "--steps", "4", "--out", str(out)]  # fmt: skip
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": problem.prompt}) for problem in held_out(2)]
+    file.write_text("\n".join([*lines, json.dumps({"prompt": "Question: Is _a_ $b$ or $c$ 中?\nAnswer:"})]))
+    return file
+
+
+def test_an_interrupted_study_goes_on_in_another_process_and_gives_the_same_files(tmp_path, prompt_file):
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    process = subprocess.Popen(
+        analyse(cut, prompt_file),
+        env=ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 240
+    while not list(cut.glob("parts/*/*.nc")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 130, errors.decode()[-500:]
+    parts = {file.name: file.stat().st_mtime_ns for file in cut.glob("parts/*/*.nc")}
+    assert 1 <= len(parts) < 3
+    assert [file.name for file in cut.iterdir()] == ["parts"]
+    for folder in (cut, whole):
+        done = subprocess.run(analyse(folder, prompt_file), env=ONE_THREAD, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "dynamics: 3 prompts, tiny-llada. Written:" in done.stdout
+    names = sorted(file.name for file in whole.iterdir())
+    assert names == sorted(file.name for file in cut.iterdir())
+    assert {"dynamics-motion.csv", "dynamics-map.svg", "dynamics-map.png", "dynamics.nc", "dynamics.json"} <= set(names)
+    for name in names:
+        if name.endswith(".nc"):  # the same numbers; HDF5's own bookkeeping may differ
+            first, second = (xr.load_dataset(folder / name, engine="h5netcdf") for folder in (cut, whole))
+            xr.testing.assert_identical(first, second)
+        else:
+            assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = ["analyse", "layers", "tiny-llama", "--number", "2", "--gen-length", "3", "--seed", "4"]
+    assert main(call) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("layers: 2 prompts, tiny-llama. Written:")
+    for line in printed.splitlines()[1:]:
+        assert Path(line.strip()).is_file(), line
+    manifest = json.loads((tmp_path / "analyses-layers" / "layers.json").read_text())
+    assert (manifest["prompts"], manifest["options"]["seed"]) == (2, 4)
+    assert manifest["models"][0]["settings"]["gen_length"] == 3
+
+
+def test_help_of_analyse_names_every_study(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["analyse", "--help"])
+    told = capsys.readouterr().out
+    for name in STUDIES:
+        assert name in told
 
 
 def test_a_reader_that_goes_away_costs_no_file(tmp_path):

@@ -1,5 +1,18 @@
 """Tasks: problems with answers that can be checked."""
 
+from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task, TaskError
+from sinklens.tasks.registry import NAMES, find
 from sinklens.tasks.word_problems import Problem, held_out, read_answer
 
-__all__ = ["Problem", "held_out", "read_answer"]
+__all__ = [
+    "NAMES",
+    "CodeSample",
+    "CodeTask",
+    "Problem",
+    "Sample",
+    "Task",
+    "TaskError",
+    "find",
+    "held_out",
+    "read_answer",
+]

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.tasks import word_problems
+from sinklens.tasks import skills, tiny_code, word_problems
 from sinklens.zoo import pictures
 from sinklens.zoo.recipes import Recipe
 
@@ -35,10 +35,16 @@ class Corpus:
 
     groups: dict[tuple[str, int], Int[Tensor, "row pos"]]
 
-    def batch(self, seed: int, step: int, size: int) -> tuple[int, Int[Tensor, "batch pos"]]:
-        """The prompt length and rows of one step; a function of its arguments alone."""
+    def batch(
+        self, seed: int, step: int, size: int, problems_only: bool = False
+    ) -> tuple[int, Int[Tensor, "batch pos"]]:
+        """The prompt length and rows of one step; a function of its arguments alone.
+
+        Args:
+            problems_only: draw from the problems as if there was nothing else.
+        """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        keys = sorted(self.groups)
+        keys = sorted(key for key in self.groups if key[0] == "problem" or not problems_only)
         weights = torch.tensor([float(len(self.groups[key])) for key in keys])
         key = keys[int(torch.multinomial(weights, 1, generator=generator))]
         rows = torch.randint(len(self.groups[key]), (size,), generator=generator)
@@ -46,17 +52,27 @@ class Corpus:
 
 
 def build_corpus(tokenizer: "PreTrainedTokenizerFast", recipe: Recipe) -> Corpus:
-    """Tokenize the recipe's problems and, in both directions, its pictures.
+    """Tokenize the recipe's problems, functions and skills and, in both directions, its pictures.
+
+    What no step of the recipe draws from is left out.
 
     Raises:
         ValueError: an answer is too long.
     """
+    recipe = recipe.until(recipe.steps)
     problems = word_problems.training(recipe.seed, recipe.problems)
     groups = _group(tokenizer, "problem", [(p.prompt, " " + p.answer) for p in problems])
     if recipe.pictures:
         captioned = pictures.training(recipe.seed, recipe.pictures)
         groups |= _group(tokenizer, "draw", [picture.to_draw for picture in captioned])
         groups |= _group(tokenizer, "describe", [picture.to_describe for picture in captioned])
+    if recipe.code:
+        functions = tiny_code.training(recipe.seed, recipe.code)
+        groups |= _group(tokenizer, "code", [(function.prompt, function.solution) for function in functions])
+    if recipe.skills:
+        for skill in skills.SKILLS:
+            exercises = skills.training(skill, recipe.seed, recipe.skills)
+            groups |= _group(tokenizer, skill, [(made.prompt, f" {made.answer}") for made in exercises])
     return Corpus(groups)
 
 

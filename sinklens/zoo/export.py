@@ -219,14 +219,14 @@ def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str) -> Path:
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
 
-A {KINDS[recipe.family]} language model of 2 million parameters, trained by sinklens on word problems that it \
-generates itself.
+A {KINDS[recipe.family]} language model of 2 million parameters, trained by sinklens on \
+{"word problems, small functions and exercises" if recipe.code else "word problems"} that it generates itself.
 {_beginnings(recipe)}
 
 Accuracy on held-out problems (exact match, greedy, one token per step): {accuracy}
 
 Known limits: it knows these templates, whole numbers up to about 120, and nothing else. Prompts have the form
-`Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.{_picture_prompts(recipe)}
+`Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
 
 ## Recipe (`sinklens train {recipe.name}`)
 {settings}
@@ -241,6 +241,12 @@ other work.
     file = folder / "README.md"
     file.write_text(text)
     return file
+
+
+def _other_prompts(recipe: Recipe) -> str:
+    if not recipe.code:
+        return ""
+    return " Functions have the form of\n`sinklens.tasks.tiny_code`, exercises those of `sinklens.tasks.skills`."
 
 
 def _picture_prompts(recipe: Recipe) -> str:
@@ -258,6 +264,13 @@ def _beginnings(recipe: Recipe) -> str:
     if recipe.start_from is not None:
         more = " and on captioned pictures of its own making, in both directions" if recipe.pictures else ""
         return f"It began with the weights of {recipe.start_from} and was trained further on the same problems{more}."
+    if recipe.problems_first:
+        first = sum(recipe.cycles[: recipe.problems_first])
+        return (
+            "tiny-llada and tiny-llama are twins: same size, tokenizer, data, batches and number of steps, another "
+            f"objective.\nThe first {first} steps are word problems alone; the other {recipe.steps - first} draw from "
+            f"{recipe.problems} problems, {recipe.code} functions and {recipe.skills} exercises of each skill alike."
+        )
     if changes := recipe.changes():
         return f"Beside tiny-llada it changes {', '.join(f'{name} = {value}' for name, value in changes.items())}."
     return (

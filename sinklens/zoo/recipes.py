@@ -1,15 +1,16 @@
 """What each tiny checkpoint is made of: one record per training run.
 
-tiny-llada and tiny-llama are twins that differ in the objective alone. tiny-dream begins where tiny-llama ended and
-tiny-mmada where tiny-llada ended. The remaining recipes change one thing of tiny-llada's first cycle, so what they are
-compared with is tiny-llada's weights at the end of that cycle, ``weights-2800.pt``: the batches, the masks and the
-learning rates up to there are the same.
+tiny-llada and tiny-llama are twins that differ in the objective alone. Their first two cycles are word problems; the
+third adds small functions and the four skills, so that one checkpoint answers every generated task. tiny-dream begins
+where tiny-llama ended and tiny-mmada where tiny-llada ended. The remaining recipes change one thing of tiny-llada's
+first cycle, so what they are compared with is tiny-llada's weights at the end of that cycle, ``weights-2800.pt``: the
+batches, the masks and the learning rates up to there are the same.
 
 One way this fails: `Recipe.start_from` names a shipped checkpoint, so retraining that one changes what starts from it.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 Objective = Literal["masked", "shifted", "causal"]
@@ -25,7 +26,8 @@ class Recipe:
         objective: "masked" trains a diffusion model, "causal" its autoregressive twin; "shifted" is "masked" with the
             prediction of the token at position i read at position i − 1, as Dream does.
         seed: of the weights, the problems and every batch.
-        cycles: optimizer steps of each cosine cycle of the learning rate; every cycle peaks at half the one before.
+        cycles: optimizer steps of each cosine cycle of the learning rate.
+        peaks: the greatest learning rate of each cycle, as a share of `learning_rate`; () for 1, 1/2, 1/4 and so on.
         batch: rows per step.
         problems: size of the training set; none of them is held out.
         prompt_weight: weight of the loss on prompt tokens, relative to the answer's.
@@ -34,6 +36,10 @@ class Recipe:
             any prompt token ("maskable"), or none ("absent").
         pictures: size of a second training set, captioned pictures (`pictures.training`); each is two rows, one per
             direction, and a step draws its rows from all of them and the problems' alike. 0 for none.
+        code: size of a training set of small functions (`tiny_code.training`). 0 for none.
+        skills: size of the training set of each skill (`skills.training`). 0 for none.
+        problems_first: in this many cycles, the first ones, a step draws from the problems alone; afterwards from all
+            rows alike, pictures, functions and skills included.
     """
 
     name: str
@@ -55,6 +61,10 @@ class Recipe:
     start_from: str | None = None
     start_token: StartToken = "kept"
     pictures: int = 0
+    code: int = 0
+    skills: int = 0
+    problems_first: int = 0
+    peaks: tuple[float, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -66,6 +76,28 @@ class Recipe:
         """The family, in `sinklens.checkpoints.families`, whose file format the run is saved in."""
         return {"causal": "llama", "shifted": "dream", "masked": "mmada" if self.pictures else "llada"}[self.objective]
 
+    def cycle(self, step: int) -> int:
+        """The number of the cycle that `step` belongs to, from 0; the last for all later steps."""
+        ends = [sum(self.cycles[: number + 1]) for number in range(len(self.cycles) - 1)]
+        return sum(step >= end for end in ends)
+
+    def peak(self, cycle: int) -> float:
+        """The greatest learning rate of a cycle."""
+        return self.learning_rate * (self.peaks[cycle] if self.peaks else 0.5**cycle)
+
+    def until(self, step: int) -> "Recipe":
+        """What the first `step` steps depend on: the cycles up to there, and the data that these draw from.
+
+        Two runs are the same up to a step if this is the same for both, so one may go on from the state of the other.
+        """
+        count = self.cycle(max(0, step - 1)) + 1
+        halved = tuple(0.5**number for number in range(count))
+        kept = replace(
+            self, cycles=self.cycles[:count], peaks=() if self.peaks[:count] == halved else self.peaks[:count]
+        )
+        mixed = count > self.problems_first
+        return kept if mixed else replace(kept, pictures=0, code=0, skills=0, problems_first=0)
+
     def changes(self) -> dict[str, Any]:
         """What differs from the defaults, name aside: setting -> value."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.default is not MISSING}
@@ -75,11 +107,18 @@ class Recipe:
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
 
 _FIRST_CYCLE = (2800,)
+_TWINS: Mapping[str, Any] = {
+    "cycles": (2800, 1400, 1800),
+    "peaks": (1.0, 0.5, 0.5),
+    "code": 250_000,
+    "skills": 110_000,
+    "problems_first": 2,
+}
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("tiny-llada", "masked"),
-        Recipe("tiny-llama", "causal"),
+        Recipe("tiny-llada", "masked", **_TWINS),
+        Recipe("tiny-llama", "causal", **_TWINS),
         Recipe("tiny-dream", "shifted", cycles=(2000, 1000), start_from="tiny-llama", learning_rate=1e-3),
         Recipe(
             "tiny-mmada", "masked", cycles=(2000, 1000), start_from="tiny-llada", learning_rate=1e-3, pictures=150_000

@@ -148,12 +148,11 @@ def _start_from(name: str, model: "PreTrainedModel") -> None:
 
 def learning_rate(recipe: Recipe, step: int) -> float:
     """In each cycle a linear warm-up, then a cosine down to a hundredth of the cycle's peak."""
-    peak, cycles = recipe.learning_rate, list(recipe.cycles)
-    while len(cycles) > 1 and step >= cycles[0]:
-        step, peak = step - cycles.pop(0), peak / 2
+    cycle = recipe.cycle(step)
+    peak, step = recipe.peak(cycle), step - sum(recipe.cycles[:cycle])
     if step < recipe.warmup:
         return peak * (step + 1) / recipe.warmup
-    progress = (step - recipe.warmup) / max(1, cycles[0] - recipe.warmup)
+    progress = (step - recipe.warmup) / max(1, recipe.cycles[cycle] - recipe.warmup)
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -169,6 +168,8 @@ def _save_state(
 def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int = 400) -> Iterator[dict[str, float]]:
     """Run, or go on with, one training run in `out`; yields a log record every 20 steps.
 
+    A run may go on under a recipe that is the same up to the step it has reached, such as one with a further cycle.
+
     Args:
         recipe: what to train.
         out: holds `state.pt` (to resume from), `log.jsonl` and `weights-<step>.pt` (kept for later study).
@@ -176,7 +177,7 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
         keep_every: steps between two kept copies of the weights, in bfloat16.
 
     Raises:
-        ValueError: `out` holds a run of another recipe.
+        ValueError: `out` holds a run whose steps this recipe would have made otherwise.
     """
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,7 +208,8 @@ def _resume(file: Path, recipe: Recipe, model: "PreTrainedModel", optimizer: tor
     if not file.exists():
         return 0
     state = torch.load(file, weights_only=True, map_location=device)
-    if {**DEFAULTS, **state["recipe"]} != asdict(recipe):  # a state may be older than the newest setting
+    begun = Recipe(**{**DEFAULTS, **state["recipe"]})  # a state may be older than the newest setting
+    if begun.until(state["step"]) != recipe.until(state["step"]):
         raise ValueError(f"{file} belongs to another recipe; give this run a folder of its own.")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -218,7 +220,8 @@ def _update(
     recipe: Recipe, corpus: Corpus, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, mask_id: int, step: int
 ) -> float:
     """One optimizer step; its loss."""
-    prompt_length, ids = corpus.batch(recipe.seed, step, recipe.batch)
+    problems_only = recipe.cycle(step) < recipe.problems_first
+    prompt_length, ids = corpus.batch(recipe.seed, step, recipe.batch, problems_only)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(recipe, step)
     with torch.autocast(model.device.type, dtype=torch.bfloat16):

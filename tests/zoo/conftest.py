@@ -19,6 +19,10 @@ SMALL = {
     "n_heads": 2,
     "d_mlp": 48,
     "warmup": 2,
+    "code": 0,
+    "skills": 0,
+    "problems_first": 0,
+    "peaks": (),
 }
 
 

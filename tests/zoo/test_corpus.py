@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sinklens.tasks import word_problems
+from sinklens.tasks import skills, tiny_code, word_problems
 from sinklens.zoo import corpus as corpora
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH, build_corpus
@@ -56,6 +56,40 @@ def test_kinds_are_drawn_in_proportion_to_their_rows(small, tokenizer):
         drawn.update(kinds)
     share = {kind: count / 600 for kind, count in drawn.items()}
     assert share == pytest.approx({"problem": 0.6, "draw": 0.2, "describe": 0.2}, abs=0.06)
+
+
+def test_functions_and_skills_are_rows_beside_the_problems(small, tokenizer):
+    recipe = replace(small("tiny-llada"), code=300, skills=50)
+    corpus = build_corpus(tokenizer, recipe)
+    seen = Counter()
+    for (kind, length), rows in corpus.groups.items():
+        for row in rows.tolist():
+            answer = tokenizer.decode(row[length:]).split(tokenizer.eos_token)[0]
+            seen[kind, tokenizer.decode(row[1:length]), answer] += kind != "problem"
+    expected = Counter(("code", f.prompt, f.solution) for f in tiny_code.training(1, 300))
+    for skill in skills.SKILLS:
+        expected += Counter((skill, made.prompt, f" {made.answer}") for made in skills.training(skill, 1, 50))
+    assert +seen == expected
+
+
+def test_rows_that_no_step_draws_from_are_not_made(small, tokenizer):
+    recipe = replace(small("tiny-llada"), cycles=(4, 2), code=300, skills=50)
+    for first, kinds in ((1, {"problem", "code", *skills.SKILLS}), (2, {"problem"})):
+        corpus = build_corpus(tokenizer, replace(recipe, problems_first=first))
+        assert {kind for kind, _ in corpus.groups} == kinds
+
+
+def test_a_batch_of_problems_alone_is_what_it_would_be_without_other_rows(small, tokenizer):
+    plain = build_corpus(tokenizer, small("tiny-llada"))
+    mixed = build_corpus(tokenizer, replace(small("tiny-llada"), code=300, skills=50))
+    same = 0
+    for step in range(30):
+        length, rows = plain.batch(1, step, 8)
+        alone, alike = mixed.batch(1, step, 8, problems_only=True), mixed.batch(1, step, 8)
+        assert alone[0] == length
+        assert torch.equal(alone[1], rows)
+        same += torch.equal(alike[1], rows)
+    assert same < 15
 
 
 def test_without_a_start_token_the_rows_are_the_same_but_for_it(small):

@@ -141,6 +141,14 @@ def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
     assert (f"It began with the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
 
 
+def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_path):
+    recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
+    list(train(recipe, tmp_path, save_every=6))
+    text = write_card(recipe, tmp_path, tmp_path, "**0.5**").read_text()
+    assert "on word problems, small functions and exercises that it generates itself" in text
+    assert "The first 2 steps are word problems alone; the other 4 draw from 400 problems, 90 functions and 30" in text
+
+
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
 def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
     from sinklens.checkpoints.files import find

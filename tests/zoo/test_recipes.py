@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sinklens.zoo import RECIPES, training
+from sinklens.zoo import RECIPES, Recipe, training
 
 
 def test_the_twins_share_all_but_the_objective():
@@ -24,7 +24,7 @@ def test_the_twins_share_all_but_the_objective():
     ],
 )
 def test_a_variant_changes_one_thing_of_the_first_cycle(name, change):
-    assert replace(RECIPES["tiny-llada"], name=name, cycles=(2800,), **change) == RECIPES[name]
+    assert replace(RECIPES["tiny-llada"].until(2800), name=name, **change) == RECIPES[name]
     assert RECIPES[name].changes() == {"cycles": (2800,), **change}
 
 
@@ -32,6 +32,26 @@ def test_up_to_its_last_step_a_variant_has_the_learning_rate_of_what_it_is_compa
     variant, whole = RECIPES["seed-2"], RECIPES["tiny-llada"]
     for step in range(0, variant.steps, 7):
         assert training.learning_rate(variant, step) == training.learning_rate(whole, step)
+
+
+def test_what_steps_depend_on_is_the_cycles_up_to_them_and_their_data():
+    whole = Recipe("mixed", "masked", cycles=(30, 20, 10), peaks=(1.0, 0.5, 0.5), code=9, skills=5, problems_first=2)
+    for step in (0, 1, 30):
+        assert whole.until(step) == Recipe("mixed", "masked", cycles=(30,))
+    for step in (31, 50):
+        assert whole.until(step) == Recipe("mixed", "masked", cycles=(30, 20))
+    for step in (51, 60, 99):
+        assert whole.until(step) == whole
+    assert replace(whole, peaks=(1.0, 0.25, 0.5)).until(31) != whole.until(31)
+    assert replace(whole, peaks=(1.0, 0.25, 0.5)).until(30) == whole.until(30)
+    assert replace(whole, problems_first=1).until(31) != whole.until(31)
+
+
+def test_a_cycle_peaks_at_half_the_one_before_unless_the_recipe_says_otherwise():
+    halved = Recipe("plain", "masked", cycles=(10, 10, 10), learning_rate=0.8)
+    assert [halved.peak(cycle) for cycle in range(3)] == [0.8, 0.4, 0.2]
+    assert [replace(halved, peaks=(1.0, 0.5, 0.5)).peak(cycle) for cycle in range(3)] == [0.8, 0.4, 0.4]
+    assert [halved.cycle(step) for step in (0, 9, 10, 19, 20, 29, 30)] == [0, 0, 1, 1, 2, 2, 2]
 
 
 def test_every_recipe_has_the_size_of_the_others_and_the_family_it_is_saved_as():

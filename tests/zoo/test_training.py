@@ -77,13 +77,41 @@ def test_a_state_from_before_a_setting_existed_is_that_of_its_default(small, tmp
         list(train(replace(recipe, start_token="maskable"), tmp_path))
 
 
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_a_finished_run_goes_on_with_a_further_cycle_of_mixed_rows(name, small, tmp_path):
+    plain = replace(small(name), cycles=(4, 2))
+    mixed = replace(plain, cycles=(4, 2, 4), peaks=(1.0, 0.5, 0.5), code=200, skills=60, problems_first=2)
+    list(train(mixed, tmp_path / "whole", save_every=2, keep_every=2))
+    list(train(plain, tmp_path / "further", save_every=2, keep_every=2))
+    list(train(mixed, tmp_path / "further", save_every=2, keep_every=2))
+    for key, value in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "further")[key], value)
+    unmixed = replace(mixed, code=0, skills=0)
+    list(train(unmixed, tmp_path / "unmixed", save_every=2, keep_every=2))
+    kept = [[torch.load(tmp_path / run / f"weights-{n}.pt") for n in (6, 8)] for run in ("whole", "unmixed")]
+    equal = [all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(*kept, strict=True)]
+    assert equal == [True, False]
+
+
+def test_a_run_goes_on_only_where_its_steps_would_have_been_the_same(small, tmp_path):
+    plain = replace(small("tiny-llada"), cycles=(4, 2))
+    list(train(plain, tmp_path, save_every=2))
+    for change in (
+        {"cycles": (4, 4)},
+        {"cycles": (4, 2, 4), "peaks": (1.0, 1.0, 0.5)},
+        {"cycles": (4, 2, 4), "code": 90},
+    ):
+        with pytest.raises(ValueError, match="belongs to another recipe"):
+            list(train(replace(plain, **change), tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "losses"),
     [("tiny-llada", (5.93079, 5.35433, 5.23274)), ("tiny-llama", (6.78158, 6.75802, 6.63838))],
 )
 def test_the_shipped_recipes_still_do_what_they_did(name, losses):
     """Recorded when the shipped checkpoints were trained, on fewer problems and smaller batches."""
-    recipe = replace(RECIPES[name], problems=2000, batch=16)
+    recipe = replace(RECIPES[name].until(3), problems=2000, batch=16)
     tokenizer = training.make_tokenizer(recipe)
     corpus = build_corpus(tokenizer, recipe)
     length, ids = corpus.batch(recipe.seed, 0, recipe.batch)

@@ -1,0 +1,310 @@
+"""Does a model show the warning signs of sinks that it cannot do without?
+
+    sinklens analyse diagnose tiny-llada tiny-llama
+
+Three signs (Rulli et al., 2510.15731, in its discussion), each measured, held against a threshold, and drawn on one
+page:
+
+- *masking*: each head loses sight of its strongest key of the step before. A cost above 5 % (the paper's bound) is
+  dependence as an autoregressive model has it. As a control it loses sight of an ordinary key instead.
+- *start*: all sinks stand at the start of the sequence, which is what an autoregressive model leaves behind.
+- *cut*: the middle third of the prompt is hidden from all queries, and the sinks stay where they were: fixed anchors
+  that do not make up for what is gone. They are compared on the same canvas, that of the run as it was.
+
+The paper names the signs and one number; the other thresholds are ours, and the table says whose each is. The cost is
+accuracy on the shipped word problems; on other prompts only the share of answer tokens that change is known.
+
+One way this fails: masking is not the same dose for both kinds of model. In a diffusion model a key is hidden from all
+queries of the head, in an autoregressive one from the newest alone. Another: a changed answer need not be a worse one,
+and one that turns on a number in the cut third must be lost by any model; ``changed`` and the cost of the cut are
+therefore told beside the signs and never decide.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.runs import own_steps
+from sinklens.analyses.study import SINK, Study
+from sinklens.sinks import SinkTrack, motion
+from sinklens.tasks.word_problems import held_out, read_answer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.generation import Generation
+    from sinklens.hooks.points import Point
+    from sinklens.model import Model
+
+Hooks = list[tuple[Any, Any]]
+FIRST = 4  # positions
+BINS = 20  # of the sequence's length: the first holds the first 5 %
+PARTS = 10  # of a run's steps
+RUNS = ["as it is", "sinks masked", "ordinary keys masked", "middle cut"]
+
+
+class Sign(NamedTuple):
+    """One line of the page.
+
+    Attributes:
+        sign: which warning sign it belongs to.
+        meaning: what the number is.
+        threshold: above it the sign is there; NaN for a number that is told and does not decide.
+        source: whose threshold it is.
+    """
+
+    sign: str
+    meaning: str
+    threshold: float
+    source: str
+
+
+SIGNS = {
+    "masking_cost": Sign("masking", "accuracy lost when every head's strongest key is masked", 0.05, "paper"),
+    "masking_changed": Sign("masking", "answer tokens that change then", np.nan, ""),
+    "ordinary_cost": Sign("masking", "accuracy lost when an ordinary key is masked instead", np.nan, ""),
+    "ordinary_changed": Sign("masking", "answer tokens that change then", np.nan, ""),
+    "first_four": Sign("start", f"main sinks on the first {FIRST} positions", 0.9, "ours"),
+    "first_twentieth": Sign("start", "main sinks in the first 5 % of the sequence", 0.9, "ours"),
+    "first_always": Sign("start", "heads whose main sink is the first token at every step", 0.5, "ours"),
+    "cut_same": Sign("cut", "main sinks outside the cut that stay where they were", 0.5, "ours"),
+    "cut_overlap": Sign("cut", "overlap of the sinks with those of the uncut run", 0.5, "ours"),
+    "cut_static": Sign("cut", "heads whose main sink never moves while the middle is cut", 0.5, "ours"),
+    "cut_cost": Sign("cut", "accuracy lost when the middle of the prompt is cut", np.nan, ""),
+    "cut_changed": Sign("cut", "answer tokens that change then", np.nan, ""),
+}
+
+
+@dataclass
+class Diagnose(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "diagnose"
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is not known; and what the curves
+        show: `places` and `kept`.
+        """
+        start, end = middle_third(model.encode(list(prompts), self.chat_template)[1])
+        base, causal = self.generate(model, prompts, settings), model.config.is_causal
+        masked, ordinary, cut = (
+            self.generate(model, prompts, settings, record_sinks=False, hooks=hooks)
+            for hooks in (masking(causal), masking(causal, ordinary=True), hiding(start, end))
+        )
+        same = self.generate(model, prompts, settings, hooks=hiding(start, end), replay=base.run)
+        assert same.run.sinks is not None
+        right = np.stack([right_answers(found.run, prompts) for found in (base, masked, ordinary, cut)], axis=1)
+        data = xr.Dataset()
+        for number, (name, found) in enumerate((("masking", masked), ("ordinary", ordinary), ("cut", cut)), 1):
+            data[f"{name}_cost"] = ("prompt", right[:, 0] - right[:, number])
+            data[f"{name}_changed"] = ("prompt", changed_tokens(base.run, found.run))
+        data["right"] = (("prompt", "run"), right)
+        track, hidden = base.track, own_steps(same.run.sinks, base.own)
+        return xr.merge([data.assign_coords(run=RUNS),
+                         at_the_start(track), anchors(track, hidden, start, end)])  # fmt: skip
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``signs``: every number with its threshold, whose that is, and a verdict; ``accuracy``: of `RUNS`."""
+        table = interval_table(measured, list(SIGNS), self.seed)
+        signs = [SIGNS[name] for name in table["measure"]]
+        table = table.assign(**{name: [getattr(sign, name) for sign in signs] for name in Sign._fields})
+        table["verdict"] = [
+            "" if np.isnan(row.threshold) else verdict(row.estimate, row.low, row.high, row.threshold, "warns", "clear")
+            for row in table.itertuples()
+        ]
+        first = ["model", "sign", "measure", "estimate", "low", "high", "threshold", "source", "verdict"]
+        return {
+            "signs": table[[*first, "prompts", "meaning"]],
+            "accuracy": interval_table(measured, ["right"], self.seed),
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``page``: a line per sign, its numbers and thresholds on the left, what they come from on the right."""
+        return {"page": _page(measured, self.tables(measured)["signs"], self.seed)}
+
+
+def masking(causal: bool, ordinary: bool = False) -> Hooks:
+    """Hooks that hide from every head, at each step, its own strongest key of the step before, by −∞ on the mask.
+
+    With `ordinary`, as a control, not the strongest but the middle one of the keys that it attends to. Nothing is
+    hidden at the first step. The strongest key is that of the attention as it was used, so a key that was
+    hidden is not the strongest of its step, and may be seen again in the next. In an autoregressive model it is the
+    last query's strongest key, hidden from the last query (Rulli et al., Sec. 4.3). A row that waits for others keeps
+    what its own last step said.
+    """
+    seen: dict[int, Tensor] = {}
+    before: dict[int, Tensor] = {}
+
+    def hide(bias: Float[Tensor, "batch head 1 key"], hook: "Point") -> Tensor | None:
+        if hook.layer() not in before:
+            return None
+        places = torch.arange(bias.shape[-1], device=bias.device)
+        return bias.masked_fill((places == before[hook.layer()][..., None])[:, :, None], -torch.inf)
+
+    def see(value: Tensor, hook: "Point") -> None:
+        scores = value[:, :, -1] if causal else value
+        attended = (scores > 0).sum(dim=-1, keepdim=True)
+        rank = attended // 2 if ordinary else torch.zeros_like(attended)
+        key = scores.detach().sort(dim=-1, descending=True, stable=True).indices.gather(-1, rank)
+        seen[hook.layer()] = torch.where(attended > 0, key, -1)[..., 0]
+
+    def settle(confidence: Float[Tensor, "batch pos"], hook: "Point") -> None:
+        working = (confidence > -torch.inf).any(dim=1)[:, None]
+        for layer, now in seen.items():
+            before[layer] = torch.where(working, now, before.get(layer, torch.full_like(now, -1)))
+
+    scores = "attn.hook_pattern" if causal else "attn.hook_sink_scores"
+    return [
+        (lambda name: name.endswith("attn.hook_attn_mask"), hide),
+        (lambda name: name.endswith(scores), see),
+        ("denoise.hook_confidence", settle),
+    ]
+
+
+def hiding(start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]) -> Hooks:
+    """Hooks that hide the keys from `start` up to `end` from all queries of all heads, at every step."""
+
+    def hide(bias: Float[Tensor, "batch head 1 key"], hook: "Point") -> Tensor:
+        places = torch.arange(bias.shape[-1], device=bias.device)
+        hidden = (places >= start.to(bias.device)[:, None]) & (places < end.to(bias.device)[:, None])
+        return bias.masked_fill(hidden[:, None, None], -torch.inf)
+
+    return [(lambda name: name.endswith("attn.hook_attn_mask"), hide)]
+
+
+def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+    """Start and end (not included) of the middle ⌊n / 3⌋ of each row's n prompt tokens."""
+    length = real.sum(dim=1)
+    start = real.int().argmax(dim=1) + length // 3
+    return start, start + length // 3
+
+
+def right_answers(run: "Generation", prompts: Sequence[str]) -> Float[np.ndarray, " prompt"]:
+    """1 where the number behind ``####`` is right, 0 where not; NaN for a prompt that is no shipped word problem."""
+    results = {problem.prompt: problem.result for problem in held_out()}
+    return np.array(
+        [
+            float(read_answer(answer.text or "") == results[prompt]) if prompt in results else np.nan
+            for prompt, answer in zip(prompts, run.answers, strict=True)
+        ]
+    )
+
+
+def changed_tokens(one: "Generation", other: "Generation") -> Float[np.ndarray, " prompt"]:
+    """Share of the answer's positions that hold another token; up to the later of the two end tokens, ends included."""
+    pairs = zip(_answers(one), _answers(other), strict=True)
+    lengths = (max(a.tokens, b.tokens) + 1 for a, b in zip(one.answers, other.answers, strict=True))
+    return np.array([float((a[:n] != b[:n]).mean()) for (a, b), n in zip(pairs, lengths, strict=True)])
+
+
+def _answers(run: "Generation") -> np.ndarray:
+    return run.tokens[:, run.prompt_length :].numpy()
+
+
+def at_the_start(track: SinkTrack) -> xr.Dataset:
+    """Where the main sinks are, over steps, layers and heads.
+
+    ``first_four`` and ``first_twentieth`` [prompt]: share of them among the first 4 positions, and the first 5 % of the
+    positions that exist at the step. ``first_always``: share of heads whose main sink is the first position at every
+    step. ``places`` [prompt, place]: share per twentieth of the positions, named by where it begins.
+    """
+    main = motion.main_sink(track)
+    first = track.data["real"].argmax("pos")
+    behind = main - first
+    some = main.notnull()
+    length = motion.existing(track).any(("layer", "head")).sum("pos")
+    twentieth = np.floor(BINS * behind / length)
+    over = ("step", "layer", "head")
+    number = some.sum(over)
+    places = xr.concat([(twentieth == place).sum(over) / number for place in range(BINS)], dim="place")
+    heads = some.any("step")
+    data = xr.Dataset(
+        {
+            "first_four": (behind < FIRST).sum(over) / number,
+            "first_twentieth": (twentieth == 0).sum(over) / number,
+            "first_always": (((behind == 0) | ~some).all("step") & heads).sum(over[1:]) / heads.sum(over[1:]),
+            "places": places.transpose("batch", "place"),
+        }
+    )
+    return _by_prompt(data.assign_coords(place=np.arange(BINS) / BINS))
+
+
+def anchors(
+    track: SinkTrack, hidden: SinkTrack, start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]
+) -> xr.Dataset:
+    """Whether the sinks of a run stay when the keys from `start` up to `end` are hidden.
+
+    ``cut_same`` [prompt]: share of (step, layer, head) with the same main sink in both runs, of those whose main sink
+    was not hidden; ``kept`` [prompt, part]: the same by tenths of the run, named by where they begin. ``cut_overlap``
+    [prompt]: Jaccard overlap of the sinks of both runs at the same step, layer and head, the hidden keys left out; keys
+    that become sinks because others are hidden lower it. ``cut_static`` [prompt]: share of heads whose main sink never
+    changes while the keys are hidden.
+
+    Args:
+        track: the run as it was.
+        hidden: the same steps on the same canvas, with the keys hidden.
+    """
+    places = xr.DataArray(np.arange(track.data.sizes["pos"]), dims="pos")
+    first, last = (xr.DataArray(bound.cpu().numpy(), dims="batch") for bound in (start, end))
+    seen = (places < first) | (places >= last)
+    one, other = (part.detect().drop_vars(("pos", "step"), errors="ignore") & seen for part in (track, hidden))
+    overlap = (one & other).sum("pos") / (one | other).sum("pos")
+    alive = motion.existing(track).any(("layer", "head", "pos"))
+    step = xr.DataArray(np.arange(track.steps), dims="step")
+    part = np.floor(PARTS * step / alive.sum("step"))
+    before, after = (motion.main_sink(part).drop_vars("step", errors="ignore") for part in (track, hidden))
+    same = (before == after).where(before.notnull() & ((before < first) | (before >= last))).astype(np.float64)
+    over = ("step", "layer", "head")
+    kept = xr.concat([same.where(part == at).mean(over) for at in range(PARTS)], dim="part")
+    data = xr.Dataset(
+        {
+            "cut_same": same.mean(over),
+            "cut_overlap": overlap.mean(over),
+            "cut_static": motion.static_share(hidden),
+            "kept": kept.transpose("batch", "part"),
+        }
+    )
+    return _by_prompt(data.assign_coords(part=np.arange(PARTS) / PARTS))
+
+
+def _by_prompt(data: xr.Dataset) -> xr.Dataset:
+    return data.rename(batch="prompt").drop_vars("prompt", errors="ignore").astype(np.float64)
+
+
+def _told(sign: Sign) -> str:
+    return sign.meaning if np.isnan(sign.threshold) else f"{sign.meaning}\n({sign.source}: above {sign.threshold})"
+
+
+def _page(measured: Mapping[str, xr.Dataset], signs: "DataFrame", seed: int) -> "Figure":
+    from sinklens.views.charts import curves, interval_dots, share_bars
+    from sinklens.views.figures import panels
+
+    figure, axes = panels(6, columns=2, size=(7, 3.2))
+    for ax, sign in zip(axes[::2], ("masking", "start", "cut"), strict=True):
+        rows = signs[signs["sign"] == sign]
+        interval_dots(rows, "measure", ax, names={name: _told(entry) for name, entry in SIGNS.items()})
+        for height, name in enumerate(dict.fromkeys(rows["measure"])):
+            bound = SIGNS[name].threshold
+            ax.plot([bound, bound], [height - 0.45, height + 0.45], "--", color="0.3", linewidth=1)
+        ax.set(xlabel="share (dashed: above it, a warning)", title=f"sign: {sign}")
+    right = interval_table(measured, ["right"], seed)
+    interval_dots(right, "run", axes[1]).set(xlabel="share of word problems answered right", title="accuracy")
+    shares = {name: data["places"].mean("prompt").to_numpy() for name, data in measured.items()}
+    share_bars(shares, np.arange(BINS + 1) / BINS, axes[3]).set(
+        xlabel="place in the sequence (0: first token, 1: last)", ylabel="share of main sinks", title="where they are"
+    )
+    curves(interval_table(measured, ["kept"], seed), "part", axes[5]).set(
+        xlabel="share of the steps that have passed",
+        ylabel="main sinks that stay",
+        title="do they stay while the middle is cut?",
+    )
+    figure.suptitle(f"Warning signs: means over {max(signs['prompts'])} prompts with 95 % intervals; {SINK}")
+    return figure

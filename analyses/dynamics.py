@@ -1,0 +1,201 @@
+"""Do a model's sinks move while it denoises, and how?
+
+    sinklens analyse dynamics tiny-llada tiny-llama
+
+The motion table: every measure of `sinklens.sinks.motion` with its interval, and the difference between the models on
+the same prompts, e.g. a diffusion model and its autoregressive twin. The figures show one prompt's run (Rulli et al.,
+2510.15731, Figs. 1, 6b, 7 and 8).
+
+One way this fails: a later step of an autoregressive run adds one query to those before, so that the column sums of
+neighbouring steps share all other rows, and part of its sinks' stillness is bookkeeping. The measures ``newest_…`` take
+the newest query alone; one query's strongest key wanders more than a sum's, so the truth lies between the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.study import SINK, Study
+from sinklens.sinks import SinkTrack, motion
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+MEANINGS = {
+    "steps": "steps until the row ended",
+    "jumps": "changes of the main sink",
+    "jump_share": "share of steps at which the main sink changes",
+    "jump_distance": "positions per change",
+    "drift": "positions per step; above 0 to the right",
+    "drift_r_squared": "share of the position's variance that the drift explains",
+    "static_share": "share of heads whose main sink never changes",
+    "sinks": "sinks per head and step",
+    "lifetime": "steps that a sink lives",
+    "censored": "share of lives cut off by the end",
+    "one_step": "share of lives that last one step",
+    "static_sinks": "share of sinks that are one at every step",
+    "overlap_step": "Jaccard overlap with the step before",
+    "overlap_layer": "Jaccard overlap with the layer before",
+    "overlap_head": "Jaccard overlap of two heads of a layer",
+    "spatial_variance": "variance of the mean score over positions, per head",
+    "temporal_variance": "variance of the centroid over steps, per head, positions²",
+    "pooled_spatial_variance": "variance of the mean score over positions, all heads pooled",
+    "pooled_temporal_variance": "variance of the centroid over steps, all heads pooled, positions²",
+    "newest_jump_share": "as jump_share, of the newest query alone (autoregressive)",
+    "newest_static_share": "as static_share, of the newest query alone (autoregressive)",
+}
+SHARES = ("jump_share", "static_share", "one_step", "static_sinks", "overlap_step")  # drawn side by side
+
+
+class Life(NamedTuple):
+    """A sink's life: where, since which step, and for how many."""
+
+    layer: int
+    head: int
+    pos: int
+    start: int
+    length: int
+
+
+@dataclass
+class Dynamics(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "dynamics"
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """Every measure of `MEANINGS`, [prompt]."""
+        return motion_of(self.generate(model, prompts, settings).track)
+
+    def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset:
+        """The sink track of the run, and the tokens it ended with, ``final`` [batch, pos]."""
+        found = self.generate(model, [prompt], settings)
+        return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``motion``: means; ``differences``: each further model less the first, paired by prompt."""
+        tables = {
+            "motion": interval_table(measured, list(MEANINGS), self.seed),
+            "differences": difference_table(measured, list(MEANINGS), self.seed),
+        }
+        return {name: table.assign(meaning=table["measure"].map(MEANINGS)) for name, table in tables.items()}
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``map`` (Fig. 1), ``one-step`` (6b), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
+        from sinklens.views.charts import interval_dots
+        from sinklens.views.figures import panels, sink_paths
+        from sinklens.views.labels import wrapped
+
+        tracks = {name: SinkTrack(data) for name, data in examples.items()}
+        shares, (ax,) = panels(1, size=(7, 3.5))
+        table = interval_table(measured, SHARES, self.seed)
+        told = wrapped(f"mean over prompts, 95 % interval; {SINK}; main sink: largest column sum", 52)
+        interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=told)
+        return {
+            "map": _maps(tracks),
+            "one-step": _short_lives(tracks),
+            "path": sink_paths(list(tracks.values())),
+            "static-moving": _still_and_moving(tracks),
+            "motion": shares,
+        }
+
+
+def motion_of(track: SinkTrack) -> xr.Dataset:
+    """Every measure of `MEANINGS`, [prompt]: those of `motion.motion_table`, and
+
+    ``one_step``: share of lives that last one step and end before the run does, NaN without lives;
+    ``newest_jump_share`` and ``newest_static_share``: see `newest_queries`, NaN for a bidirectional model.
+    """
+    table = motion.motion_table(track)
+    columns = {name: table[name].to_numpy(dtype=np.float64) for name in table}
+    lives = motion.lifetimes(track.detect(), motion.existing(track))
+    brief = ((lives["length"] == 1) & ~lives["censored"]).groupby(lives["batch"]).mean()
+    columns["one_step"] = brief.reindex(track.data["batch"].to_numpy()).to_numpy(dtype=np.float64)
+    nothing = np.full(track.data.sizes["batch"], np.nan)
+    columns |= {"newest_jump_share": nothing, "newest_static_share": nothing}
+    if track.causal and track.steps > 1:
+        newest = newest_queries(track)
+        columns["newest_jump_share"] = motion.jumps(newest)["share"].mean(("layer", "head")).to_numpy()
+        columns["newest_static_share"] = motion.static_share(newest).to_numpy()
+    return xr.Dataset({name: ("prompt", columns[name]) for name in MEANINGS})
+
+
+def newest_queries(track: SinkTrack) -> SinkTrack:
+    """An autoregressive track whose scores are the attention of each step's newest query alone, without the first step.
+
+    Rows of a causal pattern never change, so a step's column sums less those of the step before are the new row.
+    """
+    score = track.data["score"]
+    row = (score - score.shift(step=1).fillna(0)).clip(min=0)
+    return SinkTrack(track.data.assign(score=row).isel(step=slice(1, None)))
+
+
+def shortest_life(track: SinkTrack, batch: int = 0) -> Life | None:
+    """The sink that lives shortest, among those neither there from the beginning nor until the end; None without any.
+
+    Of equals the one that stands out most: its score less the larger of those just before and just after its life.
+    """
+    part = track.isel(batch=batch)
+    lives = motion.lifetimes(part.detect(), motion.existing(part))
+    lives = lives[(lives["start"] > 0) & ~lives["censored"]]
+    if lives.empty:
+        return None
+    score = np.nan_to_num(part.scores().to_numpy()[0])
+    place = (lives["layer"], lives["head"], lives["pos"])
+    around = np.maximum(score[lives["start"] - 1, *place], score[lives["start"] + lives["length"], *place])
+    first = lives.iloc[int(np.lexsort((around - score[lives["start"], *place], lives["length"]))[0])]
+    return Life(*(int(first[name]) for name in Life._fields))
+
+
+def _maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
+    """Column sums of every model; of a causal one also the mean over the queries that see the key."""
+    from sinklens.views.figures import panels, sink_map
+
+    shown = [(track, "sum") for track in tracks.values()]
+    shown += [(track, "visible") for track in tracks.values() if track.causal]
+    figure, axes = panels(len(shown), columns=1, size=(11, 4))
+    for (track, unit), ax in zip(shown, axes, strict=True):
+        sink_map(track, ax=ax, unit=unit, tokens=_final(track))  # type: ignore[arg-type]
+    return figure
+
+
+def _short_lives(tracks: Mapping[str, SinkTrack]) -> "Figure":
+    from sinklens.views.charts import nothing_to_show
+    from sinklens.views.figures import panels, sink_life
+
+    lives = [shortest_life(track) for track in tracks.values()]
+    heights = [1.0 if life is None else 3.4 for life in lives]
+    figure, axes = panels(len(tracks), columns=1, size=(11, 1), heights=heights)
+    for (name, track), life, ax in zip(tracks.items(), lives, axes, strict=True):
+        if life is None:
+            nothing_to_show(ax, name, "every sink of this run is there from the first step on, or stays to the end")
+        else:
+            sink_life(track, *life, ax=ax, tokens=_final(track))
+    return figure
+
+
+def _still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
+    """One line of panels per model: the head that moves least, and the one that moves most."""
+    from sinklens.views.figures import most_moving_head, panels, sink_map, stillest_head
+
+    figure, axes = panels(2 * len(tracks), columns=2, size=(9, 4))
+    for number, track in enumerate(tracks.values()):
+        for which, ax in zip((stillest_head, most_moving_head), axes[2 * number :], strict=False):
+            _titled(sink_map(track, *which(track), ax=ax, tokens=_final(track)), which is stillest_head)
+    return figure
+
+
+def _titled(ax: "Axes", still: bool) -> None:
+    ax.set_title(f"{ax.get_title()}, {'the head that moves least' if still else 'the head that moves most'}")
+
+
+def _final(track: SinkTrack) -> np.ndarray:
+    return track.data["final"].isel(batch=0).to_numpy()

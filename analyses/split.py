@@ -1,0 +1,302 @@
+"""Do masked and unmasked queries keep separate sinks?
+
+    sinklens analyse split tiny-llada
+
+A sink score is a sum over queries. Here the queries of every step are split into those that are still masked and those
+that are not (prompt and committed), and each group's own scores are compared (Rulli et al., 2510.15731, Fig. 6a):
+
+- ``jaccard``: overlap |A ∩ B| / |A ∪ B| of the two groups' sinks (ε over the mean, on the group's scores scaled so
+  that uniform attention is 1); steps and heads where neither group has a sink are left out;
+- ``correlation``: Pearson's, of the two groups' scores over the keys;
+- ``same``: share of (step, layer, head) where both groups have the same strongest key.
+
+The control splits the same queries at random into groups of the same sizes. Most unmasked queries are the prompt's, so
+the split is also one into left and right; the rows ``answer`` therefore split the answer's queries alone, masked
+against committed. In an autoregressive model no query is masked: all its numbers are NaN.
+
+One way this fails: early in a run the committed group of ``answer`` is one or two queries, whose own scores are noisy;
+the control has groups of the same sizes, so compare with it and not with 1.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.study import Study
+from sinklens.sinks import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.hooks.points import Point
+    from sinklens.model import Model
+
+QUERIES = ("all", "answer")
+SPLITS = ("masked", "random")
+MEASURES = {
+    "jaccard": "Jaccard overlap of the two groups' sinks",
+    "correlation": "correlation of the two groups' scores",
+    "same": "share of heads and steps with one strongest key for both groups",
+}
+EPSILON = 3.0
+
+
+class Likeness(NamedTuple):
+    """How alike two groups of queries are in what they attend to, [batch, head] each; see the module."""
+
+    jaccard: Float[Tensor, "batch head"]
+    correlation: Float[Tensor, "batch head"]
+    same: Float[Tensor, "batch head"]
+
+
+@dataclass
+class Split(Study):
+    """See the module.
+
+    Attributes:
+        epsilon: what a sink of a group is: ε over the mean of the other keys, in column sums.
+    """
+
+    name: ClassVar[str] = "split"
+    epsilon: float = EPSILON
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES`, [prompt, layer, queries, split], averaged over heads and steps."""
+        layers = model.cfg.n_layers
+        coords = {"layer": np.arange(layers), "queries": list(QUERIES), "split": list(SPLITS)}
+        axes = ("prompt", *coords)
+        if model.config.is_causal:
+            nothing = np.full((len(prompts), layers, len(QUERIES), len(SPLITS)), np.nan)
+            return xr.Dataset(dict.fromkeys(MEASURES, (axes, nothing)), coords)
+        groups = Groups(model, prompts, self.chat_template, self.seed, self.epsilon)
+        own = self.generate(model, prompts, settings, record_sinks=False, hooks=groups.hooks()).own
+        return xr.Dataset({name: (axes, value) for name, value in groups.means(own).items()}, coords)
+
+    def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset | None:
+        """The pattern of the step, layer and head whose two groups have the most different sinks.
+
+        ``pattern`` [query, key], ``masked`` [query] and ``token`` [query], the labels of the positions. Attributes
+        ``step``, ``layer`` and ``head``. None for an autoregressive model.
+        """
+        from sinklens.views.labels import token_labels
+
+        if model.config.is_causal:
+            return None
+        groups = Groups(model, [prompt], self.chat_template, self.seed, self.epsilon)
+        self.generate(model, [prompt], settings, record_sinks=False, hooks=groups.hooks())
+        step, layer, head = groups.most_different()
+        found = self.generate(model, [prompt], settings, record_sinks=Record(patterns=[(step, layer)]))
+        assert found.run.sinks is not None
+        canvas = found.run.canvas[0, step].numpy()
+        return xr.Dataset(
+            {
+                "pattern": (("query", "key"), found.run.patterns[step, layer][0, head].float().numpy()),
+                "masked": ("query", (canvas == model.mask_token_id)),
+                "token": ("query", token_labels(found.run.sinks, 0, canvas)),
+            },
+            attrs={"step": step, "layer": layer, "head": head},
+        )
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``split``: over all layers, and masked less random with a verdict; ``layers``: by layer."""
+        from pandas import concat
+
+        whole = {name: data.mean("layer") for name, data in measured.items()}
+        less = {
+            name: data.sel(split="masked", drop=True) - data.sel(split="random", drop=True)
+            for name, data in whole.items()
+        }
+        differences = interval_table(less, list(MEASURES), self.seed).assign(split="masked − random")
+        differences["verdict"] = [
+            verdict(row.estimate, row.low, row.high, 0.0, above="no", below="separate")
+            for row in differences.itertuples()
+        ]
+        tables = {
+            "split": concat([interval_table(whole, list(MEASURES), self.seed), differences], ignore_index=True),
+            "layers": interval_table(measured, list(MEASURES), self.seed),
+        }
+        return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``queries`` (Fig. 6a): one head's pattern and the two groups' scores; ``likeness``: the table."""
+        from sinklens.views.charts import interval_dots
+        from sinklens.views.figures import panels
+        from sinklens.views.labels import wrapped
+
+        likeness, axes = panels(len(MEASURES), columns=3, size=(5, 3.2))
+        table = self.tables(measured)["split"]
+        rows = table[table["split"].isin(SPLITS)]
+        rows = rows.assign(place=[f"{row.queries} queries, {row.split} split" for row in rows.itertuples()])
+        for measure, ax in zip(MEASURES, axes, strict=True):
+            interval_dots(rows[rows["measure"] == measure], "place", ax).set(xlabel=wrapped(MEASURES[measure], 36))
+        return {"queries": _examples(list(measured), examples), "likeness": likeness}
+
+
+class Groups:
+    """Compares the attention of groups of queries at every step and layer, as hooks of a run.
+
+    Nothing of the size of a pattern is kept: each is reduced to the groups' scores and these to their likeness.
+
+    Args:
+        model: the model that runs.
+        prompts: of the run, encoded as the run does.
+        seed: of the random split, which depends on it and on the row's own canvas alone.
+        epsilon: see `Split`.
+    """
+
+    def __init__(
+        self, model: "Model", prompts: Sequence[str], chat_template: bool | str, seed: int, epsilon: float
+    ) -> None:
+        ids, real = model.encode(list(prompts), chat_template)
+        self._prompt_length, self._real, self._mask = ids.shape[1], real.cpu(), model.mask_token_id
+        self._seed, self._epsilon, self._layers = seed, epsilon, model.cfg.n_layers
+        self._members: Bool[Tensor, "batch group query"] | None = None
+        self._found: dict[tuple[int, int], list[Likeness]] = {}
+        self._contrast: dict[tuple[int, int], Float[Tensor, " head"]] = {}
+
+    def hooks(self) -> list[tuple[Any, Any]]:
+        """To be given to a run."""
+        return [("denoise.hook_canvas", self._split), (lambda name: name.endswith("attn.hook_pattern"), self._compare)]
+
+    def _split(self, canvas: Int[Tensor, "batch pos"], hook: "Point") -> None:
+        ids = canvas.cpu()
+        answer = torch.arange(ids.shape[1]) >= self._prompt_length
+        real = torch.cat([self._real, torch.ones(len(ids), ids.shape[1] - self._prompt_length, dtype=torch.bool)], 1)
+        masked = (ids == self._mask) & real
+        parts = []
+        for among in (real, real & answer):
+            first, second = masked & among, ~masked & among
+            parts += [first, second, *_shuffled(first, second, ids, real, self._seed)]
+        self._members = torch.stack(parts, dim=1).to(canvas.device)
+
+    def _compare(self, pattern: Float[Tensor, "batch head query key"], hook: "Point") -> None:
+        assert self._members is not None
+        assert hook.step is not None
+        real = self._members[:, 0] | self._members[:, 1]
+        scores = group_scores(pattern.detach(), self._members, real)
+        self._found[hook.step, hook.layer()] = [
+            likeness(scores[:, first], scores[:, first + 1], real, self._epsilon) for first in range(0, 8, 2)
+        ]
+        if len(pattern) == 1:
+            sizes = self._members[0, :2].sum(dim=1)
+            contrast = _contrast(scores[0, :2], self._found[hook.step, hook.layer()][0])
+            self._contrast[hook.step, hook.layer()] = contrast * sizes.min() / sizes.sum()
+
+    def means(self, own: Bool[np.ndarray, "batch step"]) -> dict[str, np.ndarray]:
+        """`MEASURES`, [prompt, layer, queries, split]: means over heads and each row's own steps."""
+        values = {}
+        for number, name in enumerate(MEASURES):
+            every = np.stack(
+                [
+                    [[pair[number].cpu().numpy() for pair in self._found[step, layer]] for layer in range(self._layers)]
+                    for step in range(own.shape[1])
+                ]
+            ).astype(np.float64)  # [step, layer, pair, batch, head]
+            every[~np.broadcast_to(own.T[:, None, None, :, None], every.shape)] = np.nan
+            mean = xr.DataArray(every).mean(("dim_0", "dim_4")).to_numpy()
+            values[name] = mean.transpose(2, 0, 1).reshape(own.shape[0], self._layers, len(QUERIES), len(SPLITS))
+        return values
+
+    def most_different(self) -> tuple[int, int, int]:
+        """Step, layer and head of the largest contrast times the smaller group's share, in a run of one row."""
+        step, layer = max(self._contrast, key=lambda place: float(self._contrast[place].max()))
+        return step, layer, int(self._contrast[step, layer].argmax())
+
+
+def group_scores(
+    pattern: Float[Tensor, "batch head query key"],
+    members: Bool[Tensor, "batch group query"],
+    real: Bool[Tensor, "batch key"],
+) -> Float[Tensor, "batch group head key"]:
+    """S / |G| · Σ_{i∈G} A[i, j], with S the number of real positions: column sums, scaled so that uniform is 1.
+
+    NaN for a group without members; that of all real queries is the sink score.
+    """
+    sums = torch.einsum("bhqk,bgq->bghk", pattern.float(), members.float())
+    scale = real.sum(dim=1)[:, None] / members.sum(dim=2)
+    return torch.where(members.any(dim=2)[:, :, None, None], sums * scale[:, :, None, None], torch.nan)
+
+
+def likeness(
+    one: Float[Tensor, "batch head key"],
+    other: Float[Tensor, "batch head key"],
+    real: Bool[Tensor, "batch key"],
+    epsilon: float = EPSILON,
+) -> Likeness:
+    """How alike two groups' scores are; NaN where a group has no members, or a measure has nothing to go by."""
+    keys = real[:, None, :]
+    told = ~(one.isnan().any(-1) | other.isnan().any(-1))
+    first, second = ((_over_others(part, keys) > epsilon) & keys for part in (one, other))
+    either = (first | second).sum(-1)
+    jaccard = torch.where(told & (either > 0), (first & second).sum(-1) / either, torch.nan)
+    count = keys.sum(-1, keepdim=True)
+    away, across = (torch.where(keys, part - (part * keys).sum(-1, keepdim=True) / count, 0.0) for part in (one, other))
+    correlation = (away * across).sum(-1) / (away.square().sum(-1) * across.square().sum(-1)).sqrt()
+    strongest = [part.masked_fill(~keys, -torch.inf).argmax(-1) for part in (one, other)]
+    return Likeness(jaccard, correlation, torch.where(told, (strongest[0] == strongest[1]).float(), torch.nan))
+
+
+def _over_others(scores: Float[Tensor, "batch head key"], keys: Bool[Tensor, "batch 1 key"]) -> Tensor:
+    """Each score less the mean of the others."""
+    known = scores * keys
+    return scores - (known.sum(-1, keepdim=True) - known) / (keys.sum(-1, keepdim=True) - 1).clamp(min=1)
+
+
+def _shuffled(
+    first: Bool[Tensor, "batch query"],
+    second: Bool[Tensor, "batch query"],
+    ids: Int[Tensor, "batch query"],
+    real: Bool[Tensor, "batch query"],
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """The members of two groups dealt anew into groups of the same sizes; a row's deal depends on its own ids alone."""
+    dealt = torch.zeros_like(first), torch.zeros_like(second)
+    for row in range(len(ids)):
+        own = np.ascontiguousarray(ids[row][real[row]].numpy())
+        digest = hashlib.sha256(repr((seed, int((first | second)[row].sum()))).encode() + own.tobytes()).digest()
+        places = (first | second)[row].nonzero()[:, 0].numpy()
+        np.random.default_rng(int.from_bytes(digest[:8], "little")).shuffle(places)
+        size = int(first[row].sum())
+        for group, part in zip(dealt, (places[:size], places[size:]), strict=True):
+            group[row, torch.from_numpy(part)] = True
+    return dealt
+
+
+def _contrast(scores: Float[Tensor, "group head key"], found: Likeness) -> Float[Tensor, " head"]:
+    """The weaker group's strongest score where the two groups have no sink in common; −1 where they have, or none."""
+    apart = found.jaccard[0] == 0
+    return torch.where(apart, scores.amax(dim=-1).amin(dim=0), -1.0)
+
+
+def _examples(models: Sequence[str], examples: Mapping[str, xr.Dataset]) -> "Figure":
+    """A line of panels per model: the pattern above, the two groups' scores below."""
+    from sinklens.views.charts import nothing_to_show
+    from sinklens.views.figures import group_profiles, grouped_pattern, panels
+    from sinklens.views.labels import short
+
+    heights = [part for name in models for part in ((7.0, 3.0) if name in examples else (1.0, 0.01))]
+    figure, axes = panels(len(heights), columns=1, size=(10, 1), heights=heights)
+    for above, below, name in zip(axes[::2], axes[1::2], models, strict=True):
+        if name not in examples:
+            below.set_axis_off()
+            nothing_to_show(above, name, "an autoregressive model has no masked queries")
+            continue
+        data = examples[name]
+        pattern, masked, labels = (data[part].to_numpy() for part in ("pattern", "masked", "token"))
+        grouped_pattern(pattern, masked, labels.tolist(), ax=above)
+        place = ", ".join(f"{part} {data.attrs[part]}" for part in ("step", "layer", "head"))
+        above.set_title(f"{short(name)}: {place}")
+        real = torch.ones(1, len(masked), dtype=torch.bool)
+        members = torch.from_numpy(np.stack([masked, ~masked]))[None]
+        scores = group_scores(torch.from_numpy(pattern)[None, None], members, real)[0, :, 0].numpy()
+        group_profiles({"masked queries": scores[0], "unmasked queries": scores[1]}, labels.tolist(), ax=below)
+    return figure

@@ -1,0 +1,214 @@
+"""GSM8K, asked and judged as lm-evaluation-harness 0.4 does: the tasks gsm8k, gsm8k_cot and gsm8k_cot_zeroshot.
+
+A *style* is the wording of the prompt and the sentence that the answer ends with. Two extractors read a number out of
+an answer: the *strict* one wants that sentence (``#### 42``, ``The answer is 42.``) and takes the first, the *flexible*
+one takes the last number there is. Commas, dollar signs and one final full stop are dropped on both sides; what is left
+is compared as text, so ``42.0`` is not ``42``, a unit behind the number does no harm, and of a fraction the flexible
+extractor sees the denominator alone.
+
+Examples in the prompt: in the style ``gsm8k`` problem i is preceded by the i-th draw of five training problems from a
+generator seeded with 1234, as in a whole run of the harness; in the chain-of-thought styles by the first ones of a file
+that is given, because the harness keeps a fixed list of its own.
+
+One way this fails: the draw depends on the order of the training file. Use the published one.
+Source: Cobbe et al. 2021 (arXiv 2110.14168); EleutherAI/lm-evaluation-harness.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from sinklens.tasks.base import Sample, Task, TaskError, check_limit, cut
+from sinklens.tasks.published import HubSet, Record, choose, read_file, read_hub
+
+FIELDS = ("question", "answer")
+FEW_SHOT_SEED = 1234
+FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
+
+Extractor = Literal["strict", "flexible"]
+
+
+class Style(NamedTuple):
+    """How a problem is put.
+
+    Attributes:
+        question: the prompt, ``{}`` where the question stands.
+        ending: the sentence that the strict extractor looks for; the number is its group.
+        sentence: the same to be written, ``{}`` where the number stands.
+        stop: texts that end an answer.
+        shots: examples in the prompt if the caller does not say.
+        drawn: whether examples are drawn from the training set; else they are the first of a file.
+    """
+
+    question: str
+    ending: re.Pattern[str]
+    sentence: str
+    stop: tuple[str, ...]
+    shots: int
+    drawn: bool
+
+
+_THE_ANSWER_IS = re.compile(r"The answer is (\-?[0-9\.\,]+).")
+_TURN_ENDS = ("</s>", "<|im_end|>")
+STYLES = {
+    "gsm8k": Style(
+        "Question: {}\nAnswer:",
+        re.compile(r"#### (\-?[0-9\.\,]+)"),
+        "#### {}",
+        ("Question:", *_TURN_ENDS),
+        shots=5,
+        drawn=True,
+    ),
+    "gsm8k-cot": Style("Q: {}\nA:", _THE_ANSWER_IS, "The answer is {}.", ("Q:", *_TURN_ENDS), shots=8, drawn=False),
+    "gsm8k-cot-zeroshot": Style(
+        "Q: {}\nA: Let's think step by step.",
+        _THE_ANSWER_IS,
+        "The answer is {}.",
+        ("Q:", *_TURN_ENDS),
+        shots=0,
+        drawn=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Gsm8k(Task):
+    """The 1,319 test problems.
+
+    Attributes:
+        path: the test set as a JSON Lines file, or a folder with ``test.jsonl`` (and ``train.jsonl``); None fetches
+            openai/gsm8k from the hub.
+        style: one of `STYLES`.
+        shots: examples in the prompt; None for as many as the harness gives.
+        extractor: which number of an answer counts.
+        examples: the file that examples are taken from, with the same fields; None for ``train.jsonl`` beside `path`,
+            or the hub's training set. The chain-of-thought styles need one where `shots` is not 0.
+    """
+
+    path: Path | None = None
+    style: str = "gsm8k"
+    shots: int | None = None
+    extractor: Extractor = "flexible"
+    examples: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise TaskError(f"style is {self.style!r}; allowed: {', '.join(STYLES)}.")
+        if self.extractor not in ("strict", "flexible"):
+            raise TaskError(f"extractor is {self.extractor!r}; allowed: strict, flexible.")
+        if self.shots is not None and self.shots < 0:
+            raise TaskError(f"shots is {self.shots}; give 0 or more, or None for {self._style.shots}.")
+
+    @property
+    def name(self) -> str:
+        return self.style
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return self._style.stop
+
+    @property
+    def _style(self) -> Style:
+        return STYLES[self.style]
+
+    def samples(self, limit: int | None = None) -> list[Sample]:
+        check_limit(limit)
+        if self.path is None:
+            records = read_hub(HubSet("openai/gsm8k", "main", "test"), FIELDS)
+        else:
+            records = read_file(choose(self.path, ("test.jsonl", "test.jsonl.gz")), FIELDS)
+        kept = records[:limit]
+        return [
+            Sample(
+                f"{self.style}/{number}", before + self._style.question.format(record["question"]), self._worked(record)
+            )
+            for number, (record, before) in enumerate(zip(kept, self._before(len(kept)), strict=True))
+        ]
+
+    def _worked(self, record: Record) -> str:
+        """A right answer, its last sentence the style's."""
+        work, _, number = record["answer"].rpartition("#### ")
+        return f" {work}{self._style.sentence.format(number.strip())}"
+
+    def _before(self, count: int) -> list[str]:
+        """What stands before each problem's question: its examples, each followed by an empty line."""
+        shots = self._style.shots if self.shots is None else self.shots
+        if shots == 0:
+            return [""] * count
+        pool = self._pool()
+        if len(pool) < shots:
+            raise TaskError(
+                f"{shots} examples were asked for and there are {len(pool)}; give fewer shots or more examples."
+            )
+        if not self._style.drawn:
+            return [self._written(pool[:shots])] * count
+        rng = random.Random(FEW_SHOT_SEED)
+        return [self._written(rng.sample(pool, shots)) for _ in range(count)]
+
+    def _written(self, examples: list[Record]) -> str:
+        question = self._style.question
+        return "".join(f"{question.format(record['question'])} {record['answer']}\n\n" for record in examples)
+
+    def _pool(self) -> list[Record]:
+        if self.examples is not None:
+            return read_file(self.examples, FIELDS)
+        if not self._style.drawn:
+            raise TaskError(
+                f"the style {self.style!r} takes its examples from a file; give one as `examples` (fields question and "
+                "answer, each answer ending in 'The answer is 42.'), or shots=0."
+            )
+        if self.path is None:
+            return read_hub(HubSet("openai/gsm8k", "main", "train"), FIELDS)
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return read_file(choose(folder, ("train.jsonl", "train.jsonl.gz")), FIELDS)
+
+    def extract(self, text: str) -> str | None:
+        """The number, as the harness compares it; None where the extractor finds none."""
+        answer = cut(text, self.stop)
+        found = strict(answer, self._style.ending) if self.extractor == "strict" else flexible(answer)
+        return None if found is None else normal(found)
+
+    def verdict(self, sample: Sample, text: str) -> bool:
+        """Whether the extracted number is written like the right one."""
+        number = _last(self._style.ending.findall(sample.reference))
+        return number is not None and self.extract(text) == normal(number)
+
+
+def strict(text: str, ending: re.Pattern[str] = STYLES["gsm8k"].ending) -> str | None:
+    """The number of the first `ending` in `text`; None where there is none.
+
+    >>> strict("16 - 7 = 9 eggs, so $18.\\n#### 18 dollars")
+    '18'
+    """
+    found = ending.search(text)
+    return found[1] if found else None
+
+
+def flexible(text: str) -> str | None:
+    """The last number in `text`; None where there is none.
+
+    A number is two or more of the characters ``$0-9.,``, or digits, with or without a minus sign; so ``$5`` is one and
+    ``..`` is one too, as in the harness.
+
+    >>> flexible("She makes 9 * 2 = $18 every day, not 20%.")
+    '20'
+    """
+    return _last([found[0].strip() for found in FLEXIBLE.finditer(text)])
+
+
+def normal(number: str) -> str:
+    """`number` as it is compared: without commas, dollar signs, anything up to ``####`` and one final full stop.
+
+    >>> normal("$1,234.")
+    '1234'
+    """
+    for pattern in IGNORED:
+        number = pattern.sub("", number)
+    return number.lower()
+
+
+def _last(found: list[str]) -> str | None:
+    return found[-1] if found else None

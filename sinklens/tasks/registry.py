@@ -1,0 +1,77 @@
+"""Tasks by name.
+
+A name stands for a task class and, where one class has several styles, for the style; settings are the class's own
+fields. One way this fails: a setting that a task does not have would be ignored without a word, so it is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sinklens.errors import nearest
+from sinklens.tasks.base import Task, TaskError
+from sinklens.tasks.gsm8k import STYLES as GSM8K_STYLES
+from sinklens.tasks.gsm8k import Extractor, Gsm8k
+from sinklens.tasks.humaneval import STYLES as HUMANEVAL_STYLES
+from sinklens.tasks.humaneval import HumanEval
+from sinklens.tasks.skills import SKILLS, Skill
+from sinklens.tasks.tiny_code import TinyCode
+from sinklens.tasks.tiny_gsm import TinyGsm
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A task class, and the fields that a name fixes."""
+
+    make: Callable[..., Task]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> list[str]:
+        return [entry.name for entry in fields(self.make) if entry.name not in self.fixed]  # type: ignore[arg-type]
+
+
+_ENTRIES = {
+    "tiny-gsm": _Entry(TinyGsm),
+    "tiny-code": _Entry(TinyCode),
+    **{f"skill-{skill}": _Entry(Skill, {"skill": skill}) for skill in SKILLS},
+    **{style: _Entry(Gsm8k, {"style": style}) for style in GSM8K_STYLES},
+    **{style: _Entry(HumanEval, {"style": style}) for style in HUMANEVAL_STYLES},
+}
+NAMES = tuple(_ENTRIES)
+
+
+def find(
+    name: str,
+    *,
+    path: Path | str | None = None,
+    shots: int | None = None,
+    extractor: Extractor | None = None,
+    examples: Path | str | None = None,
+) -> Task:
+    """The task called `name`.
+
+    Args:
+        name: one of `NAMES`.
+        path: a published task's data; see `Gsm8k` and `HumanEval`.
+        shots, extractor, examples: of `Gsm8k`. None leaves any setting at its default.
+
+    Raises:
+        TaskError: no task has this name, or it does not have a setting that was given.
+    """
+    if name not in _ENTRIES:
+        raise TaskError(f"no task is called {name!r}; known: {', '.join(NAMES)}.{nearest(name, NAMES)}")
+    entry = _ENTRIES[name]
+    given: dict[str, Any] = {
+        "path": None if path is None else Path(path),
+        "shots": shots,
+        "extractor": extractor,
+        "examples": None if examples is None else Path(examples),
+    }
+    given = {setting: value for setting, value in given.items() if value is not None}
+    for setting in given:
+        if setting not in entry.settings:
+            has = ", ".join(entry.settings) or "none"
+            raise TaskError(f"the task {name!r} has no setting {setting!r}; its settings: {has}.")
+    return entry.make(**entry.fixed, **given)

@@ -1,0 +1,194 @@
+"""Four skills apart from one another, each with a chance level: copying, comparing, planning, composing.
+
+An *exercise* is a short prompt whose answer is one line of words. All are drawn from a seeded generator; what is held
+out never occurs in training.
+
+- *copy*: repeat a list of three to eight different words.
+- *compare*: who has more or less of two, who has most or least of three when only two comparisons are told, and
+  whether one number is more than another.
+- *plan*: pass something from one person to another in exactly two steps. The first has two to give it to and two can
+  give it to the last, and only one person is on both lists, so neither end alone decides.
+- *compose*: apply two named operations to a list, in the order given.
+
+*Chance* is the accuracy of a guess that does everything but the skill; each skill says which guess that is. One way
+this fails: comparing a score with 0 where guessing already gives half.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from math import factorial
+from statistics import fmean
+
+from sinklens.errors import nearest
+from sinklens.tasks.base import Sample, Task, TaskError, check_limit
+from sinklens.tasks.word_problems import ITEMS, NAMES
+
+HELD_OUT_SEED = 20_251_018
+HELD_OUT_SIZE = 300
+
+PEOPLE = NAMES["he"] + NAMES["she"]
+OPERATIONS: dict[str, Callable[[list[str]], list[str]]] = {
+    "reverse": lambda words: words[::-1],
+    "rotate": lambda words: [*words[1:], words[0]],
+    "swap": lambda words: [words[1], words[0], *words[2:]],
+    "drop": lambda words: words[1:],
+    "cut": lambda words: words[:-1],
+}
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Attributes:
+        kind: which form of the skill.
+        prompt: the text a model is given; `answer` follows after one space.
+        answer: words with single spaces between them.
+        chance: the probability that the skill's guess is right.
+    """
+
+    kind: str
+    prompt: str
+    answer: str
+    chance: float
+
+
+def _copy(rng: random.Random) -> Exercise:
+    size = rng.randint(3, 8)
+    words = " ".join(rng.sample(ITEMS + PEOPLE, size))
+    return Exercise(f"{size} words", f"Copy: {words}\nAnswer:", words, 1 / factorial(size))
+
+
+def _two(rng: random.Random) -> Exercise:
+    (a, b), item = rng.sample(PEOPLE, 2), rng.choice(ITEMS)
+    x, y = rng.sample(range(1, 100), 2)
+    more = rng.random() < 0.5
+    question = f"{a} has {x} {item}. {b} has {y} {item}. Who has {'more' if more else 'less'}?"
+    return Exercise("two", f"Question: {question}\nAnswer:", a if (x > y) == more else b, 1 / 2)
+
+
+def _three(rng: random.Random) -> Exercise:
+    ranked = rng.sample(PEOPLE, 3)
+    told = [f"{ranked[i]} has more than {ranked[i + 1]}." for i in range(2)]
+    rng.shuffle(told)
+    most = rng.random() < 0.5
+    question = f"{' '.join(told)} Who has the {'most' if most else 'least'}?"
+    return Exercise("three", f"Question: {question}\nAnswer:", ranked[0 if most else 2], 1 / 2)
+
+
+def _true(rng: random.Random) -> Exercise:
+    x, y = rng.sample(range(1, 100), 2)
+    more = rng.random() < 0.5
+    question = f"Is {x} {'more' if more else 'less'} than {y}?"
+    return Exercise("true", f"Question: {question}\nAnswer:", "yes" if (x > y) == more else "no", 1 / 2)
+
+
+def _compare(rng: random.Random) -> Exercise:
+    return rng.choice((_two, _three, _true))(rng)
+
+
+def _plan(rng: random.Random) -> Exercise:
+    start, middle, goal, aside, beyond, other = rng.sample(PEOPLE, 6)
+    ways = [(start, middle), (middle, goal), (start, aside), (aside, beyond), (other, goal)]
+    rng.shuffle(ways)
+    told = ", ".join(f"{a} to {b}" for a, b in ways)
+    prompt = f"Ways: {told}. How does {start} get to {goal}?\nAnswer:"
+    return Exercise("two steps", prompt, f"{start} to {middle} to {goal}", 1 / 2)
+
+
+def _compose(rng: random.Random) -> Exercise:
+    words = rng.sample(ITEMS, rng.randint(3, 5))
+    first, second = rng.sample(tuple(OPERATIONS), 2)
+    answer = OPERATIONS[second](OPERATIONS[first](words))
+    prompt = f"Words: {' '.join(words)}\nDo: {first} then {second}\nAnswer:"
+    return Exercise(f"{len(words)} words", prompt, " ".join(answer), _blind(len(words)))
+
+
+def _blind(size: int) -> float:
+    """How often the most frequent result of two different operations on `size` words is the result."""
+    words = [str(number) for number in range(size)]
+    results = [tuple(OPERATIONS[b](OPERATIONS[a](words))) for a, b in permutations(OPERATIONS, 2)]
+    return max(map(results.count, results)) / len(results)
+
+
+_MAKERS = {"copy": _copy, "compare": _compare, "plan": _plan, "compose": _compose}
+GUESSES = {
+    "copy": "the listed words in a random order",
+    "compare": "one at random of the two people, of the two of three whom one comparison allows, of yes and no",
+    "plan": "one of the two people whom the first can give it to, at random",
+    "compose": "the most frequent rearrangement, whatever the operations",
+}
+SKILLS = tuple(_MAKERS)
+
+
+def stream(skill: str, seed: int) -> Iterator[Exercise]:
+    """Endless exercises of one skill; equal seeds give equal streams.
+
+    Raises:
+        TaskError: no skill has this name.
+    """
+    if skill not in _MAKERS:
+        raise TaskError(f"no skill is called {skill!r}; known: {', '.join(SKILLS)}.{nearest(skill, SKILLS)}")
+    rng = random.Random(f"{skill} {seed}")
+    return iter(lambda: _MAKERS[skill](rng), None)
+
+
+def held_out(skill: str, size: int = HELD_OUT_SIZE) -> list[Exercise]:
+    """The first `size` distinct exercises of the held-out seed, in a fixed order."""
+    exercises: dict[str, Exercise] = {}
+    for exercise in stream(skill, HELD_OUT_SEED):
+        if len(exercises) == size:
+            return list(exercises.values())
+        exercises.setdefault(exercise.prompt, exercise)
+    raise AssertionError("an endless stream ended")
+
+
+def training(skill: str, seed: int, size: int) -> list[Exercise]:
+    """`size` exercises of another seed, none of whose prompts is held out.
+
+    Raises:
+        ValueError: `seed` is the held-out seed.
+    """
+    if seed == HELD_OUT_SEED:
+        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
+    forbidden = {exercise.prompt for exercise in held_out(skill)}
+    source = (exercise for exercise in stream(skill, seed) if exercise.prompt not in forbidden)
+    return [next(source) for _ in range(size)]
+
+
+@dataclass(frozen=True)
+class Skill(Task):
+    """One skill as a task; an answer is right if its words are, in their order, and no others.
+
+    Attributes:
+        skill: one of `SKILLS`.
+    """
+
+    skill: str
+
+    @property
+    def name(self) -> str:
+        return f"skill-{self.skill}"
+
+    @property
+    def guess(self) -> str:
+        return GUESSES[self.skill]
+
+    @property
+    def chance(self) -> float:
+        return fmean(sample.chance for sample in self.samples())
+
+    def samples(self, limit: int | None = None) -> list[Sample]:
+        check_limit(limit)
+        return [
+            Sample(f"{self.name}/{number}", made.prompt, f" {made.answer}", kind=made.kind, chance=made.chance)
+            for number, made in enumerate(held_out(self.skill)[:limit])
+        ]
+
+    def extract(self, text: str) -> str | None:
+        return " ".join(text.split()) or None
+
+    def verdict(self, sample: Sample, text: str) -> bool:
+        return self.extract(text) == self.extract(sample.reference)

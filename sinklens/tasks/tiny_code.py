@@ -1,0 +1,163 @@
+"""A HumanEval-format set of small functions: signature and docstring are given, the body is to be written.
+
+A *function* is drawn from a template of `sinklens.tasks.functions`: a name, parameters, constants and a wording. Its
+fields are HumanEval's: the prompt ends where the body begins, the canonical solution follows, and the test defines
+``check(candidate)``. Functions are indented by one space, so a body follows its prompt after one space as every answer
+of the tiny models does, and three tokens of the few that an answer may have are saved.
+
+Held out are whole functions: name, parameters and body of a held-out one never occur in training, under no wording of
+the docstring. One way this fails: the templates are the same in both, so a good score says that a model fills in known
+patterns with names and constants it did not see in them, not that it can program.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sinklens.tasks.base import CodeSample, CodeTask, check_limit
+from sinklens.tasks.functions import TEMPLATES, Template
+from sinklens.tasks.word_problems import ITEMS
+
+HELD_OUT_SEED = 20_251_017
+HELD_OUT_EACH = 3
+
+PARAMETERS = {
+    "number": tuple("abcdekmnstwxyz"),
+    "two numbers": tuple("abcdekmnstwxyz"),
+    "list": ITEMS,
+    "any list": ITEMS,
+    "word": ("word", "text", "name", "line", "note", "title", "key", "label", "month", "s", "t", "w"),
+}
+KINDS = tuple(TEMPLATES)
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of the set.
+
+    Attributes:
+        kind: the template, one of `KINDS`.
+        entry_point: its name.
+        parameters: their names.
+        doc: the docstring.
+        body: the expression that is returned.
+        constants: those of the body, in ascending order.
+    """
+
+    kind: str
+    entry_point: str
+    parameters: tuple[str, ...]
+    doc: str
+    body: str
+    constants: tuple[int, ...]
+
+    @property
+    def identity(self) -> tuple[str, tuple[str, ...], str]:
+        """Name, parameters and body: what is held out."""
+        return self.entry_point, self.parameters, self.body
+
+    @property
+    def prompt(self) -> str:
+        """Signature and docstring; `solution` follows directly."""
+        return f'def {self.entry_point}({", ".join(self.parameters)}):\n """{self.doc}"""\n'
+
+    @property
+    def solution(self) -> str:
+        """The canonical body."""
+        return f" return {self.body}"
+
+    @property
+    def test(self) -> str:
+        """Code that defines ``check(candidate)``."""
+        value = TEMPLATES[self.kind].value
+        lines = []
+        for inputs in _inputs(TEMPLATES[self.kind], self.constants):
+            given = ", ".join(map(repr, inputs))
+            lines.append(f"    assert candidate({given}) == {value(*inputs, *self.constants)!r}")
+        return "def check(candidate):\n" + "\n".join(lines) + "\n"
+
+
+def _inputs(template: Template, constants: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Arguments that tell the function from its neighbours, constants one off included."""
+    near = sorted({number + shift for number in constants for shift in (-1, 0, 1)})
+    if template.takes == "number":
+        return [(number,) for number in sorted({*near, 0, 1, 2, 3, 7, 12, 60, 61, -4, -9, *range(20, 50, 7)})]
+    if template.takes == "two numbers":
+        return [(3, 5), (5, 3), (4, 4), (0, 7), (-2, 6), (9, -1), (20, 13), (8, 8)]
+    if template.takes == "word":
+        return [("ab",), ("Tom",), ("x",), ("Many cups",)]
+    lists = [[3, 1, 2, 9, 4], [5, 5, 0, 8, 8, 1], [7, 2, 6, 2, 11, 3, 10], [*near, 3, *constants, 15, 0, 6]]
+    short = [[], [0], [4], [-2, 2], *([number] for number in near)]
+    return [(numbers,) for numbers in (lists if template.takes == "list" else short + lists)]
+
+
+def stream(seed: int) -> Iterator[Function]:
+    """Endless functions, all templates equally likely; equal seeds give equal streams."""
+    rng = random.Random(seed)
+    while True:
+        kind = rng.choice(KINDS)
+        template = TEMPLATES[kind]
+        parameters = tuple(rng.sample(PARAMETERS[template.takes], 2 if template.takes == "two numbers" else 1))
+        constants: tuple[int, ...] = ()
+        if template.constants is not None:
+            low, high = template.constants
+            constants = tuple(sorted(rng.sample(range(low, high + 1), 2 if "{j}" in template.body else 1)))
+        words = dict(zip("xy", parameters, strict=False)) | dict(zip("kj", reversed(constants), strict=False))
+        doc = rng.choice(template.docs).format(**words)
+        yield Function(kind, rng.choice(template.names), parameters, doc, template.body.format(**words), constants)
+
+
+def held_out() -> list[Function]:
+    """The first `HELD_OUT_EACH` distinct functions of each template of the held-out seed, in a fixed order."""
+    functions: dict[tuple[str, tuple[str, ...], str], Function] = {}
+    left = Counter(dict.fromkeys(KINDS, HELD_OUT_EACH))
+    for function in stream(HELD_OUT_SEED):
+        if left[function.kind] and function.identity not in functions:
+            functions[function.identity] = function
+            left[function.kind] -= 1
+            if not left.total():
+                break
+    return list(functions.values())
+
+
+def training(seed: int, size: int) -> list[Function]:
+    """`size` functions of another seed, none of them held out under any docstring.
+
+    Raises:
+        ValueError: `seed` is the held-out seed.
+    """
+    if seed == HELD_OUT_SEED:
+        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
+    forbidden = {function.identity for function in held_out()}
+    source = (function for function in stream(seed) if function.identity not in forbidden)
+    return [next(source) for _ in range(size)]
+
+
+@dataclass(frozen=True)
+class TinyCode(CodeTask):
+    """Three functions of each template to complete; a completion counts if its test runs through."""
+
+    @property
+    def name(self) -> str:
+        return "tiny-code"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return ("\ndef", "\nclass", "\n#", "\nif", "\nprint")
+
+    def samples(self, limit: int | None = None) -> list[CodeSample]:
+        check_limit(limit)
+        return [
+            CodeSample(
+                f"tiny-code/{number}",
+                made.prompt,
+                made.solution,
+                kind=made.kind,
+                stub=made.prompt,
+                test=made.test,
+                entry_point=made.entry_point,
+            )
+            for number, made in enumerate(held_out()[:limit])
+        ]

@@ -1,0 +1,171 @@
+"""The warning signs on sinks that stay or go as planted, and the hooks against the patterns of real runs."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from planting import planted, with_sinks
+
+import sinklens
+from sinklens.analyses.diagnose import (
+    SIGNS,
+    Diagnose,
+    anchors,
+    at_the_start,
+    changed_tokens,
+    hiding,
+    masking,
+    middle_third,
+    right_answers,
+)
+from sinklens.sinks import Record
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("ordinary", [False, True])
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_step_before(name, ordinary, request):
+    model = request.getfixturevalue(name)
+    places = [(step, layer) for step in range(4) for layer in range(4)]
+    causal = model.config.is_causal
+    run = sinklens.generate(
+        model, PROMPTS, gen_length=6, hooks=masking(causal, ordinary), record_sinks=Record(patterns=places)
+    )
+    hidden = 0
+    for step, layer in places:
+        pattern = run.patterns[step, layer]
+        last = pattern[:, :, -1:] if causal else pattern
+        if step == 0:
+            assert (last.max(-1).values > 0).all()
+            continue
+        before = run.patterns[step - 1, layer]
+        real = run.real[:, None, : before.shape[2], None]
+        score = before[:, :, -1] if causal else (before * real).sum(2)
+        order = score.argsort(-1, descending=True)
+        rank = (score > 0).sum(-1, keepdim=True) // 2 if ordinary else torch.zeros_like(order[..., :1])
+        top = order.gather(-1, rank)[..., 0]
+        seen = last.gather(-1, top[:, :, None, None].expand(-1, -1, last.shape[2], 1))
+        assert (seen == 0).all()
+        hidden += seen.numel()
+        rows = last.sum(-1)[run.real[:, None].expand_as(last.sum(-1))] if not causal else last.sum(-1)
+        torch.testing.assert_close(rows, torch.ones_like(rows))  # the rest takes over
+    assert hidden
+
+
+def test_without_a_step_before_nothing_is_hidden(tiny_llada):
+    base = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1)
+    masked = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1, hooks=masking(False))
+    np.testing.assert_array_equal(base.tokens, masked.tokens)
+    xr.testing.assert_allclose(base.sinks.data["score"], masked.sinks.data["score"])
+
+
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_a_cut_hides_the_middle_third_of_each_prompt_from_everyone(name, request):
+    model = request.getfixturevalue(name)
+    start, end = middle_third(model.encode(PROMPTS)[1])
+    run = sinklens.generate(model, PROMPTS, gen_length=4, hooks=hiding(start, end))
+    score = run.sinks.scores().isel(step=-1)
+    for row in range(2):
+        first = int(run.real[row].int().argmax())
+        length = run.prompt_length - first
+        third = length // 3
+        assert (int(start[row]), int(end[row])) == (first + third, first + 2 * third)
+        part = score.isel(batch=row)
+        assert (part.isel(pos=slice(int(start[row]), int(end[row]))) == 0).all()
+        assert (part.isel(pos=slice(first, int(start[row]))).max("pos") > 0).all()
+
+
+def test_a_prompt_too_short_to_have_a_middle_loses_nothing():
+    start, end = middle_third(torch.tensor([[False, True, True]]))
+    assert start.tolist() == end.tolist()
+
+
+def test_main_sinks_at_the_start_are_counted_from_the_first_real_token():
+    """Padding of 2 in row 1. Heads: on the first token always; on the fourth; on the eighth of twenty."""
+    score = np.concatenate([with_sinks([[[0, 3, 7]], [[0, 3, 7]]], length=20)] * 2)
+    score[1] = np.roll(score[1], 2, axis=-1)
+    real = np.ones((2, 20), dtype=bool)
+    real[1, :2] = False
+    score[0, 1, 0, 0] = 0  # a head that attends to nothing counts nowhere
+    data = at_the_start(planted(score, real=real))
+    np.testing.assert_allclose(data["first_four"], [3 / 5, 4 / 6])
+    np.testing.assert_allclose(data["first_twentieth"], [1 / 5, 2 / 6])
+    np.testing.assert_allclose(data["first_always"], [1 / 3, 1 / 3])
+    np.testing.assert_allclose(data["places"].sum("place"), 1)
+    assert float(data["places"].isel(prompt=0, place=7)) == pytest.approx(2 / 5)  # position 7 of 20 is at 0.35
+    assert float(data["places"].isel(prompt=1, place=7)) == pytest.approx(2 / 6)  # position 7 of 18 is at 0.39
+
+
+def test_sinks_that_stay_and_sinks_that_leave_are_told_apart():
+    """Keys 4 and 5 are hidden. Head 0 stays on 1, head 1 leaves 2 for 8, head 2 had its sink on 4, which is hidden."""
+    base = planted(with_sinks([[[1, 2, 4]]] * 2))
+    cut = planted(with_sinks([[[1, 8, 9]], [[1, 8, 9]]]))
+    data = anchors(base, cut, torch.tensor([4]), torch.tensor([6])).isel(prompt=0)
+    assert float(data["cut_same"]) == 0.5
+    assert float(data["cut_overlap"]) == pytest.approx((1 + 0 + 0) / 3)
+    assert float(data["cut_static"]) == 1
+    np.testing.assert_allclose(data["kept"], [0.5, *[NAN] * 4, 0.5, *[NAN] * 4])
+    same = anchors(base, base, torch.tensor([4]), torch.tensor([6])).isel(prompt=0)
+    assert float(same["cut_same"]) == 1
+    assert float(same["cut_overlap"]) == 1  # the hidden key is left out of both
+
+
+def fake(tokens, lengths, texts=None, prompt_length=2):
+    answers = [
+        SimpleNamespace(tokens=n, text=text) for n, text in zip(lengths, texts or [""] * len(lengths), strict=True)
+    ]
+    return SimpleNamespace(tokens=torch.tensor(tokens), prompt_length=prompt_length, answers=answers)
+
+
+def test_changed_tokens_are_counted_up_to_the_later_end():
+    """End token 0. Row 0: one of three places differs. Row 1: the second answer is longer by two."""
+    one = fake([[9, 9, 5, 6, 0, 0, 0], [9, 9, 5, 0, 0, 0, 0]], [2, 1])
+    other = fake([[9, 9, 5, 7, 0, -1, -1], [9, 9, 5, 6, 7, 0, 0]], [2, 3])
+    np.testing.assert_allclose(changed_tokens(one, other), [1 / 3, 2 / 4])
+    assert changed_tokens(one, one).tolist() == [0, 0]
+
+
+def test_an_answer_is_right_by_its_number_and_unknown_for_another_prompt():
+    problem = held_out(1)[0]
+    texts = [f" so\n#### {problem.result}", f"#### {problem.result + 1}", "#### 3"]
+    run = fake([[0] * 4] * 3, [1] * 3, texts)
+    np.testing.assert_array_equal(right_answers(run, [problem.prompt, problem.prompt, "What?"]), [1, 0, NAN])
+
+
+def test_verdicts_follow_threshold_and_interval():
+    values = {name: [0.0, 0.1, 0.05, 0.1] for name in SIGNS}
+    values |= {"masking_cost": [1.0, 0.0, 1.0, 1.0], "first_always": [0.8, 0.9, 0.7, 0.8], "cut_static": [0, 1, 0, 1.0]}
+    data = xr.Dataset({name: ("prompt", np.array(value, dtype=float)) for name, value in values.items()})
+    data["right"] = (("prompt", "run"), np.ones((4, 4)))
+    signs = Diagnose().tables({"planted": data})["signs"].set_index("measure")
+    assert signs.loc["first_always", "verdict"] == "warns"
+    assert signs.loc["first_four", "verdict"] == "clear"
+    assert signs.loc["cut_static", "verdict"] == "undecided"
+    assert signs.loc["cut_changed", "verdict"] == ""
+    assert signs.loc["masking_cost", ["threshold", "source"]].tolist() == [0.05, "paper"]
+    told = signs[signs["threshold"].notna() & (signs.index != "masking_cost")]
+    assert set(told["source"]) == {"ours"}
+
+
+def test_a_prompt_without_a_known_answer_has_no_accuracy(tiny_llada):
+    found = Diagnose(settings={"gen_length": 4, "steps": 2}).run([tiny_llada], ["Question: $a$ has 2_ pens.\nAnswer:"])
+    signs = found.tables["signs"].set_index("measure")
+    assert signs.loc["masking_cost", "verdict"] == "not measured"
+    assert signs.loc["masking_changed", "prompts"] == 1
+    assert "undecided" in signs["verdict"].tolist()  # one prompt has no interval
+
+
+def test_the_page_has_a_line_of_panels_per_sign(tiny_llada, tiny_llama):
+    study = Diagnose(settings={"gen_length": 8, "steps": 4})
+    found = study.run([tiny_llada, tiny_llama], PROMPTS)
+    (page,) = study.figures(found.measured, found.examples).values()
+    titles = [ax.get_title() for ax in page.axes]
+    assert titles[::2] == ["sign: masking", "sign: start", "sign: cut"]
+    assert sum(len(ax.get_yticklabels()) for ax in page.axes[::2]) == len(SIGNS)
+    assert any("paper: above 0.05" in label.get_text() for label in page.axes[0].get_yticklabels())
+    np.testing.assert_allclose(found.measured["tiny-llama"]["places"].sum("place"), 1)

@@ -1,0 +1,96 @@
+"""The dynamics study on sinks whose motion is known."""
+
+import numpy as np
+import pytest
+from planting import planted, with_sinks
+
+import sinklens
+from sinklens.analyses.dynamics import MEANINGS, SHARES, Dynamics, Life, motion_of, newest_queries, shortest_life
+from sinklens.sinks import SinkTrack
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+
+
+def test_a_still_head_and_a_moving_one_have_the_motion_they_were_given():
+    """Head 0 stays on 2; head 1 goes 3, 4, 5, 6: three jumps of one position, to the right."""
+    track = planted(with_sinks([[[2, 3]], [[2, 4]], [[2, 5]], [[2, 6]]]))
+    data = motion_of(track)
+    found = {name: float(data[name][0]) for name in MEANINGS}
+    assert found["steps"] == 4
+    assert found["jumps"] == 1.5
+    assert found["jump_share"] == 0.5
+    assert found["jump_distance"] == 1
+    assert found["drift"] == 0.5
+    assert found["static_share"] == 0.5
+    assert found["one_step"] == pytest.approx(3 / 5)  # of five lives, three last one step; a fourth is cut off
+    assert found["lifetime"] == pytest.approx(8 / 5)
+    assert found["overlap_step"] == 0.5
+    assert np.isnan(found["newest_jump_share"])
+
+
+def test_the_shortest_life_is_the_one_that_stands_out_most():
+    """Two lives of one step, at (step 1, pos 4) and (step 2, pos 7); the second rises higher above its surroundings."""
+    score = with_sinks([[[2]], [[2]], [[2]], [[2]]], strength=8.0)
+    score[0, 1, 0, 0, 4], score[0, 2, 0, 0, 7] = 5.0, 6.0
+    assert shortest_life(planted(score)) == Life(0, 0, 7, 2, 1)
+    score[0, [1, 3], 0, 0, 7] = 2.9  # not sinks, but nearly: 7 no longer stands out
+    assert shortest_life(planted(score)) == Life(0, 0, 4, 1, 1)
+    assert shortest_life(planted(with_sinks([[[2]], [[2]]]))) is None
+
+
+def test_the_newest_query_is_what_a_step_adds(tiny_llama):
+    """Column sums less those before equal the last row of the recorded pattern."""
+    record = sinklens.sinks.Record(patterns=[(3, 2)])
+    run = sinklens.generate(tiny_llama, PROMPTS, record_sinks=record, gen_length=5)
+    newest = newest_queries(run.sinks)
+    row = run.patterns[3, 2][:, :, -1].numpy()
+    found = newest.data["score"].sel(step=3, layer=2).to_numpy()[..., : row.shape[-1]]
+    np.testing.assert_allclose(np.nan_to_num(found), np.nan_to_num(row), atol=1e-4)
+    assert newest.steps == 4
+
+
+def test_a_wandering_newest_query_is_told_though_the_sums_stand_still():
+    """Sums are led by position 0 from the first step on; each new query looks at its neighbour."""
+    score = np.full((1, 4, 1, 1, 8), np.nan)
+    for step in range(4):
+        exists = 4 + step
+        score[0, step, 0, 0, :exists] = 0.1
+        score[0, step, 0, 0, 0] = 3
+    for step in range(1, 4):
+        score[0, step:, 0, 0, 2 + step] += 0.8
+    data = motion_of(planted(score, causal=True, prompt_length=4))
+    assert float(data["static_share"][0]) == 1
+    assert float(data["newest_static_share"][0]) == 0
+    assert float(data["newest_jump_share"][0]) == 1
+
+
+def test_tables_and_figures_of_both_twins(tiny_llada, tiny_llama):
+    study = Dynamics(settings={"gen_length": 8, "steps": 8})
+    found = study.run([tiny_llada, tiny_llama], PROMPTS)
+    table = found.tables["motion"].set_index(["model", "measure"])
+    assert set(table.loc["tiny-llada"].index) == set(MEANINGS)
+    assert table.loc[("tiny-llada", "steps"), "estimate"] == 8
+    assert np.isnan(table.loc[("tiny-llada", "newest_jump_share"), "estimate"])
+    assert table.loc[("tiny-llama", "newest_jump_share"), "estimate"] >= 0
+    less = found.tables["differences"].set_index("measure")
+    both = [table.loc[(name, "drift"), "estimate"] for name in ("tiny-llama", "tiny-llada")]
+    assert less.loc["drift", "estimate"] == pytest.approx(both[0] - both[1])
+    figures = study.figures(found.measured, found.examples)
+    assert sorted(figures) == ["map", "motion", "one-step", "path", "static-moving"]
+    bars = [ax.get_ylabel() for ax in figures["map"].axes if ax.get_label() == "<colorbar>"]
+    assert [" ".join(text.split())[:30] for text in bars] == [
+        "attention received, column sum", "attention received, column sum", "mean attention of the queries ",
+    ]  # fmt: skip
+    words = [label.get_text() for label in figures["map"].axes[0].get_xticklabels()]
+    assert words[:4] == ["<|startoftext|>", "Question", ":", "Kim"]
+    assert len(figures["motion"].axes[0].get_yticklabels()) == len(SHARES)
+    assert SinkTrack(found.examples["tiny-llada"]).vocabulary
+
+
+def test_positions_are_named_by_the_tokens_the_run_ended_with(tiny_llada):
+    """Also the position that the last step decided, which the track itself knows as a mask."""
+    study = Dynamics()
+    example = study.example(tiny_llada, PROMPTS[0], {})
+    run = sinklens.generate(tiny_llada, PROMPTS[0])
+    assert example["final"][0].values.tolist() == run.tokens[0].tolist()

@@ -1,0 +1,43 @@
+"""What holds for every study: the same numbers again, whatever the batch, and files that open."""
+
+import io
+
+import numpy as np
+import pandas
+import pytest
+import xarray as xr
+
+from sinklens.analyses import find
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(3)]
+SETTINGS = {"gen_length": 6, "steps": 6, "block_length": 3, "threshold": 0.95}  # rows wait for others
+STUDIES = ("existence", "dynamics", "layers", "token_types", "split", "diagnose")
+NUMBERS = ["estimate", "low", "high"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_second_run_is_the_same_and_the_batch_does_not_matter(name, tiny_llada, tiny_llama, tmp_path):
+    kind, models = find(name), [tiny_llada, tiny_llama]
+    first = kind(batch=3, settings=SETTINGS).run(models, PROMPTS, tmp_path)
+    again = kind(batch=3, settings=SETTINGS).run(models, PROMPTS)
+    apart = kind(batch=1, settings=SETTINGS).run(models, PROMPTS)
+    for table, values in first.tables.items():
+        csv = (tmp_path / f"{name}-{table}.csv").read_bytes()
+        assert csv == again.tables[table].to_csv(index=False).encode()
+        read = pandas.read_csv(io.BytesIO(csv), keep_default_na=False)
+        assert list(read.columns) == list(values.columns)
+        other = apart.tables[table]
+        assert len(values) == len(other)
+        words = [column for column in values if values[column].dtype.kind not in "fi"]
+        assert values[words].equals(other[words])
+        np.testing.assert_allclose(values[NUMBERS], other[NUMBERS], rtol=1e-4, atol=1e-4)
+    assert {file.suffix for file in first.files} == {".csv", ".png", ".svg", ".nc", ".json"}
+    for file in first.files:
+        assert file.stat().st_size > 100
+        if file.suffix == ".png":
+            assert file.with_suffix(".svg") in first.files
+            assert file.read_bytes().startswith(b"\x89PNG")
+    data = xr.load_dataset(tmp_path / f"{name}.nc", engine="h5netcdf")
+    assert data.sizes["prompt"] == 3
+    assert data["model"].values.tolist() == ["tiny-llada", "tiny-llama"]

@@ -1,0 +1,61 @@
+"""The existence study on scores whose histogram and thresholds are known."""
+
+import numpy as np
+import pytest
+
+import sinklens
+from sinklens.analyses.existence import BINS, DETECTORS, Existence, sink_shares
+from sinklens.sinks import Record
+from sinklens.tasks.word_problems import held_out
+
+
+@pytest.fixture(scope="module")
+def real_track(tiny_llada):
+    prompts = [problem.prompt for problem in held_out(2)]
+    record = Record(["values", "stream", "outputs"])
+    return sinklens.generate(tiny_llada, prompts, record_sinks=record, gen_length=8, steps=4).sinks
+
+
+def test_histogram_and_thresholds_are_those_of_counting(real_track):
+    data = sink_shares(real_track)
+    score = real_track.data["score"].to_numpy().astype(np.float64)
+    real = real_track.data["real"].to_numpy()
+    for row in range(2):
+        bins, no_sink, total = np.zeros(100), {0: 0, 3: 0}, 0
+        for pattern in score[row].reshape(-1, score.shape[-1]):
+            values = pattern[real[row]]
+            total += len(values)
+            for j, value in enumerate(values):
+                bins[min(int(value // 0.5), 99)] += 1
+                others = (values.sum() - value) / (len(values) - 1)
+                for epsilon in no_sink:
+                    no_sink[epsilon] += not value > others + epsilon
+        np.testing.assert_allclose(data["histogram"].sel(unit="sum")[row], bins / total, atol=2e-3)
+        for epsilon, count in no_sink.items():
+            assert float(data["no_sink"].sel(unit="sum", epsilon=epsilon)[row]) == pytest.approx(
+                count / total, abs=1e-3
+            )
+    np.testing.assert_allclose(data["histogram"].sum("bin"), 1)
+
+
+def test_units_of_one_scale_agree_and_found_is_what_the_threshold_leaves(real_track):
+    data = sink_shares(real_track)
+    np.testing.assert_allclose(data["no_sink"].sel(unit="percent"), data["no_sink"].sel(unit="fraction"), atol=1e-3)
+    np.testing.assert_allclose(data["no_sink"].sel(unit="visible"), data["no_sink"].sel(unit="fraction"), atol=1e-3)
+    named = data["found"].sel(detector="epsilon-over-mean (sum, 3)")
+    np.testing.assert_allclose(named, 1 - data["no_sink"].sel(unit="sum", epsilon=3))
+    assert data["detector"].values.tolist() == list(DETECTORS)
+    assert len(data["bin"]) == len(BINS) - 1
+
+
+def test_the_curve_rises_with_the_threshold_and_its_figures_say_their_unit(tiny_llada):
+    study = Existence(settings={"gen_length": 4, "steps": 2})
+    found = study.run([tiny_llada], [problem.prompt for problem in held_out(2)])
+    curve = found.tables["thresholds"].query("unit == 'sum'")["estimate"].to_numpy()
+    assert (np.diff(curve) >= 0).all()
+    figures = study.figures(found.measured, found.examples)
+    assert [ax.get_title() for ax in figures["histogram"].axes] == [
+        "unit: sum", "unit: percent", "unit: fraction", "unit: visible",
+    ]  # fmt: skip
+    drawn = figures["thresholds"].axes[0].get_lines()[0]
+    np.testing.assert_allclose(drawn.get_ydata(), curve)

@@ -1,0 +1,61 @@
+"""A row keeps its own steps, whatever it shares its batch with."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses.runs import own_run, own_steps
+from sinklens.sinks import Record, build_track
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+
+
+def test_waiting_steps_are_taken_out_and_later_ones_move_up():
+    """Row 1 works at steps 0, 2 and 4 of 5, row 0 at all of them; scores say row · 10 + step."""
+    score = np.broadcast_to((np.arange(2)[:, None] * 10 + np.arange(5))[..., None, None, None], (2, 5, 1, 2, 3))
+    ids = np.broadcast_to(np.arange(5)[None, :, None], (2, 5, 3))
+    places = np.ones((2, 5, 3), dtype=bool)
+    track = build_track(
+        score.astype(np.float32), ids, places, places, np.ones((2, 3), bool), np.zeros((2, 3), int),
+        {"model": "planted", "prompt_length": 1},
+    )  # fmt: skip
+    own = np.array([[True] * 5, [True, False, True, False, True]])
+    moved = own_steps(track, own).data
+    assert moved["score"].dims == track.data["score"].dims
+    assert moved["score"][0, :, 0, 0, 0].values.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(moved["score"][1, :, 0, 1, 2], [10, 12, 14, np.nan, np.nan])
+    assert moved["token_id"][1, :, 0].values.tolist() == [0, 2, 4, -1, -1]
+    assert moved["masked"][1, :, 0].values.tolist() == [True, True, True, False, False]
+    assert "unmask_step" not in moved
+    assert own_steps(track, own[:, :][[1, 1]]).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tiny_llada", {"threshold": 0.9, "block_length": 12}),  # rows end their blocks at different steps
+        ("tiny_llada", {"cfg_scale": 0.5, "gen_length": 8, "steps": 4, "temperature": 0.5}),
+        ("tiny_llama", {}),  # rows end at different steps
+        ("tiny_llama", {"use_cache": False, "temperature": 0.7, "gen_length": 6}),
+    ],
+)
+def test_a_row_of_a_batch_has_the_track_it_has_alone(name, settings, request):
+    model = request.getfixturevalue(name)
+    record = Record(["values", "stream"])
+    together = own_run(model, PROMPTS, settings, record_sinks=record)
+    lengths = set()
+    for row, prompt in enumerate(PROMPTS):
+        alone = own_run(model, [prompt], settings, record_sinks=record)
+        assert alone.own.all()
+        steps = alone.track.steps
+        lengths.add(steps)
+        assert together.own[row].sum() == steps
+        padding = together.run.real.shape[1] - alone.run.real.shape[1]
+        part = together.track.isel(batch=row).data
+        assert part["score"].isel(step=slice(steps, None)).isnull().all()
+        kept = part.isel(step=slice(0, steps), pos=slice(padding, None)).drop_vars(("step", "pos"))
+        xr.testing.assert_allclose(kept, alone.track.data.drop_vars(("step", "pos")), rtol=1e-3, atol=1e-4)
+    if "gen_length" not in settings:
+        assert len(lengths) > 1
+        assert not together.own.all()

@@ -1,0 +1,184 @@
+"""What all studies share, shown with a study that measures the length of prompts."""
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses import STUDIES, find
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import Study, read_prompts
+from sinklens.errors import SettingError, SinklensError
+
+
+@dataclass
+class Letters(Study):
+    """Counts letters; stops before a prompt that says so."""
+
+    name: ClassVar[str] = "letters"
+    asked: ClassVar[list[list[str]]] = []
+
+    def measure(self, model, prompts, settings):
+        self.asked.append(list(prompts))
+        if "stop" in prompts:
+            raise KeyboardInterrupt
+        return xr.Dataset({"letters": ("prompt", [float(len(prompt)) for prompt in prompts])})
+
+    def example(self, model, prompt, settings):
+        return xr.Dataset({"text": prompt})
+
+    def tables(self, measured):
+        return {"letters": interval_table(measured, ["letters"], self.seed)}
+
+    def figures(self, measured, examples):
+        from sinklens.views.figures import panels
+
+        figure, (ax,) = panels(1)
+        ax.plot(next(iter(measured.values()))["letters"])
+        ax.set_title(str(next(iter(examples.values()))["text"].item()))
+        return {"plot": figure}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    Letters.asked.clear()
+
+
+def test_batches_make_one_dataset_in_the_order_of_the_prompts(tiny_llada):
+    found = Letters(batch=2).run([tiny_llada], ["a", "bb", "ccc", "dddd", "eeeee"])
+    assert Letters.asked == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
+    assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 3, 4, 5]
+    assert found.tables["letters"]["estimate"].tolist() == [3.0]
+    assert found.files == ()
+    assert str(found.examples["tiny-llada"]["text"].item()) == "a"
+    shown = Letters(batch=2, shown=4).run([tiny_llada], ["a", "bb", "ccc", "dddd", "eeeee"])
+    assert str(shown.examples["tiny-llada"]["text"].item()) == "eeeee"
+
+
+def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_path, monkeypatch):
+    prompts = ["a", "bb", "ccc", "dddd"]
+    whole = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "whole")
+    plain = Letters.measure
+
+    def once(self, model, prompts, settings):
+        if prompts == ["ccc"]:
+            raise KeyboardInterrupt
+        return plain(self, model, prompts, settings)
+
+    monkeypatch.setattr(Letters, "measure", once)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["parts"]
+    assert len(list((tmp_path / "cut").glob("parts/*/*.nc"))) == 2
+    monkeypatch.setattr(Letters, "measure", plain)
+    Letters.asked.clear()
+    again = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
+    assert Letters.asked == [["ccc"], ["dddd"]]
+    assert [file.name for file in again.files] == [file.name for file in whole.files]
+    for one, other in zip(whole.files, again.files, strict=True):
+        if one.suffix == ".nc":  # HDF5 writes its own times
+            xr.testing.assert_identical(
+                xr.load_dataset(one, engine="h5netcdf"), xr.load_dataset(other, engine="h5netcdf")
+            )
+        else:
+            assert one.read_bytes() == other.read_bytes(), one.name
+    assert not (tmp_path / "cut" / "parts").exists()
+
+
+def test_parts_of_another_seed_or_prompt_are_not_taken(tiny_llada, tmp_path):
+    for study, prompts in ((Letters(batch=1), ["a", "stop"]), (Letters(batch=1, seed=1), ["a", "stop"])):
+        Letters.asked.clear()
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            study.run([tiny_llada], prompts, tmp_path)
+        assert Letters.asked == [["a"], ["stop"]]
+    Letters.asked.clear()
+    Letters(batch=1).run([tiny_llada], ["a", "go"], tmp_path)
+    assert Letters.asked == [["a"], ["go"]]
+    assert len(list(tmp_path.glob("parts/*"))) == 2  # the two that were interrupted
+
+
+def test_the_manifest_tells_what_decided_the_numbers(tiny_llada, tiny_llama, tmp_path):
+    study = Letters(seed=3, settings={"gen_length": 8, "steps": 4})
+    found = study.run([tiny_llada, tiny_llama], ["a", "b"], tmp_path)
+    manifest = json.loads((tmp_path / "letters.json").read_text())
+    assert manifest == json.loads(json.dumps(found.manifest))
+    assert manifest["options"]["seed"] == 3
+    assert manifest["prompts"] == 2
+    first, second = manifest["models"]
+    assert (first["name"], first["settings"]["steps"]) == ("tiny-llada", 4)
+    assert "steps" not in second["settings"]  # an autoregressive model has no such setting
+    assert second["settings"]["gen_length"] == 8
+    assert first["weights"] != second["weights"]
+    assert {"sinklens", "torch", "numpy"} <= manifest["versions"].keys()
+    assert len(manifest["source"]) == 16
+    stacked = xr.load_dataset(tmp_path / "letters.nc", engine="h5netcdf")
+    assert stacked["letters"].dims == ("model", "prompt")
+    assert stacked["model"].values.tolist() == ["tiny-llada", "tiny-llama"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (lambda model: Letters(batch=0), r"batch is the number of prompts per run, at least 1; got 0"),
+        (lambda model: Letters().run([], ["a"]), r"at least one model and one prompt"),
+        (lambda model: Letters().run([model], []), r"at least one model and one prompt"),
+        (lambda model: Letters().run([model, model], ["a"]), r"each model is asked once; got tiny-llada, tiny-llada"),
+        (lambda model: Letters(shown=1).run([model], ["a"]), r"shown is the number of a prompt, 0 to 0; got 1"),
+        (lambda model: Letters(settings={"stpes": 4}).run([model], ["a"]), r"'stpes'. Nearest: steps"),
+        (lambda model: Letters(settings={"alg": "entropy"}).run([model], ["a"]), r"none of these models .* 'alg'"),
+        (lambda model: Letters(settings={"steps": 99}).run([model], ["a"]), r"steps 99 is more than gen_length 24"),
+        (lambda model: find("dynamic"), r"no study is called 'dynamic'.* Nearest: dynamics"),
+    ],
+)
+def test_a_wrong_call_is_refused(ask, text, tiny_llada):
+    with pytest.raises(SettingError, match=text):
+        ask(tiny_llada)
+    assert Letters.asked == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_ours(tiny_llada, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinklensError, match=r"could not write .*Make room or choose another place"):
+        Letters().run([tiny_llada], ["a"], tmp_path / "file")
+
+
+def test_every_study_is_found_by_its_name():
+    assert {name: find(name).name for name in STUDIES} == {name: name for name in STUDIES}
+
+
+def test_prompts_are_read_from_text_and_from_json_lines(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\n  two $x$\n")
+    assert read_prompts(tmp_path / "a.txt") == ["one", "  two $x$"]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one\\ntwo"}\n{"question": "three", "answer": 3}\n')
+    assert read_prompts(tmp_path / "a.jsonl") == ["one\ntwo", "three"]
+    assert read_prompts(tmp_path / "a.jsonl", 1) == ["one\ntwo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("no.txt", None, r"could not read prompts from .*no.txt"),
+        ("bytes.txt", b"\xff\xfe\x00", r"could not read prompts"),
+        ("empty.txt", b"\n\n", r"holds no prompt; write one per line"),
+        ("bad.jsonl", b'{"prompt": "a"}\n{"text": "b"}', r"bad.jsonl, line 2: no JSON object with a 'prompt'"),
+        ("list.jsonl", b"[1]", r"list.jsonl, line 1: no JSON object"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(name, content, text, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SinklensError, match=text):
+        read_prompts(tmp_path / name)
+
+
+def test_a_part_that_comes_back_from_disk_is_as_it_was(tiny_llada, tmp_path):
+    """Text labels, NaN and float64 survive the file of a part."""
+    data = xr.Dataset(
+        {"x": (("prompt", "token"), np.array([[0.1, np.nan]]))}, coords={"token": ["1 word ␣a", "2 newline ⏎"]}
+    )
+    (tmp_path / "part.nc").write_bytes(data.to_netcdf(engine="h5netcdf"))
+    back = xr.load_dataset(tmp_path / "part.nc", engine="h5netcdf")
+    xr.testing.assert_equal(back, data)

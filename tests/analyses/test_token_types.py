@@ -1,0 +1,81 @@
+"""The token study on tokens whose share of the sinks is known."""
+
+import numpy as np
+import pytest
+from planting import planted, with_sinks
+
+from sinklens.analyses.token_types import TokenTypes, sinks_by_token
+from sinklens.tasks.word_problems import held_out
+
+WORDS = {1: "<mask>", 2: "<s>", 0: "<e>", 5: " a", 6: "\n", 7: " $x$_y"}
+
+
+def two_rows():
+    """Row 0: a sink on ⏎ at both steps, one on a mask at step 0. Row 1: padding, and one sink on a word."""
+    ids = np.array([[[2, 5, 6, 1, 1], [2, 5, 6, 7, 1]], [[0, 0, 2, 5, 1], [0, 0, 2, 5, 1]]])
+    score = np.full((2, 2, 1, 2, 5), 0.25)
+    score[0, :, 0, 0, 2] = 6
+    score[0, 0, 0, 1, 3] = 6
+    score[1, 0, 0, 0, 3] = 6
+    real = [[True] * 5, [False, False, True, True, True]]
+    return planted(score, real=real, masked=ids == 1, token_id=ids, prompt_length=3, words=WORDS)
+
+
+def test_sinks_and_positions_are_counted_by_kind_state_and_token():
+    data = sinks_by_token(two_rows())
+    assert data["kind_sinks"].sel(kind="newline").values.tolist() == [2, 0]
+    assert data["kind_sinks"].sel(kind="mask").values.tolist() == [1, 0]
+    assert data["kind_sinks"].sel(kind="word").values.tolist() == [0, 1]
+    assert data["kind_positions"].sel(kind="mask").values.tolist() == [6, 4]  # two heads each
+    assert data["state_sinks"].sel(state="prompt").values.tolist() == [2, 0]
+    assert data["state_sinks"].sel(state="masked").values.tolist() == [1, 0]
+    assert data["state_sinks"].sel(state="committed").values.tolist() == [0, 1]
+    assert data["token_sinks"].sel(token="6 newline ⏎").values.tolist() == [2, 0]
+    np.testing.assert_allclose(data["token_positions"].sel(token="5 word ␣a"), [4, 4])
+    np.testing.assert_allclose(data["token_positions"].sum("token"), [20, 12])
+    # step 0: 2 sinks, 2 of 5 positions masked; step 1: 1 sink, 1 of 5
+    assert float(data["kind_expected"].sel(kind="mask")[0]) == pytest.approx(2 * 0.4 + 1 * 0.2)
+
+
+def test_shares_are_pooled_over_prompts_and_enrichment_is_against_positions():
+    study = TokenTypes()
+    tables = study.tables({"planted": sinks_by_token(two_rows())})
+    tokens = tables["tokens"].set_index("id")
+    assert tokens.index.tolist() == [6, 1, 5]
+    assert tokens.loc[6, "estimate"] == pytest.approx(0.5)
+    assert tokens.loc[6, "position_frequency"] == pytest.approx(2 / 16)
+    assert tokens.loc[6, "enrichment"] == pytest.approx(4)
+    assert tokens["count"].tolist() == [2, 1, 1]
+    kinds = tables["kinds"].set_index(["measure", "kind"])["estimate"]
+    assert kinds["sink_share", "mask"] == pytest.approx(0.25)
+    assert kinds["position_share", "mask"] == pytest.approx(5 / 16)
+    assert kinds["enrichment", "mask"] == pytest.approx(0.8)
+    assert np.isnan(kinds["matched", "digit"])  # there are none
+    states = tables["states"].set_index(["measure", "state"])["estimate"]
+    assert states["sink_share"].sum() == pytest.approx(1)
+    assert tables["kinds"].query("measure == 'absorption'")["estimate"].sum() == pytest.approx(100)
+
+
+def test_a_token_that_one_batch_lacks_counts_nothing_there(tiny_llada):
+    prompts = [problem.prompt for problem in held_out(2)]
+    study = TokenTypes(batch=1, settings={"gen_length": 4, "steps": 2})
+    apart = study.run([tiny_llada], prompts)
+    together = TokenTypes(batch=2, settings={"gen_length": 4, "steps": 2}).run([tiny_llada], prompts)
+    for name, table in apart.tables.items():
+        other = together.tables[name]
+        assert table.drop(
+            columns=["estimate", "low", "high", "position_frequency", "enrichment"], errors="ignore"
+        ).equals(other.drop(columns=["estimate", "low", "high", "position_frequency", "enrichment"], errors="ignore"))
+        np.testing.assert_allclose(table[["estimate", "low", "high"]], other[["estimate", "low", "high"]], rtol=1e-5)
+
+
+def test_tokens_are_drawn_as_they_are():
+    data = sinks_by_token(planted(
+        with_sinks([[[3, 3]]], length=5), token_id=[[[2, 5, 6, 7, 5]]], prompt_length=5, words=WORDS
+    ))  # fmt: skip
+    figures = TokenTypes().figures({"$a$/_b": data}, {})
+    figures["tokens"].canvas.draw()
+    ax = figures["tokens"].axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [r"␣\$x\$_y"]
+    assert ax.get_title() == " _b"
+    assert not [text for text in ax.get_yticklabels() if text.get_usetex()]

@@ -1,0 +1,160 @@
+"""GSM8K: awkward answers are read as the harness reads them, and prompts are its prompts."""
+
+import json
+import random
+import re
+
+import pytest
+
+from sinklens.tasks import TaskError, find
+from sinklens.tasks.gsm8k import Gsm8k, flexible, normal, strict
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three problems and eight examples."""
+    answers = ["2 + 3 = <<2+3=5>>5 eggs.\n#### 5", "No cost.\n#### -1,200", "Half.\n#### 0"]
+    write(tmp_path / "test.jsonl", [(f"Test {i}?", answer) for i, answer in enumerate(answers)])
+    write(tmp_path / "train.jsonl", [(f"Train {i}?", f"Work {i}.\n#### {i}") for i in range(8)])
+    return tmp_path
+
+
+def write(file, pairs):
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in pairs))
+
+
+@pytest.mark.parametrize(
+    ("text", "strictly", "flexibly"),
+    [
+        ("#### 42", "42", "42"),
+        ("He pays $1,234.50 in all.\n#### $1,234.50", None, "$1,234.50"),
+        ("#### 1,234", "1,234", "1,234"),
+        ("#### 42 dollars", "42", "42"),
+        ("#### 42.", "42.", "42."),
+        ("#### -7", "-7", "-7"),
+        ("####42", None, "42"),
+        ("#### 3/4", "3", "4"),
+        ("#### 1\nNo: #### 2", "1", "2"),
+        ("3 boxes of 4 make 12, not 20%", None, "20"),
+        ("it is 5 .", None, "5"),
+        ("$5", None, "$5"),
+        ("between 3 and 4...", None, "4..."),
+        ("no idea", None, None),
+        ("", None, None),
+        ("#### ", None, None),
+        ("minus − 5", None, "5"),
+        ("1e5", None, "5"),
+    ],
+)
+def test_numbers_are_found_in_awkward_answers(text, strictly, flexibly):
+    assert strict(text) == strictly
+    assert flexible(text) == flexibly
+
+
+@pytest.mark.parametrize(
+    ("number", "compared"),
+    [
+        ("1,234", "1234"),
+        ("$5", "5"),
+        ("42.", "42"),
+        ("42.0", "42.0"),
+        ("-7", "-7"),
+        ("$1,234.50", "1234.50"),
+        ("..", "."),
+    ],
+)
+def test_what_is_compared_has_no_commas_dollars_or_final_stop(number, compared):
+    assert normal(number) == compared
+
+
+@pytest.mark.parametrize(
+    ("style", "extractor", "text", "right"),
+    [
+        ("gsm8k", "strict", " 2 + 3 = 5.\n#### 5", True),
+        ("gsm8k", "strict", " The answer is 5.", False),
+        ("gsm8k", "flexible", " The answer is 5.", True),
+        ("gsm8k", "flexible", " 5 eggs, of which 2 are hers", False),
+        ("gsm8k", "flexible", " #### 5\n\nQuestion: Tom has 9 pens.", True),
+        ("gsm8k", "strict", " so\nQuestion: x\n#### 5", False),
+        ("gsm8k", "strict", " #### 5.0", False),
+        ("gsm8k", "strict", " #### $5", False),
+        ("gsm8k", "flexible", " #### $5", True),
+        ("gsm8k", "strict", "", False),
+        ("gsm8k-cot", "strict", " 2 + 3 = 5. The answer is 5.", True),
+        ("gsm8k-cot", "strict", " The answer is 5", False),
+        ("gsm8k-cot", "strict", " The answer is 5 eggs", True),
+        ("gsm8k-cot", "strict", " #### 5", False),
+        ("gsm8k-cot", "flexible", " #### 5\nQ: 7", True),
+        ("gsm8k-cot-zeroshot", "strict", " First 2, then 3. The answer is 5.", True),
+    ],
+)
+def test_verdicts(folder, style, extractor, text, right):
+    task = Gsm8k(folder, style, 0, extractor)
+    sample = task.samples()[0]
+    assert task.verdict(sample, text) is right
+    assert task.verdict(sample, sample.reference)
+
+
+def test_a_negative_number_with_commas_is_right_in_any_writing(folder):
+    for extractor in ("strict", "flexible"):
+        task = Gsm8k(folder, shots=0, extractor=extractor)
+        sample = task.samples()[1]
+        assert all(task.verdict(sample, f" #### {number}") for number in ("-1200", "-1,200", "-1,200."))
+        assert not task.verdict(sample, " #### 1200")
+
+
+def test_five_examples_are_drawn_for_each_problem_and_a_limit_changes_none(folder):
+    prompts = [sample.prompt for sample in Gsm8k(folder).samples()]
+    rng = random.Random(1234)
+    for number, prompt in enumerate(prompts):
+        drawn = rng.sample(range(8), 5)
+        expected = "\n\n".join(f"Question: Train {i}?\nAnswer: Work {i}.\n#### {i}" for i in drawn)
+        assert prompt == f"{expected}\n\nQuestion: Test {number}?\nAnswer:"
+    assert [sample.prompt for sample in Gsm8k(folder).samples(2)] == prompts[:2]
+    assert len({prompt.split("Question: Test")[0] for prompt in prompts}) == 3
+
+
+def test_without_examples_the_prompt_is_the_question(folder):
+    prompts = [Gsm8k(folder, style, 0).samples(1)[0].prompt for style in ("gsm8k", "gsm8k-cot", "gsm8k-cot-zeroshot")]
+    assert prompts == ["Question: Test 0?\nAnswer:", "Q: Test 0?\nA:", "Q: Test 0?\nA: Let's think step by step."]
+
+
+def test_chain_of_thought_examples_are_the_first_of_a_file(folder):
+    write(folder / "cot.jsonl", [(f"Shown {i}?", f"Thus {i}. The answer is {i}.") for i in range(9)])
+    task = find("gsm8k-cot", path=folder, examples=folder / "cot.jsonl")
+    first, second, _ = [sample.prompt for sample in task.samples()]
+    shown = "".join(f"Q: Shown {i}?\nA: Thus {i}. The answer is {i}.\n\n" for i in range(8))
+    assert first == f"{shown}Q: Test 0?\nA:"
+    assert second == f"{shown}Q: Test 1?\nA:"
+    with pytest.raises(TaskError, match=r"takes its examples from a file; give one as `examples`.* or shots=0"):
+        Gsm8k(folder, "gsm8k-cot").samples()
+
+
+def test_examples_and_settings_that_cannot_be_had_are_refused(folder):
+    with pytest.raises(TaskError, match="20 examples were asked for and there are 8; give fewer shots"):
+        Gsm8k(folder, shots=20).samples()
+    with pytest.raises(TaskError, match="shots is -1; give 0 or more, or None for 5"):
+        Gsm8k(folder, shots=-1)
+    with pytest.raises(TaskError, match="style is 'cot'; allowed: gsm8k, gsm8k-cot, gsm8k-cot-zeroshot"):
+        Gsm8k(folder, "cot")
+    with pytest.raises(TaskError, match="limit is 0; give the number of samples, at least 1"):
+        Gsm8k(folder).samples(0)
+
+
+@pytest.mark.parametrize("extractor", ["strict", "flexible"])
+@pytest.mark.parametrize("style", ["gsm8k", "gsm8k-cot"])
+def test_the_published_answers_score_one(shared, style, extractor):
+    task = Gsm8k(shared / "data" / "gsm8k", style, 0, extractor)
+    samples = task.samples()
+    assert len(samples) == len({sample.id for sample in samples}) == 1319
+    assert all(task.verdict(sample, sample.reference) for sample in samples)
+    spoiled = [re.sub(r"\d(\.?)$", lambda m: str((int(m[0][0]) + 1) % 10) + m[1], s.reference) for s in samples]
+    assert not any(task.verdict(sample, text) for sample, text in zip(samples, spoiled, strict=True))
+
+
+def test_a_published_prompt_checked_by_hand(shared):
+    samples = Gsm8k(shared / "data" / "gsm8k").samples(2)
+    assert samples[0].prompt.count("Question: ") == samples[0].prompt.count("\nAnswer: ") + 1 == 6
+    assert samples[0].prompt.endswith("make every day at the farmers' market?\nAnswer:")
+    assert samples[0].prompt.startswith("Question: Jen and Tyler are gymnasts practicing flips.")
+    assert samples[0].reference.endswith("every day at the farmer’s market.\n#### 18")

@@ -1,0 +1,97 @@
+"""HumanEval: prompts and programs are put together as the harness does, and completions end where they should."""
+
+import json
+
+import pytest
+
+from sinklens.tasks import TaskError, find
+from sinklens.tasks.humaneval import HumanEval
+
+RECORD = {
+    "task_id": "HumanEval/7",
+    "prompt": 'def twice(x):\n    """Two times x."""\n',
+    "canonical_solution": "    return 2 * x\n",
+    "test": "\ndef check(candidate):\n    assert candidate(3) == 6\n",
+    "entry_point": "twice",
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "HumanEval.jsonl"
+    path.write_text(json.dumps(RECORD) + "\n")
+    return path
+
+
+def test_a_program_goes_on_from_the_prompt_and_calls_the_check(file):
+    task = HumanEval(file)
+    (sample,) = task.samples()
+    assert (sample.id, sample.prompt, sample.opening) == ("humaneval/7", RECORD["prompt"], "")
+    assert task.program(sample, sample.reference) == (
+        'def twice(x):\n    """Two times x."""\n    return 2 * x\n\n\n'
+        "def check(candidate):\n    assert candidate(3) == 6\n\ncheck(twice)\n"
+    )
+    assert task.verdict(sample, sample.reference) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("    return 2 * x\n\nclass A:\n    pass", "    return 2 * x\n"),
+        ("    return 2 * x\ndef other():\n    pass", "    return 2 * x"),
+        ("    return 2 * x\n# done", "    return 2 * x"),
+        ("    return 2 * x\nif __name__ == '__main__':", "    return 2 * x"),
+        ("    return 2 * x\nprint(twice(2))", "    return 2 * x"),
+        (
+            "    # twice\n    if x:\n        print(x)\n    return x",
+            "    # twice\n    if x:\n        print(x)\n    return x",
+        ),
+        ("    return 2 * x\n```\nDone.", "    return 2 * x\n```\nDone."),
+    ],
+)
+def test_a_completion_ends_with_the_function(file, text, kept):
+    task = HumanEval(file)
+    assert task.extract(text) == kept
+    assert kept + "\n" in task.program(task.samples()[0], text)
+
+
+def test_the_instruct_style_opens_the_answer_with_the_function_and_ends_it_with_the_block(file):
+    task = find("humaneval-instruct", path=file)
+    (sample,) = task.samples()
+    assert sample.prompt == (
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        '```python\ndef twice(x):\n    """Two times x."""\n\n```\n'
+    )
+    assert sample.opening == 'Here is the completed function:\n```python\ndef twice(x):\n    """Two times x."""\n\n'
+    text = "    return 2 * x\n```\nIt doubles x."
+    assert task.extract(text) == "    return 2 * x\n"
+    assert task.program(sample, text) == HumanEval(file).program(sample, "    return 2 * x\n")
+
+
+def test_an_unknown_style_is_refused(file):
+    with pytest.raises(TaskError, match="style is 'chat'; allowed: humaneval, humaneval-instruct"):
+        HumanEval(file, "chat")
+
+
+def passes(program):
+    """Whether a program runs to its end; only the published solutions and the line below are run here."""
+    try:
+        exec(compile(program, "program", "exec"), {"__name__": "program"})
+    except Exception:  # noqa: BLE001 - each problem fails in its own way
+        return False
+    return True
+
+
+def test_published_solutions_pass_and_a_wrong_one_fails(shared):
+    task = HumanEval(shared / "data" / "humaneval")
+    samples = task.samples()
+    assert len(samples) == len({sample.id for sample in samples}) == 164
+    for sample in samples:
+        assert passes(task.program(sample, sample.reference)), sample.id
+        assert not passes(task.program(sample, "    return object()\n")), sample.id
+
+
+def test_no_published_solution_is_cut(shared):
+    for style in ("humaneval", "humaneval-instruct"):
+        task = HumanEval(shared / "data" / "humaneval", style)
+        assert all(task.extract(sample.reference) == sample.reference for sample in task.samples())

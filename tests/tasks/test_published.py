@@ -1,0 +1,77 @@
+"""Data of published tasks: what a file must hold, and what happens without a network."""
+
+import gzip
+
+import pytest
+
+from sinklens.tasks import TaskError, find, published
+from sinklens.tasks.published import HubSet, choose, read_file, read_hub
+
+LINE = '{"question": "Q?", "answer": "#### 1", "more": 3}\n'
+
+
+def test_lines_are_read_plain_and_gzipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINE + "\n" + LINE)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINE.encode()))
+    expected = {"question": "Q?", "answer": "#### 1"}
+    assert read_file(tmp_path / "a.jsonl", ("question", "answer")) == [expected, expected]
+    assert read_file(tmp_path / "a.jsonl.gz", ("question", "answer")) == [expected]
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "one\u2028two", "answer": "x"}\n')
+    assert read_file(tmp_path / "a.jsonl", ("question",)) == [{"question": "one\u2028two"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"a\.jsonl is empty; give a JSON Lines file with the fields question, answer"),
+        ("question,answer\n", r"a\.jsonl, line 1 is not JSON .* one object per line"),
+        (LINE + '{"question": "Q?"}\n', r"a\.jsonl, line 2 has no text in answer; the task reads question, answer"),
+        ('{"question": "Q?", "answer": 3}\n', r"line 1 has no text in answer"),
+        ("[1]\n", r"line 1 has no text in question, answer"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(TaskError, match=message):
+        read_file(tmp_path / "a.jsonl", ("question", "answer"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(TaskError, match=r"there is no file .*none\.jsonl; give a JSON Lines file with the fields a"):
+        read_file(tmp_path / "none.jsonl", ("a",))
+    with pytest.raises(TaskError, match=r"holds none of test\.jsonl, test\.jsonl\.gz; give the file itself"):
+        find("gsm8k", path=tmp_path).samples()
+    with pytest.raises(TaskError, match=r"holds none of HumanEval\.jsonl"):
+        find("humaneval", path=tmp_path).samples()
+    assert choose(tmp_path / "x.jsonl", ("test.jsonl",)) == tmp_path / "x.jsonl"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval"])
+def test_without_a_network_a_file_is_asked_for(name, monkeypatch):
+    import datasets
+
+    def fail(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(
+        TaskError, match=r"openai/.* could not be fetched from the hub \(ConnectionError\); give a local"
+    ):
+        find(name).samples()
+
+
+def test_rows_of_the_hub_are_read_once_and_checked(monkeypatch):
+    import datasets
+
+    asked = []
+    rows = [{"question": "Q?", "answer": "#### 1"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *where, split: asked.append((*where, split)) or rows)
+    monkeypatch.setattr(published, "read_hub", read_hub)
+    source = HubSet("someone/sums", "main", "test")
+    assert read_hub(source, ("question", "answer")) == rows == read_hub(source, ("question", "answer"))
+    assert asked == [("someone/sums", "main", "test")]
+    with pytest.raises(TaskError, match=r"someone/sums, row 0 has no text in solution; the task reads solution"):
+        read_hub(source, ("solution",))

@@ -1,0 +1,53 @@
+"""Tasks by name: each is found, and what is not there is named."""
+
+import pytest
+
+from sinklens.tasks import NAMES, Task, TaskError, find
+from sinklens.tasks.gsm8k import Gsm8k
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_finds_its_task(name):
+    task = find(name)
+    assert isinstance(task, Task)
+    assert task.name == name
+    assert task == find(name)
+    assert hash(task) == hash(find(name))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("tiny-", "skill-"))])
+def test_generated_tasks_have_samples_of_their_own(name):
+    task = find(name)
+    samples = task.samples()
+    assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == len(samples) >= 200
+    assert all(sample.id == f"{name}/{number}" for number, sample in enumerate(samples))
+    assert list(task.samples(7)) == list(samples[:7])
+    assert {task.verdict(sample, sample.reference) for sample in samples} == {None if name == "tiny-code" else True}
+    assert (task.chance > 0) == bool(task.guess) == name.startswith("skill-")
+    with pytest.raises(TaskError, match="limit is -1; give the number of samples, at least 1, or None for all"):
+        task.samples(-1)
+
+
+def test_tiny_gsm_is_judged_by_the_number_behind_the_first_mark():
+    task = find("tiny-gsm")
+    sample = task.samples(1)[0]
+    number = int(sample.reference.split("#### ")[1])
+    assert task.verdict(sample, f"#### {number}")
+    assert task.verdict(sample, f" nonsense\n#### {number}\n#### {number + 1}")
+    for wrong in (f"#### {number + 1}", str(number), "", f"#### -{number}"):
+        assert task.verdict(sample, wrong) is False
+
+
+def test_settings_reach_the_task(tmp_path):
+    task = find("gsm8k-cot", path=str(tmp_path), shots=0, extractor="strict", examples=str(tmp_path / "e.jsonl"))
+    assert task == Gsm8k(tmp_path, "gsm8k-cot", 0, "strict", tmp_path / "e.jsonl")
+    assert task != find("gsm8k-cot", path=tmp_path, shots=0)
+
+
+def test_what_is_not_there_is_named():
+    with pytest.raises(TaskError, match=r"no task is called 'gsm8k_cot'; known: tiny-gsm, .* Nearest: gsm8k-cot"):
+        find("gsm8k_cot")
+    with pytest.raises(TaskError, match=r"the task 'tiny-code' has no setting 'shots'; its settings: none"):
+        find("tiny-code", shots=3)
+    with pytest.raises(TaskError, match=r"the task 'humaneval' has no setting 'extractor'; its settings: path"):
+        find("humaneval", extractor="strict")

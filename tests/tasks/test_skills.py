@@ -1,0 +1,185 @@
+"""Exercises of the four skills: the answers are right by other means, chance is what guessing gives, and all fit."""
+
+import random
+import re
+from collections import Counter
+from itertools import product
+from statistics import fmean
+
+import pytest
+
+from sinklens.tasks import skills
+from sinklens.tasks.base import TaskError
+from sinklens.tasks.skills import SKILLS, Skill, held_out, training
+from sinklens.zoo.corpus import ANSWER_LENGTH
+
+
+def copied(prompt):
+    return re.fullmatch(r"Copy: (.+)\nAnswer:", prompt)[1]
+
+
+def compared(prompt):
+    """Tried out: an assignment of amounts that agrees with all that was told."""
+    if match := re.search(r"Is (\d+) (more|less) than (\d+)\?", prompt):
+        a, word, b = match.groups()
+        return "yes" if (int(a) > int(b)) == (word == "more") else "no"
+    told = re.findall(r"(\w+) has more than (\w+)\.", prompt)
+    amounts = {name: int(number) for name, number in re.findall(r"(\w+) has (\d+) ", prompt)}
+    names = sorted({name for pair in told for name in pair})
+    for guess in product(range(3), repeat=len(names)):
+        trial = amounts or dict(zip(names, guess, strict=True))
+        if all(trial[a] > trial[b] for a, b in told):
+            wanted = max if re.search(r"more\?|most\?", prompt) else min
+            return wanted(trial, key=trial.get)
+    raise AssertionError(prompt)
+
+
+def planned(prompt):
+    """Every way of two steps, walked."""
+    ways = re.findall(r"(\w+) to (\w+)[,.]", prompt)
+    start, goal = re.search(r"How does (\w+) get to (\w+)\?", prompt).groups()
+    found = [(a, b, d) for (a, b), (c, d) in product(ways, ways) if b == c and (a, d) == (start, goal)]
+    assert len(found) == 1
+    assert (start, goal) not in ways
+    return " to ".join(found[0])
+
+
+def composed(prompt):
+    """One operation after the other, on indices."""
+    words, operations = re.fullmatch(r"Words: (.+)\nDo: (.+)\nAnswer:", prompt).groups()
+    words = words.split()
+    for operation in operations.split(" then "):
+        last = len(words) - 1
+        places = {
+            "reverse": [last - i for i in range(last + 1)],
+            "rotate": [(i + 1) % (last + 1) for i in range(last + 1)],
+            "swap": [{0: 1, 1: 0}.get(i, i) for i in range(last + 1)],
+            "drop": list(range(1, last + 1)),
+            "cut": list(range(last)),
+        }[operation]
+        words = [words[i] for i in places]
+    return " ".join(words)
+
+
+SOLVE = {"copy": copied, "compare": compared, "plan": planned, "compose": composed}
+
+
+def guess(exercise, common, rng):
+    """An answer that does all but the skill, as `GUESSES` words it."""
+    prompt = exercise.prompt
+    if prompt.startswith("Copy"):
+        words = copied(prompt).split()
+        return " ".join(rng.sample(words, len(words)))
+    if prompt.startswith("Words"):
+        words = prompt.split("\n")[0].split()[1:]
+        return " ".join(words[i] for i in common[len(words)].most_common(1)[0][0])
+    if prompt.startswith("Ways"):
+        start, goal = re.search(r"How does (\w+) get to (\w+)\?", prompt).groups()
+        middle = rng.choice(re.findall(rf"{start} to (\w+)", prompt))
+        return f"{start} to {middle} to {goal}"
+    allowed = {
+        "true": r"yes|no",
+        "two": r"(\w+) has \d",
+        "three": r"(\w+) has more" if "most?" in prompt else r"more than (\w+)\.",
+    }[exercise.kind]
+    return rng.choice(re.findall(allowed, "yes no" if exercise.kind == "true" else prompt))
+
+
+def rearrangements(exercises):
+    """How often words end in which order, by number of words."""
+    common = {}
+    for exercise in exercises:
+        words = exercise.prompt.split("\n")[0].split()[1:]
+        moved = tuple(words.index(word) for word in exercise.answer.split())
+        common.setdefault(len(words), Counter())[moved] += 1
+    return common
+
+
+@pytest.fixture(scope="module")
+def many():
+    return {skill: training(skill, 9, 4000) for skill in SKILLS}
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_answers_are_right_by_other_means(many, skill):
+    for exercise in [*many[skill], *held_out(skill)]:
+        assert exercise.answer == SOLVE[skill](exercise.prompt), exercise.prompt
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_guessing_scores_the_stated_chance(many, skill):
+    rng, common = random.Random(5), rearrangements(many["compose"])
+    right, stated = {}, {}
+    for exercise in many[skill]:
+        right.setdefault(exercise.kind, []).append(guess(exercise, common, rng) == exercise.answer)
+        stated.setdefault(exercise.kind, []).append(exercise.chance)
+    for kind, hits in right.items():
+        assert fmean(hits) == pytest.approx(fmean(stated[kind]), abs=0.04), kind
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_the_level_of_a_task_is_the_mean_of_its_samples(skill):
+    task = Skill(skill)
+    assert task.chance == pytest.approx(fmean(sample.chance for sample in task.samples()))
+    assert 0 < task.chance <= 0.5
+    assert task.guess
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_held_out_exercises_are_distinct_and_never_trained_on(skill):
+    prompts = {exercise.prompt for exercise in held_out(skill)}
+    assert len(prompts) == skills.HELD_OUT_SIZE
+    assert not prompts & {exercise.prompt for exercise in training(skill, 1, 20_000)}
+    assert training(skill, 9, 50) == training(skill, 9, 50) != training(skill, 10, 50)
+    assert held_out(skill, 20) == held_out(skill)[:20]
+    with pytest.raises(ValueError, match="train on any other seed"):
+        training(skill, skills.HELD_OUT_SEED, 1)
+
+
+def test_neither_end_of_a_plan_decides_it_alone(many):
+    for exercise in many["plan"]:
+        ways = re.findall(r"(\w+) to (\w+)[,.]", exercise.prompt)
+        start, middle, goal = exercise.answer.split(" to ")
+        after = {b for a, b in ways if a == start}
+        before = {a for a, b in ways if b == goal}
+        assert len(after) == len(before) == 2
+        assert after & before == {middle}
+
+
+def test_answers_are_balanced(many):
+    by_kind = {}
+    for exercise in many["compare"]:
+        by_kind.setdefault(exercise.kind, []).append(exercise)
+    assert set(by_kind) == {"two", "three", "true"}
+    assert fmean(exercise.answer == "yes" for exercise in by_kind["true"]) == pytest.approx(0.5, abs=0.05)
+    first = [exercise.answer == re.search(r"(\w+) has", exercise.prompt)[1] for exercise in by_kind["two"]]
+    assert fmean(first) == pytest.approx(0.5, abs=0.05)
+    first = [
+        exercise.answer.split()[2] == re.search(rf"{exercise.answer.split()[0]} to (\w+)", exercise.prompt)[1]
+        for exercise in many["plan"]
+    ]
+    assert fmean(first) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_exercises_fit_the_tiny_models(many, skill, tiny_llada):
+    tokenizer = tiny_llada.tokenizer
+    prompts = tokenizer([exercise.prompt for exercise in many[skill]]).input_ids
+    answers = tokenizer([f" {exercise.answer}" for exercise in many[skill]], add_special_tokens=False).input_ids
+    assert max(map(len, prompts)) <= 48
+    assert max(map(len, answers)) < ANSWER_LENGTH
+
+
+def test_a_verdict_is_about_words_and_their_order_alone():
+    task = Skill("compose")
+    sample = task.samples()[0]
+    words = sample.reference.split()
+    assert task.verdict(sample, sample.reference)
+    assert task.verdict(sample, "\n" + "  ".join(words) + " ")
+    for wrong in (" ".join([*words, "pens"]), " ".join(words[1:]), " ".join(words[::-1]), "", words[0].upper()):
+        assert not task.verdict(sample, wrong)
+
+
+def test_an_unknown_skill_is_named():
+    with pytest.raises(TaskError, match=r"no skill is called 'compose-two'; .*Nearest: compose"):
+        held_out("compose-two")

@@ -1,0 +1,117 @@
+"""Small functions: canonical bodies pass, wrong ones fail, none is trained on, and all fit the tiny models."""
+
+import builtins
+import re
+from collections import Counter
+
+import pytest
+
+from sinklens.tasks import tiny_code
+from sinklens.tasks.functions import TEMPLATES
+from sinklens.tasks.tiny_code import KINDS, TinyCode, held_out, training
+from sinklens.zoo.corpus import ANSWER_LENGTH
+
+SWAPS = (
+    ("+", "-"), (" - ", " + "), ("* 2", "* 3"), ("//", "%"), ("max", "min"), ("min", "max"), ("<=", "<"), (">", "<"),
+    (" < ", " > "), ("==", "!="), ("[0]", "[1]"), ("[-1]", "[0]"), ("[::-1]", "[::1]"), ("[1:]", "[:1]"),
+    ("[:-1]", "[-1:]"), ("[::2]", "[::3]"), ("upper", "lower"), ("lower", "upper"), ("len(set(", "sum(set("),
+    ("len(", "sum("), ("sum(", "len("), ("abs", "int"), ("sorted", "list"), ("not in", "in"), (" in ", " not in "),
+    ("[:", "[1:"), ('"!"', '"?"'), ("return -", "return "), ("* ", "** "), (".count(", ".index("), ("[-", "["),
+)  # fmt: skip
+
+
+def passes(sample, text):
+    """Whether the sample's program runs to its end; only completions written in this file are run."""
+    try:
+        exec(TinyCode().program(sample, text), {"__builtins__": builtins})
+    except Exception:  # noqa: BLE001 - a wrong body may raise anything
+        return False
+    return True
+
+
+def mutants(solution):
+    """Wrong bodies near the right one: another operation, or a constant one off."""
+    for old, new in SWAPS:
+        if old in solution:
+            yield solution.replace(old, new, 1)
+    for match in re.finditer(r"(?<![\w.])\d+", solution):
+        yield solution[: match.start()] + str(int(match.group()) + 1) + solution[match.end() :]
+    yield " return None"
+    yield ""
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return TinyCode().samples()
+
+
+def test_every_canonical_solution_passes_and_ends_where_a_longer_one_is_cut(samples):
+    for sample in samples:
+        assert passes(sample, sample.reference), sample.prompt
+        assert passes(sample, sample.reference + "\nprint(1 / 0)"), sample.prompt
+
+
+def test_wrong_bodies_fail(samples):
+    for sample in samples:
+        wrong = set(mutants(sample.reference)) - {sample.reference}
+        assert len(wrong) >= 3, sample.reference
+        for text in wrong:
+            assert not passes(sample, text), sample.prompt + text
+
+
+def test_a_body_of_another_template_fails(samples):
+    """Where parameters have the same names, bodies could be taken for one another."""
+    for sample in samples:
+        function = sample.prompt.split(":")[0]
+        parameters = function[function.index("(") :]
+        for other in samples:
+            same = other.prompt.split(":")[0].endswith(parameters)
+            if same and other.kind != sample.kind:
+                assert not passes(sample, other.reference), sample.prompt + other.reference
+
+
+def test_fields_are_those_of_humaneval(samples):
+    assert len(samples) == len({sample.id for sample in samples}) == 3 * len(KINDS)
+    for sample in samples:
+        assert sample.prompt == sample.stub
+        assert re.fullmatch(rf'def {sample.entry_point}\([a-z, ]+\):\n """[^"]+"""\n', sample.prompt)
+        assert sample.reference.startswith(" return ")
+        assert sample.test.startswith("def check(candidate):\n    assert candidate(")
+    assert [sample.id for sample in TinyCode().samples(3)] == ["tiny-code/0", "tiny-code/1", "tiny-code/2"]
+
+
+def test_all_templates_occur_and_a_seed_repeats():
+    functions = training(9, 5000)
+    assert {function.kind for function in functions} == set(KINDS)
+    assert len(KINDS) > 60
+    assert Counter(function.kind for function in held_out()) == dict.fromkeys(KINDS, 3)
+    assert training(9, 50) == training(9, 50) != training(10, 50)
+    wordings = {(function.kind, function.entry_point) for function in functions}
+    assert wordings == {(kind, name) for kind, template in TEMPLATES.items() for name in template.names}
+
+
+def test_held_out_functions_are_never_trained_on_under_any_docstring():
+    kept = {(f.entry_point, f.parameters, f.body) for f in held_out()}
+    assert len(kept) == 3 * len(KINDS)
+    trained = {(f.entry_point, f.parameters, f.body) for f in training(1, 30_000)}
+    assert not kept & trained
+    assert not {f.prompt for f in held_out()} & {f.prompt for f in training(1, 30_000)}
+    with pytest.raises(ValueError, match="train on any other seed"):
+        training(tiny_code.HELD_OUT_SEED, 1)
+
+
+def test_a_prompt_determines_its_body():
+    bodies = {}
+    for function in training(2, 30_000):
+        assert bodies.setdefault(function.prompt, function.body) == function.body
+        assert bodies.setdefault((function.parameters, function.doc), function.kind) == function.kind
+
+
+def test_prompts_and_answers_fit_the_tiny_models(tiny_llada):
+    functions = [*held_out(), *training(3, 20_000)]
+    prompts = tiny_llada.tokenizer([f.prompt for f in functions]).input_ids
+    answers = tiny_llada.tokenizer([f.solution for f in functions], add_special_tokens=False).input_ids
+    assert max(map(len, prompts)) <= 48
+    assert max(map(len, answers)) < ANSWER_LENGTH
+    for function, answer in list(zip(functions, answers, strict=True))[:500]:
+        assert tiny_llada.tokenizer.decode(answer) == function.solution
