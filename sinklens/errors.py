@@ -51,6 +51,10 @@ class TrackError(SinklensError, ValueError):
     """A sink track cannot be opened, or lacks what was asked of it."""
 
 
+class TaskError(SinklensError, ValueError):
+    """A task is unknown, or its data are missing or not what they should be."""
+
+
 class LedgerError(SinklensError, RuntimeError):
     """A ledger of evaluation records cannot be read or written, or is being written by another process."""
 

@@ -1,6 +1,6 @@
 """Tasks: problems with answers that can be checked."""
 
-from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task, TaskError
+from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task
 from sinklens.tasks.registry import NAMES, find
 from sinklens.tasks.word_problems import Problem, held_out, read_answer
 
@@ -11,7 +11,6 @@ __all__ = [
     "Problem",
     "Sample",
     "Task",
-    "TaskError",
     "find",
     "held_out",
     "read_answer",

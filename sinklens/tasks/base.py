@@ -12,11 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sinklens.errors import SinklensError
-
-
-class TaskError(SinklensError, ValueError):
-    """A task is unknown, or its data are missing or not what they should be."""
+from sinklens.errors import TaskError
 
 
 @dataclass(frozen=True)

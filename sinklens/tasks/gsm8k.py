@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from sinklens.tasks.base import Sample, Task, TaskError, check_limit, cut
+from sinklens.errors import TaskError
+from sinklens.tasks.base import Sample, Task, check_limit, cut
 from sinklens.tasks.published import HubSet, Record, choose, read_file, read_hub
 
 FIELDS = ("question", "answer")

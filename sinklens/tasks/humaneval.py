@@ -16,7 +16,8 @@ Source: Chen et al. 2021 (arXiv 2107.03374); EleutherAI/lm-evaluation-harness.
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklens.tasks.base import CodeSample, CodeTask, TaskError, check_limit
+from sinklens.errors import TaskError
+from sinklens.tasks.base import CodeSample, CodeTask, check_limit
 from sinklens.tasks.published import HubSet, Record, choose, read_file, read_hub
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinklens.tasks.base import TaskError
+from sinklens.errors import TaskError
 
 Record = Mapping[str, str]
 

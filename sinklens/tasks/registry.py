@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import nearest
-from sinklens.tasks.base import Task, TaskError
+from sinklens.errors import TaskError, nearest
+from sinklens.tasks.base import Task
 from sinklens.tasks.gsm8k import STYLES as GSM8K_STYLES
 from sinklens.tasks.gsm8k import Extractor, Gsm8k
 from sinklens.tasks.humaneval import STYLES as HUMANEVAL_STYLES

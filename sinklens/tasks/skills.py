@@ -21,8 +21,8 @@ from itertools import permutations
 from math import factorial
 from statistics import fmean
 
-from sinklens.errors import nearest
-from sinklens.tasks.base import Sample, Task, TaskError, check_limit
+from sinklens.errors import TaskError, nearest
+from sinklens.tasks.base import Sample, Task, check_limit
 from sinklens.tasks.word_problems import ITEMS, NAMES
 
 HELD_OUT_SEED = 20_251_018

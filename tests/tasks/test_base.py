@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from sinklens import SinklensError
-from sinklens.tasks.base import CodeSample, CodeTask, Sample, TaskError, cut
+from sinklens.errors import TaskError
+from sinklens.tasks.base import CodeSample, CodeTask, Sample, cut
 
 
 @dataclass(frozen=True)

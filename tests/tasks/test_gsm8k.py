@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from sinklens.tasks import TaskError, find
+from sinklens.errors import TaskError
+from sinklens.tasks import find
 from sinklens.tasks.gsm8k import Gsm8k, flexible, normal, strict
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from sinklens.tasks import TaskError, find
+from sinklens.errors import TaskError
+from sinklens.tasks import find
 from sinklens.tasks.humaneval import HumanEval
 
 RECORD = {

@@ -4,7 +4,8 @@ import gzip
 
 import pytest
 
-from sinklens.tasks import TaskError, find, published
+from sinklens.errors import TaskError
+from sinklens.tasks import find, published
 from sinklens.tasks.published import HubSet, choose, read_file, read_hub
 
 LINE = '{"question": "Q?", "answer": "#### 1", "more": 3}\n'

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sinklens.tasks import NAMES, Task, TaskError, find
+from sinklens.errors import TaskError
+from sinklens.tasks import NAMES, Task, find
 from sinklens.tasks.gsm8k import Gsm8k
 
 

@@ -8,8 +8,8 @@ from statistics import fmean
 
 import pytest
 
+from sinklens.errors import TaskError
 from sinklens.tasks import skills
-from sinklens.tasks.base import TaskError
 from sinklens.tasks.skills import SKILLS, Skill, held_out, training
 from sinklens.zoo.corpus import ANSWER_LENGTH
 
