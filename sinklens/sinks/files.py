@@ -10,6 +10,7 @@ closing, where its error cannot be caught. Keep a track that is larger than memo
 
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -105,8 +106,10 @@ def _open_store(path: Path) -> xr.Dataset:
     if not (path / "zarr.json").exists():
         raise TrackError(f"{path} is a folder, but no sink track's Zarr store.")
     try:
-        data = xr.open_zarr(path, chunks=None, consolidated=False)
-        arrays = dict(zarr.open_group(path, mode="r").arrays())
+        with warnings.catch_warnings():  # a kill in the middle of a write leaves a *.partial, which nobody reads
+            warnings.filterwarnings("ignore", r"Object at .*\.partial is not recognized")
+            data = xr.open_zarr(path, chunks=None, consolidated=False)
+            arrays = dict(zarr.open_group(path, mode="r").arrays())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackError(f"{path} is not a whole Zarr store ({error}); it may be truncated.") from error
     if data.attrs.get("format") != FORMAT:
