@@ -24,6 +24,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinklens
+from sinklens.denoising import Hooks
+from sinklens.interventions import AblateHeads, MaskSinks, sweep
+from sinklens.tasks.word_problems import held_out
 
 MASK = 1
 ANSWER = 32
@@ -100,17 +103,19 @@ def plain_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.
 
 
 def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> list[Ratio]:
-    """Nothing watched ÷ plain transformers, and sinks recorded ÷ not, at each length."""
+    """Nothing watched ÷ plain transformers, sinks recorded ÷ not, sinks masked ÷ not, at each length."""
+    five = MaskSinks(top_k=5)
     plain, held = random_llada(**sizes), random_llada(**sizes)
     model = sinklens.load(held)
     found = []
     for length in lengths:
         prompt = torch.randint(3, sizes["vocab"], (1, length - ANSWER))
 
-        def ours(record: bool, prompt: torch.Tensor = prompt) -> object:
+        def ours(record: bool, hooks: Hooks = (), prompt: torch.Tensor = prompt) -> object:
             return sinklens.generate(
-                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=record, progress=False
-            )
+                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=record, hooks=hooks,
+                progress=False,
+            )  # fmt: skip
 
         def theirs(prompt: torch.Tensor = prompt) -> object:
             return plain_loop(plain, prompt, STEPS)
@@ -122,6 +127,42 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
         found.append(
             compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
         )
+        found.append(
+            compare(f"MaskSinks(5) ÷ unmasked, sinks recorded in both ({at})", lambda: ours(True, five),
+                    lambda: ours(True), pairs)
+        )  # fmt: skip
+        found.append(
+            compare(f"MaskSinks(5) ÷ unmasked, nothing recorded ({at})", lambda: ours(False, five),
+                    lambda: ours(False), pairs)
+        )  # fmt: skip
+    return found
+
+
+def sweeping(pairs: int) -> list[Ratio]:
+    """Every head ablated, one at a time ÷ stacked in one batch, on the shipped model; one prompt and four."""
+    model = sinklens.load("tiny-llada")
+    cfg = model.cfg
+    every = {
+        f"{layer}.{head}": AblateHeads(layers=[layer], heads=[head])
+        for layer in range(cfg.n_layers)
+        for head in range(cfg.n_heads)
+    }
+    found = []
+    for count in (1, 4):
+        prompts = [problem.prompt for problem in held_out(count)]
+
+        def all_at_once(prompts: list[str] = prompts) -> object:
+            return sweep(model, prompts, every, progress=False)
+
+        def one_at_a_time(prompts: list[str] = prompts) -> object:
+            return [
+                sweep(model, [prompt], {name: hooks}, progress=False)
+                for name, hooks in every.items()
+                for prompt in prompts
+            ]
+
+        what = f"{len(every)} heads ablated: one at a time ÷ stacked (tiny-llada, prompts: {count})"
+        found.append(compare(what, one_at_a_time, all_at_once, pairs))
     return found
 
 
@@ -164,6 +205,7 @@ def main() -> None:
     found += watching("tiny-llada's size", tiny, lengths, pairs)
     if not options.quick:
         found += watching("d_model 512, 8 layers, vocabulary 32k", middle, lengths, pairs)
+    found += sweeping(3)
     on = hardware()
     options.out.write_text(json.dumps({"hardware": on, "ratios": [asdict(r) for r in found]}, indent=1) + "\n")
     print("; ".join(f"{key} {value}" for key, value in on.items()))

@@ -218,7 +218,11 @@ class Denoising:
                     f"{_called(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
                     f"and gave back {back}; return the same shape, or None to change nothing."
                 )
-            return torch.cat([changed, value[self.rows :]]) if guided else changed
+            if not guided:
+                return changed
+            rest = value[self.rows :]  # a mask may have got a row for every query
+            sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
+            return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)])
 
         return call
 

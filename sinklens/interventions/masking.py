@@ -154,7 +154,7 @@ class KeepKeys(Intervention):
                 return None
             distance = distances.of(value)
             seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None]
-            return _without(value, seen, distance, chosen.heads, chosen.causal)
+            return _without(value, seen, distance, chosen.heads, model, run)
 
         return [*distances.pairs(chosen.layers), *chosen.pairs(forbid)]
 
@@ -179,7 +179,7 @@ class WindowAttention(Intervention):
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
-        distances, causal = Distances(), bool(model.config.is_causal)
+        distances = Distances()
         always = None if run is None else place_mask(self.always, run.real)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
@@ -190,20 +190,22 @@ class WindowAttention(Intervention):
                 return None
             free = place_mask(self.always, value.new_ones(1, keys).bool()) if always is None else always[:, :keys]
             seen = (distance.abs() <= self.width) | free[:, None].to(value.device) | ~rows[:, :, None]
-            return _without(value, seen[:, None], distance, heads, causal)
+            return _without(value, seen[:, None], distance, heads, model, run)
 
         return [*distances.pairs(layers), *((f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers)]
 
 
 def _without(
-    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], causal: bool
+    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: Surroundings | None
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with what is not `seen` by `heads` forbidden; None if that is nothing."""
     of = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
     of[list(heads)] = True
     hidden = of[:, None, None] & ~seen
-    if causal:  # later keys are hidden anyway
+    if bool(model.config.is_causal):  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
+    if run is not None:
+        hidden = hidden & run.real[:, None, None, : value.shape[-1]].to(value.device)
     return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
 

@@ -127,7 +127,8 @@ class PatchHooks(Intervention):
         shift: the value at step t comes from step t + shift of the source.
         steps: of this run; by default those that `source` holds values for.
         heads: of points that have a head axis (key/value heads where the point has those).
-        positions: where values are put (queries, for scores and patterns); every row must have them.
+        positions: where values are put (queries, for scores and patterns; keys, for the additive mask); every row must
+            have them.
         source_positions: columns of the source's values that they come from, as many. By default the same columns, or
             where the source is of another length those with the numbers in `positions`.
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
+WRITTEN = 40  # numbers at most that are written into a map
+
 
 def effect_map(
     values: Float[np.ndarray, "row column"],
@@ -29,7 +31,7 @@ def effect_map(
     bounds: tuple[float, float] | None = None,
     label: str = "",
 ) -> "Axes":
-    """A map of numbers; grey where there is none, and the largest written in where there are few.
+    """A map of numbers; grey where there is none, and written in where there are few.
 
     Args:
         rows, columns: name of the axis, and the labels along it.
@@ -46,24 +48,24 @@ def effect_map(
         every = range(0, len(labels), -(-len(labels) // 12))
         axis.set_ticks(list(every), [plain(str(labels[place])) for place in every])
         axis.set_label_text(name)
-    if values.size <= 40:
-        for (row, column), value in np.ndenumerate(values):
-            if not np.isnan(value):
-                dark = (value - low) / (high - low) < 0.6 if low >= 0 else abs(value) > 0.6 * high
-                ax.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+    for (row, column), value in np.ndenumerate(values if values.size <= WRITTEN else values[:0]):
+        if not np.isnan(value):
+            dark = (value - low) / (high - low) < 0.6 if low >= 0 else abs(value) > 0.6 * high
+            told = f"{round(float(value), 2) + 0.0:.2f}"  # not -0.00
+            ax.text(column, row, told, ha="center", va="center", fontsize=7, color="w" if dark else "k")
     if label:
-        ax.figure.colorbar(image, ax=ax, label=wrapped(label, 42))
+        ax.figure.colorbar(image, ax=ax).set_label(wrapped(label, 40), fontsize="small")
     return ax
 
 
 def head_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
-    """Layer × head maps of one measure: a line of panels per model, a panel per way, one scale for all."""
+    """Layer × head maps of one measure: a line of panels per model with a scale of its own, a panel per way."""
     return _maps(table, "way", ways, ("layer", "head"), label)
 
 
 def step_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
     """Layer × step maps of one measure, mean over heads, as `head_maps`."""
-    return _maps(table, "way", ways, ("layer", "step"), f"{label}, mean over heads".replace(" and steps", ""))
+    return _maps(table, "way", ways, ("layer", "step"), f"{label}, mean over heads")
 
 
 def patch_maps(table: "DataFrame", groups: Mapping[str, str]) -> "Figure":
@@ -82,10 +84,10 @@ def _maps(
 ) -> "Figure":  # fmt: skip
     models = list(dict.fromkeys(table["model"]))
     figure, axes = panels(len(models) * len(names), columns=len(names), size=(4.4, 3.2))
-    top = float(np.nanmax(table["estimate"], initial=0.0)) or 1.0
     shown = ((model, name) for model in models for name in names)
     for (model, name), ax in zip(shown, axes, strict=True):
-        part = table[(table["model"] == model) & (table[by] == name)]
+        own = table[table["model"] == model]
+        top, part = max([0.0, *own["estimate"].dropna()]) or 1.0, own[own[by] == name]
         grid = part.pivot(index=axes_of[0], columns=axes_of[1], values="estimate").dropna(axis="columns", how="all")
         title = f"{short(model)}: {names[name]}"
         if not grid.size:
@@ -135,49 +137,50 @@ def _doubling(table: "DataFrame", along: str, ax: "Axes") -> None:
     ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
 
 
-def confidence_changes(table: "DataFrame", steps: "DataFrame", meanings: Mapping[str, str]) -> "Figure":
+def confidence_changes(
+    table: "DataFrame", steps: "DataFrame", meanings: Mapping[str, str], keys: Mapping[str, str]
+) -> "Figure":
     """How confidence changes where the masked keys were attended to and elsewhere: over all, and by step.
 
     Args:
         table: with ``measure`` and ``pick``.
         steps: the first two measures by ``step``, their names ending in ``_step``.
         meanings: of the measures.
+        keys: names of the picks; the first two are shown by step.
     """
     models = [model for model, rows in table.groupby("model", sort=False) if rows["estimate"].notna().any()]
     if not models:
         figure, axes = panels(1)
         nothing_to_show(axes[0], str(table["model"].iloc[0]), "one position is decided at a time: nothing to compare")
         return figure
-    figure, axes = panels(2 * len(models), columns=2, size=(6.5, 3.6))
+    figure, axes = panels(3 * len(models), columns=3, size=(5.8, 3.6))
     halves = {"change_attended_step": "attended more to the masked keys", "change_rest_step": "attended less"}
-    for model, whole, course in zip(models, axes[::2], axes[1::2], strict=True):
+    for number, model in enumerate(models):
+        whole, *courses = axes[3 * number : 3 * number + 3]
         rows = table[(table["model"] == model) & (table["measure"] != "correlation")]
-        names = {name: wrapped(text, 36) for name, text in meanings.items()}
-        interval_dots(rows.assign(model=_keys(rows)), "measure", whole, names=names, line=0.0)
+        names = {name: wrapped(text, 32) for name, text in meanings.items()}
+        interval_dots(rows.assign(model=[keys[pick] for pick in rows["pick"]]), "measure", whole, names=names, line=0.0)
         whole.set(xlabel="change of the likeliest token's probability", title=short(model))
-        part = steps[(steps["model"] == model) & (steps["pick"] == "strongest")]
-        curves(part.assign(model=[halves[name] for name in part["measure"]]), "step", course)
-        course.axhline(0, color="0.3", linewidth=0.8, linestyle="--")
-        course.set(xlabel="step", ylabel="change of the likeliest\ntoken's probability", title="strongest key masked")
+        for pick, ax in zip(keys, courses, strict=False):
+            part = steps[(steps["model"] == model) & (steps["pick"] == pick)]
+            curves(part.assign(model=[halves[name] for name in part["measure"]]), "step", ax)
+            ax.axhline(0, color="0.3", linewidth=0.8, linestyle="--")
+            ax.set(xlabel="step", ylabel="change of the likeliest\ntoken's probability", title=f"{keys[pick]} masked")
     return figure
 
 
-def costs_by_order(table: "DataFrame", orders: Mapping[str, str], label: str) -> "Figure":
+def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[str, str], label: str) -> "Figure":
     """What masking costs under each order of unmasking: a panel per model and number of keys."""
     table = table[table["measure"] == "cost"]
     places = list(dict.fromkeys(zip(table["model"], table["top_k"], strict=True)))
     figure, axes = panels(len(places), columns=len({number for _, number in places}), size=(5.2, 2.8))
     for (model, number), ax in zip(places, axes, strict=True):
         rows = table[(table["model"] == model) & (table["top_k"] == number)]
-        interval_dots(rows.assign(model=_keys(rows)), "order", ax, names=orders, line=0.0)
+        interval_dots(rows.assign(model=[keys[pick] for pick in rows["pick"]]), "order", ax, names=orders, line=0.0)
         ax.set(
             xlabel=wrapped(label, 40), title=f"{short(model)}: {number:.0f} {'key' if number == 1 else 'keys'} per head"
         )
     return figure
-
-
-def _keys(rows: "DataFrame") -> list[str]:
-    return [f"{pick} keys masked" for pick in rows["pick"]]
 
 
 def start_curves(table: "DataFrame") -> "Figure":

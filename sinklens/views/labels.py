@@ -83,16 +83,19 @@ def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos
 
 
 def token_ticks(
-    axis: "Axis", labels: Sequence[str], weight: Float[np.ndarray, " pos"] | None = None, limit: int = 80
+    axis: "Axis", labels: Sequence[str], weight: Float[np.ndarray, " pos"] | None = None, limit: int | None = None
 ) -> None:
     """Name the positions of `axis` by `labels`; where there are more than `limit`, those with the largest `weight`.
 
-    Chosen labels keep a distance, so that at most `limit` fit along the axis; empty ones are left out.
+    Chosen labels keep a distance, so that no more than `limit` stand along the axis; empty ones are left out.
+
+    Args:
+        limit: by default as many as fit one beside the other.
     """
     from matplotlib.axis import XAxis
 
     named = [place for place, label in enumerate(labels) if label]
-    gap = -(-len(labels) // limit)
+    gap = -(-len(labels) // (limit or _room(axis)))
     if gap > 1:
         order = np.zeros(len(labels)) if weight is None else np.nan_to_num(weight)
         kept: list[int] = []
@@ -102,6 +105,17 @@ def token_ticks(
         named = sorted(kept)
     turned = 90 if isinstance(axis, XAxis) else 0
     axis.set_ticks(named, [labels[place] for place in named], fontsize=6, rotation=turned)
+
+
+def _room(axis: "Axis") -> int:
+    """How many labels fit along `axis`, 7 points (1/72 inch) each."""
+    from matplotlib.axis import XAxis
+
+    place, figure = axis.axes.get_position(), axis.axes.get_figure(root=True)
+    assert figure is not None
+    width, height = figure.get_size_inches()
+    inches = place.width * width if isinstance(axis, XAxis) else place.height * height
+    return max(1, int(inches * 72 / 7))
 
 
 @lru_cache(maxsize=1)

@@ -286,9 +286,6 @@ def test_under_guidance_conditional_rows_alone_are_changed(worded, made, name):
     check_guidance(worded(), made(worded(), name))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="rows without guidance keep one additive mask for all queries"
-)
 @pytest.mark.parametrize("name", ["window", "keep keys", "sink token"])
 def test_under_guidance_masks_of_every_query_change_conditional_rows_alone(worded, made, name):
     check_guidance(worded(), made(worded(), name))

@@ -150,6 +150,10 @@ OPTIONS = {
         {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "scope": "layer"},
         Rule(epsilon=0.3, scope="layer"),
     ),
+    "the prompt's among the paper's sinks": (
+        {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "only": "prompt", "positions": [0, 1, 3, 5, -1]},
+        Rule(epsilon=0.3, only="prompt", positions=(0, 1, 3, 5, -1)),
+    ),
     "a detector's three": ({"top_k": None, "detector": TopK(3)}, Rule(top_k=3)),
     "as many of the weakest": (
         {"top_k": None, "detector": TopK(2), "pick": "weakest"},
@@ -197,6 +201,15 @@ def test_where_nothing_is_masked_the_run_is_the_base_run_bit_for_bit(
     assert torch.equal(changed.run.canvas, base.run.canvas)
     assert torch.equal(logits_of(changed), logits_of(base))
     assert changed.run.sinks.data["score"].equals(base.run.sinks.data["score"])
+
+
+@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
+def test_where_all_keys_are_kept_the_run_is_the_base_run_bit_for_bit(worded, architecture, causal, cached):
+    """Later keys, which a causal pass without a cache holds as well, are hidden anyway."""
+    model, everything = worded(architecture, causal), EpsilonOverMean(epsilon=-1000)
+    keep = KeepKeys(top_k=None, detector=everything)
+    runs = [watch(model, PADDED, hooks, ["hook_logits"], **cache_of(cached)) for hooks in ([], [keep])]
+    assert torch.equal(logits_of(runs[0]), logits_of(runs[1]))
 
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)

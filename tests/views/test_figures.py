@@ -168,6 +168,13 @@ def test_no_more_names_than_fit_and_the_strongest_among_them(length):
         assert min(np.diff(shown)) >= length / 40
 
 
+@pytest.mark.parametrize(("size", "most"), [((11, 4), 88), ((4, 11), 32)])
+def test_as_many_names_as_the_axis_is_long(size, most):
+    _, (ax,) = panels(1, size=size)
+    token_ticks(ax.xaxis, ["t"] * 300)
+    assert most / 2 < len(ax.get_xticks()) <= most
+
+
 def test_names_of_models_are_no_formulas_and_are_in_the_legend():
     assert short("/models/_a$b$") == r" _a\$b\$"
     table = pd.DataFrame(

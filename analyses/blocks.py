@@ -1,0 +1,110 @@
+"""What does decoding in blocks do to the sinks, and to what a model loses without them?
+
+    sinklens analyse blocks tiny-llada tiny-llama
+
+The same diffusion model decodes with blocks of one token (from left to right, as an autoregressive model) up to the
+whole answer at once, in the same number of steps. Told against the block length: how the sinks move (`motion`), and
+what masking every head's strongest key costs (as the paper does it, and steadily: swept.py), beside a random key.
+
+An autoregressive model decodes one token at a time and stands at block length 1; a sampler without blocks, such as
+Dream's, stands at the length of the answer.
+
+One way this fails: a model is trained with one way of decoding. What another block length costs before any sink is
+masked is in the table (``none``), and the costs of masking are told against it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import xarray as xr
+
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import SINK, Study
+from sinklens.analyses.swept import KEYS, each_prompt, free_effects, masked, unchanged
+from sinklens.sampling import LladaSettings, make_settings
+from sinklens.sinks import motion
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+MOTION = {
+    "jump_share": "share of steps at which a head's strongest key changes",
+    "static_share": "share of heads whose strongest key never changes",
+    "drift": "positions per step that the strongest key moves; above 0 to the right",
+    "overlap_step": "Jaccard overlap of a head's sinks with those of the step before",
+    "sinks": "sinks per head and step",
+    "lifetime": "steps that a sink lives",
+}
+ROBUST = {
+    "right": "word problems answered right",
+    "changed": "answers that change",
+    "cost": "word problems lost by masking",
+}
+MASKED = {"none": "nothing masked", **{way: f"{name} masked" for way, name in KEYS.items()}}
+
+
+@dataclass
+class Blocks(Study):
+    """See the module.
+
+    Attributes:
+        top_k: keys that are masked per head.
+    """
+
+    name: ClassVar[str] = "blocks"
+    top_k: int = 1
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MOTION` [prompt, block] and `ROBUST` [prompt, block, key]."""
+        parts = [self._at(model, prompts, more) for more in lengths(model, settings).values()]
+        return xr.concat(parts, dim="block").assign_coords(block=list(lengths(model, settings)))
+
+    def _at(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """One block length."""
+
+        def one(prompt: str) -> xr.Dataset:
+            track = unchanged(self, model, prompt, settings)
+            listed = {"none": [], **masked(track, self.top_k)}
+            found = free_effects(self, model, prompt, settings, listed)[["right", "changed"]]
+            found = found.rename(intervention="key")
+            moving = motion.motion_table(track)
+            more: dict[str, Any] = {name: ((), float(moving[name].iloc[0])) for name in MOTION}
+            return found.assign({"cost": found["right"].sel(key="none", drop=True) - found["right"], **more})
+
+        return each_prompt(prompts, one)
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``motion``: how the sinks move by block length; ``robustness``: what masking does."""
+        tables = {
+            "motion": interval_table(measured, list(MOTION), self.seed),
+            "robustness": interval_table(measured, list(ROBUST), self.seed),
+        }
+        return {name: table.assign(meaning=table["measure"].map(MOTION | ROBUST)) for name, table in tables.items()}
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``motion``: a panel per measure; ``robustness``: a line of panels per model, a curve per kind of key."""
+        from sinklens.views.effects import doubling_curves, kinds_of_keys
+
+        along = "block length (1: from left to right)"
+        moving = doubling_curves(interval_table(measured, list(MOTION), self.seed), "block", MOTION, along)
+        moving.suptitle(f"Means over prompts with 95 % intervals; {SINK}", fontsize=9)
+        robust = interval_table(measured, list(ROBUST), self.seed)
+        return {"motion": moving, "robustness": kinds_of_keys(robust, "block", "key", MASKED, ROBUST, along)}
+
+
+def lengths(model: "Model", settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Block length -> settings: all that divide the answer and share its steps evenly."""
+    made = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults)
+    if not isinstance(made, LladaSettings):
+        return {1 if model.config.is_causal else made.gen_length: dict(settings)}
+    whole = {"gen_length": made.gen_length, "steps": made.steps}
+    possible = [size for size in range(1, made.gen_length + 1) if made.gen_length % size == 0]
+    return {
+        size: {**settings, **whole, "block_length": size}
+        for size in possible
+        if made.steps % (made.gen_length // size) == 0
+    }

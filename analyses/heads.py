@@ -1,0 +1,143 @@
+"""Which heads matter, and do they matter for their sinks?
+
+    sinklens analyse heads tiny-llada tiny-llama
+
+One head at a time: its strongest key is masked (as the paper does it, and steadily: swept.py), its output is set to
+zero, or to its mean over other problems. A layer × head map of each: how far the predictions of a step move (KL, on the
+unchanged run's canvas), and how many answers change.
+
+One way this fails: heads back each other up. That no single head is missed does not say that all could go; the last
+lines of the table mask every head at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import Study
+from sinklens.analyses.swept import MEANINGS, each_prompt, effects, masked, unchanged
+from sinklens.interventions import AblateHeads, HeadOutputs
+from sinklens.sinks import SinkTrack
+from sinklens.tasks.word_problems import training
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+WAYS = {
+    "strongest": "strongest key masked",
+    "steady": "the same, steadily",
+    "zero": "output zero",
+    "mean": "output its mean",
+}
+TOGETHER = ("strongest", "steady")  # ways that leave something when all heads are treated so
+MEASURES = ("kl", "changed", "right")
+KL = "KL divergence from the unchanged run (nats)"
+
+
+@dataclass
+class Heads(Study):
+    """See the module.
+
+    Attributes:
+        top_k: keys of the head that are masked.
+        reference: problems, none of them held out, that the mean outputs are taken over.
+    """
+
+    name: ClassVar[str] = "heads"
+    top_k: int = 1
+    reference: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._outputs: dict[str, HeadOutputs] = {}  # by model
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES` [prompt, way, layer, head]; ``kl_step`` [prompt, way, layer, step], mean over heads; and
+        ``all_…`` [prompt, together], the keys of all heads masked at once.
+        """
+        sizes = (len(WAYS), model.cfg.n_layers, model.cfg.n_heads)
+
+        def one(prompt: str) -> xr.Dataset:
+            listed = self.interventions(model, unchanged(self, model, prompt, settings), settings)
+            found = effects(self, model, prompt, settings, listed)
+            alone, every = (found.isel(intervention=part) for part in (slice(0, -2), slice(-2, None)))
+            every = every.rename(intervention="together")
+            maps = {name: (("way", "layer", "head"), alone[name].to_numpy().reshape(sizes)) for name in MEASURES}
+            steps = alone["kl_step"].transpose("intervention", "step").to_numpy().reshape(*sizes, -1)
+            whole = {f"all_{name}": every[name] for name in MEASURES}
+            values = {**maps, "kl_step": (("way", "layer", "step"), steps.mean(axis=2)), **whole}
+            return xr.Dataset(values, coords={"step": found["step"]})
+
+        places: dict[str, Any] = {"way": list(WAYS), "layer": np.arange(sizes[1]), "head": np.arange(sizes[2])}
+        return each_prompt(prompts, one).assign_coords({**places, "together": list(TOGETHER)})
+
+    def interventions(self, model: "Model", track: SinkTrack, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """One per way, layer and head, in that order; then all heads at once, one per way of `TOGETHER`."""
+        if model.name not in self._outputs:
+            problems = [problem.prompt for problem in training(self.seed, self.reference)]
+            self._outputs[model.name] = HeadOutputs.of(model, problems, seed=self.seed, **settings)
+        alone: dict[tuple[str, int, int], Any] = {}
+        for layer, head in np.ndindex(model.cfg.n_layers, model.cfg.n_heads):
+            place: dict[str, Any] = {"layers": [layer], "heads": [head]}
+            made = masked(track, self.top_k, **place) | {
+                "zero": AblateHeads(by="zero", **place),
+                "mean": AblateHeads(by="mean", reference=self._outputs[model.name], **place),
+            }
+            alone |= {(way, layer, head): made[way] for way in WAYS}
+        ordered = sorted(alone, key=lambda entry: (list(WAYS).index(entry[0]), *entry[1:]))
+        every = masked(track, self.top_k)
+        named = {" ".join(map(str, place)): alone[place] for place in ordered}
+        return named | {way: every[way] for way in TOGETHER}
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``map``: every head; ``ways``: mean over heads, the strongest head, and all heads masked at once; ``steps``:
+        KL by layer and step.
+        """
+        from pandas import concat
+
+        maps = interval_table(measured, MEASURES, self.seed)
+        means = {name: data[list(MEASURES)].mean(("layer", "head")) for name, data in measured.items()}
+        every = {name: data[[f"all_{measure}" for measure in MEASURES]] for name, data in measured.items()}
+        together = interval_table(every, [f"all_{measure}" for measure in MEASURES], self.seed)
+        ways = concat(
+            [
+                interval_table(means, MEASURES, self.seed).assign(heads="one, mean over all"),
+                _strongest(maps),
+                together.rename(columns={"together": "way"}).assign(heads="all at once"),
+            ],
+            ignore_index=True,
+        )
+        ways["measure"] = ways["measure"].str.removeprefix("all_")
+        return {
+            "map": maps,
+            "ways": ways.assign(meaning=ways["measure"].map(MEANINGS)),
+            "steps": interval_table(measured, ["kl_step"], self.seed),
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``kl`` and ``changed``: layer × head maps, a line of panels per model; ``steps``: KL by layer and step."""
+        from sinklens.views.effects import head_maps, step_maps
+
+        maps = interval_table(measured, MEASURES, self.seed)
+        return {
+            "kl": head_maps(maps[maps["measure"] == "kl"], WAYS, KL),
+            "changed": head_maps(maps[maps["measure"] == "changed"], WAYS, MEANINGS["changed"]),
+            "steps": step_maps(interval_table(measured, ["kl_step"], self.seed), WAYS, KL),
+        }
+
+
+def _strongest(maps: "DataFrame") -> "DataFrame":
+    """Per model, measure and way the head with the largest effect: the smallest share of right answers, else the
+    largest estimate. Chosen after the fact, so its interval is too narrow.
+    """
+    effect = maps["estimate"].where(maps["measure"] != "right", -maps["estimate"]).fillna(-np.inf)
+    best = effect.groupby([maps["model"], maps["measure"], maps["way"]], sort=False).idxmax()
+    rows = maps.loc[best]
+    return rows.assign(heads=[f"one, the strongest: {row.layer}.{row.head}" for row in rows.itertuples()])

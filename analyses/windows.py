@@ -1,0 +1,64 @@
+"""How far must attention reach?
+
+    sinklens analyse windows tiny-llada tiny-llama
+
+Every query sees the keys at most so many positions away, on either side (of an autoregressive model, before it), in
+all layers, heads and steps. Told against the width: how far the predictions of a step move, how many answers change,
+and how many word problems are still answered right. The paper (Rulli et al., 2510.15731) leaves the question open; a
+model whose anchors are fixed should not recover when they are out of reach.
+
+One way this fails: layers stack. With four layers of width 8 what is 32 positions away can still arrive, in steps; the
+width is that of one layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import Study
+from sinklens.analyses.swept import MEANINGS, each_prompt, effects
+from sinklens.interventions import WindowAttention
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+WIDTHS = (2, 4, 8, 16, 32, np.inf)  # the last is attention as it is
+SHOWN = ("kl", "changed", "right")
+
+
+@dataclass
+class Windows(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "windows"
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEANINGS` [prompt, width]."""
+        listed: dict[str, Any] = {
+            str(width): [] if np.isinf(width) else WindowAttention(width=int(width)) for width in WIDTHS
+        }
+
+        def one(prompt: str) -> xr.Dataset:
+            found = effects(self, model, prompt, settings, listed)[list(MEANINGS)]
+            return found.rename(intervention="width").assign_coords(width=np.array(WIDTHS, dtype=float))
+
+        return each_prompt(prompts, one)
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``windows``: every measure by width; infinity is attention as it is."""
+        table = interval_table(measured, list(MEANINGS), self.seed)
+        return {"windows": table.assign(meaning=table["measure"].map(MEANINGS))}
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``windows``: a panel per measure."""
+        from sinklens.views.effects import doubling_curves
+
+        table = interval_table(measured, list(SHOWN), self.seed)
+        return {"windows": doubling_curves(table, "width", MEANINGS, "attention reaches so many positions")}

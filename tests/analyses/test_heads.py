@@ -1,0 +1,61 @@
+"""The head study against single runs, and its table on planted effects."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses.heads import WAYS, Heads
+from sinklens.interventions import AblateHeads, HeadOutputs, MaskSinks, effect
+from sinklens.tasks.word_problems import held_out, training
+
+PROMPT = held_out(1)[0].prompt
+SETTINGS = {"gen_length": 4}
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_llada):
+    return Heads(top_k=2, reference=3).measure(tiny_llada, [PROMPT], SETTINGS)
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 5)])
+def test_every_number_stands_at_its_way_layer_and_head(tiny_llada, measured, layer, head):
+    place = {"layers": [layer], "heads": [head]}
+    reference = HeadOutputs.of(tiny_llada, [problem.prompt for problem in training(0, 3)], **SETTINGS)
+    made = {
+        "strongest": MaskSinks(top_k=2, **place),
+        "zero": AblateHeads(**place),
+        "mean": AblateHeads(by="mean", reference=reference, **place),
+    }
+    for way, hooks in made.items():
+        one = effect(tiny_llada, [PROMPT], hooks, **SETTINGS)
+        got = measured.sel(way=way, layer=layer, head=head).isel(prompt=0)
+        assert float(got["kl"]) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
+        assert float(got["changed"]) == float(not one.free_running["same_answer"].item())
+    assert measured["kl"].shape == (1, len(WAYS), 4, 6)
+
+
+def test_by_step_heads_are_averaged_and_all_at_once_are_apart(tiny_llada, measured):
+    np.testing.assert_allclose(measured["kl_step"].mean("step"), measured["kl"].mean("head"), rtol=1e-6)
+    assert (measured["kl_step"].isel(step=0).sel(way=["strongest", "steady"]) < 1e-9).all()  # no step before
+    one = effect(tiny_llada, [PROMPT], MaskSinks(top_k=2), **SETTINGS)
+    every = measured["all_kl"].sel(together="strongest")
+    assert float(every.item()) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
+
+
+def test_the_table_names_the_head_with_the_largest_effect():
+    values = np.zeros((3, len(WAYS), 2, 2))
+    values[:, 1, 1, 0] = [1, 2, 3]
+    axes = ("prompt", "way", "layer", "head")
+    right = 1 - values / 3
+    data = xr.Dataset(
+        {"kl": (axes, values), "changed": (axes, values / 3), "right": (axes, right)},
+        coords={"way": list(WAYS), "layer": [0, 1], "head": [0, 1], "together": ["strongest", "steady"], "step": [0]},
+    )
+    for name in ("kl", "changed", "right"):
+        data[f"all_{name}"] = (("prompt", "together"), np.full((3, 2), 0.5))
+    data["kl_step"] = (("prompt", "way", "layer", "step"), np.zeros((3, len(WAYS), 2, 1)))
+    table = Heads().tables({"planted": data})["ways"].set_index(["measure", "way", "heads"])["estimate"]
+    assert table["kl", "steady", "one, the strongest: 1.0"] == 2
+    assert table["right", "steady", "one, the strongest: 1.0"] == pytest.approx(1 / 3)
+    assert table["kl", "steady", "one, mean over all"] == 0.5
+    assert table["changed", "strongest", "all at once"] == 0.5

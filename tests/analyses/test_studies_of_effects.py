@@ -1,0 +1,32 @@
+"""What holds for every study of interventions: the batch does not matter, and files are written that open."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses import find
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [held_out(2)[1].prompt, "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
+SETTINGS = {"gen_length": 4, "steps": 4, "block_length": 2, "threshold": 0.95}
+FEW = {"heads": {"reference": 2}}
+
+
+@pytest.mark.parametrize("name", ["heads", "patching", "windows", "blocks", "budget", "mechanism"])
+def test_the_batch_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_llama, tmp_path):
+    kind, models = find(name), [tiny_llada, tiny_llama]
+    together = kind(batch=2, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS, tmp_path)
+    apart = kind(batch=1, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS)
+    for table, values in together.tables.items():
+        other = apart.tables[table]
+        assert list(values["model"].unique()) == ["tiny-llada", "tiny-llama"]
+        words = [column for column in values if values[column].dtype.kind not in "fi"]
+        assert values[words].equals(other[words])
+        np.testing.assert_allclose(values["estimate"], other["estimate"], atol=1e-4)
+        told = values["estimate"].notna()
+        assert (values["low"][told].isna() | (values["low"][told] <= values["estimate"][told] + 1e-9)).all()
+        assert values["prompts"].max() <= 2
+    assert {file.suffix for file in together.files} == {".csv", ".png", ".svg", ".nc", ".json"}
+    assert xr.load_dataset(tmp_path / f"{name}.nc", engine="h5netcdf").sizes["model"] == 2
+    for file in together.files:
+        assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
