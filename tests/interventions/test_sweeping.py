@@ -205,6 +205,7 @@ for replay, budget in ((False, 0.25), (True, 0.6)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes, and /proc/self there, on Linux alone")
 def test_the_peak_stays_within_the_budget_and_is_not_far_below():
     """The highest resident memory of a process of its own, beyond what it held before; free-running and replayed."""
