@@ -32,6 +32,8 @@ with sinklens.trace(model, prompt) as t:
         pattern = t["blocks.2.attn.hook_pattern"]
 text = t.text if isinstance(t.text, str) else t.text[0]
 assert text.strip(), "the trace generated no text"
+from sinklens.views import report
+assert "</html>" in report(t, "run.html").read_text(), "the page is not whole"
 print(text.strip())
 """
 """A file and not `-c`: nnsight reads the source of the block it traces."""
@@ -64,7 +66,7 @@ def build(scratch: Path) -> Path:
 
 
 def expected_files() -> set[str]:
-    """What of the three folders belongs into the wheel: modules, the marker for type checkers, checkpoints."""
+    """What of the three folders belongs into the wheel: modules, the marker for type checkers, data."""
     files = {f"sinklens/{path.relative_to(ROOT / 'sinklens')}" for path in shipped_files()} | {"sinklens/py.typed"}
     for folder, place in PLACE.items():
         files |= {f"{place}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
@@ -72,8 +74,9 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of every shipped checkpoint."""
-    return [path for path in (ROOT / "sinklens/checkpoints/shipped").rglob("*") if path.is_file()]
+    """Every file of every shipped checkpoint, and the parts of the page."""
+    folders = (ROOT / "sinklens/checkpoints/shipped", ROOT / "sinklens/views/page")
+    return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
 
 
 def check_contents(wheel: Path) -> None:
@@ -84,7 +87,7 @@ def check_contents(wheel: Path) -> None:
     if missing := sorted(expected - packed):
         sys.exit(f"the wheel lacks {missing}: list the package or its data in pyproject.toml")
     if surplus := sorted(packed - expected):
-        sys.exit(f"the wheel holds {surplus}, which are neither modules nor shipped checkpoints")
+        sys.exit(f"the wheel holds {surplus}, which are neither modules nor shipped data")
     if not any("/shipped/" in name and name.endswith(".safetensors") for name in packed):
         sys.exit("the wheel holds no checkpoint: sinklens/checkpoints/shipped is empty")
 
@@ -112,7 +115,7 @@ def main() -> None:
         check_contents(wheel)
         print("installing it into a fresh environment", flush=True)
         print(check_run(wheel, scratch), end="")
-    print("the wheel is whole, and a trace runs from it")
+    print("the wheel is whole; a trace runs and a page is written from it")
 
 
 if __name__ == "__main__":
