@@ -8,6 +8,7 @@ One way this fails: on an nnsight root a child module wins over a method of the 
 called ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,15 @@ class Model(NNsight):
         markup = sorted((added | set(self.tokenizer.all_special_ids)) - {*mask, *start, *end})
         return {"mask": mask, "start": [token for token in start if token not in end], "end": end, "markup": markup}
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells two checkpoints of one name apart: a hash over every tensor's name, shape and some of its values."""
+        found = hashlib.sha256()
+        for name, value in self.tree.hf.state_dict().items():
+            some = value.flatten()[:: max(1, value.numel() // 64)][:64].to(torch.float32).cpu().numpy()
+            found.update(f"{name}{tuple(value.shape)}".encode() + some.tobytes())
+        return found.hexdigest()[:16]
+
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order a step reaches them."""
         return self.tree.point_names()
@@ -100,12 +110,15 @@ class Model(NNsight):
         return self.tree.run_with_hooks(*args, **kwargs)
 
     def encode(
-        self, prompt: str | Sequence[str] | Sequence[int] | Tensor, chat_template: bool | str = False
+        self,
+        prompt: str | Sequence[str] | Sequence[int] | Sequence[list[int]] | Tensor,
+        chat_template: bool | str = False,
     ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
         """Token ids of a prompt or of several, left-padded to one length, and which of them are real.
 
         Args:
-            prompt: a string, a list of strings, token ids [pos] or [batch, pos].
+            prompt: a string, a list of strings, token ids [pos] or [batch, pos], or rows of ids, which may differ in
+                length.
             chat_template: True puts a text prompt as one user turn through the tokenizer's template; a string is
                 used as the template.
 
@@ -119,6 +132,8 @@ class Model(NNsight):
             raise PromptError("the list of prompts is empty; give at least one.")
         if all(isinstance(part, int) for part in texts):
             return self._check_ids(torch.tensor(texts))
+        if all(isinstance(part, list) and part and all(isinstance(one, int) for one in part) for part in texts):
+            return self._left_padded([self._check_ids(torch.tensor(part))[0][0].tolist() for part in texts])
         if not all(isinstance(part, str) for part in texts):
             kinds = ", ".join(sorted({type(part).__name__ for part in texts}))
             raise PromptError(f"a prompt is a string, a list of strings, or token ids; got a list of {kinds}.")

@@ -4,6 +4,7 @@ Everything sinklens writes goes to a neighbour of its place first and is moved t
 interrupt, a kill or a full disk leaves either the old file or none.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ def whole(path: str | Path) -> Iterator[Path]:
         SinklensError: the file cannot be written (no folder, no right, disk full).
     """
     path = Path(path)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part

@@ -3,7 +3,8 @@
 A *ledger* is a folder with one *run* per subfolder: ``run-HASH/run.json`` says what is evaluated (checkpoint, its
 weights, intervention, protocol, seed), and the folder's name is the hash of that, so another setting is another run.
 Records are lines of JSON in *shards*, ``records-N.jsonl``, each line ending in a checksum. A shard has one writer at a
-time, held by a lock of the operating system that goes with the process.
+time, held by a lock of the operating system that goes with the process. Verdicts on generated programs, which are run
+later, are records of their own in ``verdicts-N.jsonl``.
 
 A record counts when its line is whole: it is written in one call and synced to the disk before the next begins. A kill
 or a full disk can leave part of a last line; the next writer cuts it off. A broken line anywhere else is no accident of
@@ -22,13 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from sinklens.errors import LedgerError
 from sinklens.writing import whole
 
 FORMAT = "sinklens ledger 1"
 Record = dict[str, Any]
+Kind = Literal["records", "verdicts"]
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,18 @@ class Run:
     folder: Path
 
     @classmethod
-    def at(cls, ledger: Path, what: Mapping[str, Any]) -> "Run":
-        """The run of `what` in the folder `ledger`, made if it is new."""
+    def of(cls, ledger: Path, what: Mapping[str, Any]) -> "Run":
+        """The run of `what` in the folder `ledger`; nothing is written yet."""
         text = json.dumps(what, sort_keys=True)
-        folder = ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        note = folder / "run.json"
+        return cls(what, ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+
+    def begin(self) -> "Run":
+        """Write the run's description, if that was not done before."""
+        note = self.folder / "run.json"
         if not note.exists():
             with whole(note) as part:
-                part.write_text(json.dumps({"format": FORMAT, "what": what}, indent=1, sort_keys=True) + "\n")
-        return cls(what, folder)
+                part.write_text(json.dumps({"format": FORMAT, "what": self.what}, indent=1, sort_keys=True) + "\n")
+        return self
 
     @classmethod
     def all(cls, ledger: Path) -> "list[Run]":
@@ -74,21 +79,21 @@ class Run:
             raise LedgerError(f"{ledger} holds no run; `sinklens evaluate ... --out {ledger}` makes some.")
         return found
 
-    def records(self) -> list[Record]:
-        """Every whole record, of all shards, by sample; the first one of each sample.
+    def records(self, kind: Kind = "records") -> list[Record]:
+        """Every whole record of a kind, of all shards, by sample; the first one of each sample.
 
         Raises:
             LedgerError: a broken line that is not a shard's last.
         """
         found: dict[str, Record] = {}
-        for shard in sorted(self.folder.glob("records-*.jsonl")):
+        for shard in sorted(self.folder.glob(f"{kind}-*.jsonl")):
             for record in _read(shard)[0]:
                 found.setdefault(str(record["sample"]), record)
         return [found[sample] for sample in sorted(found)]
 
-    def done(self) -> set[str]:
-        """Samples that have a record."""
-        return {str(record["sample"]) for record in self.records()}
+    def done(self, kind: Kind = "records") -> set[str]:
+        """Samples that have a record of a kind."""
+        return {str(record["sample"]) for record in self.records(kind)}
 
 
 class Writer:
@@ -101,8 +106,8 @@ class Writer:
         LedgerError: another process is writing to it, or it cannot be written.
     """
 
-    def __init__(self, run: Run, shard: int = 0) -> None:
-        self.path = run.folder / f"records-{shard}.jsonl"
+    def __init__(self, run: Run, shard: int = 0, kind: Kind = "records") -> None:
+        self.path = run.folder / f"{kind}-{shard}.jsonl"
         self._file: int | None = None
 
     def __enter__(self) -> "Writer":

@@ -4,7 +4,8 @@
 (Rulli et al., 2510.15731, Sec. 4.3); nothing is done at step 0. In a diffusion run the scores of step t − 1 are its
 column sums; in an autoregressive run they are the attention of its last token (times the number of keys, so that
 uniform attention is 1 here too), and the keys are forbidden to the token decoded at step t alone, with a key/value
-cache or without.
+cache or without. With ``queries="all"`` they are forbidden to every token of the pass of step t, which then has to
+compute all of them again (``use_cache=False``): what earlier tokens say to the newest changes as well.
 
 One way this surprises: a key that was masked at step t − 1 received nothing there, so it is no sink, and at step t
 others are masked in its place. With ``source=`` a run without masking, the sets are those of the unmasked model.
@@ -12,7 +13,7 @@ others are masked in its place. With ``source=`` a run without masking, the sets
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from sinklens.sinks.track import SinkTrack
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.sinks.detectors import Detector
+
+Reach = Literal["newest", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class MaskSinks(Intervention):
         source: a recorded run of the same prompts; its sinks of step t − 1 (of step t with `same_step`) are masked, by
             the column sums it recorded, and nothing in steps that it lacks.
         seed: of random keys.
+        queries: in an autoregressive run, whether the keys are forbidden to the "newest" token or to "all".
         positions: keys that may be masked.
 
     Raises:
@@ -65,8 +69,11 @@ class MaskSinks(Intervention):
     same_step: bool = False
     source: SinkTrack | None = None
     seed: int = 0
+    queries: Reach = "newest"
 
     def __post_init__(self) -> None:
+        if self.queries not in get_args(Reach):
+            raise SettingError(f"queries is one of {', '.join(get_args(Reach))}; got {self.queries!r}.")
         _ = self.selection
 
     @property
@@ -98,7 +105,8 @@ class MaskSinks(Intervention):
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
-        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, self.source)
+        every = self.queries == "all"
+        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, self.source, every)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             found = chosen.at(hook, value)

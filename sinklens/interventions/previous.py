@@ -56,6 +56,7 @@ class PreviousSinks:
 
     Args:
         place: whose steps, layers, heads and positions (of keys) hold.
+        every_query: in an autoregressive run, the keys of step t hold for all queries of the pass of step t.
 
     Attributes:
         layers, heads: as numbers from 0.
@@ -70,6 +71,7 @@ class PreviousSinks:
         selection: Selection,
         same_step: bool,
         source: SinkTrack | None,
+        every_query: bool = False,
     ) -> None:
         if run is None:
             raise SettingError(
@@ -79,6 +81,7 @@ class PreviousSinks:
         self.layers, self.heads, self.causal = place.chosen_layers(model), place.chosen_heads(model), run.causal
         self._in_step, self._among = place.step_test(run), place_mask(place.positions, run.real)
         self._run, self._selection, self._same_step, self._source = run, selection, same_step, source
+        self._every_query = every_query
         self._canvas = Canvas()
         self._now: dict[int, Scores] = {}
         self._chosen: dict[int, dict[int, Keys]] = {}  # by step; of a diffusion run only the step being run
@@ -173,6 +176,8 @@ class PreviousSinks:
         """In a causal pass, each token is forbidden what it was when it was decoded, also if it is computed again."""
         assert self._query is not None
         queries = self._query.shape[1]
+        if self._every_query:
+            return self._all_rows(layer, step, queries, value)
         found = torch.zeros(*value.shape[:2], queries, value.shape[-1], dtype=torch.bool, device=value.device)
         rows = torch.zeros(queries, dtype=torch.bool, device=value.device)
         for part in self._run.parts(step, queries):
@@ -181,6 +186,20 @@ class PreviousSinks:
                 found[:, :, part.stop - 1, : keys.shape[-1]] = keys  # of the prompt, only its last token decodes one
                 rows[part.stop - 1] = True
         return Chosen(found, rows) if bool(rows.any()) else None
+
+    def _all_rows(self, layer: int, step: int, queries: int, value: Tensor) -> Chosen | None:
+        """In a causal pass over everything, what holds for its newest token holds for all."""
+        if queries < value.shape[-1]:
+            raise SettingError(
+                "queries='all' changes what earlier tokens computed, which a key/value cache has kept from before; "
+                "run with use_cache=False."
+            )
+        if step not in self._chosen:
+            return None
+        keys = self._chosen[step][layer]
+        found = torch.zeros(*value.shape[:2], 1, value.shape[-1], dtype=torch.bool, device=value.device)
+        found[..., : keys.shape[-1]] = keys[:, :, None]
+        return Chosen(found, torch.ones(1, dtype=torch.bool, device=value.device))
 
     def _keep_scores(self, value: Scores, hook: Point) -> None:
         self._now[layer_of(hook)] = value

@@ -19,7 +19,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from sinklens.evaluation.ledger import Run, Writer
-run = Run.at(Path(sys.argv[1]), {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0})
+run = Run.of(Path(sys.argv[1]), {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}).begin()
 done = run.done()
 with Writer(run) as writer:
     for number in range(40):
@@ -36,7 +36,7 @@ def worker(ledger):
 
 
 def test_records_come_back_as_they_were_written_and_in_order(tmp_path):
-    run = Run.at(tmp_path, WHAT)
+    run = Run.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in reversed(ENTRIES):
             writer.add(entry)
@@ -46,15 +46,14 @@ def test_records_come_back_as_they_were_written_and_in_order(tmp_path):
 
 
 def test_another_setting_is_another_run_and_the_same_one_is_found_again(tmp_path):
-    first, again, other = Run.at(tmp_path, WHAT), Run.at(tmp_path, dict(reversed(WHAT.items()))), Run.at(
-        tmp_path, WHAT | {"seed": 1}
-    )  # fmt: skip
+    first, other = Run.of(tmp_path, WHAT).begin(), Run.of(tmp_path, WHAT | {"seed": 1}).begin()
+    again = Run.of(tmp_path, dict(reversed(WHAT.items()))).begin()
     assert first.folder == again.folder != other.folder
     assert len(Run.all(tmp_path)) == 2
 
 
 def test_a_half_written_last_record_is_dropped_by_the_next_writer(tmp_path):
-    run = Run.at(tmp_path, WHAT)
+    run = Run.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in ENTRIES[:3]:
             writer.add(entry)
@@ -69,7 +68,7 @@ def test_a_half_written_last_record_is_dropped_by_the_next_writer(tmp_path):
 
 
 def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path):
-    run = Run.at(tmp_path, WHAT)
+    run = Run.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in ENTRIES[:3]:
             writer.add(entry)
@@ -83,7 +82,7 @@ def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path
 
 
 def test_one_writer_at_a_time_and_a_shard_of_its_own_for_another(tmp_path):
-    run = Run.at(tmp_path, WHAT)
+    run = Run.of(tmp_path, WHAT).begin()
     with Writer(run) as first:
         with pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl; wait for it, or"):
             Writer(run).__enter__()
@@ -103,7 +102,7 @@ def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
     _, told = second.communicate(timeout=60)
     assert b"another process is writing" in told
     first.communicate(timeout=60)
-    assert Run.at(tmp_path, WHAT).records() == ENTRIES
+    assert Run.of(tmp_path, WHAT).begin().records() == ENTRIES
 
 
 def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
@@ -116,7 +115,7 @@ def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
     worker(tmp_path).communicate(timeout=60)
-    run = Run.at(tmp_path, WHAT)
+    run = Run.of(tmp_path, WHAT).begin()
     assert run.records() == ENTRIES
     lines = (run.folder / "records-0.jsonl").read_bytes().splitlines()
     assert len(lines) == len(ENTRIES)
@@ -129,7 +128,7 @@ import resource, signal
 from pathlib import Path
 from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import Run, Writer
-run = Run.at(Path(r"{tmp_path}"), {WHAT!r})
+run = Run.of(Path(r"{tmp_path}"), {WHAT!r}).begin()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 with Writer(run) as writer:
@@ -151,7 +150,7 @@ print(len(run.records()))
 def test_a_folder_without_runs_or_with_a_broken_one_says_so(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run; `sinklens evaluate"):
         Run.all(tmp_path)
-    note = Run.at(tmp_path, WHAT).folder / "run.json"
+    note = Run.of(tmp_path, WHAT).begin().folder / "run.json"
     note.write_text(note.read_text()[:20])
     with pytest.raises(LedgerError, match=r"cannot be read .* restore it, or delete its folder"):
         Run.all(tmp_path)

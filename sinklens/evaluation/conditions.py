@@ -1,0 +1,98 @@
+"""What is done to a model while it answers: nothing, or interventions; each such *condition* has a name.
+
+The conditions of one evaluation get the same samples and the same seed, so their verdicts can be compared sample by
+sample. A condition is written into the ledger by the text of its interventions, which holds all their settings.
+
+One way this fails: an intervention whose text does not tell it from another, such as one that holds a whole recorded
+run, would share that one's records. Such interventions are refused here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from sinklens.errors import SettingError
+from sinklens.interventions import Intervention, MaskSinks
+from sinklens.interventions.masking import Reach
+from sinklens.interventions.selection import Pick, Scope
+
+CONTROLS: tuple[Pick, ...] = ("random", "weakest")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What is done to a model.
+
+    Attributes:
+        name: how tables call it.
+        hooks: interventions, in order; none for the model as it is.
+        masked: keys masked per head (K), for tables and pictures; None where that is no question.
+        pick: how those keys are chosen; "" where none are.
+
+    Raises:
+        SettingError: an intervention cannot be told from others by its text.
+    """
+
+    name: str
+    hooks: tuple[Intervention, ...] = ()
+    masked: int | None = None
+    pick: str = ""
+
+    def __post_init__(self) -> None:
+        for hook in self.hooks:
+            text = repr(hook)
+            if " object at 0x" in text or "..." in text or "\n" in text:
+                raise SettingError(
+                    f"{type(hook).__name__} holds something that its text does not tell ({text[:80]}...), so its "
+                    f"records could not be told from another's; use interventions with plain settings."
+                )
+
+    def described(self) -> dict[str, Any]:
+        """As plain JSON values; equal for equal conditions only."""
+        hooks = [repr(hook) for hook in self.hooks]
+        return {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
+
+
+UNMASKED = Condition("unmasked", masked=0)
+
+
+def masking(
+    counts: Sequence[int],
+    controls: Sequence[str] = (),
+    *,
+    scope: Scope = "head",
+    queries: Reach = "newest",
+    seed: int = 0,
+) -> list[Condition]:
+    """The study's conditions (Rulli et al., 2510.15731, Sec. 4.3): no masking, and K sinks masked for each K.
+
+    Args:
+        counts: K; "unmasked" is always among the conditions, as what the others are compared with.
+        controls: "random" and "weakest": the same number of other keys, for each K.
+        scope, queries: as in `MaskSinks`.
+        seed: of random keys.
+
+    Raises:
+        SettingError: a negative count or an unknown control.
+    """
+    if any(count < 0 for count in counts):
+        raise SettingError(f"numbers of masked sinks are 0 or more; got {', '.join(map(str, counts))}.")
+    for control in controls:
+        if control not in CONTROLS:
+            raise SettingError(f"a control masks {' or '.join(CONTROLS)} keys; got {control!r}.")
+    for value, allowed in ((scope, get_args(Scope)), (queries, get_args(Reach))):
+        if value not in allowed:
+            raise SettingError(f"{value!r} is none of {', '.join(allowed)}.")
+    picks: list[Pick] = ["strongest", *(pick for pick in CONTROLS if pick in controls)]
+    found = [UNMASKED]
+    for count in sorted(set(counts) - {0}):
+        for pick in picks:
+            hook = MaskSinks(top_k=count, pick=pick, scope=scope, queries=queries, seed=seed)
+            found.append(Condition(_name(count, pick, hook), (hook,), count, pick))
+    return found
+
+
+def _name(count: int, pick: Pick, hook: MaskSinks) -> str:
+    what = {"strongest": "sink", "random": "random key", "weakest": "weakest key"}[pick]
+    more = [f"one set per {hook.scope}"] * (hook.scope != "head") + ["for all queries"] * (hook.queries == "all")
+    return ", ".join([f"{count} {what}{'s' if count > 1 else ''}", *more])

@@ -1,0 +1,144 @@
+"""How a task is put to a model: every setting that moves a score, under one name.
+
+A *protocol* names the task and its settings (examples, extractor), whether the chat template is used, and the settings
+of each kind of sampler. Its hash, over all of these, goes into the ledger, so a protocol that is changed makes new
+runs. Settings given beside it replace the protocol's and are part of the hash.
+
+One way this misleads: published scores differ in these settings more than in anything else. A protocol named after a
+model follows what its authors or the study published, as far as they say it; `note` tells what they leave open.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sinklens.errors import SettingError, nearest
+from sinklens.sampling.settings import BY_SAMPLER
+from sinklens.tasks import NAMES, Task
+from sinklens.tasks import find as find_task
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way of asking.
+
+    Attributes:
+        name: how it is asked for.
+        task: name of the task; see `sinklens.tasks.find`.
+        settings: of each sampler ("llada", "dream", "autoregressive"); what is left out comes from the checkpoint or
+            the sampler's defaults.
+        shots, extractor: of the task, where it has them; None for its own.
+        chat_template: put the prompt through the tokenizer's chat template.
+        note: where the settings come from, and what is our choice; not part of the hash.
+    """
+
+    name: str
+    task: str
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    shots: int | None = None
+    extractor: str | None = None
+    chat_template: bool = False
+    note: str = ""
+
+    @property
+    def what(self) -> dict[str, Any]:
+        """All that moves a score, as plain JSON values."""
+        settings = {sampler: dict(given) for sampler, given in sorted(self.settings.items())}
+        return {
+            "task": self.task,
+            "settings": settings,
+            "shots": self.shots,
+            "extractor": self.extractor,
+            "chat_template": self.chat_template,
+        }
+
+    @property
+    def hash(self) -> str:
+        """Tells apart protocols that share a name."""
+        return hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()[:16]
+
+    def of(self, sampler: str) -> dict[str, Any]:
+        """The settings for one kind of sampler."""
+        return dict(self.settings.get(sampler, {}))
+
+    def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
+        """The task with these settings.
+
+        Args:
+            path, examples: local files of a published task.
+
+        Raises:
+            TaskError: the task does not have a setting that is given.
+        """
+        return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor, examples=examples)  # type: ignore[arg-type]
+
+    def with_settings(self, given: Mapping[str, Any]) -> "Protocol":
+        """The same with some settings replaced, for each sampler that has them.
+
+        Raises:
+            SettingError: no sampler has one of them.
+        """
+        known = {sampler: {entry.name for entry in fields(kind)} for sampler, kind in BY_SAMPLER.items()}
+        everything = sorted(set().union(*known.values()))
+        for name in given:
+            if name not in everything:
+                raise SettingError(
+                    f"no sampler has a setting {name!r}; known: {', '.join(everything)}.{nearest(name, everything)}"
+                )
+        merged = {
+            sampler: self.of(sampler) | {name: value for name, value in given.items() if name in names}
+            for sampler, names in known.items()
+        }
+        return replace(self, settings={sampler: settings for sampler, settings in merged.items() if settings})
+
+
+_STUDY = (
+    "Rulli et al., 2510.15731, Sec. 4: instruct checkpoints, lm-evaluation-harness; {length} tokens, for LLaDA in "
+    "blocks of 32. Steps are not stated and taken equal to the length; {more}"
+)
+_DREAM = (
+    "Dream's published evaluation: {length} tokens and as many steps, temperature 0.1, top_p 0.9, alg entropy{more}"
+)
+
+
+def _study(length: int) -> dict[str, Mapping[str, Any]]:
+    """Lengths of the study, one token per step, for every kind of model."""
+    return {
+        "llada": {"gen_length": length, "steps": length, "block_length": 32},
+        "dream": {"gen_length": length, "steps": length, "temperature": 0.1, "top_p": 0.9, "alg": "entropy"},
+        "autoregressive": {"gen_length": length},
+    }
+
+
+PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (
+        Protocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True,
+                 note=_STUDY.format(length=256, more="five examples, one user turn and the flexible number are "
+                                                     "the harness's usual ones, our choice.")),
+        Protocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
+                 note=_STUDY.format(length=512, more="the harness's instruct prompt is our choice.")),
+        Protocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
+                 note=_DREAM.format(length=256, more="; gsm8k_cot without examples.")),
+        Protocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
+                 note=_DREAM.format(length=768, more=".")),
+    )
+}  # fmt: skip
+PLAIN = "the task's own prompt, and the checkpoint's own lengths and steps"
+
+
+def find(name: str) -> Protocol:
+    """The protocol called `name`; a task's name stands for that task with the checkpoint's own settings.
+
+    Raises:
+        SettingError: there is none; names the nearest.
+    """
+    if name in PROTOCOLS:
+        return PROTOCOLS[name]
+    if name in NAMES:
+        return Protocol(name, name, note=PLAIN)
+    known = [*PROTOCOLS, *NAMES]
+    raise SettingError(f"no protocol is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")

@@ -1,0 +1,162 @@
+"""Units of work: one sample of a task, put to one model under one condition, becomes one record.
+
+Units are carried out in batches of samples that have one condition. A row's answer does not depend on its batch (see
+`sinklens.generate`), so neither does a verdict, and batches can be made and divided among processes in any way.
+
+One way this misleads: the seconds of a record are those of its batch, divided by its rows. They tell throughput, not
+latency.
+"""
+
+import hashlib
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import sinklens
+from sinklens.errors import PromptError
+from sinklens.evaluation.conditions import Condition
+from sinklens.evaluation.ledger import Record
+from sinklens.evaluation.protocols import Protocol
+from sinklens.sampling import make_settings
+from sinklens.sinks.motion import static_share
+from sinklens.tasks import Sample, Task
+
+if TYPE_CHECKING:
+    from sinklens.generation import Generation
+    from sinklens.model import Model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Units that run together.
+
+    Attributes:
+        condition: of all of them.
+        samples: one unit each.
+    """
+
+    condition: Condition
+    samples: tuple[Sample, ...]
+
+
+def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
+    """Samples in batches of similar length; an order that depends on the samples alone."""
+    ordered = sorted(samples, key=lambda sample: (len(sample.prompt) + len(sample.opening), sample.id))
+    for start in range(0, len(ordered), size):
+        yield Batch(condition, tuple(ordered[start : start + size]))
+
+
+def identity(model: "Model", condition: Condition, protocol: Protocol, seed: int) -> dict[str, Any]:
+    """Everything that decides a verdict, as plain JSON values: what a ledger's run is told apart by."""
+    settings = make_settings(model.record.sampler, protocol.of(model.record.sampler), model.checkpoint.defaults)
+    return {
+        "model": model.name,
+        "family": model.family,
+        "sampler": model.record.sampler,
+        "revision": model.checkpoint.revision or "",
+        "weights": model.fingerprint,
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
+        "condition": condition.described(),
+        "protocol": protocol.what | {"name": protocol.name, "hash": protocol.hash},
+        "settings": asdict(settings),
+        "seed": seed,
+    }
+
+
+def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed: int) -> list[Record]:
+    """The records of a batch, in its order.
+
+    Raises:
+        PromptError: a prompt does not fit the model; names the samples of the batch.
+    """
+    started = time.perf_counter()
+    try:
+        run = sinklens.generate(
+            model, [token_ids(model, sample, protocol.chat_template) for sample in batch.samples], seed=seed,
+            hooks=batch.condition.hooks, progress=False, **protocol.of(model.record.sampler),
+        )  # fmt: skip
+    except PromptError as error:
+        raise PromptError(f"{batch.samples[0].id} to {batch.samples[-1].id}: {error}") from error
+    sinks = sink_summary(run)
+    about = {
+        "device": model.cfg.device.type,
+        "device_name": _device_name(model),
+        "versions": _versions(),
+        "seconds": (time.perf_counter() - started) / len(batch.samples),
+        "batch": len(batch.samples),
+    }
+    return [
+        _record(task, sample, run, row)
+        | about
+        | {"sinks": {name: float(values[row]) for name, values in sinks.items()}}
+        for row, sample in enumerate(batch.samples)
+    ]
+
+
+def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
+    """The ids of a prompt as one user turn or as it is, and behind it the beginning that its answer is given.
+
+    Raises:
+        PromptError: the model has no tokenizer, or no chat template where one is asked for.
+    """
+    if not chat_template:
+        return model.encode(sample.prompt + sample.opening)[0][0].tolist()
+    ids = model.encode(sample.prompt, chat_template=True)[0][0].tolist()
+    assert model.tokenizer is not None, "encode has refused text without one"
+    return ids + list(model.tokenizer(sample.opening, add_special_tokens=False).input_ids if sample.opening else [])
+
+
+def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
+    answer = run.answers[row]
+    where = slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
+    text = answer.text or ""
+    return {
+        "sample": sample.id,
+        "kind": sample.kind,
+        "prompt_sha256": hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest(),
+        "tokens": run.tokens[row, where].tolist(),
+        "unmask_step": run.unmask_step[row, where].tolist(),
+        "text": text,
+        "verdict": task.verdict(sample, text),
+        "empty": answer.empty,
+        "ended": answer.ended,
+        "masks": answer.masks,
+        "steps": run.steps_run,
+    }
+
+
+def sink_summary(run: "Generation") -> dict[str, np.ndarray]:
+    """A run's sinks in three numbers per row.
+
+    Returns:
+        "per_head": sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"); "main_score": mean
+        over heads and steps of the largest score; "static_share": heads whose main sink never moves, in [0, 1].
+    """
+    assert run.sinks is not None
+    score = run.sinks.scores()
+    axes = ("step", "layer", "head")
+    found, exists = run.sinks.detect().sum("pos"), score.notnull().any("pos")
+    return {
+        "per_head": (found.sum(axes) / exists.sum(axes)).to_numpy(),
+        "main_score": score.max("pos").mean(axes).to_numpy(),
+        "static_share": static_share(run.sinks).to_numpy(),
+    }
+
+
+def _device_name(model: "Model") -> str:
+    if model.cfg.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(model.cfg.device)
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("sinklens", "torch", "transformers")}
