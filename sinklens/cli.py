@@ -1,4 +1,4 @@
-"""The command line: ``sinklens demo | trace | analyse | hooks | models | train``.
+"""The command line: ``sinklens demo | trace | analyse | evaluate | score | table | hooks | models | train``.
 
 Exit codes: 0 done; 1 an error that the message explains; 2 a wrong call; 130 interrupted. Files are written whole or
 not at all.
@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
+from sinklens.flags import add_settings, settings_given
 
 if TYPE_CHECKING:
     from sinklens.generation import Generation
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from sinklens.evaluation.commands import add_evaluation
+
     parser = argparse.ArgumentParser(
         prog="sinklens", description="Look inside diffusion language models while they denoise.",
         epilog="sinklens COMMAND --help tells more of a command. From Python: sinklens.load, sinklens.trace.",
@@ -46,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_trace(commands)
     _add_analyse(commands)
+    add_evaluation(commands)
     _add_hooks(commands)
     _add_models(commands)
     _add_train(commands)
@@ -74,7 +78,7 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
     trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
-    _add_settings(trace)
+    add_settings(trace)
     trace.set_defaults(command=run_trace)
 
 
@@ -95,29 +99,8 @@ def _add_analyse(commands: Any) -> None:
     analyse.add_argument("--number", type=int, metavar="N", help="the first N prompts (100 of the shipped ones)")
     analyse.add_argument("--batch", type=int, default=10, metavar="N", help="prompts per run (%(default)s)")
     analyse.add_argument("--seed", type=int, default=0, help="of the runs and of the intervals (%(default)s)")
-    _add_settings(analyse)
+    add_settings(analyse)
     analyse.set_defaults(command=run_analyse)
-
-
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    from sinklens.sampling.settings import Settings, meaning
-
-    group = command.add_argument_group("sampler settings (which apply depends on the model)")
-    for name, kind in Settings.__annotations__.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=meaning(name), **_flag(kind))
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampler settings that were given."""
-    return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
-
-
-def _flag(kind: Any) -> dict[str, Any]:
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": None}
-    if get_origin(kind) is not None:  # Literal
-        return {"choices": get_args(kind), "default": None}
-    return {"type": kind, "default": None, "metavar": kind.__name__.upper()}
 
 
 def _add_hooks(commands: Any) -> None:
@@ -189,7 +172,7 @@ def run_trace(options: argparse.Namespace) -> None:
 
     prompt = _prompt(options.prompt)
     model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
-    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **_settings(options))
+    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings_given(options))
     assert run.sinks is not None
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")
@@ -214,7 +197,7 @@ def run_analyse(options: argparse.Namespace) -> None:
         prompts = [problem.prompt for problem in held_out(options.number or 100)]
     else:
         prompts = read_prompts(options.prompts, options.number)
-    study = kind(seed=options.seed, batch=options.batch, settings=_settings(options))
+    study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
     findings = study.run(options.models, prompts, options.out or Path(f"analyses-{options.name}"))
     print(f"{options.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
     print("\n".join(f"  {file}" for file in findings.files))

@@ -10,7 +10,7 @@ FLOORS = [
     ("errors", "writing"),
     ("hooks", "checkpoints"),
     ("sampling", "sinks", "tasks"),
-    ("views", "selfcheck", "model", "progress"),
+    ("views", "selfcheck", "model", "progress", "flags"),
     ("generation", "denoising", "steps", "tracing", "interventions"),
     ("zoo", "evaluation"),
     ("analyses",),

@@ -119,6 +119,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
     return {
         "sample": sample.id,
         "kind": sample.kind,
+        "chance": sample.chance,
         "prompt_sha256": hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest(),
         "tokens": run.tokens[row, where].tolist(),
         "unmask_step": run.unmask_step[row, where].tolist(),

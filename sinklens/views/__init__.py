@@ -2,6 +2,7 @@
 
 from sinklens.views.attention import attention
 from sinklens.views.charts import (
+    accuracy_curves,
     curves,
     frequency_bars,
     interval_dots,
@@ -25,6 +26,7 @@ from sinklens.views.patterns import pattern_at
 from sinklens.views.report import report
 
 __all__ = [
+    "accuracy_curves",
     "attention",
     "curves",
     "frequency_bars",

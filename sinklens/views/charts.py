@@ -15,6 +15,7 @@ from sinklens.views.labels import UNITS, colours, plain, short, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
@@ -152,3 +153,43 @@ def nothing_to_show(ax: "Axes", name: str, why: str) -> "Axes":
     ax.set(xticks=[], yticks=[], title=short(name))
     ax.text(0.5, 0.5, plain(why), ha="center", va="center", wrap=True, transform=ax.transAxes)
     return ax
+
+
+def accuracy_curves(table: "DataFrame") -> "Figure":
+    """Accuracy against the number of masked keys (K), one panel per protocol and one colour per model, with intervals.
+
+    Args:
+        table: one line per condition, with ``protocol``, ``model``, ``masked``, ``pick``, ``estimate``, ``low``,
+            ``high`` and ``chance``; other conditions than masking (no ``masked``) are left out.
+    """
+    from matplotlib.figure import Figure
+
+    table = table[table["masked"].notna()]
+    protocols = list(dict.fromkeys(table["protocol"]))
+    figure = Figure(figsize=(5.2 * max(1, len(protocols)), 4.2), layout="constrained")
+    panels = figure.subplots(1, max(1, len(protocols)), squeeze=False)[0]
+    for protocol, ax in zip(protocols, panels, strict=False):
+        _accuracy_panel(table[table["protocol"] == protocol], ax)
+        ax.set(title=protocol, xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
+    return figure
+
+
+def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
+    models = list(dict.fromkeys(table["model"]))
+    counts = sorted({int(count) for count in table["masked"]})
+    for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
+        own = table[table["model"] == model]
+        for pick, style in (("strongest", "o-"), ("random", "s--"), ("weakest", "^:")):
+            rows = own[(own["pick"] == pick) | (own["masked"] == 0)].sort_values("masked")
+            if not (rows["pick"] == pick).any() and pick != "strongest":
+                continue
+            places = [counts.index(int(count)) + 0.04 * number for count in rows["masked"]]
+            errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
+            told = {"strongest": "sinks", "random": "random keys", "weakest": "weakest keys"}[pick]
+            ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,
+                        label=f"{short(model)}: {told}")  # fmt: skip
+    chance = table["chance"].max()
+    if chance > 0:
+        ax.axhline(chance, color="0.6", linewidth=1, label="a guess")
+    ax.set_xticks(range(len(counts)), [str(count) for count in counts])
+    ax.legend(fontsize="small")
