@@ -33,7 +33,9 @@ _HOMES = {
     "load": "sinklens.model",
     "trace": "sinklens.tracing",
 }
-_MODULES = ("analyses", "checkpoints", "errors", "hooks", "sampling", "sinks", "tasks", "views")
+_MODULES = (
+    "analyses", "checkpoints", "errors", "evaluation", "hooks", "interventions", "sampling", "sinks", "tasks", "views",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

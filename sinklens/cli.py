@@ -119,7 +119,7 @@ def _add_models(commands: Any) -> None:
 def _add_train(commands: Any) -> None:
     text = "train a shipped model again; an interrupted run goes on where it stopped"
     train = commands.add_parser("train", help=text, description=text)
-    train.add_argument("name", metavar="NAME", help="tiny-llada or tiny-llama")
+    train.add_argument("name", metavar="NAME", help="tiny-llada, tiny-llama, ..., or planted: sinks set by hand")
     train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
     train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
     train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")
@@ -281,12 +281,17 @@ def run_train(options: argparse.Namespace) -> None:
     from sinklens.analyses.accuracy import measure
     from sinklens.errors import nearest
     from sinklens.tasks.word_problems import held_out
-    from sinklens.zoo import RECIPES, train
+    from sinklens.zoo import RECIPES, planted_checkpoint, train
     from sinklens.zoo.export import export, write_card
 
+    if options.name == "planted":
+        out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
+        print(f"Checkpoint in {out}; its weights are set by hand, nothing was trained.")
+        return
     if options.name not in RECIPES:
+        known = [*RECIPES, "planted"]
         raise SinklensError(
-            f"no recipe is called {options.name!r}; known: {', '.join(RECIPES)}.{nearest(options.name, RECIPES)}"
+            f"no recipe is called {options.name!r}; known: {', '.join(known)}.{nearest(options.name, known)}"
         )
     recipe = RECIPES[options.name]
     if options.steps is not None:

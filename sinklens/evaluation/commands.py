@@ -238,15 +238,15 @@ def run_table(options: argparse.Namespace) -> None:
     for suffix in ("png", "svg"):
         with whole(out / f"accuracy.{suffix}") as part:
             figure.savefig(part, dpi=160, bbox_inches="tight")
-    wide = not sys.stdout.isatty()
-    console = Console(highlight=False, width=200 if wide else None)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for protocol in dict.fromkeys(line.protocol for line in lines):
         own = [line for line in lines if line.protocol == protocol]
         console.print(_first_table(protocol, own), _second_table(own))
-    console.print(LEGEND, markup=False)
+    console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
     console.print(f"Written: {', '.join(str(out / name) for name in ('table.csv', 'accuracy.png', 'accuracy.svg'))}.")
 
 
+WIDE = 400  # columns of a table that goes into a file or a pipe, where nothing should be cut
 LEGEND = (
     "Brackets: 95 % intervals (Wilson; of differences, bootstrap over samples). p: McNemar's exact test, two-sided, "
     "corrected by Holm's method over the conditions of a model. 'vs random': the sinks masked less as many random keys."

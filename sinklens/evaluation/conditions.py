@@ -4,12 +4,12 @@ The conditions of one evaluation get the same samples and the same seed, so thei
 sample. A condition is written into the ledger by the text of its interventions, which holds all their settings.
 
 One way this fails: an intervention whose text does not tell it from another, such as one that holds a whole recorded
-run, would share that one's records. Such interventions are refused here.
+run, would share the other's records. Such interventions are refused.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from sinklens.errors import SettingError
 from sinklens.interventions import Intervention, MaskSinks
@@ -30,7 +30,7 @@ class Condition:
         pick: how those keys are chosen; "" where none are.
 
     Raises:
-        SettingError: an intervention cannot be told from others by its text.
+        SettingError: an intervention holds something that its text does not tell, such as a recorded run.
     """
 
     name: str
@@ -40,17 +40,26 @@ class Condition:
 
     def __post_init__(self) -> None:
         for hook in self.hooks:
-            text = repr(hook)
-            if " object at 0x" in text or "..." in text or "\n" in text:
-                raise SettingError(
-                    f"{type(hook).__name__} holds something that its text does not tell ({text[:80]}...), so its "
-                    f"records could not be told from another's; use interventions with plain settings."
-                )
+            for entry in fields(hook):
+                if not _is_plain(getattr(hook, entry.name)):
+                    raise SettingError(
+                        f"{type(hook).__name__}({entry.name}=...) is a {type(getattr(hook, entry.name)).__name__}, and "
+                        f"its records could not be told from another's; use interventions with plain settings."
+                    )
 
     def described(self) -> dict[str, Any]:
         """As plain JSON values; equal for equal conditions only."""
         hooks = [repr(hook) for hook in self.hooks]
         return {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the text of a value tells it from every other: numbers, names, and tuples or records of these."""
+    if value is None or isinstance(value, str | int | float | range):
+        return True
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return is_dataclass(value) and all(_is_plain(getattr(value, entry.name)) for entry in fields(value))
 
 
 UNMASKED = Condition("unmasked", masked=0)
@@ -80,9 +89,6 @@ def masking(
     for control in controls:
         if control not in CONTROLS:
             raise SettingError(f"a control masks {' or '.join(CONTROLS)} keys; got {control!r}.")
-    for value, allowed in ((scope, get_args(Scope)), (queries, get_args(Reach))):
-        if value not in allowed:
-            raise SettingError(f"{value!r} is none of {', '.join(allowed)}.")
     picks: list[Pick] = ["strongest", *(pick for pick in CONTROLS if pick in controls)]
     found = [UNMASKED]
     for count in sorted(set(counts) - {0}):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import sinklens
 from sinklens.errors import SettingError
@@ -47,6 +47,7 @@ class Job:
     seed: int
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Who holds the model and runs it."""
 

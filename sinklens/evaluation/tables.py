@@ -130,7 +130,7 @@ def _group(run: Run) -> dict[str, Any]:
     return {name: value for name, value in run.what.items() if name != "condition"}
 
 
-def _order(read: _Read) -> tuple[float, int]:
+def _order(read: _Read) -> tuple[float | int, int]:
     condition = read.condition
     masked = condition["masked"]
     picks = ("", "strongest", "random", "weakest")

@@ -83,7 +83,7 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
         )  # fmt: skip
     except PromptError as error:
         raise PromptError(f"{batch.samples[0].id} to {batch.samples[-1].id}: {error}") from error
-    sinks = sink_summary(run)
+    sinks = sink_summary(run, [_steps(run, row) for row in range(len(batch.samples))])
     about = {
         "device": model.cfg.device.type,
         "device_name": _device_name(model),
@@ -113,8 +113,9 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
-    answer = run.answers[row]
-    where = slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
+    answer, steps = run.answers[row], _steps(run, row)
+    length = steps if run.model.record.causal else run.settings.gen_length  # a finished row waits for its batch
+    where = slice(run.prompt_length, run.prompt_length + length)
     text = answer.text or ""
     return {
         "sample": sample.id,
@@ -128,26 +129,36 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
         "empty": answer.empty,
         "ended": answer.ended,
         "masks": answer.masks,
-        "steps": run.steps_run,
+        "steps": steps,
     }
 
 
-def sink_summary(run: "Generation") -> dict[str, np.ndarray]:
+def _steps(run: "Generation", row: int) -> int:
+    """Steps that a row took part in: of an autoregressive run, up to its end."""
+    answer = run.answers[row]
+    return answer.tokens + answer.ended if run.model.record.causal else run.steps_run
+
+
+def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarray]:
     """A run's sinks in three numbers per row.
+
+    Args:
+        steps: per row, the first so many count.
 
     Returns:
         "per_head": sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"); "main_score": mean
         over heads and steps of the largest score; "static_share": heads whose main sink never moves, in [0, 1].
     """
     assert run.sinks is not None
-    score = run.sinks.scores()
-    axes = ("step", "layer", "head")
-    found, exists = run.sinks.detect().sum("pos"), score.notnull().any("pos")
-    return {
-        "per_head": (found.sum(axes) / exists.sum(axes)).to_numpy(),
-        "main_score": score.max("pos").mean(axes).to_numpy(),
-        "static_share": static_share(run.sinks).to_numpy(),
-    }
+    found: dict[str, list[float]] = {"per_head": [], "main_score": [], "static_share": []}
+    for row, count in enumerate(steps):
+        own = run.sinks.isel(batch=[row], step=slice(0, count))
+        score = own.scores()
+        exists = score.notnull().any("pos")
+        found["per_head"].append(float(own.detect().sum() / exists.sum()))
+        found["main_score"].append(float(score.max("pos").mean()))
+        found["static_share"].append(float(static_share(own).mean()))
+    return {name: np.array(values) for name, values in found.items()}
 
 
 def _device_name(model: "Model") -> str:

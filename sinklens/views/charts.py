@@ -179,11 +179,12 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
     counts = sorted({int(count) for count in table["masked"]})
     for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
         own = table[table["model"] == model]
-        for pick, style in (("strongest", "o-"), ("random", "s--"), ("weakest", "^:")):
+        for place, (pick, style) in enumerate((("strongest", "o-"), ("random", "s--"), ("weakest", "^:"))):
             rows = own[(own["pick"] == pick) | (own["masked"] == 0)].sort_values("masked")
             if not (rows["pick"] == pick).any() and pick != "strongest":
                 continue
-            places = [counts.index(int(count)) + 0.04 * number for count in rows["masked"]]
+            shift = 0.03 * (3 * number + place)  # so that intervals stand side by side
+            places = [counts.index(int(count)) + shift for count in rows["masked"]]
             errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
             told = {"strongest": "sinks", "random": "random keys", "weakest": "weakest keys"}[pick]
             ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,

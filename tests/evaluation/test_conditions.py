@@ -1,0 +1,60 @@
+"""Conditions: the study's own, their controls, and what is refused."""
+
+import pytest
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.evaluation.conditions import UNMASKED, Condition, masking
+from sinklens.interventions import MaskSinks, PatchHooks
+from sinklens.sinks.detectors import EpsilonOverMean
+
+
+def test_the_unmasked_model_is_always_among_them_and_counts_are_sorted():
+    assert [condition.name for condition in masking([10, 1, 1])] == ["unmasked", "1 sink", "10 sinks"]
+    assert masking([]) == masking([0]) == [UNMASKED]
+
+
+def test_each_control_masks_as_many_other_keys():
+    found = masking([5], ["weakest", "random"], seed=7)
+    assert [(c.name, c.masked, c.pick) for c in found[1:]] == [
+        ("5 sinks", 5, "strongest"),
+        ("5 random keys", 5, "random"),
+        ("5 weakest keys", 5, "weakest"),
+    ]
+    assert found[2].hooks == (MaskSinks(top_k=5, pick="random", seed=7),)
+
+
+def test_a_wider_scope_is_part_of_the_name_so_tables_cannot_mix_it():
+    assert masking([1], scope="layer")[1].name == "1 sink, one set per layer"
+    assert masking([1], queries="all")[1].name == "1 sink, for all queries"
+
+
+def test_descriptions_are_equal_for_equal_conditions_only():
+    first, second = masking([1])[1], masking([1], scope="model")[1]
+    assert first.described() == masking([1])[1].described() != second.described()
+    assert "top_k=1" in first.described()["hooks"][0]
+
+
+def test_what_cannot_be_told_apart_is_refused(tiny_llada):
+    run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
+    with pytest.raises(
+        SettingError, match=r"MaskSinks\(source=...\) is a SinkTrack, and its records could not be told"
+    ):
+        Condition("own sinks", (MaskSinks(source=run.sinks),))
+    Condition("by a detector", (MaskSinks(top_k=None, detector=EpsilonOverMean()),))
+    with sinklens.trace(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2) as t:
+        caches = t.cache(["blocks.0.hook_resid_post"])
+    with pytest.raises(SettingError, match=r"PatchHooks\(source=...\) is a"):
+        Condition("patched", (PatchHooks(source=caches, names=["blocks.0.hook_resid_post"]),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"counts": [-1]}, r"0 or more; got -1"),
+        ({"counts": [1], "controls": ["nearest"]}, r"a control masks random or weakest keys; got 'nearest'"),
+    ],
+)
+def test_bad_settings_say_what_is_allowed(arguments, text):
+    with pytest.raises(SettingError, match=text):
+        masking(**arguments)

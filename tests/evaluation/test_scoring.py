@@ -1,0 +1,91 @@
+"""Scoring: programs are judged by running them, once each, and hostile ones gain nothing."""
+
+import gzip
+import json
+
+import pytest
+from ledgers import answered, planted_run
+
+from sinklens.errors import LedgerError, SettingError
+from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.scoring import score, verdicts
+from sinklens.tasks import find as find_task
+
+TASK = find_task("tiny-code")
+SAMPLES = TASK.samples(6)
+FORGED = "    import os, sys\n    sys.stdout.write('passed')\n    os._exit(0)\n"
+
+
+@pytest.fixture
+def coded(tmp_path):
+    """A run with two right programs, a wrong one, one that ends the process, and one that is empty."""
+    right, also, wrong, forged, empty = SAMPLES[:5]
+    run = planted_run(tmp_path, {}, protocol="tiny-code")
+    texts = {
+        right.id: right.reference, also.id: also.reference + "\nprint('more')", wrong.id: "    return 'wrong'\n",
+        forged.id: FORGED, empty.id: "",
+    }  # fmt: skip
+    return answered(run, TASK, texts)
+
+
+def test_the_programs_decide_and_the_record_says_how(tmp_path, coded):
+    with pytest.raises(SettingError, match=r"5 programs of tiny-llada \(unmasked\) have not been run; `sinklens score"):
+        verdicts(coded)
+    assert score(tmp_path) == 5
+    found = {record["sample"]: record for record in coded.records("verdicts")}
+    ids = [sample.id for sample in SAMPLES[:5]]
+    assert [found[i]["verdict"] for i in ids] == [True, True, False, False, False]
+    assert [found[i]["status"] for i in ids[:3]] == ["passed", "passed", "failed"]
+    assert all(found[i]["isolation"] and found[i]["seconds"] > 0 for i in ids)
+    assert verdicts(coded) == dict(zip(ids, [True, True, False, False, False], strict=True))
+
+
+def test_a_second_start_runs_what_is_missing_alone(tmp_path, coded):
+    told = []
+    score(tmp_path)
+    answered(coded, TASK, {SAMPLES[5].id: SAMPLES[5].reference})
+    assert score(tmp_path, progress=lambda run, done, total: told.append((done, total))) == 1
+    assert told == [(6, 6)]
+    assert score(tmp_path) == 0
+    assert len((coded.folder / "verdicts-0.jsonl").read_bytes().splitlines()) == 6
+
+
+def test_runs_whose_text_decides_are_left_alone(tmp_path):
+    run = planted_run(tmp_path, {"tiny-gsm/0": True})
+    assert score(tmp_path) == 0
+    assert verdicts(run) == {"tiny-gsm/0": True}
+    assert not (run.folder / "verdicts-0.jsonl").exists()
+
+
+def test_two_scorers_of_one_run_do_not_meet(tmp_path, coded):
+    with (
+        Writer(coded, kind="verdicts"),
+        pytest.raises(LedgerError, match=r"another process is writing to .*verdicts-0"),
+    ):
+        score(tmp_path)
+
+
+def test_data_that_changed_since_are_refused(tmp_path, coded, shared):
+    """HumanEval's file with one prompt changed, between answering and scoring."""
+    with gzip.open(shared / "data" / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
+        lines = file.read().splitlines()[:2]
+    local, changed = tmp_path / "HumanEval.jsonl", tmp_path / "changed.jsonl"
+    local.write_text("\n".join(lines) + "\n")
+    first = json.loads(lines[0])
+    changed.write_text("\n".join([json.dumps(first | {"prompt": first["prompt"] + "    # more\n"}), lines[1]]) + "\n")
+    task = find_task("humaneval", path=local)
+    run = planted_run(tmp_path / "ledger", {}, protocol="humaneval")
+    answered(run, task, {sample.id: sample.reference for sample in task.samples()})
+    with pytest.raises(LedgerError, match=r"sample humaneval/0 had another prompt when it was answered"):
+        score(tmp_path / "ledger", paths={"humaneval": changed})
+    changed.write_text(lines[1] + "\n")
+    with pytest.raises(LedgerError, match=r"sample humaneval/0 is none of the task humaneval"):
+        score(tmp_path / "ledger", paths={"humaneval": changed})
+    assert score(tmp_path / "ledger", paths={"humaneval": local}) == 2
+    assert verdicts(run) == {"humaneval/0": True, "humaneval/1": True}
+
+
+def test_a_folder_without_runs_says_so(tmp_path):
+    with pytest.raises(LedgerError, match=r"holds no run"):
+        score(tmp_path)
+    assert not list(Run.all(planted_run(tmp_path, {"tiny-gsm/0": True}).folder.parent)[0].records("verdicts"))

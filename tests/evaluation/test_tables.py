@@ -1,0 +1,132 @@
+"""Tables: numbers that were planted come out, pairs are of the same samples, and unlike runs are kept apart."""
+
+import math
+
+import numpy as np
+import pytest
+from ledgers import planted_run
+
+from sinklens.errors import LedgerError, SettingError
+from sinklens.evaluation.conditions import masking
+from sinklens.evaluation.ledger import Run
+from sinklens.evaluation.statistics import holm, paired
+from sinklens.evaluation.tables import PAPER, frame, read_lines
+
+UNMASKED, ONE, ONE_RANDOM, FIVE, FIVE_RANDOM = masking([1, 5], ["random"])
+
+
+def verdicts(text):
+    """'101' is right, wrong, right."""
+    return {f"s{number:02d}": letter == "1" for number, letter in enumerate(text)}
+
+
+BASE = "1111111100"
+MASKED = "1100000010"
+RANDOM = "1111110000"
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    planted_run(tmp_path, verdicts(BASE), UNMASKED, empty=True)
+    planted_run(tmp_path, verdicts(MASKED), ONE, masks=2)
+    planted_run(tmp_path, verdicts(RANDOM), ONE_RANDOM)
+    planted_run(tmp_path, verdicts(BASE[:5]), FIVE, seconds=0.25)
+    return tmp_path
+
+
+def by_condition(lines):
+    return {line.condition: line for line in lines}
+
+
+def test_planted_accuracies_and_rates_come_out(ledger):
+    lines = read_lines(ledger)
+    assert [line.condition for line in lines] == ["unmasked", "1 sink", "1 random key", "5 sinks"]
+    assert [(line.accuracy.right, line.accuracy.total) for line in lines] == [(8, 10), (3, 10), (6, 10), (5, 5)]
+    assert [line.empty for line in lines] == [1.0, 0.0, 0.0, 0.0]
+    assert [line.masks for line in lines] == [0.0, 1.0, 0.0, 0.0]
+    assert [line.per_second for line in lines] == [2.0, 2.0, 2.0, 4.0]
+    assert {line.devices for line in lines} == {("cpu",)}
+
+
+def test_differences_are_paired_on_the_samples_that_both_have(ledger):
+    found = by_condition(read_lines(ledger))
+    assert found["unmasked"].against_unmasked is None
+    one = found["1 sink"].against_unmasked
+    assert (one.difference, one.lost, one.gained, one.total) == (-0.5, 6, 1, 10)
+    assert found["5 sinks"].against_unmasked.total == 5
+    assert found["5 sinks"].against_unmasked.difference == 0
+    control = found["1 sink"].against_random
+    assert (control.difference, control.lost, control.gained) == (-0.3, 4, 1)
+    assert found["1 random key"].against_random is None
+    assert found["5 sinks"].against_random is None
+
+
+def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):
+    def p(first, second):
+        first, second = (np.array(list(verdicts(text).values())) for text in (first, second))
+        return paired(first[: len(second)], second).p
+
+    found = by_condition(read_lines(ledger))
+    plain = [p(BASE, MASKED), p(BASE, RANDOM), p(BASE, BASE[:5])]
+    corrected = [found[name].against_unmasked.p for name in ("1 sink", "1 random key", "5 sinks")]
+    assert corrected == holm(plain) != plain
+
+
+def test_the_paper_is_quoted_for_its_own_models_and_tasks_alone(tmp_path):
+    for model in ("GSAI-ML/LLaDA-8B-Instruct", "/somewhere/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base"):
+        for condition in (UNMASKED, ONE, ONE_RANDOM, masking([1], scope="layer")[1]):
+            planted_run(tmp_path, verdicts("10"), condition, model=model, protocol="llada-gsm8k")
+    planted_run(tmp_path, verdicts("10"), ONE, model="GSAI-ML/LLaDA-8B-Instruct", protocol="tiny-gsm")
+    quoted = {(line.task, line.model, line.condition): line.paper for line in read_lines(tmp_path) if line.paper}
+    assert quoted == {
+        ("gsm8k", model, name): PAPER["gsm8k"]["LLaDA-8B-Instruct"][masked]
+        for model in ("GSAI-ML/LLaDA-8B-Instruct", "/somewhere/LLaDA-8B-Instruct")
+        for name, masked in (("unmasked", 0), ("1 sink", 1))
+    }
+
+
+def test_other_settings_are_another_group_and_the_name_says_which(tmp_path):
+    planted_run(tmp_path, verdicts(BASE))
+    planted_run(tmp_path, verdicts(MASKED), ONE)
+    planted_run(tmp_path, verdicts(RANDOM), settings={"gen_length": 24, "steps": 12})
+    planted_run(tmp_path, verdicts(RANDOM), model="tiny-llama")
+    lines = read_lines(tmp_path)
+    assert {line.model for line in lines} == {"tiny-llada (steps 24)", "tiny-llada (steps 12)", "tiny-llama"}
+    assert [line.model for line in lines if line.against_unmasked] == ["tiny-llada (steps 24)"]
+
+
+def test_runs_of_different_device_types_are_not_paired_unless_told(tmp_path):
+    planted_run(tmp_path, verdicts(BASE))
+    planted_run(tmp_path, verdicts(MASKED), ONE, device="cuda")
+    with pytest.raises(SettingError, match=r"ran on cpu and cuda under 'unmasked' and '1 sink'.*--mixed-devices"):
+        read_lines(tmp_path)
+    found = by_condition(read_lines(tmp_path, mixed_devices=True))
+    assert found["1 sink"].against_unmasked.difference == -0.5
+    assert found["1 sink"].devices == ("cuda",)
+
+
+def test_a_control_of_another_device_is_refused_too(tmp_path):
+    planted_run(tmp_path, verdicts(MASKED), ONE, device="cuda")
+    planted_run(tmp_path, verdicts(RANDOM), ONE_RANDOM)
+    with pytest.raises(SettingError, match=r"under '1 random key' and '1 sink'"):
+        read_lines(tmp_path)
+
+
+def test_nothing_finished_is_an_error_and_runs_without_records_are_left_out(tmp_path, ledger):
+    empty = tmp_path / "empty"
+    planted_run(empty, {})
+    with pytest.raises(LedgerError, match=r"holds no finished sample yet; run `sinklens evaluate` again"):
+        read_lines(empty)
+    planted_run(ledger, {}, FIVE_RANDOM)
+    assert len(Run.all(ledger)) == 5
+    assert len(read_lines(ledger)) == 4
+
+
+def test_the_frame_holds_every_number_and_nan_where_there_is_none(ledger):
+    table = frame(read_lines(ledger))
+    row = table[table["condition"] == "1 sink"].iloc[0]
+    assert (row["right"], row["total"], row["estimate"], row["masked"], row["pick"]) == (3, 10, 0.3, 1, "strongest")
+    assert row["low"] == pytest.approx(0.1078, abs=1e-4)  # Wilson's interval of 3 in 10
+    assert row["high"] == pytest.approx(0.6032, abs=1e-4)
+    assert row["against_unmasked_difference"] == -0.5
+    assert math.isnan(table[table["condition"] == "unmasked"].iloc[0]["against_unmasked_difference"])

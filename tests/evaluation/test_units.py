@@ -1,0 +1,135 @@
+"""Units: what a record holds is what the run did, whatever batch it ran in."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import sinklens
+from sinklens.errors import PromptError
+from sinklens.evaluation.conditions import UNMASKED, masking
+from sinklens.evaluation.protocols import find
+from sinklens.evaluation.units import Batch, batches, carry_out, identity, sink_summary, token_ids
+from sinklens.tasks import Sample
+from sinklens.tasks import find as find_task
+
+PLAIN = find("tiny-gsm")
+TASK = PLAIN.make_task()
+SAMPLES = tuple(TASK.samples(6))
+
+
+def told(records):
+    return {r["sample"]: {k: v for k, v in r.items() if k not in ("seconds", "batch", "sinks")} for r in records}
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+@pytest.mark.parametrize("condition", masking([2], ["random"]), ids=lambda condition: condition.name)
+def test_records_do_not_depend_on_the_batch(condition, name):
+    model = sinklens.load(name)
+    together = carry_out(model, TASK, PLAIN, Batch(condition, SAMPLES), 0)
+    apart = [carry_out(model, TASK, PLAIN, Batch(condition, (sample,)), 0)[0] for sample in reversed(SAMPLES)]
+    assert told(together) == told(apart)
+    for one, other in zip(together, reversed(apart), strict=True):
+        assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)
+
+
+def test_a_record_holds_what_the_run_did(tiny_llada):
+    (record,) = carry_out(tiny_llada, TASK, PLAIN, Batch(UNMASKED, SAMPLES[:1]), 3)
+    run = sinklens.generate(tiny_llada, SAMPLES[0].prompt, seed=3, progress=False)
+    answer = slice(run.prompt_length, None)
+    assert record["tokens"] == run.tokens[0, answer].tolist()
+    assert record["unmask_step"] == run.unmask_step[0, answer].tolist()
+    assert sorted(record["unmask_step"]) == list(range(record["steps"]))
+    assert record["steps"] == run.steps_run
+    assert (record["text"], record["empty"], record["ended"], record["masks"]) == (run.text, False, True, 0)
+    assert record["verdict"] is TASK.verdict(SAMPLES[0], run.text)
+    assert record["prompt_sha256"] == hashlib.sha256(SAMPLES[0].prompt.encode()).hexdigest()
+    assert record["seconds"] > 0
+    assert (record["device"], record["versions"]["sinklens"]) == ("cpu", sinklens.__version__)
+
+
+def test_the_sink_summary_is_that_of_a_naive_count(tiny_llama):
+    run = sinklens.generate(tiny_llama, [sample.prompt for sample in SAMPLES[:2]], progress=False)
+    took = [10, run.steps_run]
+    found = sink_summary(run, took)
+    score, layers, heads = run.sinks.scores().to_numpy(), 4, 6
+    for row in range(2):
+        sinks, best, static = [], [], []
+        for layer in range(layers):
+            for head in range(heads):
+                mains = []
+                for step in range(took[row]):
+                    values = score[row, step, layer, head]
+                    values = values[~np.isnan(values)]
+                    if len(values):
+                        others = (values.sum() - values) / (len(values) - 1)
+                        sinks.append((values > others + 3).sum())
+                        best.append(values.max())
+                        mains.append(int(np.nanargmax(score[row, step, layer, head])))
+                static.append(len(set(mains)) == 1)
+        assert found["per_head"][row] == pytest.approx(np.mean(sinks))
+        assert found["main_score"][row] == pytest.approx(np.mean(best))
+        assert found["static_share"][row] == pytest.approx(np.mean(static))
+
+
+def test_batches_hold_every_sample_once_and_similar_lengths(tiny_llada):
+    made = list(batches(UNMASKED, SAMPLES, 4))
+    lengths = [len(sample.prompt) for batch in made for sample in batch.samples]
+    assert [len(batch.samples) for batch in made] == [4, 2]
+    assert lengths == sorted(lengths)
+    assert {sample.id for batch in made for sample in batch.samples} == {sample.id for sample in SAMPLES}
+    assert list(batches(UNMASKED, SAMPLES[::-1], 4)) == made
+
+
+def test_everything_that_decides_a_verdict_is_part_of_the_identity(tiny_llada, tiny_llama):
+    def named(model=tiny_llada, condition=UNMASKED, protocol=PLAIN, seed=0):
+        return str(identity(model, condition, protocol, seed))
+
+    others = [
+        named(model=tiny_llama),
+        named(condition=masking([1])[1]),
+        named(protocol=PLAIN.with_settings({"steps": 12})),
+        named(seed=1),
+    ]
+    assert len({named(), *others}) == 5
+    assert named() == named()
+
+
+@dataclass
+class Template:
+    """A tokenizer of a shipped model with a chat template of its own."""
+
+    of: object
+
+    def __getattr__(self, name):
+        return getattr(self.of, name)
+
+    def __call__(self, text, **keywords):
+        return self.of(text, **keywords)
+
+    chat_template: str = "{{ bos_token }}Tom: {{ messages[0]['content'] }} Answer:"
+
+    def apply_chat_template(self, turns, **keywords):
+        return self.of.apply_chat_template(turns, **keywords | {"chat_template": self.chat_template})
+
+
+def test_an_answer_is_made_to_open_as_the_sample_says(tiny_llada):
+    sample = Sample("opened", "Question: 2 + 3?", " 5", opening=" Tom has")
+    model = sinklens.load("tiny-llada", tokenizer=Template(tiny_llada.tokenizer), check=False)
+
+    def text(ids):
+        return model.tokenizer.decode(ids)
+
+    assert text(token_ids(model, sample, False)).endswith("Question: 2 + 3? Tom has")
+    assert text(token_ids(model, sample, True)).endswith("Tom: Question: 2 + 3? Answer: Tom has")
+    assert token_ids(model, sample, True)[0] == tiny_llada.tokenizer.bos_token_id
+    assert tiny_llada.tokenizer.bos_token_id not in token_ids(model, sample, True)[1:]
+    plain = Sample("plain", "Question: 2 + 3?", " 5")
+    assert token_ids(model, plain, False) == model.encode(plain.prompt)[0][0].tolist()
+
+
+def test_a_prompt_that_does_not_fit_names_its_samples(tiny_llada):
+    long = Sample("long/1", "coins " * 200, "")
+    with pytest.raises(PromptError, match=r"long/1 to long/1: a prompt of \d+ tokens and gen_length"):
+        carry_out(tiny_llada, find_task("tiny-gsm"), PLAIN, Batch(UNMASKED, (long,)), 0)

@@ -1,0 +1,41 @@
+"""Ledgers with records made by hand: what tables and scores say of them is known."""
+
+import hashlib
+
+from sinklens.evaluation.conditions import UNMASKED
+from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.protocols import find
+
+HAND = {"kind": "", "chance": 0.0, "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}
+
+
+def planted_run(ledger, verdicts, condition=UNMASKED, *, model="tiny-llada", protocol="tiny-gsm", **changes):
+    """A run with these verdicts, by sample; `changes` are of what the run is, or else of its records."""
+    asked = find(protocol)
+    what = {
+        "model": model, "family": "llada", "sampler": "llada", "revision": "", "weights": "0", "dtype": "float32",
+        "condition": condition.described(), "protocol": asked.what | {"name": asked.name, "hash": asked.hash},
+        "settings": {"gen_length": 24, "steps": 24}, "seed": 0,
+    }  # fmt: skip
+    run = Run.of(ledger, {name: changes.pop(name, value) for name, value in what.items()}).begin()
+    with Writer(run) as writer:
+        for sample, verdict in verdicts.items():
+            writer.add(
+                HAND
+                | {"sample": sample, "verdict": verdict, "text": "", "seconds": 0.5, "sinks": {"per_head": 1.0}}
+                | changes
+            )
+    return run
+
+
+def answered(run, task, texts):
+    """Write one record for each sample of a code task that is in `texts`."""
+    with Writer(run) as writer:
+        for sample in task.samples():
+            if sample.id in texts:
+                told = hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest()
+                writer.add(HAND | {
+                    "sample": sample.id, "verdict": None, "text": texts[sample.id], "prompt_sha256": told,
+                    "seconds": 0.5, "sinks": {"per_head": 1.0},
+                })  # fmt: skip
+    return run
