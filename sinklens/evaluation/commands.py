@@ -45,6 +45,10 @@ def _add_evaluate(commands: Any) -> None:
         "--controls", nargs="+", default=[], choices=("random", "weakest"),
         help="for each K also that many other keys (random)",
     )  # fmt: skip
+    masks.add_argument(
+        "--of-unmasked", action="store_true",
+        help="for each K also the sinks that the unmasked run had a step before; twice the time",
+    )  # fmt: skip
     masks.add_argument("--scope", default="head", choices=("head", "layer", "model"), help="one set of keys per ...")
     masks.add_argument(
         "--queries", default="newest", choices=("newest", "all"),
@@ -102,8 +106,9 @@ def run_evaluate(options: argparse.Namespace) -> None:
 
     asked = _protocol(options)
     conditions = masking(
-        options.mask_sinks, options.controls, scope=options.scope, queries=options.queries, seed=options.seed
-    )
+        options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
+        of_unmasked=options.of_unmasked, seed=options.seed,
+    )  # fmt: skip
     shared: dict[str, Any] = {
         "task": asked.make_task(options.data), "limit": options.limit, "batch": options.batch, "seed": options.seed,
         "shard": _shard(options.shard), "load": {"dtype": options.dtype, "device": options.device},

@@ -7,14 +7,17 @@ One way this fails: an intervention whose text does not tell it from another, su
 run, would share the other's records. Such interventions are refused.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.masking import Reach
 from sinklens.interventions.selection import Pick, Scope
+
+if TYPE_CHECKING:
+    from sinklens.sinks.track import SinkTrack
 
 CONTROLS: tuple[Pick, ...] = ("random", "weakest")
 
@@ -28,6 +31,7 @@ class Condition:
         hooks: interventions, in order; none for the model as it is.
         masked: keys masked per head (K), for tables and pictures; None where that is no question.
         pick: how those keys are chosen; "" where none are.
+        of_unmasked: each batch runs unmasked first, and its `MaskSinks` take their keys from that run.
 
     Raises:
         SettingError: an intervention holds something that its text does not tell, such as a recorded run.
@@ -37,6 +41,7 @@ class Condition:
     hooks: tuple[Intervention, ...] = ()
     masked: int | None = None
     pick: str = ""
+    of_unmasked: bool = False
 
     def __post_init__(self) -> None:
         for hook in self.hooks:
@@ -50,7 +55,15 @@ class Condition:
     def described(self) -> dict[str, Any]:
         """As plain JSON values; equal for equal conditions only."""
         hooks = [repr(hook) for hook in self.hooks]
-        return {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
+        told = {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
+        return told | ({"of_unmasked": True} if self.of_unmasked else {})
+
+    def hooks_for(self, unmasked: "Callable[[], SinkTrack]") -> list[Intervention]:
+        """The interventions of one batch; `unmasked` is asked for its unmasked run where they need it."""
+        if not self.of_unmasked:
+            return list(self.hooks)
+        track = unmasked()
+        return [replace(hook, source=track) if isinstance(hook, MaskSinks) else hook for hook in self.hooks]
 
 
 def _is_plain(value: Any) -> bool:
@@ -71,6 +84,7 @@ def masking(
     *,
     scope: Scope = "head",
     queries: Reach = "newest",
+    of_unmasked: bool = False,
     seed: int = 0,
 ) -> list[Condition]:
     """The study's conditions (Rulli et al., 2510.15731, Sec. 4.3): no masking, and K sinks masked for each K.
@@ -79,6 +93,8 @@ def masking(
         counts: K; "unmasked" is always among the conditions, as what the others are compared with.
         controls: "random" and "weakest": the same number of other keys, for each K.
         scope, queries: as in `MaskSinks`.
+        of_unmasked: for each K also the sinks of the unmasked run at step t − 1. In the run itself a key that was
+            masked at t − 1 got no attention there, is no sink, and is spared at t; these are masked at every step.
         seed: of random keys.
 
     Raises:
@@ -95,6 +111,9 @@ def masking(
         for pick in picks:
             hook = MaskSinks(top_k=count, pick=pick, scope=scope, queries=queries, seed=seed)
             found.append(Condition(_name(count, pick, hook), (hook,), count, pick))
+            if pick == "strongest" and of_unmasked:
+                name = f"{_name(count, pick, hook)} of the unmasked run"
+                found.append(Condition(name, (hook,), count, "steady", of_unmasked=True))
     return found
 
 

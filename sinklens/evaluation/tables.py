@@ -133,7 +133,7 @@ def _group(run: Run) -> dict[str, Any]:
 def _order(read: _Read) -> tuple[float | int, int]:
     condition = read.condition
     masked = condition["masked"]
-    picks = ("", "strongest", "random", "weakest")
+    picks = ("", "strongest", "steady", "random", "weakest")
     return (math.inf if masked is None else masked, picks.index(condition["pick"]))
 
 
@@ -173,7 +173,7 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
     lines = []
     for one in members:
         condition = one.condition
-        control = random.get(condition["masked"]) if condition["pick"] == "strongest" else None
+        control = random.get(condition["masked"]) if condition["pick"] in ("strongest", "steady") else None
         lines.append(
             _line(
                 name, one,

@@ -23,8 +23,10 @@ from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record
 from sinklens.evaluation.protocols import Protocol
+from sinklens.interventions import Intervention
 from sinklens.sampling import make_settings
 from sinklens.sinks.motion import static_share
+from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -76,11 +78,19 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
         PromptError: a prompt does not fit the model; names the samples of the batch.
     """
     started = time.perf_counter()
+
+    def generate(hooks: Sequence[Intervention]) -> "Generation":
+        prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
+        settings: dict[str, Any] = protocol.of(model.record.sampler)
+        return sinklens.generate(model, prompts, seed=seed, hooks=hooks, progress=False, **settings)
+
+    def unmasked() -> SinkTrack:
+        track = generate(()).sinks
+        assert track is not None, "sinks are recorded unless that is declined"
+        return track
+
     try:
-        run = sinklens.generate(
-            model, [token_ids(model, sample, protocol.chat_template) for sample in batch.samples], seed=seed,
-            hooks=batch.condition.hooks, progress=False, **protocol.of(model.record.sampler),
-        )  # fmt: skip
+        run = generate(batch.condition.hooks_for(unmasked))
     except PromptError as error:
         raise PromptError(f"{batch.samples[0].id} to {batch.samples[-1].id}: {error}") from error
     sinks = sink_summary(run, [_steps(run, row) for row in range(len(batch.samples))])

@@ -155,6 +155,14 @@ def nothing_to_show(ax: "Axes", name: str, why: str) -> "Axes":
     return ax
 
 
+PICKS = {
+    "strongest": ("sinks", "o-"),
+    "steady": ("sinks of the unmasked run", "D-."),
+    "random": ("random keys", "s--"),
+    "weakest": ("weakest keys", "^:"),
+}
+
+
 def accuracy_curves(table: "DataFrame") -> "Figure":
     """Accuracy against the number of masked keys (K), one panel per protocol and one colour per model, with intervals.
 
@@ -179,14 +187,13 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
     counts = sorted({int(count) for count in table["masked"]})
     for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
         own = table[table["model"] == model]
-        for place, (pick, style) in enumerate((("strongest", "o-"), ("random", "s--"), ("weakest", "^:"))):
+        for place, (pick, (told, style)) in enumerate(PICKS.items()):
             rows = own[(own["pick"] == pick) | (own["masked"] == 0)].sort_values("masked")
             if not (rows["pick"] == pick).any() and pick != "strongest":
                 continue
-            shift = 0.03 * (3 * number + place)  # so that intervals stand side by side
+            shift = 0.02 * (len(PICKS) * number + place)  # so that intervals stand side by side
             places = [counts.index(int(count)) + shift for count in rows["masked"]]
             errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
-            told = {"strongest": "sinks", "random": "random keys", "weakest": "weakest keys"}[pick]
             ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,
                         label=f"{short(model)}: {told}")  # fmt: skip
     chance = table["chance"].max()

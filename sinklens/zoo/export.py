@@ -267,9 +267,10 @@ def _beginnings(recipe: Recipe) -> str:
     if recipe.problems_first:
         first = sum(recipe.cycles[: recipe.problems_first])
         return (
-            "tiny-llada and tiny-llama are twins: same size, tokenizer, data, batches and number of steps, another "
-            f"objective.\nThe first {first} steps are word problems alone; the other {recipe.steps - first} draw from "
-            f"{recipe.problems} problems, {recipe.code} functions and {recipe.skills} exercises of each skill alike."
+            "tiny-llada-skills and tiny-llama-skills are twins: same size, tokenizer, data, batches and number of "
+            f"steps, another objective.\nThe first {first} steps are word problems alone, and those of "
+            f"{recipe.name.removesuffix('-skills')}; the other {recipe.steps - first} draw from {recipe.problems} "
+            f"problems, {recipe.code} functions and {recipe.skills} exercises of each skill alike."
         )
     if changes := recipe.changes():
         return f"Beside tiny-llada it changes {', '.join(f'{name} = {value}' for name, value in changes.items())}."

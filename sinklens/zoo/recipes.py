@@ -1,8 +1,9 @@
 """What each tiny checkpoint is made of: one record per training run.
 
-tiny-llada and tiny-llama are twins that differ in the objective alone. Their first two cycles are word problems; the
-third adds small functions and the four skills, so that one checkpoint answers every generated task. tiny-dream begins
-where tiny-llama ended and tiny-mmada where tiny-llada ended. The remaining recipes change one thing of tiny-llada's
+tiny-llada and tiny-llama are twins that differ in the objective alone, and know word problems alone. Their recipes with
+``-skills`` go on from where they ended with small functions and the four skills beside the problems, so these
+checkpoints answer every generated task. tiny-dream begins where tiny-llama ended and tiny-mmada where tiny-llada ended.
+The remaining recipes change one thing of tiny-llada's
 first cycle, so what they are compared with is tiny-llada's weights at the end of that cycle, ``weights-2800.pt``: the
 batches, the masks and the learning rates up to there are the same.
 
@@ -107,9 +108,9 @@ class Recipe:
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
 
 _FIRST_CYCLE = (2800,)
-_TWINS: Mapping[str, Any] = {
-    "cycles": (2800, 1400, 1800),
-    "peaks": (1.0, 0.5, 0.5),
+_SKILLS: Mapping[str, Any] = {
+    "cycles": (2800, 1400, 1800, 2400),
+    "peaks": (1.0, 0.5, 0.5, 0.5),
     "code": 250_000,
     "skills": 110_000,
     "problems_first": 2,
@@ -117,8 +118,10 @@ _TWINS: Mapping[str, Any] = {
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("tiny-llada", "masked", **_TWINS),
-        Recipe("tiny-llama", "causal", **_TWINS),
+        Recipe("tiny-llada", "masked"),
+        Recipe("tiny-llama", "causal"),
+        Recipe("tiny-llada-skills", "masked", **_SKILLS),
+        Recipe("tiny-llama-skills", "causal", **_SKILLS),
         Recipe("tiny-dream", "shifted", cycles=(2000, 1000), start_from="tiny-llama", learning_rate=1e-3),
         Recipe(
             "tiny-mmada", "masked", cycles=(2000, 1000), start_from="tiny-llada", learning_rate=1e-3, pictures=150_000

@@ -29,6 +29,16 @@ def test_a_wider_scope_is_part_of_the_name_so_tables_cannot_mix_it():
     assert masking([1], queries="all")[1].name == "1 sink, for all queries"
 
 
+def test_the_unmasked_runs_sinks_are_a_condition_of_their_own(tiny_llada):
+    _, own, steady = masking([2], of_unmasked=True)
+    assert (steady.name, steady.masked, steady.pick) == ("2 sinks of the unmasked run", 2, "steady")
+    assert steady.hooks == own.hooks
+    assert steady.described() != own.described() | {"name": steady.name, "pick": "steady"}
+    run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
+    assert steady.hooks_for(lambda: run.sinks) == [MaskSinks(top_k=2, source=run.sinks)]
+    assert own.hooks_for(lambda: pytest.fail("no run is needed")) == list(own.hooks)
+
+
 def test_descriptions_are_equal_for_equal_conditions_only():
     first, second = masking([1])[1], masking([1], scope="model")[1]
     assert first.described() == masking([1])[1].described() != second.described()

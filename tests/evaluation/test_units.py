@@ -11,6 +11,7 @@ from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
 from sinklens.evaluation.protocols import find
 from sinklens.evaluation.units import Batch, batches, carry_out, identity, sink_summary, token_ids
+from sinklens.interventions import MaskSinks
 from sinklens.tasks import Sample
 from sinklens.tasks import find as find_task
 
@@ -24,7 +25,7 @@ def told(records):
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-@pytest.mark.parametrize("condition", masking([2], ["random"]), ids=lambda condition: condition.name)
+@pytest.mark.parametrize("condition", masking([2], ["random"], of_unmasked=True), ids=lambda condition: condition.name)
 def test_records_do_not_depend_on_the_batch(condition, name):
     model = sinklens.load(name)
     together = carry_out(model, TASK, PLAIN, Batch(condition, SAMPLES), 0)
@@ -32,6 +33,15 @@ def test_records_do_not_depend_on_the_batch(condition, name):
     assert told(together) == told(apart)
     for one, other in zip(together, reversed(apart), strict=True):
         assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)
+
+
+def test_sinks_of_the_unmasked_run_are_those_of_the_batchs_own(tiny_llada):
+    condition = masking([1], of_unmasked=True)[-1]
+    records = carry_out(tiny_llada, TASK, PLAIN, Batch(condition, SAMPLES[:2]), 0)
+    for sample, record in zip(SAMPLES, records, strict=False):
+        base = sinklens.generate(tiny_llada, sample.prompt, progress=False)
+        hook = MaskSinks(top_k=1, source=base.sinks)
+        assert record["text"] == sinklens.generate(tiny_llada, sample.prompt, hooks=[hook], progress=False).text
 
 
 def test_a_record_holds_what_the_run_did(tiny_llada):

@@ -7,9 +7,16 @@ import pytest
 from sinklens.zoo import RECIPES, Recipe, training
 
 
-def test_the_twins_share_all_but_the_objective():
-    diffusion, causal = RECIPES["tiny-llada"], RECIPES["tiny-llama"]
+@pytest.mark.parametrize("more", ["", "-skills"])
+def test_the_twins_share_all_but_the_objective(more):
+    diffusion, causal = RECIPES[f"tiny-llada{more}"], RECIPES[f"tiny-llama{more}"]
     assert replace(diffusion, name="", objective="causal") == replace(causal, name="")
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_the_skilled_twins_go_on_from_where_the_others_ended(name):
+    whole = RECIPES[f"{name}-skills"]
+    assert replace(whole.until(RECIPES[name].steps), name=name) == RECIPES[name]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,7 @@ def test_a_cycle_peaks_at_half_the_one_before_unless_the_recipe_says_otherwise()
 def test_every_recipe_has_the_size_of_the_others_and_the_family_it_is_saved_as():
     sizes = {(r.d_model, r.n_layers, r.n_heads, r.d_mlp, r.context) for r in RECIPES.values()}
     assert len(sizes) == 1
-    named = {name: RECIPES[name].family for name in RECIPES if name.startswith("tiny-")}
+    named = {name: RECIPES[name].family for name in RECIPES if name.startswith("tiny-") and "skills" not in name}
     assert named == {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
-    assert {r.family for name, r in RECIPES.items() if name not in named} == {"llada"}
+    others = {r.family for name, r in RECIPES.items() if name not in (*named, "tiny-llama-skills")}
+    assert others == {"llada"}
