@@ -7,12 +7,12 @@ or still hold masks are counted as wrong, and told.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sinklens
+from sinklens.evaluation import statistics
 from sinklens.tasks.word_problems import Problem, held_out, read_answer
 
 
@@ -41,10 +41,7 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of `share`."""
-        z, n, p = 1.959964, self.total, self.share
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, centre - half), min(1.0, centre + half)
+        return statistics.Accuracy(self.right, self.total).interval
 
     @property
     def summary(self) -> str:

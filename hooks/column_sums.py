@@ -9,6 +9,9 @@ Fused attention never forms A, but it knows the log-sum-exp of each of its rows,
 
 summed over blocks of queries: one extra matrix product, nothing of size S² kept, no softmax pass.
 
+column_sums_triton.py has the same as kernels for GPUs. They have been tested in Triton's interpreter and not yet on a
+GPU, so they are off: ``sinklens.hooks.column_sums.TRITON_DEVICES = ("cuda",)`` switches them on.
+
 One way this fails: a row whose every key is masked has lse = −inf and no defined attention. Such rows, and padding
 rows, are left out of the sum.
 """
@@ -23,6 +26,8 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)  # scores are taken to base 2: torch's exp2 is about three times as fast as its exp
 BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}  # scores held at a time; on a CPU 2 MiB, which stays in its cache
+
+TRITON_DEVICES: tuple[str, ...] = ()  # kinds of devices on which the kernels are used
 
 
 class Block(NamedTuple):
@@ -60,6 +65,10 @@ def column_sums(
         real: queries that count; None for all.
         causal: query i sees keys up to i + (key − query) only.
     """
+    if query.device.type in TRITON_DEVICES:
+        from sinklens.hooks import column_sums_triton
+
+        return column_sums_triton.column_sums(query, key, lse, scale, mask, real, causal)
     counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
     start = torch.where(counted, -lse * LOG2_E, -torch.inf)
     total = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
@@ -78,6 +87,10 @@ def log_sum_exp(
     causal: bool = False,
 ) -> Float[Tensor, "batch head query"]:
     """log Σ_j exp(q_i · k_j · scale + mask[i, j]) in float32, by blocks; for devices whose kernel does not tell it."""
+    if query.device.type in TRITON_DEVICES:
+        from sinklens.hooks import column_sums_triton
+
+        return column_sums_triton.log_sum_exp(query, key, scale, mask, causal)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     for block in _blocks(query, key, scale, mask, causal, torch.zeros_like(lse), 1.0):
         lse[block.row, block.heads, block.queries] = torch.logsumexp(block.scores, dim=-1)

@@ -187,7 +187,8 @@ def estimate(
     if not work:
         return Estimate(0, 0, 0, 0.0, 0)
     held, job = engine.load(plan.job), plan.job
-    seconds, passes, tokens, measured = [], 0, 0, 0
+    seconds: list[float] = []
+    measured: list[Record] = []
     left = [part for part in (_of(work, condition) for condition in conditions) if part]
     for part in (left[0], left[-1]) if len(left) > 1 else left:
         sample = part[len(part) // 2]
@@ -195,11 +196,16 @@ def estimate(
         started = time.perf_counter()
         records = carry_out(held, job.task, job.protocol, sample, seed)
         seconds.append((time.perf_counter() - started) / len(records))
-        passes = max(passes, *(record["steps"] for record in records))
-        tokens = max(tokens, *(len(record["tokens"]) for record in records))
-        measured += len(records)
+        measured += records
     units = sum(len(one.samples) for one in work)
-    return Estimate(units, units * tokens, units * passes, units * sum(seconds) / len(seconds), measured)
+    each = units / len(measured)
+    return Estimate(
+        units=units,
+        tokens=round(each * sum(len(record["tokens"]) for record in measured)),
+        passes=round(each * sum(record["steps"] for record in measured)),
+        seconds=units * sum(seconds) / len(seconds),
+        measured=len(measured),
+    )
 
 
 @dataclass(frozen=True)

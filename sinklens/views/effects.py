@@ -161,6 +161,7 @@ def confidence_changes(
         names = {name: wrapped(text, 32) for name, text in meanings.items()}
         interval_dots(rows.assign(model=[keys[pick] for pick in rows["pick"]]), "measure", whole, names=names, line=0.0)
         whole.set(xlabel="change of the likeliest token's probability", title=short(model))
+        whole.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(keys), fontsize="x-small")
         for pick, ax in zip(keys, courses, strict=False):
             part = steps[(steps["model"] == model) & (steps["pick"] == pick)]
             curves(part.assign(model=[halves[name] for name in part["measure"]]), "step", ax)

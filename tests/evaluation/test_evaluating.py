@@ -156,12 +156,13 @@ def test_progress_tells_what_was_done_before(tmp_path, tiny_llama):
 def test_an_estimate_writes_nothing_and_counts_what_is_left(tmp_path, tiny_llama):
     told = estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3)
     assert (told.units, told.measured) == (12, 6)
-    assert told.tokens == 12 * 48 or told.tokens > 0
     assert told.seconds > 0
     assert not list(tmp_path.iterdir())
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=4)
     assert estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3).units == 4
-    evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6)
+    runs = evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6)
+    took = sum(len(record["tokens"]) for run in runs for record in run.records())
+    assert told.tokens == told.passes == pytest.approx(took, rel=0.5)  # one token per pass
     assert estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6).units == 0
 
 
