@@ -69,7 +69,7 @@ class MaskSinks(Intervention):
     same_step: bool = False
     source: SinkTrack | None = None
     seed: int = 0
-    queries: Reach = "newest"
+    queries: str = "newest"
 
     def __post_init__(self) -> None:
         if self.queries not in get_args(Reach):

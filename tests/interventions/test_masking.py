@@ -329,3 +329,42 @@ def test_kept_keys_and_neighbours_are_all_that_is_seen(worded, architecture, cau
 def test_a_window_of_negative_width_is_refused(make):
     with pytest.raises(SettingError, match="a window is 0 positions wide or more; got -1"):
         make()
+
+
+def test_all_queries_of_an_autoregressive_pass_lose_the_keys_of_its_newest(tiny_llama):
+    """At each step: the strongest key of the last row of the step before, for every row of every head."""
+    patterns = []
+    keep = [(f"blocks.{layer}.attn.hook_pattern", lambda value, hook: patterns.append(value)) for layer in range(4)]
+    prompt = held_out(1)[0].prompt
+    run = sinklens.generate(
+        tiny_llama, prompt, hooks=[MaskSinks(queries="all"), *keep], use_cache=False, gen_length=5, progress=False
+    )
+    assert run.steps_run == 5
+    for step in range(1, 5):
+        for layer in range(4):
+            before, now = patterns[4 * (step - 1) + layer][0], patterns[4 * step + layer][0]
+            masked = before[:, -1].argmax(-1)
+            for head, key in enumerate(masked.tolist()):
+                assert not now[head, :, key].any()
+                seen = now[head].sum(-1)
+                torch.testing.assert_close(seen[1:], torch.ones_like(seen[1:]))
+                assert float(seen[0]) == pytest.approx(0.0 if key == 0 else 1.0)  # the first query sees one key
+
+
+def test_all_queries_need_a_pass_without_a_cache(tiny_llama):
+    with pytest.raises(SettingError, match=r"queries='all' changes what earlier tokens computed.* use_cache=False"):
+        sinklens.generate(tiny_llama, held_out(1)[0].prompt, hooks=MaskSinks(queries="all"), progress=False)
+
+
+def test_in_a_diffusion_run_it_makes_no_difference_which_queries_are_meant(tiny_llada):
+    prompt = held_out(1)[0].prompt
+    newest, every = (
+        sinklens.generate(tiny_llada, prompt, hooks=MaskSinks(queries=queries), gen_length=4, progress=False)
+        for queries in ("newest", "all")
+    )
+    assert torch.equal(newest.canvas, every.canvas)
+
+
+def test_a_misspelt_reach_is_refused():
+    with pytest.raises(SettingError, match=r"queries is one of newest, all; got 'last'"):
+        MaskSinks(queries="last")
