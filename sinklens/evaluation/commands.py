@@ -63,6 +63,10 @@ def _add_evaluate(commands: Any) -> None:
     )
     work.add_argument("--engine", default="here", choices=("here", "ray"), help="this process, or a Ray cluster")
     work.add_argument("--workers", type=int, help="[ray] workers (one per GPU, or per core where there is none)")
+    work.add_argument(
+        "--gpus-per-worker", type=float, metavar="N", help="[ray] GPUs of each worker (1, or 0 where there is none)"
+    )
+    work.add_argument("--cpus-per-worker", type=float, default=1, metavar="N", help="[ray] cores of each (%(default)s)")
     work.add_argument("--address", help="[ray] of a running cluster, e.g. auto")
     work.add_argument("--dry-run", action="store_true", help="measure a few samples and tell what it would take")
     work.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
@@ -132,7 +136,29 @@ def _protocol(options: argparse.Namespace) -> "Protocol":
     asked = find(options.protocol or options.task)
     if options.task not in (None, asked.task):
         raise SinklensError(f"the protocol {asked.name} is for the task {asked.task}, not {options.task}; drop one.")
-    return asked.with_settings(settings_given(options))
+    given = settings_given(options)
+    _refuse_idle(given, options.models)
+    return asked.with_settings(given)
+
+
+def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
+    """A setting that none of the models has would look as if it had had an effect."""
+    from dataclasses import fields
+
+    from sinklens.checkpoints import family_of
+    from sinklens.checkpoints.files import find, read_config
+    from sinklens.sampling.settings import BY_SAMPLER
+
+    if not given:
+        return
+    samplers = sorted({family_of(read_config(find(name, None)), name).sampler for name in models})
+    known = {entry.name for sampler in samplers for entry in fields(BY_SAMPLER[sampler])}
+    for name in given:
+        if name not in known:
+            raise SinklensError(
+                f"--{name.replace('_', '-')} is no setting of the {' or '.join(samplers)} sampler, which is what "
+                f"{', '.join(models)} {'use' if len(models) > 1 else 'uses'}; leave it away."
+            )
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -147,7 +173,10 @@ def _engine(options: argparse.Namespace) -> Any:
         return None
     from sinklens.evaluation.distributed import OnRay
 
-    return OnRay(workers=options.workers, address=options.address)
+    return OnRay(
+        workers=options.workers, gpus_per_worker=options.gpus_per_worker, cpus_per_worker=options.cpus_per_worker,
+        address=options.address,
+    )  # fmt: skip
 
 
 def _told(name: str, told: Any) -> str:

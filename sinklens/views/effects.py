@@ -181,7 +181,7 @@ def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[
         ax.set(
             xlabel=wrapped(label, 40), title=f"{short(model)}: {number:.0f} {'key' if number == 1 else 'keys'} per head"
         )
-        ax.get_legend().remove()
+        ax.legend().remove()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(keys), fontsize="small")
     return figure
 

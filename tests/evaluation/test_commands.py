@@ -116,7 +116,11 @@ def test_lines_of_a_terminal_are_not_cut_when_written_to_a_file(tmp_path, capsys
         (["tiny-llada", "--task", "tiny-gsm", "--protocol", "llada-gsm8k"], "is for the task gsm8k, not tiny-gsm"),
         (["tiny-llada", "--task", "tiny-gsm", "--shard", "1"], "--shard is written I/N, e.g. 0/4"),
         (["tiny-llada", "--task", "tiny-gsm", "--mask-sinks", "500", "--limit", "1"], "500"),
-        (["tiny-llama", "--task", "tiny-gsm", "--block-length", "0", "--limit", "0"], "limit is 0"),
+        (["tiny-llama", "--task", "tiny-gsm", "--limit", "0"], "limit is 0"),
+        (
+            ["tiny-llama", "--task", "tiny-gsm", "--block-length", "8"],
+            "--block-length is no setting of the autoregress",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_message_and_exit_code_one(tmp_path, capsys, arguments, text):

@@ -1,0 +1,429 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Coming from TransformerLens
+#
+# At the end you will know
+#
+# - how a hook function written for TransformerLens acts on a whole denoising run, or at one step of it;
+# - how `run_with_cache`, `run_with_hooks` and TransformerLens's own patching functions work on one canvas of a run;
+# - how to get an `ActivationCache` of every step, and what TransformerLens's helpers say of it;
+# - which names are the same, and which points a diffusion model adds;
+# - how a `TransformerBridge` that you hold already is traced step by step.
+#
+# Everything runs on a laptop's CPU in about a minute.
+
+# %%
+import os
+
+os.environ["TQDM_DISABLE"] = "1"  # no progress bars of TransformerLens and transformers in this page
+
+import matplotlib.pyplot as plt
+import torch
+from transformer_lens import ActivationCache, patching, utilities
+from transformer_lens.model_bridge import TransformerBridge
+
+import sinklens
+
+torch.set_grad_enabled(False)
+model = sinklens.load("tiny-llada")
+prompt = "Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:"
+print(model.cfg.n_layers, "layers,", model.cfg.n_heads, "heads,", len(model.hook_names()), "hook points")
+
+# %% [markdown]
+# ## The difference: one pass, or many
+#
+# A TransformerLens experiment is one forward pass. A diffusion language model answers in many: it starts from a *canvas*,
+# the prompt followed by mask tokens, and each *denoising step* is one pass over the whole canvas, after which some
+# positions get their token. `run.canvas[:, s]` is what step s worked on; `run.unmask_step` says which step decided a
+# position.
+
+# %%
+run = sinklens.generate(model, prompt)
+print(run.text)
+first = run.prompt_length
+words = model.to_str_tokens(run.tokens[0])
+for position in range(first, first + 13):
+    print(f"position {position}: {words[position]!r:8} decided at step {int(run.unmask_step[0, position])}")
+assert run.text.endswith("#### 14")
+
+# %% [markdown]
+# ## A hook function, unchanged
+#
+# This is the head ablation of TransformerLens's main demo. It takes a value and a hook point, and gives the value back.
+
+# %%
+LAYER, HEAD = 0, 0
+Z = utilities.get_act_name("z", LAYER)  # "blocks.0.attn.hook_z", the same name here
+
+
+def head_ablation_hook(value, hook):  # [batch, pos, head, d_head]
+    value[:, :, HEAD, :] = 0.0
+    return value
+
+
+# %% [markdown]
+# On one canvas, it is used as ever. `model(ids)` gives the logits [batch, pos, vocab]; in LLaDA, the logits at a position
+# are about the token *at* that position, not about the next one.
+
+# %%
+ids = run.canvas[:, 5]
+plain = model(ids)
+ablated = model.run_with_hooks(ids, fwd_hooks=[(Z, head_ablation_hook)])
+print("logits", list(plain.shape), "largest change", round(float((ablated - plain).abs().max()), 1))
+
+# %% [markdown]
+# In `hooks=` of `generate` (and of `trace`) it acts at every step:
+
+# %%
+every = sinklens.generate(model, prompt, hooks=[(Z, head_ablation_hook)])
+print(every.text)
+assert not every.text.endswith("#### 14")
+
+# %% [markdown]
+# To act at one step only, ask the hook point: `hook.step` is the step being run (beside `hook.name` and `hook.layer()`,
+# which TransformerLens has too). A wrapper leaves your function as it is.
+
+
+# %%
+def at_step(step, fn):
+    def only_then(value, hook):
+        return fn(value, hook) if hook.step == step else value
+
+    return only_then
+
+
+once = sinklens.generate(model, prompt, hooks=[(Z, at_step(5, head_ablation_hook))])
+moved = int((once.unmask_step != run.unmask_step).sum())
+print(once.text, f"\n{moved} positions are decided at another step than before")
+assert once.text == run.text
+assert moved > 0
+
+# %% [markdown]
+# Without this head at step 5, some positions are decided in another order, and the answer is the same; without it at all
+# steps the answer is wrong. The same edit in a `trace` block, where your function is called like any other:
+
+# %%
+with sinklens.trace(model, prompt) as t:
+    for step in t.steps[[5]]:
+        t[Z] = head_ablation_hook(t[Z], hook=None)
+
+assert torch.equal(t.canvas, once.canvas)
+
+# %% [markdown]
+# After step 5 the two runs work on different canvases, so what happens later is consequence, not effect. With `replay=` a
+# run computes everything under the hooks, but starts every step from the canvas of an earlier run. Each step is then
+# exactly a `run_with_hooks` on that canvas:
+
+# %%
+seen = []
+sinklens.generate(
+    model,
+    prompt,
+    hooks=[(Z, head_ablation_hook), ("denoise.hook_logits", lambda logits, hook: seen.append(logits.clone()))],
+    replay=run,
+)
+torch.testing.assert_close(seen[5], ablated, atol=1e-4, rtol=1e-4)
+print(f"{len(seen)} steps, and step 5 gives the logits of run_with_hooks on canvas 5")
+
+# %% [markdown]
+# ## `run_with_cache` on one canvas
+#
+# It returns TransformerLens's own `ActivationCache`. Sixteen steps into the run, eight positions of the answer are still
+# masked. The logit lens reads what each layer would say at them:
+
+# %%
+ids = run.canvas[:, 16]
+logits, cache = model.run_with_cache(ids)
+assert isinstance(cache, ActivationCache)
+print("cache['pattern', 2]", list(cache["pattern", 2].shape), "  ", len(cache), "values")
+
+streams, labels = cache.accumulated_resid(apply_ln=True, return_labels=True)  # [component, batch, pos, d_model]
+lens = (streams @ model.tree.W_U).softmax(-1)
+torch.testing.assert_close(lens[-1], logits.softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+# %%
+def heat(ax, values, rows, columns, label, **how):
+    """A map of numbers [row, column]."""
+    image = ax.imshow(values, aspect="auto", **how)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set_xticks(range(len(columns)), columns, rotation=90)
+    ax.figure.colorbar(image, ax=ax).set_label(label)
+
+
+masked = (ids[0] == model.mask_token_id).nonzero()[:, 0]
+chance, token = lens[:, 0, masked].max(-1)
+figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
+heat(ax, chance, labels, [f"pos {position}" for position in masked], "probability of the likeliest", vmin=0, vmax=1)
+for row, column in torch.cartesian_prod(*map(torch.arange, token.shape)).tolist():
+    text = model.to_str_tokens([int(token[row, column])])[0]
+    colour = "white" if chance[row, column] < 0.6 else "black"
+    ax.text(column, row, repr(text)[1:-1], ha="center", va="center", fontsize=8, color=colour)
+ax.set_title("Logit lens at the masked positions, step 16")
+plt.show()
+
+answers = [model.to_str_tokens([int(token[-1, column])])[0] for column in range(len(masked))]
+print(answers)
+assert answers == [words[position] for position in masked]
+
+# %% [markdown]
+# All eight are right at the last layer, though none has been committed: the sampler commits one per step.
+#
+# CircuitsVis's heads work as well; `sinklens.views.attention` draws them without a network.
+
+# %%
+sinklens.views.attention(run, step=16, layer=0, heads=[0, 4])
+
+# %% [markdown]
+# ## TransformerLens's own patching functions
+#
+# `transformer_lens.patching` asks a model for `cfg`, `run_with_cache` and `run_with_hooks`, so it works here. The clean canvas is that
+# of step 18, where " 6" is about to be copied from the prompt to position 27. The corrupted one has " 7" in the prompt. Where does
+# the number go?
+
+# %%
+NUMBER, COPY = 10, 27
+good, bad = (int(model.to_tokens(text)[0, -1]) for text in (" 6", " 7"))
+clean_ids = run.canvas[:, 18]
+corrupted_ids = clean_ids.clone()
+corrupted_ids[0, NUMBER] = bad
+assert (words[NUMBER], words[COPY]) == (" 6", " 6")
+
+
+def logit_difference(logits):
+    return logits[0, COPY, good] - logits[0, COPY, bad]
+
+
+clean_logits, clean_cache = model.run_with_cache(clean_ids)
+top, bottom = logit_difference(clean_logits), logit_difference(model(corrupted_ids))
+print(f"logit of ' 6' minus logit of ' 7': clean {top:.1f}, corrupted {bottom:.1f}")
+
+# %%
+patched = patching.get_act_patch_resid_pre(model, corrupted_ids, clean_cache, logit_difference)  # [layer, pos]
+restored = (torch.as_tensor(patched) - bottom) / (top - bottom)
+figure, ax = plt.subplots(figsize=(9, 3), layout="constrained")
+columns = [repr(word)[1:-1].replace("<|endoftext|>", "end") for word in model.to_str_tokens(clean_ids[0])]
+columns = [word.replace("<|mdm_mask|>", "[mask]").replace("<|startoftext|>", "start") for word in columns]
+heat(ax, restored, [f"layer {n}" for n in range(4)], columns, "share restored", cmap="RdBu_r", vmin=-1, vmax=1)
+ax.tick_params(axis="x", labelsize=6)
+ax.set_title("hook_resid_pre patched, clean into corrupted")
+plt.show()
+print(f"layer 0, at the number: {restored[0, NUMBER]:.2f}; layer 3, at the copy: {restored[3, COPY]:.2f}")
+assert restored[0, NUMBER] > 0.99
+assert restored[3, COPY] > 0.95
+
+# %% [markdown]
+# The number enters at its position and has moved to the masked position by the last layer. Exercise 1 asks which head
+# carries it.
+#
+# ## An `ActivationCache` of every step
+#
+# `t.cache(names, steps)` in a block keeps points by step: `caches[step]` is an `ActivationCache`, and what it holds is what the
+# block's edits have left. `names` are names, or predicates as in `names_filter`.
+
+# %%
+WANTED = ("hook_embed", "hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "hook_z", "hook_scale")
+
+with sinklens.trace(model, prompt) as t:
+    caches = t.cache(lambda name: name.endswith(WANTED))
+
+print(f"{len(caches)} steps;", caches[22])
+
+# %% [markdown]
+# Direct logit attribution by step. The last number of the answer, " 14" at position 35, is committed at the very last step.
+# Its logit less that of " 13" is a sum over what the embedding, the attention layers and the MLPs wrote at that position,
+# each divided by the final norm's scale (`apply_ln=True`). The norm's learned weight is part of the direction here, since
+# the weights are used as they are, not folded.
+
+# %%
+RESULT = 35
+weight = model.tree.hf.model.norm.weight
+right, wrong = int(run.tokens[0, RESULT]), int(model.to_tokens(" 13")[0, -1])
+direction = (model.tree.W_U[:, right] - model.tree.W_U[:, wrong]) * weight
+rows = []
+for step in caches:
+    stack, parts = caches[step].decompose_resid(apply_ln=True, return_labels=True)  # [component, batch, pos, d_model]
+    rows.append(stack[:, 0, RESULT] @ direction)
+attributed = torch.stack(rows, dim=1)  # [component, step]
+
+figure, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
+heat(ax, attributed, parts, [str(step) for step in caches], "logits", cmap="RdBu_r", vmin=-9, vmax=9)
+ax.set(title='Logit of " 14" less that of " 13" at the result, by component', xlabel="step")
+plt.show()
+
+whole = attributed.sum(0)
+print(f"the whole difference: step 0 {whole[0]:.1f}, step 22 {whole[22]:.1f}, step 23 {whole[23]:.1f}")
+assert int(run.unmask_step[0, RESULT]) == 23
+assert whole[0] > 5
+
+# %% [markdown]
+# At step 0, with nothing but masks behind the prompt, the model prefers the right result to its neighbour already, and
+# the attribution hardly changes for 23 steps; the last MLP adds the rest when the result stands in the worked line.
+#
+# `stack_head_results` splits attention by head. It works from the cached `hook_z`, as in TransformerLens:
+
+# %%
+heads, labels = caches[22].stack_head_results(apply_ln=True, return_labels=True)  # [layer · head, batch, pos, d_model]
+by_head = (heads[:, 0, RESULT] @ direction).reshape(4, 6)
+attention = attributed[[parts.index(f"{layer}_attn_out") for layer in range(4)], 22]
+torch.testing.assert_close(by_head.sum(1), attention, atol=1e-3, rtol=1e-3)
+strongest = labels[int(by_head.argmax())]
+print(f"strongest head: {strongest}, {by_head.max():.2f} of {whole[22]:.1f} logits")
+assert by_head.max() < 0.1 * whole[22]
+
+# %% [markdown]
+# No head matters much here: it is the MLPs that write the result, which suits a model that has to compute it.
+#
+# ## What is called what
+#
+# | TransformerLens | sinklens | |
+# |---|---|---|
+# | `HookedTransformer.from_pretrained(name)`, `TransformerBridge.boot_transformers(name)` | `sinklens.load(name)` | weights as stored: nothing folded or centred |
+# | `model(tokens)` | `model(ids)` | one pass, logits |
+# | `model.generate(...)` | `sinklens.generate(model, prompt, hooks=...)` | a run; `hooks=` also takes interventions |
+# | `model.run_with_cache`, `run_with_hooks` | the same | one pass |
+# | `model.hook_dict`, `model.W_U`, `model.blocks[0].attn.W_O` | `model.tree.hook_dict`, `model.tree.W_U`, … | `model.tree` is the `HookedRootModule` |
+# | `model.to_tokens`, `to_str_tokens` | the same | `to_tokens` takes text, `to_str_tokens` text or one row of ids |
+# | `ActivationCache` | the same class | of one pass, or `t.cache(...)[step]` |
+# | `hook.name`, `hook.layer()` | the same, and `hook.step` | `None` outside a run |
+# | `hook_resid_pre`, `hook_z`, `hook_pattern`, `hook_mlp_out`, … | the same names and shapes | |
+# | `blocks.0.attn.q.hook_out`, `blocks.0.hook_out` (TransformerLens 4) | accepted everywhere | so are negative layers |
+#
+# Helpers of `ActivationCache` that need weights which the tree does not carry (`logit_attrs`, neuron results) do not work; the
+# two lines above replace the first.
+#
+# The points of one layer and of the sampler, with the shapes of this canvas:
+
+# %%
+shapes = {name: list(value.shape) for name, value in cache.items() if name.startswith(("hook", "blocks.0", "ln_final"))}
+for name, shape in shapes.items():
+    print(f"{name:35} {shape}")
+
+# %% [markdown]
+# ## Points that TransformerLens does not have
+#
+# | point | shape | what it is |
+# |---|---|---|
+# | `attn.hook_attn_mask` | batch head query key | added to the scores; zeros unless you set it. The layer stays on fused attention |
+# | `attn.hook_sink_scores` | batch head key | column sums of the pattern, mean 1, without keeping the map; read-only |
+# | `denoise.hook_canvas` | batch pos | token ids entering the step |
+# | `denoise.hook_logits` | batch pos vocab | what the sampler gets |
+# | `denoise.hook_candidates` | batch pos | proposed tokens |
+# | `denoise.hook_confidence` | batch pos | confidence of each proposal |
+# | `denoise.hook_commit` | batch pos | True where a proposal is committed in this step |
+#
+# The first two in one pass: hide the number from every layer, and compare column sums with the map.
+
+# %%
+sums, map_ = "blocks.2.attn.hook_sink_scores", "blocks.2.attn.hook_pattern"
+_, pair = model.run_with_cache(clean_ids, names_filter=[sums, map_])
+torch.testing.assert_close(pair[sums], pair[map_].sum(2), atol=1e-4, rtol=1e-4)
+
+
+def hide_number(mask, hook):  # [batch, head, query or 1, key]
+    mask[..., NUMBER] = -torch.inf
+    return mask
+
+
+hidden = sinklens.generate(model, prompt, hooks=[(lambda name: name.endswith("hook_attn_mask"), hide_number)])
+print(hidden.text)
+assert " 20 - 6" not in hidden.text
+
+# %% [markdown]
+# The points of `denoise` are the decisions of a step, and hook functions change them too. Here confidence becomes "the
+# further left, the surer", so the answer is written from left to right:
+
+
+# %%
+def left_to_right(confidence, hook):  # [batch, pos]; -inf where nothing is proposed
+    order = -torch.arange(confidence.shape[1], dtype=confidence.dtype)
+    return torch.where(confidence.isinf(), confidence, order)
+
+
+ordered = sinklens.generate(model, prompt, hooks=[("denoise.hook_confidence", left_to_right)])
+print(ordered.text)
+assert ordered.unmask_step[0, first:].tolist() == list(range(24))
+
+# %% [markdown]
+# ## A `TransformerBridge`, step by step
+#
+# A bridge that you hold can be handed to `sinklens.load`: it takes over the weights (shared, not copied), and hooks that
+# are set on the bridge stay with the bridge. An autoregressive model's steps are its decoded tokens. Here the bridge is
+# over the shipped `tiny-llama`; any Llama or Qwen that TransformerLens boots without processing its weights will do.
+
+# %%
+folder = sinklens.load("tiny-llama").cfg.model_name  # the folder of a checkpoint; a hub name works the same way
+bridge = TransformerBridge.boot_transformers(folder)
+bridged = sinklens.load(bridge)
+
+newest = []
+with sinklens.trace(bridged, prompt, gen_length=24) as t:
+    for step in t.steps:
+        newest.append(t["blocks.2.attn.hook_pattern"][0, :, -1].clone())  # [head, key]: of the newest query
+
+print(t.text)
+print("keys that the newest query sees, by step:", [pattern.shape[-1] for pattern in newest])
+assert t.text.endswith("#### 14")
+
+# %% [markdown]
+# Step s adds the query at position `prompt_length + s - 1`. One pass of the *bridge* over the finished text has the same
+# rows in one map:
+
+# %%
+_, theirs = bridge.run_with_cache(t.tokens[:, : t.prompt_length + len(newest) - 1])
+whole_map = theirs["blocks.2.attn.hook_pattern"][0]
+for step, pattern in enumerate(newest):
+    query = t.prompt_length + step - 1
+    torch.testing.assert_close(pattern.float(), whole_map[:, query, : query + 1].float(), atol=2e-2, rtol=2e-2)
+print(f"{len(newest)} steps agree with the bridge's pattern")
+
+# %% [markdown]
+# ## Exercises
+#
+# 1. Which head carries the number to position 27? Use `patching.get_act_patch_attn_head_out_all_pos`.
+# 2. `head_ablation_hook` at all steps breaks the answer, at step 5 alone it does not. From which step on may it act
+#    without breaking it?
+# 3. `sinklens.load` takes TransformerLens 4's spellings. Which point is `blocks.-1.mlp.in.hook_out`?
+#
+# ### Solutions
+
+# %%
+by_head = patching.get_act_patch_attn_head_out_all_pos(model, corrupted_ids, clean_cache, logit_difference)
+by_head = (torch.as_tensor(by_head) - bottom) / (top - bottom)  # [layer, head]
+figure, ax = plt.subplots(figsize=(5, 3), layout="constrained")
+rows, columns = [f"layer {n}" for n in range(4)], [f"head {n}" for n in range(6)]
+heat(ax, by_head, rows, columns, "share restored", cmap="RdBu_r", vmin=-1, vmax=1)
+ax.set_title("1. hook_z patched at all positions")
+plt.show()
+print(f"head 0.0 restores {by_head[0, 0]:.2f}, the next one {by_head.flatten().sort().values[-2]:.2f}")
+assert by_head[0, 0] > 0.9
+
+
+# %%
+def from_step(step, fn):
+    def then(value, hook):
+        return fn(value, hook) if hook.step >= step else value
+
+    return then
+
+
+for start in (0, 4, 8, 12, 16, 20):
+    late = sinklens.generate(model, prompt, hooks=[(Z, from_step(start, head_ablation_hook))], record_sinks=False)
+    print(f"2. from step {start:2}: {late.text!r}")
+
+# %%
+found = []
+model.run_with_hooks(clean_ids, fwd_hooks=[("blocks.-1.mlp.in.hook_out", lambda value, hook: found.append(hook.name))])
+print("3.", found)
+assert found == ["blocks.3.mlp.hook_pre_linear"]
