@@ -21,6 +21,7 @@ STUDIES = {
     "blocks": ("blocks", "Blocks"),
     "budget": ("budget", "Budget"),
     "mechanism": ("mechanism", "Mechanism"),
+    "emergence": ("emergence", "Emergence"),
 }
 
 __all__ = ["STUDIES", "find"]

@@ -123,6 +123,12 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
     train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
     train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")
+    train.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="train nothing; write what the run has kept so far, as NAME@STEP",
+    )
     train.set_defaults(command=run_train)
 
 
@@ -282,6 +288,7 @@ def run_train(options: argparse.Namespace) -> None:
     from sinklens.errors import nearest
     from sinklens.tasks.word_problems import held_out
     from sinklens.zoo import RECIPES, planted_checkpoint, train
+    from sinklens.zoo.curve import write_checkpoints
     from sinklens.zoo.export import export, write_card
 
     if options.name == "planted":
@@ -297,6 +304,10 @@ def run_train(options: argparse.Namespace) -> None:
     if options.steps is not None:
         recipe = dataclasses.replace(recipe, cycles=(options.steps,))
     folder = options.run or Path("runs") / recipe.name
+    if options.checkpoints is not None:
+        for checkpoint in write_checkpoints(recipe, folder, options.checkpoints):
+            print(checkpoint)
+        return
     for record in train(recipe, folder):
         print(
             f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s",

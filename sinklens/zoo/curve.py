@@ -45,22 +45,45 @@ def accuracy_curve(
     Raises:
         SinklensError: `run` kept no weights.
     """
-    kept = _kept(recipe, run)
-    if not kept:
-        raise SinklensError(f"{run} holds no weights-<step>.pt; train first: sinklens train {recipe.name} --run {run}")
+    kept = _some_kept(recipe, run)
     result = run / RESULT
     done = {json.loads(line)["step"] for line in result.read_text().splitlines()} if result.exists() else set()
     for step, file in kept.items():
         if step in done:
             continue
-        loaded = torch.load(file, weights_only=True, map_location="cpu")
-        weights = loaded["model"] if file.name == "state.pt" else loaded
         with tempfile.TemporaryDirectory() as folder:
-            scores = score(write_checkpoint(recipe, weights, Path(folder)))
+            scores = score(write_checkpoint(recipe, _weights(file), Path(folder)))
         record = {"step": step, **scores}
         with result.open("a") as out:
             out.write(json.dumps(record) + "\n")
         yield record
+
+
+def write_checkpoints(recipe: Recipe, run: Path, out: Path) -> list[Path]:
+    """Write every kept copy of a run's weights as a checkpoint, ``out/NAME@STEP``; those that are there are kept.
+
+    Raises:
+        SinklensError: `run` kept no weights.
+    """
+    written = []
+    for step, file in _some_kept(recipe, run).items():
+        folder = out / f"{recipe.name}@{step}"
+        if not (folder / "model.safetensors").exists():
+            write_checkpoint(recipe, _weights(file), folder)
+        written.append(folder)
+    return written
+
+
+def _some_kept(recipe: Recipe, run: Path) -> dict[int, Path]:
+    kept = _kept(recipe, run)
+    if not kept:
+        raise SinklensError(f"{run} holds no weights-<step>.pt; train first: sinklens train {recipe.name} --run {run}")
+    return kept
+
+
+def _weights(file: Path) -> dict[str, torch.Tensor]:
+    loaded = torch.load(file, weights_only=True, map_location="cpu")
+    return loaded["model"] if file.name == "state.pt" else loaded
 
 
 def _kept(recipe: Recipe, run: Path) -> dict[int, Path]:

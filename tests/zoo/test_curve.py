@@ -7,7 +7,7 @@ import torch
 
 import sinklens
 from sinklens.zoo import curve, train
-from sinklens.zoo.curve import accuracy_curve, picture_accuracy
+from sinklens.zoo.curve import accuracy_curve, picture_accuracy, write_checkpoints
 from sinklens.zoo.pictures import held_out
 
 
@@ -57,3 +57,16 @@ def test_pictures_count_only_if_every_cell_or_word_is_right(monkeypatch):
     monkeypatch.setattr(curve, "generate", lambda model, prompts, **_: Given([answers[p] for p in prompts]))
     result = picture_accuracy(None, shown, batch=2)
     assert (result.drawn, result.described, result.total) == (4, 4, 5)
+
+
+def test_kept_weights_become_checkpoints_named_by_their_step(run, small, tmp_path):
+    recipe, out = small("tiny-dream"), tmp_path / "over-training"
+    written = write_checkpoints(recipe, run, out)
+    assert [folder.name for folder in written] == ["tiny-dream@4", "tiny-dream@6"]
+    scores = [norm(folder)["norm"] for folder in written]
+    assert scores == [record["norm"] for record in accuracy_curve(recipe, run, norm)]
+    (out / "tiny-dream@4" / "kept").touch()
+    assert write_checkpoints(recipe, run, out) == written
+    assert (out / "tiny-dream@4" / "kept").exists()
+    with pytest.raises(sinklens.SinklensError, match=r"holds no weights-<step>.pt"):
+        write_checkpoints(recipe, out, out)

@@ -1,0 +1,110 @@
+"""When do sinks appear in training, and do they come with accuracy?
+
+    sinklens train tiny-llada --checkpoints over-training
+    sinklens analyse emergence over-training/*
+
+Models are checkpoints of a training run, named ``RUN@STEP``; each is asked the same prompts with its own settings, and
+every measure becomes a curve over steps, one line per run. Sinks are Rulli et al.'s (2510.15731, Eq. 3, ε = 3 in column
+sums); how autoregressive models acquire theirs is the question of Gu et al. (2410.10781).
+
+One way this fails: a model that has learned nothing yet answers with anything, and its runs are of another length. The
+measures are means per head and step, but of other steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.diagnose import right_answers
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import Study
+from sinklens.errors import SettingError
+from sinklens.sinks import SinkTrack
+from sinklens.sinks.motion import jumps, main_sink
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from sinklens.model import Model
+
+MEASURES = {
+    "right": "word problems answered right",
+    "heads": "heads and steps that have a sink",
+    "main_score": "score of the strongest key (column sum)",
+    "start": "strongest keys that are the first position",
+    "jump_share": "steps at which a head's strongest key changes",
+}
+
+
+@dataclass
+class Emergence(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "emergence"
+
+    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES` [prompt], ``right`` NaN for prompts that are no shipped word problems.
+
+        Raises:
+            SettingError: the model's name tells no step.
+        """
+        run_and_step(model.name)
+        found = self.generate(model, prompts, settings)
+        values = {"right": right_answers(found.run, prompts), **sinks_of(found.track)}
+        return xr.Dataset({name: ("prompt", values[name]) for name in MEASURES})
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``emergence``: every measure by run and step."""
+        table = interval_table(measured, list(MEASURES), self.seed)
+        places = [run_and_step(name) for name in table["model"]]
+        table = table.assign(model=[run for run, _ in places], step=[step for _, step in places])
+        table["meaning"] = [MEASURES[name] for name in table["measure"]]
+        return {"emergence": table.sort_values(["measure", "model", "step"], kind="stable")}
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``emergence``: a panel per measure."""
+        from sinklens.views.charts import curves
+        from sinklens.views.figures import panels
+        from sinklens.views.labels import wrapped
+
+        table = self.tables(measured)["emergence"]
+        figure, axes = panels(len(MEASURES), columns=3, size=(4.4, 3.4))
+        for (measure, meaning), ax in zip(MEASURES.items(), axes, strict=True):
+            curves(table[table["measure"] == measure], "step", ax)
+            ax.set(xlabel="training step", ylabel=wrapped(meaning, 34))
+        return {"emergence": figure}
+
+
+def run_and_step(name: str) -> tuple[str, int]:
+    """The run and the training step in a checkpoint's name.
+
+    >>> run_and_step("over-training/tiny-llada@400")
+    ('tiny-llada', 400)
+
+    Raises:
+        SettingError: it is not of that form.
+    """
+    run, at, step = name.rstrip("/").rpartition("/")[2].rpartition("@")
+    if not at or not step.isdigit():
+        raise SettingError(
+            f"emergence compares checkpoints of a training run, in folders called RUN@STEP, e.g. tiny-llada@400; got "
+            f"{name}. `sinklens train NAME --checkpoints DIR` writes such."
+        )
+    return run, int(step)
+
+
+def sinks_of(track: SinkTrack) -> dict[str, np.ndarray]:
+    """The measures of sinks [prompt], means over heads and steps."""
+    score, main, axes = track.scores(), main_sink(track), ("step", "layer", "head")
+    exists = score.notnull().any("pos")
+    changed = jumps(track)
+    return {
+        "heads": (track.detect().any("pos").sum(axes) / exists.sum(axes)).to_numpy(),
+        "main_score": score.max("pos").mean(axes).to_numpy(),
+        "start": ((main == track.data["real"].argmax("pos")).sum(axes) / exists.sum(axes)).to_numpy(),
+        "jump_share": (changed["changes"].sum(("layer", "head")) / changed["pairs"].sum(("layer", "head"))).to_numpy(),
+    }

@@ -1,0 +1,70 @@
+"""Emergence: checkpoints become points of a curve, and each measure is that of a loop."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import sinklens
+from sinklens.analyses import find
+from sinklens.analyses.emergence import MEASURES, run_and_step, sinks_of
+from sinklens.checkpoints.files import find as find_checkpoint
+from sinklens.errors import SettingError
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The shipped diffusion model twice and its twin once, as if they had been kept at these steps."""
+    folder = tmp_path_factory.mktemp("over-training")
+    for name, step in (("tiny-llada", 800), ("tiny-llada", 90), ("tiny-llama", 800)):
+        shutil.copytree(find_checkpoint(name, None), folder / f"{name}@{step}")
+    return sorted(folder.iterdir())
+
+
+def test_checkpoints_become_one_curve_per_run(checkpoints, tmp_path):
+    findings = find("emergence")(batch=2).run(checkpoints, PROMPTS, tmp_path)
+    table = findings.tables["emergence"]
+    assert set(table["measure"]) == set(MEASURES)
+    part = table[table["measure"] == "heads"]
+    assert list(zip(part["model"], part["step"], strict=True)) == [
+        ("tiny-llada", 90), ("tiny-llada", 800), ("tiny-llama", 800),
+    ]  # fmt: skip
+    assert part["estimate"].iloc[0] == part["estimate"].iloc[1] != part["estimate"].iloc[2]
+    assert (tmp_path / "emergence-emergence.png").stat().st_size > 10_000
+
+
+def test_measures_are_those_of_a_loop(tiny_llama):
+    run = sinklens.generate(tiny_llama, PROMPTS, progress=False)
+    found, scores = sinks_of(run.sinks), run.sinks.scores().to_numpy()
+    real = run.real.numpy()
+    for row in range(len(PROMPTS)):
+        start = int(np.argmax(real[row]))
+        have, best, first, changes, pairs = [], [], [], 0, 0
+        for layer in range(4):
+            for head in range(6):
+                before = None
+                for step in range(run.steps_run):
+                    values = scores[row, step, layer, head]
+                    if np.isnan(values).all():
+                        continue
+                    known = values[~np.isnan(values)]
+                    have.append((known > (known.sum() - known) / (len(known) - 1) + 3).any())
+                    best.append(known.max())
+                    place = int(np.nanargmax(values))
+                    first.append(place == start)
+                    if before is not None:
+                        changes, pairs = changes + (place != before), pairs + 1
+                    before = place
+        assert found["heads"][row] == pytest.approx(np.mean(have))
+        assert found["main_score"][row] == pytest.approx(np.mean(best), rel=1e-6)
+        assert found["start"][row] == pytest.approx(np.mean(first))
+        assert found["jump_share"][row] == pytest.approx(changes / pairs)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "run@", "run@latest", "@"])
+def test_a_name_without_a_step_is_refused(name):
+    with pytest.raises(SettingError, match=r"folders called RUN@STEP, e.g. tiny-llada@400; got"):
+        run_and_step(name)
