@@ -200,4 +200,4 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
     if chance > 0:
         ax.axhline(chance, color="0.6", linewidth=1, label="a guess")
     ax.set_xticks(range(len(counts)), [str(count) for count in counts])
-    ax.legend(fontsize="small")
+    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=max(1, len(models)))

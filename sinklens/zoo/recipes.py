@@ -109,8 +109,8 @@ DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Recipe) if f.de
 
 _FIRST_CYCLE = (2800,)
 _SKILLS: Mapping[str, Any] = {
-    "cycles": (2800, 1400, 1800, 2400),
-    "peaks": (1.0, 0.5, 0.5, 0.5),
+    "cycles": (2800, 1400, 1800, 2400, 2400),
+    "peaks": (1.0, 0.5, 0.5, 0.5, 0.5),
     "code": 250_000,
     "skills": 110_000,
     "problems_first": 2,
