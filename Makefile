@@ -10,7 +10,7 @@ UNFINISHED := .venv/unfinished
 STAMP := .venv/finished
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow check format train bench
+.PHONY: help demo test slow check format train bench notebooks
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -41,6 +41,9 @@ train: $(STAMP)  ## train the shipped models again; an interrupted run goes on
 
 bench: $(STAMP)  ## measure what watching costs
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+notebooks: $(STAMP)  ## execute the tutorials that changed and write their notebooks
+	$(BIN)/python scripts/make_notebooks.py $(ARGS)
 
 # The mark of an unfinished set-up becomes the stamp by a rename, last. A mark that is still there was left by a kill:
 # what pip was writing then can look installed and be incomplete, so that environment is thrown away. An error that

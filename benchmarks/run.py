@@ -1,10 +1,10 @@
 """What watching costs, as ratios within one process.
 
-    python benchmarks/run.py [--quick]
+    python benchmarks/run.py [--quick] [--only tiny sweep ...]
 
 Every figure is a ratio of two ways of doing the same work, timed in turn (A B A B …) so that a drifting machine drifts
-for both; the median of the pairwise ratios is given with its range. Results go to benchmarks/results.json and, as a
-table, to standard output.
+for both; the median of the pairwise ratios is given with its range. Each result goes to benchmarks/results.json as it
+is measured, with the hardware, and replaces the older one of that name; the table of all goes to standard output.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -102,12 +102,11 @@ def plain_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.
         return canvas
 
 
-def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> list[Ratio]:
+def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
     """Nothing watched ÷ plain transformers, sinks recorded ÷ not, sinks masked ÷ not, at each length."""
     five = MaskSinks(top_k=5)
     plain, held = random_llada(**sizes), random_llada(**sizes)
     model = sinklens.load(held)
-    found = []
     for length in lengths:
         prompt = torch.randint(3, sizes["vocab"], (1, length - ANSWER))
 
@@ -123,22 +122,20 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
         same = torch.equal(ours(False).tokens, theirs())  # type: ignore[attr-defined]
         assert same, "the two loops must do the same work"
         at = f"{name}, S = {length}"
-        found.append(compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), theirs, pairs))
-        found.append(
-            compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
+        yield compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), theirs, pairs)
+        yield compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
+        yield compare(
+            f"MaskSinks(5) ÷ unmasked, sinks recorded in both ({at})",
+            lambda: ours(True, five),
+            lambda: ours(True),
+            pairs,
         )
-        found.append(
-            compare(f"MaskSinks(5) ÷ unmasked, sinks recorded in both ({at})", lambda: ours(True, five),
-                    lambda: ours(True), pairs)
-        )  # fmt: skip
-        found.append(
-            compare(f"MaskSinks(5) ÷ unmasked, nothing recorded ({at})", lambda: ours(False, five),
-                    lambda: ours(False), pairs)
-        )  # fmt: skip
-    return found
+        yield compare(
+            f"MaskSinks(5) ÷ unmasked, nothing recorded ({at})", lambda: ours(False, five), lambda: ours(False), pairs
+        )
 
 
-def sweeping(pairs: int) -> list[Ratio]:
+def sweeping(pairs: int) -> Iterator[Ratio]:
     """Every head ablated, one at a time ÷ stacked in one batch, on the shipped model; one prompt and four."""
     model = sinklens.load("tiny-llada")
     cfg = model.cfg
@@ -147,7 +144,6 @@ def sweeping(pairs: int) -> list[Ratio]:
         for layer in range(cfg.n_layers)
         for head in range(cfg.n_heads)
     }
-    found = []
     for count in (1, 4):
         prompts = [problem.prompt for problem in held_out(count)]
 
@@ -162,8 +158,7 @@ def sweeping(pairs: int) -> list[Ratio]:
             ]
 
         what = f"{len(every)} heads ablated: one at a time ÷ stacked (tiny-llada, prompts: {count})"
-        found.append(compare(what, one_at_a_time, all_at_once, pairs))
-    return found
+        yield compare(what, one_at_a_time, all_at_once, pairs)
 
 
 def importing(pairs: int) -> Ratio:
@@ -185,34 +180,46 @@ def hardware() -> dict[str, str]:
             (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
         )
     return {
-        "cpu": f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "cpu": f"{model}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "nnsight", "transformer-lens")},
     }
 
 
-def main() -> None:
-    """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and the smallest case only")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    options = parser.parse_args()
-    pairs = 5 if options.quick else 9
-    lengths = [256] if options.quick else [256, 1024]
-    found = [importing(3 if options.quick else 7)]
+def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
+    """What can be measured, by name."""
+    pairs, lengths = (5, [256]) if quick else (9, [256, 1024])
     tiny = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
     middle = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
-    found += watching("tiny-llada's size", tiny, lengths, pairs)
-    if not options.quick:
-        found += watching("d_model 512, 8 layers, vocabulary 32k", middle, lengths, pairs)
-    found += sweeping(3)
-    on = hardware()
-    options.out.write_text(json.dumps({"hardware": on, "ratios": [asdict(r) for r in found]}, indent=1) + "\n")
-    print("; ".join(f"{key} {value}" for key, value in on.items()))
-    print("\n| A ÷ B | median | range | A | B |\n|---|---|---|---|---|")
-    for r in found:
-        times = f"{r.a_seconds * 1e3:.0f} ms | {r.b_seconds * 1e3:.0f} ms"
-        print(f"| {r.what} | {r.median:.3f} | {r.low:.2f}–{r.high:.2f} | {times} |")
+    return {
+        "import": lambda: iter([importing(3 if quick else 7)]),
+        "tiny": lambda: watching("tiny-llada's size", tiny, lengths, pairs),
+        "sweep": lambda: sweeping(3),
+        "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", middle, lengths, pairs),
+    }
+
+
+def main() -> None:
+    """Measure, write the JSON, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and the smallest case only")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(parts(True)), help="some parts (all, or without middle if quick)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
+    options = parser.parse_args()
+    known = parts(options.quick)
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in options.only or [name for name in known if not (options.quick and name == "middle")]:
+        for ratio in known[name]():
+            results[ratio.what] = asdict(ratio) | {"hardware": hardware()}
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{ratio.what}: {ratio.median:.3f}", file=sys.stderr, flush=True)
+    print("\n| A ÷ B | median | range | A | B | threads |\n|---|---|---|---|---|---|")
+    for r in results.values():
+        times = f"{r['a_seconds'] * 1e3:.0f} ms | {r['b_seconds'] * 1e3:.0f} ms | {r['hardware']['threads']}"
+        print(f"| {r['what']} | {r['median']:.3f} | {r['low']:.2f}–{r['high']:.2f} | {times} |")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Model(NNsight):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
+        tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch makes modules in training mode
         super().__init__(tree)
         tree.watch.interleaver, tree.watch.root = self.interleaver, self.path
         self.checkpoint = checkpoint

@@ -109,8 +109,15 @@ def _denoising(
     replay: Replayable | None,
     progress: bool | None,
 ) -> Denoising:
+    held = load(model)
+    if held._edits:
+        raise SinklensError(
+            "this model carries edits of model.edit(), which act in single traces (model.trace) and not in runs. Give "
+            "the change as hooks=[(name, fn)], or write it into the block of sinklens.trace; model.clear_edits() takes "
+            "edits away."
+        )
     return Denoising(
-        load(model),
+        held,
         prompt,
         given=dict(settings),
         seed=seed,

@@ -577,3 +577,12 @@ def test_a_list_of_prompts_gives_a_list_of_texts_and_ids_give_rows(tiny_llada):
     assert texts == [sinklens.generate(tiny_llada, PROMPT).text]
     ids, _ = tiny_llada.encode(PROMPT)
     assert sinklens.generate(tiny_llada, ids[0]).text == texts
+
+
+def test_a_run_of_an_edited_model_is_refused_since_it_would_drop_the_edit(tiny_llada):
+    with tiny_llada.edit() as (_, edited):
+        edited.blocks[0].attn.hook_z.output[:] = 0
+    for start in (sinklens.generate, sinklens.trace):
+        with pytest.raises(sinklens.SinklensError, match=r"edits of model.edit\(\), which act in single traces"):
+            start(edited, PROMPT)
+    assert sinklens.generate(tiny_llada, PROMPT, steps=1, gen_length=1, progress=False).steps_run == 1

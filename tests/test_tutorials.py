@@ -16,6 +16,7 @@ SOURCES = sorted(TUTORIALS.glob("*.py"))
 MAKE = "make it with: python scripts/make_notebooks.py"
 SECONDS = 900  # a tutorial takes one or two minutes of two cores, and a test machine may be busy
 MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:home|root|Users|private|tmp|var|opt|mnt|work|usr)/\w")
+LONG = ("03_ablate_them", "04_heads_and_patches")  # most of a minute each; their notebooks are compared all the same
 every_tutorial = pytest.mark.parametrize("source", SOURCES, ids=[path.stem for path in SOURCES])
 
 
@@ -60,7 +61,9 @@ def test_there_are_tutorials():
     assert len(SOURCES) >= 3
 
 
-@every_tutorial
+@pytest.mark.parametrize(
+    "source", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SOURCES]
+)
 def test_a_tutorial_runs_as_a_script(source, tmp_path):
     alone = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

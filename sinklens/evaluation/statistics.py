@@ -43,7 +43,7 @@ class Accuracy:
         n, p = self.total, self.share
         centre = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
         half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n * n))
-        return max(0.0, centre - half), min(1.0, centre + half)
+        return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))  # rounding keeps on either side of p
 
     def __str__(self) -> str:
         low, high = self.interval

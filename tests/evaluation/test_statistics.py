@@ -68,3 +68,10 @@ def test_verdicts_of_different_samples_are_refused():
         paired(np.array([True, False]), np.array([True, False, True]))
     with pytest.raises(SettingError, match=r"got 0 and 0"):
         paired(np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
+
+
+@pytest.mark.parametrize("total", [1, 3, 25, 500])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_an_interval_holds_its_own_share_to_the_last_bit(total, share):
+    low, high = Accuracy(round(share * total), total).interval
+    assert 0.0 <= low <= share <= high <= 1.0
