@@ -56,7 +56,9 @@ def _add_evaluate(commands: Any) -> None:
     )  # fmt: skip
     work = command.add_argument_group("how the work is done")
     work.add_argument("--limit", type=int, metavar="N", help="the first N samples (all)")
-    work.add_argument("--batch", type=int, default=25, metavar="N", help="samples per run of the model (%(default)s)")
+    work.add_argument(
+        "--batch", type=int, default=25, metavar="N", help="samples that run, and are recorded, together (%(default)s)"
+    )
     work.add_argument("--seed", type=int, default=0, help="of sampling and of random keys (%(default)s)")
     work.add_argument(
         "--shard", default="0/1", metavar="I/N", help="every N-th sample, from I on, in a file of its own"
@@ -122,8 +124,13 @@ def run_evaluate(options: argparse.Namespace) -> None:
             told = estimate(name, asked, conditions, options.out, **shared)
             print(_told(name, told))
             continue
-        with _Bar(name) as bar:
-            evaluate(name, asked, conditions, options.out, engine=_engine(options), progress=bar, **shared)
+        try:
+            with _Bar(name) as bar:
+                evaluate(name, asked, conditions, options.out, engine=_engine(options), progress=bar, **shared)
+        except KeyboardInterrupt:
+            kept = f"what was finished is kept in {options.out}, and the same command goes on from there"
+            print(f"sinklens: interrupted; {kept}.", file=sys.stderr)
+            raise SystemExit(130) from None
     if not options.dry_run:
         _tell_rest(options.out)
 
@@ -196,7 +203,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Bar:
-    """A progress bar per condition, on the error output."""
+    """A progress bar per condition on the error output, or a line per batch where that is no terminal."""
 
     def __init__(self, name: str) -> None:
         from rich.console import Console
@@ -205,15 +212,21 @@ class _Bar:
         self._name, self._tasks = name, dict[str, Any]()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, console=Console(file=sys.stderr))
+        self._shown = sys.stderr.isatty()
 
     def __enter__(self) -> "_Bar":
-        self._bars.start()
+        if self._shown:
+            self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        if self._shown:
+            self._bars.stop()
 
     def __call__(self, condition: "Condition", done: int, total: int) -> None:
+        if not self._shown:
+            print(f"{self._name}: {condition.name}: {done} of {total}", file=sys.stderr, flush=True)
+            return
         if condition.name not in self._tasks:
             self._tasks[condition.name] = self._bars.add_task(f"{self._name}: {condition.name}", total=total)
         self._bars.update(self._tasks[condition.name], completed=done)
@@ -277,13 +290,21 @@ def run_table(options: argparse.Namespace) -> None:
         own = [line for line in lines if line.protocol == protocol]
         console.print(_first_table(protocol, own), _second_table(own))
     console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
+    if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
+        console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
     console.print(f"Written: {', '.join(str(out / name) for name in ('table.csv', 'accuracy.png', 'accuracy.svg'))}.")
 
 
 WIDE = 400  # columns of a table that goes into a file or a pipe, where nothing should be cut
 LEGEND = (
     "Brackets: 95 % intervals (Wilson; of differences, bootstrap over samples). p: McNemar's exact test, two-sided, "
-    "corrected by Holm's method over the conditions of a model. 'vs random': the sinks masked less as many random keys."
+    "corrected by Holm's method over the conditions of a model. 'vs random': the sinks masked less as many random "
+    "keys, on the samples that both have. Shares of answers: empty; with masks left over; with no end token. "
+    "sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of a guess."
+)
+ESCAPING = (
+    "A key that was masked at one step drew no attention there, is no sink, and so is spared at the next: "
+    "--of-unmasked adds masks by the sinks of the unmasked run, which do not let them escape."
 )
 
 
@@ -303,16 +324,18 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Any:
         cells = []
         for model in models:
             line = next((one for one in lines if (one.model, one.condition) == (model, condition)), None)
-            cells.append("" if line is None else _share(line))
+            most = max(one.accuracy.total for one in lines if one.model == model)
+            cells.append("" if line is None else _share(line, most))
             if model in theirs:
                 cells.append("" if line is None or line.paper is None else f"{line.paper:.2f}")
         table.add_row("nothing" if condition == "unmasked" else condition, *cells)
     return table
 
 
-def _share(line: "Line") -> str:
+def _share(line: "Line", most: int) -> str:
     low, high = line.accuracy.interval
-    return f"{line.accuracy.share:.3f} [{low:.3f}, {high:.3f}]"
+    unfinished = f" ({line.accuracy.total} of {most})" if line.accuracy.total < most else ""
+    return f"{line.accuracy.share:.3f} [{low:.3f}, {high:.3f}]{unfinished}"
 
 
 def _second_table(lines: Sequence["Line"]) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def identity(model: "Model", condition: Condition, protocol: Protocol, seed: int
     """Everything that decides a verdict, as plain JSON values: what a ledger's run is told apart by."""
     settings = make_settings(model.record.sampler, protocol.of(model.record.sampler), model.checkpoint.defaults)
     return {
-        "model": model.name,
+        "model": Path(model.name).name if Path(model.name).is_dir() else model.name,  # wherever the folder lies
         "family": model.family,
         "sampler": model.record.sampler,
         "revision": model.checkpoint.revision or "",

@@ -29,10 +29,29 @@ from sinklens.interventions.selection import Pick, Scope, Selection, as_tuple
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
+    from sinklens.generation import Generation
     from sinklens.model import Model
     from sinklens.sinks.detectors import Detector
 
 Reach = Literal["newest", "all"]
+ITSELF: Literal["itself"] = "itself"
+
+
+def track_of(source: "SinkTrack | Generation | Literal['itself'] | None") -> SinkTrack | None:
+    """The sinks that `source` recorded; None for "itself".
+
+    Raises:
+        SettingError: it recorded none, or is no run.
+    """
+    if isinstance(source, str) and source == ITSELF:
+        return None
+    found = source if isinstance(source, SinkTrack) else getattr(source, "sinks", None)
+    if not isinstance(found, SinkTrack):
+        raise SettingError(
+            f"source is another run or its sinks; got {source!r}. If a run has none, it was made with "
+            f"record_sinks=False; make it again without that."
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +70,8 @@ class MaskSinks(Intervention):
         pick: "strongest"; or as controls the same number of "random" or of the "weakest" keys.
         only: states ("prompt", "masked", "committed") or token kinds that may be masked.
         same_step: the sinks of step t itself, from an unmasked pass before it; twice the work, diffusion only.
-        source: a recorded run of the same prompts; its sinks of step t − 1 (of step t with `same_step`) are masked, by
-            the column sums it recorded, and nothing in steps that it lacks.
+        source: "itself", or another run of the same prompts, or its `sinks`: what that run had as sinks at step t − 1
+            (at step t with `same_step`) is masked, by the column sums it recorded, and nothing in steps that it lacks.
         seed: of random keys.
         queries: in an autoregressive run, whether the keys are forbidden to the "newest" token or to "all".
         positions: keys that may be masked.
@@ -67,14 +86,14 @@ class MaskSinks(Intervention):
     pick: Pick = "strongest"
     only: str | Sequence[str] = ()
     same_step: bool = False
-    source: SinkTrack | None = None
+    source: "SinkTrack | Generation | Literal['itself']" = ITSELF
     seed: int = 0
     queries: str = "newest"
 
     def __post_init__(self) -> None:
         if self.queries not in get_args(Reach):
             raise SettingError(f"queries is one of {', '.join(get_args(Reach))}; got {self.queries!r}.")
-        _ = self.selection
+        _ = self.selection, track_of(self.source)
 
     @property
     def selection(self) -> Selection:
@@ -87,7 +106,7 @@ class MaskSinks(Intervention):
         Raises:
             SettingError: for random keys, kinds or states, a source or `same_step`, which a track alone does not tell.
         """
-        if self.pick == "random" or self.only or self.source is not None or self.same_step or track.causal:
+        if self.pick == "random" or self.only or track_of(self.source) is not None or self.same_step or track.causal:
             raise SettingError("the keys can be told from a track where they follow from the scores alone.")
         real = torch.from_numpy(track.data["real"].to_numpy())
         found = np.zeros(track.data["score"].shape, dtype=bool)
@@ -106,7 +125,7 @@ class MaskSinks(Intervention):
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
         every = self.queries == "all"
-        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, self.source, every)
+        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             found = chosen.at(hook, value)
@@ -139,12 +158,12 @@ class KeepKeys(Intervention):
     pick: Pick = "strongest"
     only: str | Sequence[str] = ()
     same_step: bool = False
-    source: SinkTrack | None = None
+    source: "SinkTrack | Generation | Literal['itself']" = ITSELF
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_window(self.window)
-        _ = self.selection
+        _ = self.selection, track_of(self.source)
 
     @property
     def selection(self) -> Selection:
@@ -153,7 +172,7 @@ class KeepKeys(Intervention):
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
-        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, self.source)
+        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source))
         distances = Distances()
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:

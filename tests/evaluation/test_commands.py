@@ -128,3 +128,24 @@ def test_a_wrong_call_is_one_message_and_exit_code_one(tmp_path, capsys, argumen
     assert code == 1
     assert told.splitlines()[-1].startswith("sinklens: ")
     assert text in told
+
+
+def test_an_interrupt_says_that_what_was_finished_is_kept(tmp_path, capsys, monkeypatch):
+    import sinklens.evaluation.evaluating as evaluating
+
+    monkeypatch.setattr(evaluating, "evaluate", lambda *given, **more: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        main(["evaluate", "tiny-llama", "--task", "tiny-gsm", "--out", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert f"interrupted; what was finished is kept in {tmp_path}, and the same command goes on from there" in told
+
+
+def test_an_unfinished_condition_and_masks_that_escape_are_said(tmp_path, capsys):
+    unmasked, own, steady = masking([1], of_unmasked=True)
+    planted_run(tmp_path, dict.fromkeys("abcd", True), unmasked)
+    planted_run(tmp_path, dict.fromkeys("ab", True), own)
+    _, out, _ = run(capsys, "table", tmp_path)
+    assert "1.000 [0.342, 1.000] (2 of 4)" in out
+    assert "--of-unmasked adds masks by the sinks of the unmasked run" in out
+    planted_run(tmp_path, dict.fromkeys("abcd", True), steady)
+    assert "--of-unmasked" not in run(capsys, "table", tmp_path)[1]

@@ -1,12 +1,14 @@
 """Units: what a record holds is what the run did, whatever batch it ran in."""
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 import sinklens
+from sinklens.checkpoints.files import find as find_checkpoint
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
 from sinklens.evaluation.protocols import find
@@ -143,3 +145,13 @@ def test_a_prompt_that_does_not_fit_names_its_samples(tiny_llada):
     long = Sample("long/1", "coins " * 200, "")
     with pytest.raises(PromptError, match=r"long/1 to long/1: a prompt of \d+ tokens and gen_length"):
         carry_out(tiny_llada, find_task("tiny-gsm"), PLAIN, Batch(UNMASKED, (long,)), 0)
+
+
+def test_a_folder_is_the_same_model_wherever_it_lies(tmp_path, tiny_llada, monkeypatch):
+    mine = tmp_path / "mine"
+    shutil.copytree(find_checkpoint("tiny-llada", None), mine)
+    monkeypatch.chdir(tmp_path)
+    near, far = (identity(sinklens.load(name), UNMASKED, PLAIN, 0) for name in ("mine", str(mine)))
+    assert near == far
+    assert near["model"] == "mine"
+    assert near["weights"] == tiny_llada.fingerprint

@@ -368,3 +368,15 @@ def test_in_a_diffusion_run_it_makes_no_difference_which_queries_are_meant(tiny_
 def test_a_misspelt_reach_is_refused():
     with pytest.raises(SettingError, match=r"queries is one of newest, all; got 'last'"):
         MaskSinks(queries="last")
+
+
+def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_refused(tiny_llada):
+    prompt, few = held_out(1)[0].prompt, {"gen_length": 4, "progress": False}
+    base = sinklens.generate(tiny_llada, prompt, **few)
+    by_run, by_sinks = (
+        sinklens.generate(tiny_llada, prompt, hooks=MaskSinks(source=source), **few) for source in (base, base.sinks)
+    )
+    assert torch.equal(by_run.canvas, by_sinks.canvas)
+    assert by_run.sinks.scores().equals(by_sinks.sinks.scores())
+    with pytest.raises(SettingError, match=r"source is another run or its sinks; got .*Generation.*record_sinks=False"):
+        MaskSinks(source=sinklens.generate(tiny_llada, prompt, record_sinks=False, **few))
