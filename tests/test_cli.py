@@ -171,6 +171,7 @@ def prompt_file(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_goes_on_in_another_process_and_gives_the_same_files(tmp_path, prompt_file):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     process = subprocess.Popen(

@@ -57,6 +57,7 @@ def workers():
     return [process for process in below if "MapWorker" in "".join(process.cmdline())]
 
 
+@pytest.mark.slow
 def test_workers_killed_in_mid_run_are_replaced_and_the_ledger_is_that_of_one_process(tmp_path, capfd):
     ray = pytest.importorskip("ray")
     ray.shutdown()  # so that the engine starts a cluster of its own

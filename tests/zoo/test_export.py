@@ -146,7 +146,7 @@ def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_
     list(train(recipe, tmp_path, save_every=6))
     text = write_card(recipe, tmp_path, tmp_path, "**0.5**").read_text()
     assert "on word problems, small functions and exercises that it generates itself" in text
-    assert "The first 2 steps are word problems alone; the other 4 draw from 400 problems, 90 functions and 30" in text
+    assert "those of tiny-llada; the other 4 draw from 400 problems, 90 functions and 30" in text
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
