@@ -250,6 +250,7 @@ def run_score(options: argparse.Namespace) -> None:
     from sinklens.evaluation.ledger import Run
     from sinklens.evaluation.sandbox import Limits, available_isolation
     from sinklens.evaluation.scoring import score
+    from sinklens.tasks import find
 
     if not options.run_generated_code:
         raise SinklensError(
@@ -258,7 +259,8 @@ def run_score(options: argparse.Namespace) -> None:
         )
     print(f"Isolation: {available_isolation()}.", file=sys.stderr)
     names = {str(run.what["protocol"]["task"]) for run in Run.all(options.ledger)}
-    paths = {} if options.data is None else dict.fromkeys(names, options.data)
+    published = [name for name in names if hasattr(find(name), "path")]  # generated tasks have no files
+    paths = {} if options.data is None else dict.fromkeys(published, options.data)
     limits = Limits(seconds=options.seconds, memory_mb=options.memory)
     ran = score(options.ledger, paths=paths, limits=limits, require=options.isolation, progress=_score_progress)
     print(f"{ran} programs were run. The table: sinklens table {options.ledger}")

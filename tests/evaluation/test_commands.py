@@ -81,6 +81,7 @@ def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
     made = first | {"prompt": 'def add(a, b):\n    """The sum."""\n', "test": test, "entry_point": "add"}
     short.write_text(json.dumps(made) + "\n")
     out = tmp_path / "results"
+    planted_run(out, {"tiny-gsm/0": True})  # a task without files in the same ledger
     flags = ["--task", "humaneval", "--data", short, "--out", out]
     assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0
     code, _, told = run(capsys, "score", out, "--run-generated-code", "--data", short)
