@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinklens.errors import ReadOnlyHookError
@@ -59,8 +59,9 @@ class Operands(NamedTuple):
         """Mask and bias as one tensor added to the scores; None where there is neither."""
         if self.mask is None:
             return self.bias
+        mask = self.mask[..., :1, :] if self.mask.stride(-2) == 0 else self.mask  # one row, seen by every query
         zero = self.query.new_zeros(()) if self.bias is None else self.bias
-        return torch.where(self.mask, zero, -torch.inf)
+        return torch.where(mask, zero, -torch.inf)
 
     def real_queries(self) -> Bool[Tensor, "batch query"] | None:
         """Queries that are not padding: those that may see themselves. None means all."""
@@ -207,5 +208,19 @@ def _writes(value: Tensor) -> int | None:
     return None if value.is_inference() else value._version
 
 
+def attention_mask(
+    q_length: int, mask_function: Callable[..., Any], **kwargs: Any
+) -> Bool[Tensor, "batch 1 query key"] | None:
+    """transformers' mask for fused attention. Where it is the same for every query, one row of it, seen q_length times.
+
+    So the padding of a bidirectional batch takes memory of size S, not S², and stays so when ``hook_attn_mask`` adds
+    its own to it.
+    """
+    if mask_function is not bidirectional_mask_function:
+        return sdpa_mask(q_length=q_length, mask_function=mask_function, **kwargs)
+    row = sdpa_mask(q_length=1, mask_function=mask_function, **kwargs)
+    return None if row is None else row.expand(-1, -1, q_length, -1)
+
+
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)

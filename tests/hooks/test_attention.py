@@ -3,10 +3,12 @@
 import pytest
 import torch
 from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from sinklens.errors import ReadOnlyHookError
 from sinklens.hooks import attention as module
+from sinklens.hooks import column_sums
 
 AT = "blocks.1.attn"
 PADDINGS = [pytest.param(None, id="whole"), pytest.param(left_padding(), id="padded")]
@@ -27,7 +29,9 @@ def watch(model, ids, *points, real=None, edits=None):
 
 @pytest.fixture
 def no_explicit_map(monkeypatch):
-    """Making the map explicit is an error in this test."""
+    """Making the map explicit is an error in this test; loading a model does so once, so all are loaded before."""
+    for kind in KINDS:
+        shared_model(*kind)
 
     def refuse(*args, **kwargs):
         raise AssertionError("the map was made explicit")
@@ -204,6 +208,31 @@ def test_editing_the_mask_does_not_make_the_map_explicit(causal, edit, real):
     model, ids = shared_model("llama", causal), random_ids()
     edited = watch(model, ids, "hook_sink_scores", real=real, edits={"hook_attn_mask": edit})[0]
     assert not torch.equal(edited, model(ids, attention_mask=real))
+
+
+class Largest(TorchDispatchMode):
+    """The greatest number of elements in memory of a tensor that any operation gave back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.untyped_storage().nbytes() // value.element_size())
+        return result
+
+
+@pytest.mark.parametrize("edit", [hide_key_2, hide_key_2_in_head_1])
+@pytest.mark.parametrize("points", [[], ["hook_sink_scores"]])
+def test_a_bidirectional_model_makes_no_mask_of_queries_by_keys_for_every_head(monkeypatch, edit, points):
+    length = 256
+    monkeypatch.setitem(column_sums.BLOCK_ELEMENTS, "cpu", length)
+    model = random_model(max_position_embeddings=length)
+    ids, real = random_ids(length=length), left_padding(length=length, padded=100)
+    with torch.no_grad(), Largest() as largest:
+        watch(model, ids, *points, real=real, edits={"hook_attn_mask": edit})
+    assert largest.elements <= len(ids) * length**2, "PyTorch makes the padding of a batch one, for all heads"
 
 
 def test_a_float32_mask_is_accepted_by_a_bfloat16_model():
