@@ -31,6 +31,7 @@ from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.errors import SettingError, SinklensError, nearest
 from sinklens.sampling.settings import BY_SAMPLER, make_settings
 from sinklens.tasks.word_problems import held_out
+from sinklens.versions import versions
 from sinklens.writing import whole
 
 if TYPE_CHECKING:
@@ -180,8 +181,6 @@ class Study(ABC):
         prompts: Sequence[str],
         settings: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
-        from importlib.metadata import version
-
         options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "settings"}
         return {
             "study": self.name,
@@ -202,7 +201,7 @@ class Study(ABC):
             "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest(),
             "resamples": RESAMPLES,
-            "versions": {name: version(name) for name in ("sinklens", "torch", "transformers", "nnsight", "numpy")},
+            "versions": versions("sinklens", "torch", "transformers", "nnsight", "numpy"),
         }
 
 

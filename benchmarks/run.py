@@ -14,19 +14,24 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import nnsight
 import torch
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinklens
 from sinklens.denoising import Hooks
 from sinklens.interventions import AblateHeads, MaskSinks, sweep
 from sinklens.tasks.word_problems import held_out
+from sinklens.zoo.tokenizer import train_tokenizer
 
 MASK = 1
 ANSWER = 32
@@ -41,7 +46,8 @@ class Ratio:
         what: A ÷ B in words.
         median, low, high: of the pairwise ratios.
         pairs: how many.
-        a_seconds, b_seconds: medians, to judge the scale by; the ratio is what to quote.
+        a, b: medians, to judge the scale by; the ratio is what to quote.
+        unit: of these, "s" or "MB".
     """
 
     what: str
@@ -49,8 +55,9 @@ class Ratio:
     low: float
     high: float
     pairs: int
-    a_seconds: float
-    b_seconds: float
+    a: float
+    b: float
+    unit: str = "s"
 
 
 def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int, less: float = 0.0) -> Ratio:
@@ -68,6 +75,28 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def peak(work: Callable[[], object]) -> float:
+    """The most memory that tensors made by `work` take at once, in MB."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    held, most = 0, 0
+    for event in sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most / 1e6
+
+
+def compare_peaks(what: str, a: Callable[[], object], b: Callable[[], object], above: float = 0.0) -> Ratio:
+    """The ratio of the two's peaks of memory, each less `above`; they do not vary, so each is taken once."""
+    a(), b()
+    first, second = peak(a) - above, peak(b) - above
+    ratio = first / second
+    return Ratio(what, ratio, ratio, ratio, 1, first, second, "MB")
 
 
 def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int) -> LlamaForCausalLM:
@@ -88,7 +117,7 @@ def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int) -> Llama
 def plain_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.Tensor:
     """LLaDA's greedy loop on a plain transformers model, head and softmax on the masked positions only."""
     with torch.no_grad():
-        canvas = torch.cat([prompt, torch.full((len(prompt), ANSWER), MASK)], dim=1)
+        canvas = blank(prompt)
         for _ in range(steps):
             where = canvas == MASK
             logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
@@ -100,6 +129,28 @@ def plain_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.
                 chosen = confidence[row].topk(ANSWER // steps).indices
                 canvas[row, chosen] = proposed[row, chosen]
         return canvas
+
+
+def reference_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.Tensor:
+    """The same as LLaDA's published sampling script computes it: head and float64 softmax at every position."""
+    with torch.no_grad():
+        canvas = blank(prompt)
+        for _ in range(steps):
+            where = canvas == MASK
+            logits = hf(input_ids=canvas, use_cache=False).logits
+            candidates = logits.argmax(-1)
+            sure = logits.to(torch.float64).softmax(-1).gather(-1, candidates[..., None])[..., 0]
+            proposed = torch.where(where, candidates, canvas)
+            confidence = torch.where(where, sure, -torch.inf)
+            for row in range(len(canvas)):
+                chosen = confidence[row].topk(ANSWER // steps).indices
+                canvas[row, chosen] = proposed[row, chosen]
+        return canvas
+
+
+def blank(prompt: torch.Tensor) -> torch.Tensor:
+    """The canvas before the first step."""
+    return torch.cat([prompt, torch.full((len(prompt), ANSWER), MASK)], dim=1)
 
 
 def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
@@ -124,6 +175,13 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
         at = f"{name}, S = {length}"
         yield compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), theirs, pairs)
         yield compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
+
+        def reference(prompt: torch.Tensor = prompt) -> object:
+            return reference_loop(plain, prompt, STEPS)
+
+        same = torch.equal(ours(True).tokens, reference())  # type: ignore[attr-defined]
+        assert same, "the reference must decide as sinklens does"
+        yield compare(f"all sinks recorded ÷ LLaDA's published procedure ({at})", lambda: ours(True), reference, pairs)
         yield compare(
             f"MaskSinks(5) ÷ unmasked, sinks recorded in both ({at})",
             lambda: ours(True, five),
@@ -133,6 +191,74 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
         yield compare(
             f"MaskSinks(5) ÷ unmasked, nothing recorded ({at})", lambda: ours(False, five), lambda: ours(False), pairs
         )
+
+
+def lensed(**sizes: int) -> TransformerBridge:
+    """A model of these sizes, with random weights, in TransformerLens; its bridge attends causally, at equal cost."""
+    hf = random_llada(**sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        hf.config.save_pretrained(folder)
+        train_tokenizer().save_pretrained(folder)
+        return TransformerBridge.boot_transformers(folder, hf_model=hf)
+
+
+def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
+    """Sinks of every layer and head of one pass: sinklens ÷ what else one would take, in time and in memory.
+
+    The others make no logits at all, sinklens those of the answer's positions. Memory is what is above the same pass
+    of the plain transformers model, and the ratio is the other's to sinklens's.
+    """
+    plain, eager = random_llada(**sizes), random_llada(**sizes)
+    eager.set_attn_implementation("eager")
+    model, lens, traced = sinklens.load(random_llada(**sizes)), lensed(**sizes), nnsight.NNsight(eager)
+    for length in lengths:
+        canvas = blank(torch.randint(3, sizes["vocab"], (1, length - ANSWER)))
+        scores: dict[str, torch.Tensor] = {}
+
+        def ours(canvas: torch.Tensor = canvas) -> torch.Tensor:
+            run = sinklens.generate(
+                model, canvas[:, :-ANSWER], gen_length=ANSWER, block_length=ANSWER, steps=1, progress=False
+            )
+            return torch.from_numpy(run.sinks.scores().values[0, 0])  # type: ignore[union-attr]
+
+        def cached(canvas: torch.Tensor = canvas) -> torch.Tensor:
+            patterns = lambda name: name.endswith("hook_pattern")  # noqa: E731
+            cache = lens.run_with_cache(canvas, return_type=None, names_filter=patterns)[1]
+            return torch.stack([cache["pattern", layer][0].sum(1) for layer in range(lens.cfg.n_layers)])
+
+        def hooked(canvas: torch.Tensor = canvas, scores: dict[str, torch.Tensor] = scores) -> torch.Tensor:
+            def keep(value: torch.Tensor, hook: HookPoint) -> None:
+                scores[str(hook.name)] = value[0].sum(1)
+
+            hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(lens.cfg.n_layers)]
+            lens.run_with_hooks(canvas, return_type=None, fwd_hooks=hooks)
+            return torch.stack(list(scores.values()))
+
+        def transformed(canvas: torch.Tensor = canvas) -> torch.Tensor:
+            given = eager.model(input_ids=canvas, use_cache=False, output_attentions=True)
+            return torch.stack([pattern[0].sum(1) for pattern in given.attentions])
+
+        def nnsighted(canvas: torch.Tensor = canvas) -> torch.Tensor:
+            with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
+                kept = [layer.self_attn.output[1][0].sum(1) for layer in traced.model.layers]
+                stacked = torch.stack(kept).save()
+            return stacked  # noqa: RET504  (it has its value when the block has ended)
+
+        def unwatched(canvas: torch.Tensor = canvas) -> object:
+            return plain.model(input_ids=canvas, use_cache=False)
+
+        at = f"{name}, S = {length}"
+        with torch.no_grad():
+            for other in (transformed, nnsighted):
+                torch.testing.assert_close(ours(), other(), atol=1e-3, rtol=1e-3)
+            ways = {
+                "TransformerLens run_with_cache": cached, "TransformerLens hooks that reduce": hooked,
+                "transformers output_attentions": transformed, "nnsight on eager attention": nnsighted,
+            }  # fmt: skip
+            usual = peak(unwatched)
+            for way, work in ways.items():
+                yield compare(f"sinks of one pass: {way} ÷ sinklens ({at})", work, ours, pairs)
+                yield compare_peaks(f"memory above a plain pass: {way} ÷ sinklens ({at})", work, ours, usual)
 
 
 def sweeping(pairs: int) -> Iterator[Ratio]:
@@ -196,6 +322,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "import": lambda: iter([importing(3 if quick else 7)]),
         "tiny": lambda: watching("tiny-llada's size", tiny, lengths, pairs),
         "sweep": lambda: sweeping(3),
+        "others": lambda: others("d_model 512, 8 layers", middle, lengths, 5),
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", middle, lengths, pairs),
     }
 
@@ -218,8 +345,10 @@ def main() -> None:
             print(f"{ratio.what}: {ratio.median:.3f}", file=sys.stderr, flush=True)
     print("\n| A ÷ B | median | range | A | B | threads |\n|---|---|---|---|---|---|")
     for r in results.values():
-        times = f"{r['a_seconds'] * 1e3:.0f} ms | {r['b_seconds'] * 1e3:.0f} ms | {r['hardware']['threads']}"
-        print(f"| {r['what']} | {r['median']:.3f} | {r['low']:.2f}–{r['high']:.2f} | {times} |")
+        factor, unit = (1e3, "ms") if r["unit"] == "s" else (1.0, r["unit"])
+        sizes = " | ".join(f"{r[side] * factor:.0f} {unit}" for side in ("a", "b"))
+        spread = f"{r['median']:.3f} | {r['low']:.2f}–{r['high']:.2f}"
+        print(f"| {r['what']} | {spread} | {sizes} | {r['hardware']['threads']} |")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from sinklens.sampling.running import Course, Listener, course, run
 from sinklens.sampling.state import State
 from sinklens.sinks.recorder import Record, SinkRecorder, step_canvases
 from sinklens.sinks.track import SinkTrack
+from sinklens.versions import versions
 
 Hooks = Intervention | Sequence[tuple[names.HookName, HookFunction] | Intervention]
 
@@ -73,6 +74,7 @@ class Denoising:
         self.hooks = self._resolve(listed)
         self.state.replay = None if replay is None else replay.canvas
         self._canvases: list[Tensor] = []
+        self._told = -1  # size of the vocabulary that the recorder knows
         self._recorder = self._make_recorder(record_sinks)
 
     @property
@@ -273,20 +275,20 @@ class Denoising:
         self._recorder.end_step(step, self.state.partial, canvases)
 
     def describe(self, **whole_run: np.ndarray) -> None:
-        """Tell the recorder's store what run this is, and every token's text so far."""
+        """Tell the recorder's store what run this is, and every token's text so far; nothing if it knows already."""
         assert self._recorder is not None
         assert self.state.entered is not None
         if self.model.tokenizer is not None:
             seen = torch.cat([self.state.entered, self.state.canvas])  # they differ under a replay
-            new = set(torch.unique(seen).tolist()) - self._vocabulary.keys() - {-1}
-            self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
+            self._texts(torch.unique(seen).tolist())
+        if self._told == len(self._vocabulary) and not whole_run:
+            return
+        self._told = len(self._vocabulary)
         words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
         real = self.state.real.cpu().numpy()
         self._recorder.store.describe(self._provenance() | words, {"real": real, **whole_run})
 
     def _provenance(self) -> dict[str, Any]:
-        from importlib.metadata import version
-
         kept = {name: value for name, value in asdict(self.settings).items() if value is not None}
         return {
             "model": self.model.name,
@@ -298,7 +300,7 @@ class Denoising:
             "prompt_length": self.state.prompt_length,
             "dtype": str(self.model.cfg.dtype),
             "device": str(self.model.cfg.device),
-            "versions": json.dumps({name: version(name) for name in ("torch", "transformers", "nnsight")}),
+            "versions": json.dumps(versions("torch", "transformers", "nnsight")),
         }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
-    ("errors", "writing"),
+    ("errors", "writing", "versions"),
     ("hooks", "checkpoints"),
     ("sampling", "sinks", "tasks"),
     ("views", "selfcheck", "model", "progress", "flags"),

@@ -12,8 +12,6 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,7 @@ from sinklens.sampling import make_settings
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
+from sinklens.versions import versions
 
 if TYPE_CHECKING:
     from sinklens.generation import Generation
@@ -98,7 +97,7 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
     about = {
         "device": model.cfg.device.type,
         "device_name": _device_name(model),
-        "versions": _versions(),
+        "versions": versions("sinklens", "torch", "transformers"),
         "seconds": (time.perf_counter() - started) / len(batch.samples),
         "batch": len(batch.samples),
     }
@@ -178,8 +177,3 @@ def _device_name(model: "Model") -> str:
 
         return torch.cuda.get_device_name(model.cfg.device)
     return platform.processor() or platform.machine()
-
-
-@cache
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("sinklens", "torch", "transformers")}

@@ -1,0 +1,286 @@
+"""The documentation builds without a warning, opens without a network, runs, and says what the code says."""
+
+import ast
+import importlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from test_layers import FLOORS
+
+import sinklens
+from sinklens import errors
+from sinklens.checkpoints import FAMILIES, shipped_names
+from sinklens.errors import SinklensError
+from sinklens.hooks import names
+from sinklens.interventions import Intervention
+from sinklens.sinks import Detector
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
+BLOCKS = [
+    pytest.param(block, id=f"{page}:{number}")
+    for page, text in PAGES.items()
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+]
+PUBLIC = (
+    "sinklens", "sinklens.analyses", "sinklens.checkpoints", "sinklens.evaluation", "sinklens.hooks",
+    "sinklens.interventions", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views", "sinklens.zoo",
+)  # fmt: skip
+QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGES["errors.md"], flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)], cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return folder
+
+
+def rows(page: str, under: str) -> list[list[str]]:
+    """Cells of the first table below the heading `under`, its first two lines left out."""
+    text = f"\n{PAGES[page]}".split(f"\n{under}\n", 1)[1]
+    table = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert table, f"{page} has no table below {under}"
+    lines = table.group().splitlines()[2:]
+    return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def code(cell: str) -> str:
+    """What stands between the first pair of backticks."""
+    return cell.split("`")[1]
+
+
+# The site
+
+
+class Loads(HTMLParser):
+    """Collects the addresses that a browser fetches by itself when it opens a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Every ``src``, ``srcset`` and ``data`` of any tag, and every ``href`` of a link."""
+        self.found += [value or "" for name, value in attrs if name in ("src", "srcset", "data", "poster")]
+        self.found += [value or "" for name, value in attrs if tag == "link" and name == "href"]
+
+
+@pytest.mark.usefixtures("site")
+def test_it_builds_without_a_warning():
+    """The fixture looks at all that was said."""
+
+
+def test_no_page_loads_anything_from_the_network(site):
+    loaded = []
+    for page in site.rglob("*.html"):
+        parser = Loads()
+        parser.feed(page.read_text())
+        loaded += [(page.name, address) for address in parser.found]
+    assert len(loaded) > 100
+    assert [entry for entry in loaded if re.match(r"(?:\w+:)?//", entry[1])] == []
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet.name
+
+
+@pytest.mark.browser
+def test_it_opens_from_a_folder_and_its_search_finds(site, browser):
+    browser.driver.get_log("browser"), browser.driver.get_log("performance")
+    browser.size(1440)
+    browser.driver.get((site / "index.html").as_uri())
+    browser.js("document.getElementById('__search').click()")
+    browser.driver.find_element("css selector", ".md-search__input").send_keys("MaskSinks")
+    browser.wait(
+        "return [...document.querySelectorAll('.md-search-result__link')].some(link => link.href.includes('MaskSinks'))"
+    )
+    assert [address for address in browser.requests() if not address.startswith("file:")] == []
+    assert browser.complaints() == []
+
+
+def test_the_navigation_lists_every_page_once():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- .*?: ([\w/-]+\.md)$", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(PAGES)
+    assert yaml.safe_load(text)["theme"]["font"] is False
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_reference_has_every_public_name(site, package):
+    file = "index" if package == "sinklens" else package.rpartition(".")[2]
+    ids = set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / f"{file}.html").read_text()))
+    ids |= set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / "sinks.html").read_text()))
+    ids |= set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / "errors.html").read_text()))
+    ids |= {name.rpartition(".")[0] for name in ids if re.search(r"\.(\w+)\.\1$", name)}  # report.report, for one
+    wanted = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
+    homes = {
+        "sinklens.SinkTrack": "sinklens.sinks.SinkTrack",
+        "sinklens.SinklensError": "sinklens.errors.SinklensError",
+    }
+    assert {homes.get(name, name) for name in wanted} - ids == set()
+
+
+def test_habits_of_docstrings_are_rewritten_for_the_reference():
+    plain = runpy.run_path(str(DOCS / "reference.py"))["plain"]
+    text = "Sum.\n\nArgs:\n    a, *b: numbers,\n        real.\n    c: more.\n\nNot, this: one.\n\n>>> [1][0]\n1\n"
+    assert plain(text) == (
+        "Sum.\n\nArgs:\n    a: numbers,\n        real.\n    *b: numbers,\n        real.\n    c: more.\n\n"
+        "Not, this: one.\n\n```pycon\n>>> [1][0]\n1\n```\n"
+    )
+
+
+def test_the_reference_shows_the_axes_of_tensors(site):
+    text = re.sub(r"<[^>]+>", "", (site / "api" / "index.html").read_text())
+    assert "batch step pos" in text
+
+
+# The blocks
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "block.py"
+    file.write_text(block)
+    runpy.run_path(str(file))
+
+
+def test_every_concept_has_a_block():
+    with_blocks = {param.id.partition(":")[0] for param in BLOCKS}
+    assert {page for page in PAGES if page.startswith("concepts/")} <= with_blocks
+
+
+# What is said
+
+
+def _points(layers: int) -> Iterator[tuple[str, str]]:
+    """Names and axes of the documented points, the layers in place."""
+    listed = [(code(point), axes) for point, axes, *_ in rows("concepts/hook-points.md", "## All of them")]
+    inside = [entry for entry in listed if "{l}" in entry[0]]
+    start = listed.index(inside[0])
+    yield from listed[:start]
+    for layer in range(layers):
+        yield from ((name.replace("{l}", str(layer)), axes) for name, axes in inside)
+    yield from listed[start + len(inside) :]
+
+
+def test_the_table_of_hook_points_is_that_of_the_models(tiny_llada, tiny_llama):
+    for model in (tiny_llada, tiny_llama):
+        assert [name for name, _ in _points(model.cfg.n_layers)] == model.hook_names()
+    told = [(code(point), axes, what) for point, axes, what, _ in rows("concepts/hook-points.md", "## All of them")]
+    assert told == [(name, spec.axes, spec.meaning) for name, spec in names.table()]
+
+
+def test_shapes_in_the_table_are_those_of_a_run(tiny_llada):
+    seen: dict[str, torch.Size] = {}
+
+    def keep(value, hook):
+        seen[hook.name] = value.shape
+
+    run = sinklens.generate(tiny_llada, "Question: 1", gen_length=2, steps=1, hooks=[(lambda name: True, keep)])
+    cfg, length = tiny_llada.cfg, run.canvas.shape[2]
+    sizes = {
+        "batch": 1, "pos": length, "query": length, "key": length, "query|1": 1, "1": 1, "head": cfg.n_heads,
+        "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head, "d_mlp": cfg.d_mlp,
+        "vocab": cfg.d_vocab,
+    }  # fmt: skip
+    told = {name: torch.Size(sizes[axis] for axis in axes.split()) for name, axes in _points(cfg.n_layers)}
+    assert seen == told
+
+
+def test_costly_points_are_those_that_the_table_of_points_names_so():
+    costs = {
+        code(point).rpartition(".")[2]: cost for point, _, _, cost in rows("concepts/hook-points.md", "## All of them")
+    }
+    explicit = {spec.name for _, spec in names.table() if "makes the map explicit" in spec.meaning}
+    assert {name for name, cost in costs.items() if cost == "the map, explicitly"} == explicit
+    assert costs["hook_logits"] != "nothing"
+
+
+def test_every_error_has_its_heading():
+    kinds = [
+        kind.__name__ for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SinklensError)
+    ]
+    headings = re.findall(r"^## (\w+)$", PAGES["errors.md"], flags=re.MULTILINE)
+    assert headings == [*kinds, "NotServed"]
+    for kind in kinds[1:]:
+        builtin = getattr(errors, kind).__mro__[2].__name__
+        assert f"## {kind}\n\nAlso a `{builtin}`" in PAGES["errors.md"]
+
+
+def _messages() -> list[str]:
+    """Every text in the sources; what it fills in is a null character."""
+    found = []
+    for folder in ("sinklens", "hooks", "analyses"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                    found.append("".join(parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+def _says(message: str, quoted: str) -> bool:
+    """Whether the parts of `quoted` between its dots come in `message`, in this order."""
+    place = 0
+    for part in quoted.split("…"):
+        place = message.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+def test_quoted_messages_are_those_that_the_code_prints():
+    messages = _messages()
+    assert len(QUOTED) > 40
+    assert [quoted for quoted in QUOTED if not any(_says(message, quoted) for message in messages)] == []
+
+
+def test_the_table_of_models_lists_the_families_and_what_ships():
+    told = [(code(name), code(sampler)) for name, _, sampler, *_ in rows("models.md", "# Models")]
+    assert told == [(family.name, family.sampler) for family in FAMILIES]
+    assert [code(name) for name, *_ in rows("models.md", "## Shipped")][: len(shipped_names())] == shipped_names()
+
+
+def test_no_model_is_said_to_have_run_with_real_weights():
+    assert {cells[-1] for cells in rows("models.md", "# Models")} == {"no"}
+    assert [family.name for family in FAMILIES if "real weights" in family.verified] == []
+
+
+@pytest.mark.parametrize(("package", "base", "page"), [
+    ("sinklens.sinks", Detector, "concepts/sinks.md"),
+    ("sinklens.interventions", Intervention, "concepts/interventions.md"),
+])  # fmt: skip
+def test_a_concept_page_lists_every_kind(package, base, page):
+    module = importlib.import_module(package)
+    kinds = [getattr(module, name) for name in module.__all__]
+    kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
+    assert [kind.__name__ for kind in kinds if f"][{package}.{kind.__name__}]" not in PAGES[page]] == []
+
+
+def test_the_floors_are_those_that_are_held():
+    told = [re.findall(r"`(\w+)`", cells[0]) for cells in rows("design.md", "## The floors")]
+    assert [set(floor) for floor in told] == [set(floor) for floor in reversed(FLOORS)]
+
+
+def test_every_tutorial_is_listed():
+    listed = [code(name) for name, _ in rows("tutorials.md", "# Tutorials")]
+    assert listed == sorted(listed)
+    assert {path.stem for path in (ROOT / "tutorials").glob("*.py")} <= set(listed)
