@@ -129,6 +129,11 @@ def _add_train(commands: Any) -> None:
         metavar="DIR",
         help="train nothing; write what the run has kept so far, as NAME@STEP",
     )
+    train.add_argument(
+        "--run-generated-code",
+        action="store_true",
+        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them",
+    )
     train.set_defaults(command=run_train)
 
 
@@ -284,12 +289,11 @@ def run_train(options: argparse.Namespace) -> None:
     """`sinklens train`."""
     import dataclasses
 
-    from sinklens.analyses.accuracy import measure
     from sinklens.errors import nearest
-    from sinklens.tasks.word_problems import held_out
     from sinklens.zoo import RECIPES, planted_checkpoint, train
     from sinklens.zoo.curve import write_checkpoints
     from sinklens.zoo.export import export, write_card
+    from sinklens.zoo.scores import scores
 
     if options.name == "planted":
         out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
@@ -314,9 +318,12 @@ def run_train(options: argparse.Namespace) -> None:
             flush=True,
         )
     out = export(recipe, folder, options.out or folder / "checkpoint")
-    result = measure(out, held_out())
-    write_card(recipe, folder, out, f"**{result.summary}**")
-    print(f"Checkpoint in {out}; accuracy {result.summary}.")
+    found = []
+    for score in scores(recipe, out, run_generated_code=options.run_generated_code):
+        print(f"{score.what}: {score.accuracy}", flush=True)
+        found.append(score)
+    write_card(recipe, folder, out, found)
+    print(f"Checkpoint in {out}")
 
 
 def _write_text(path: Path, text: str) -> None:

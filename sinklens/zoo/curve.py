@@ -1,8 +1,7 @@
 """How well a run answers over the course of its training, from the weights it kept.
 
 Each kept ``weights-<step>.pt``, and the finished state, is written as a checkpoint into a temporary folder and scored.
-What counts as a score is the caller's: for the word problems `sinklens.analyses.accuracy.measure`, for captioned
-pictures `picture_accuracy`.
+What counts as a score is the caller's; `sinklens.zoo.scores.scores` gives what the recipe taught.
 
 One way this fails: the records of an older run in the same folder stand for the new one's. Delete ``accuracy.jsonl``
 with the run.
@@ -10,21 +9,14 @@ with the run.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from sinklens.errors import SinklensError
-from sinklens.tracing import generate
 from sinklens.zoo.export import write_checkpoint
-from sinklens.zoo.pictures import Picture
 from sinklens.zoo.recipes import Recipe
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 RESULT = "accuracy.jsonl"
 
@@ -39,8 +31,8 @@ def accuracy_curve(
     Args:
         recipe: of the run.
         run: the folder of `train`.
-        score: from a checkpoint folder to named numbers, e.g. ``lambda folder: {"problems": measure(folder,
-            held_out()).share}``.
+        score: from a checkpoint folder to named numbers, e.g. ``lambda folder: {score.what: score.accuracy.share for
+            score in scores(recipe, folder)}``.
 
     Raises:
         SinklensError: `run` kept no weights.
@@ -93,35 +85,3 @@ def _kept(recipe: Recipe, run: Path) -> dict[int, Path]:
     if state.is_file() and torch.load(state, weights_only=True, map_location="cpu")["step"] == recipe.steps:
         found[recipe.steps] = state
     return dict(sorted(found.items()))
-
-
-@dataclass(frozen=True)
-class PictureAccuracy:
-    """Exact-match accuracy on captioned pictures, in both directions.
-
-    Attributes:
-        drawn: captions whose picture was right in every cell.
-        described: pictures whose caption was right in every word.
-        total: pictures.
-    """
-
-    drawn: int
-    described: int
-    total: int
-
-
-def picture_accuracy(model: "Model", pictures: Sequence[Picture], batch: int = 100) -> PictureAccuracy:
-    """Let `model` draw and describe `pictures` with its own defaults (one token committed per step)."""
-    drawn = _exact(model, [picture.to_draw for picture in pictures], batch)
-    described = _exact(model, [picture.to_describe for picture in pictures], batch)
-    return PictureAccuracy(drawn, described, len(pictures))
-
-
-def _exact(model: "Model", texts: Sequence[tuple[str, str]], batch: int) -> int:
-    """Answers that equal the expected text to the last token before the end token."""
-    right = 0
-    for start in range(0, len(texts), batch):
-        part = texts[start : start + batch]
-        answers = generate(model, [prompt for prompt, _ in part], record_sinks=False).answers
-        right += sum(answer.text == expected for answer, (_, expected) in zip(answers, part, strict=True))
-    return right

@@ -6,7 +6,7 @@ generation_config.json names, under ``"sinklens"``, the lengths the model was tr
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from sinklens.errors import SinklensError
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
 from sinklens.zoo.recipes import Recipe
+from sinklens.zoo.scores import Score
 from sinklens.zoo.training import build_model, make_tokenizer
 
 if TYPE_CHECKING:
@@ -203,19 +204,20 @@ KINDS = {
 }
 
 
-def write_card(recipe: Recipe, run: Path, folder: Path, accuracy: str) -> Path:
+def write_card(recipe: Recipe, run: Path, folder: Path, scores: Sequence[Score]) -> Path:
     """The model card: what it is, how it was made, what it scores, what it cannot do.
 
     Args:
         run: the folder of `train`, whose log gives the loss curve.
         folder: the checkpoint; the card becomes its README.md.
-        accuracy: measured on the held-out problems, as a sentence.
+        scores: measured on held-out samples.
     """
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
     minutes = sum(record["seconds"] for record in ends) / 60
     points = [r for r in records if r["step"] % 400 == 0 or r is records[-1]]
     curve = "\n".join(f"| {r['step']} | {r['loss']:.4f} |" for r in points)
+    table = "\n".join(f"| {s.what} | {s.accuracy} | {s.chance:.2f} |" for s in scores)
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
 
@@ -223,7 +225,11 @@ A {KINDS[recipe.family]} language model of 2 million parameters, trained by sink
 {"word problems, small functions and exercises" if recipe.code else "word problems"} that it generates itself.
 {_beginnings(recipe)}
 
-Accuracy on held-out problems (exact match, greedy, one token per step): {accuracy}
+Accuracy on held-out samples (greedy, one token per step), with 95 % intervals:
+
+| task | accuracy | of the best constant answer |
+|---|---|---|
+{table}
 
 Known limits: it knows these templates, whole numbers up to about 120, and nothing else. Prompts have the form
 `Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
@@ -267,10 +273,11 @@ def _beginnings(recipe: Recipe) -> str:
     if recipe.problems_first:
         first = sum(recipe.cycles[: recipe.problems_first])
         return (
-            "tiny-llada-skills and tiny-llama-skills are twins: same size, tokenizer, data, batches and number of "
-            f"steps, another objective.\nThe first {first} steps are word problems alone, and those of "
-            f"{recipe.name.removesuffix('-skills')}; the other {recipe.steps - first} draw from {recipe.problems} "
-            f"problems, {recipe.code} functions and {recipe.skills} exercises of each skill alike."
+            "tiny-llada-skills and tiny-llama-skills are twins: same size, tokenizer, data and batches, another "
+            "objective;\ntiny-llama-skills, which learns faster, stopped at the end of an earlier cycle.\n"
+            f"The first {first} steps are word problems alone, and those of {recipe.name.removesuffix('-skills')}; "
+            f"the other {recipe.steps - first} draw from {recipe.problems} problems, {recipe.code} functions and "
+            f"{recipe.skills} exercises of each skill alike."
         )
     if changes := recipe.changes():
         return f"Beside tiny-llada it changes {', '.join(f'{name} = {value}' for name, value in changes.items())}."

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import sinklens
+from sinklens.evaluation.statistics import Accuracy
 from sinklens.zoo import train, training
 from sinklens.zoo.export import export, write_card, write_checkpoint
 from sinklens.zoo.pictures import CODE_TOKENS
+from sinklens.zoo.scores import Score
 
 FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
 MODEL_TYPES = FAMILIES | {"tiny-dream": "Dream"}
@@ -136,15 +138,16 @@ def test_an_unfinished_run_is_not_exported(small, tmp_path):
 def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
     recipe = small(name)
     list(train(recipe, tmp_path, save_every=6))
-    text = write_card(recipe, tmp_path, tmp_path, "**0.5**").read_text()
+    text = write_card(recipe, tmp_path, tmp_path, [Score("word problems", Accuracy(1, 2), 0.25)]).read_text()
     assert told in text
+    assert "| word problems | 0.500 [0.095, 0.905] of 2 | 0.25 |" in text
     assert (f"It began with the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
 
 
 def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_path):
     recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
     list(train(recipe, tmp_path, save_every=6))
-    text = write_card(recipe, tmp_path, tmp_path, "**0.5**").read_text()
+    text = write_card(recipe, tmp_path, tmp_path, []).read_text()
     assert "on word problems, small functions and exercises that it generates itself" in text
     assert "those of tiny-llada; the other 4 draw from 400 problems, 90 functions and 30" in text
 

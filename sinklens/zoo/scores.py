@@ -1,0 +1,102 @@
+"""What a finished checkpoint scores on everything its recipe taught it, for its card.
+
+Word problems, the functions of tiny-code, the four exercises and captioned pictures, each on held-out samples, with the
+checkpoint's own defaults (greedy, one token committed per step). Functions are scored only on request, since that runs
+what the model wrote; it happens in isolation (`sinklens.evaluation.sandbox`).
+
+One way this misleads: the samples follow the templates that were trained on, so these scores say what a model kept, not
+what it understands.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinklens.evaluation.sandbox import Limits, run_program
+from sinklens.evaluation.statistics import Accuracy
+from sinklens.model import load
+from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find
+from sinklens.tracing import generate
+from sinklens.zoo.pictures import held_out
+from sinklens.zoo.recipes import Recipe
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+SKILLS = ("skill-copy", "skill-compare", "skill-plan", "skill-compose")
+TOLD = {"tiny-gsm": "word problems"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One line of a card.
+
+    Attributes:
+        what: the task.
+        accuracy: on its held-out samples.
+        chance: the share that the best constant answer gets right.
+    """
+
+    what: str
+    accuracy: Accuracy
+    chance: float = 0.0
+
+
+def scores(
+    recipe: Recipe, checkpoint: Path, *, run_generated_code: bool = False, limit: int | None = None
+) -> Iterator[Score]:
+    """Every score of a checkpoint of `recipe`, one by one.
+
+    Args:
+        run_generated_code: also complete functions and **execute what the model wrote**, in isolation.
+        limit: samples per task; all by default.
+
+    Raises:
+        SinklensError: programs are to be run and the isolation cannot be had.
+    """
+    model = load(checkpoint)
+    names = ["tiny-gsm"]
+    if recipe.code and run_generated_code:
+        names += ["tiny-code"]
+    if recipe.skills:
+        names += SKILLS
+    for name in names:
+        task = find(name)
+        yield Score(TOLD.get(name, name), task_accuracy(model, task, limit), task.chance)
+    if recipe.pictures:
+        pictures = held_out() if limit is None else held_out(limit)
+        yield Score("captions drawn", _exact(model, [picture.to_draw for picture in pictures]))
+        yield Score("pictures described", _exact(model, [picture.to_describe for picture in pictures]))
+
+
+def task_accuracy(model: "Model", task: Task, limit: int | None = None) -> Accuracy:
+    """Share of a task's samples that `model` answers right; generated programs are run, in isolation."""
+    samples = task.samples(limit)
+    texts = _answers(model, [sample.prompt for sample in samples])
+    return Accuracy(sum(_right(task, *pair) for pair in zip(samples, texts, strict=True)), len(samples))
+
+
+def _right(task: Task, sample: Sample, text: str) -> bool:
+    if not isinstance(task, CodeTask):
+        return bool(task.verdict(sample, text))
+    assert isinstance(sample, CodeSample)
+    program = f"{sample.stub}{task.extract(text)}"
+    return run_program(program, sample.test, sample.entry_point, helpers=sample.stub, limits=Limits()).passed
+
+
+def _exact(model: "Model", texts: Sequence[tuple[str, str]]) -> Accuracy:
+    """Answers that equal the expected text to the last token before the end token."""
+    given = _answers(model, [prompt for prompt, _ in texts])
+    return Accuracy(sum(text == expected for text, (_, expected) in zip(given, texts, strict=True)), len(texts))
+
+
+def _answers(model: "Model", prompts: Sequence[str], batch: int = 100) -> list[str]:
+    """The text after each prompt; prompts of like length share a batch."""
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    texts = dict[int, str]()
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        answers = generate(model, [prompts[n] for n in part], record_sinks=False, progress=False).answers
+        texts |= {n: answer.text or "" for n, answer in zip(part, answers, strict=True)}
+    return [texts[number] for number in range(len(prompts))]

@@ -1,0 +1,71 @@
+"""A card's scores: every task that the recipe taught, each answer judged by its own rule."""
+
+from dataclasses import replace
+
+import pytest
+
+import sinklens
+from sinklens.zoo import RECIPES
+from sinklens.zoo import scores as module
+from sinklens.zoo.pictures import held_out
+from sinklens.zoo.scores import SKILLS, scores
+
+FIVE = 5
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Lets a model give planned answers: prompt -> text; other prompts get none."""
+
+    class Given:
+        def __init__(self, texts):
+            self.answers = [sinklens.Answer(text, True, 0, 0) for text in texts]
+
+    def plan(answers):
+        monkeypatch.setattr(module, "load", lambda checkpoint: None)
+        monkeypatch.setattr(
+            module, "generate", lambda model, prompts, **_: Given([answers.get(p, "") for p in prompts])
+        )
+
+    return plan
+
+
+def right_answers(*names):
+    """Prompt -> its own reference, of the first samples of tasks."""
+    samples = [sample for name in names for sample in sinklens.tasks.find(name).samples(FIVE)]
+    return {sample.prompt: sample.reference for sample in samples}
+
+
+def test_every_task_of_the_recipe_is_scored_and_no_other(answering, tmp_path):
+    answering({})
+    told = {name: [score.what for score in scores(recipe, tmp_path, limit=FIVE)] for name, recipe in RECIPES.items()}
+    assert told["tiny-llada"] == ["word problems"]
+    assert told["tiny-llada-skills"] == ["word problems", *SKILLS]
+    assert told["tiny-mmada"] == ["word problems", "captions drawn", "pictures described"]
+
+
+def test_programs_run_only_on_request_and_count_if_their_tests_hold(answering, tmp_path):
+    recipe = replace(RECIPES["tiny-llada"], code=1)
+    answers = right_answers("tiny-code")
+    spoiled = next(iter(answers))
+    answering(answers | {spoiled: " return 12345"})
+    assert [score.what for score in scores(recipe, tmp_path, limit=FIVE)] == ["word problems"]
+    found = {score.what: score for score in scores(recipe, tmp_path, run_generated_code=True, limit=FIVE)}
+    assert (found["tiny-code"].accuracy.right, found["tiny-code"].accuracy.total) == (FIVE - 1, FIVE)
+    assert found["word problems"].accuracy.right == 0
+
+
+def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path):
+    shown = held_out(FIVE)
+    right = dict([picture.to_draw for picture in shown] + [picture.to_describe for picture in shown])
+    wrong_cell, wrong_word = shown[1].to_draw[0], shown[3].to_describe[0]
+    answering(right | {wrong_cell: shown[2].to_draw[1], wrong_word: right[wrong_word] + " red"})
+    found = {score.what: score.accuracy for score in scores(RECIPES["tiny-mmada"], tmp_path, limit=FIVE)}
+    assert (found["captions drawn"].right, found["pictures described"].right) == (FIVE - 1, FIVE - 1)
+    assert found["captions drawn"].total == FIVE
+
+
+def test_a_shipped_model_scores_as_its_accuracy_says(tiny_llama):
+    folder = sinklens.checkpoints.files.find("tiny-llama", None)
+    (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
+    assert (score.accuracy.right, score.chance) == (20, 0.0)
