@@ -10,7 +10,7 @@ UNFINISHED := .venv/unfinished
 STAMP := .venv/finished
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow check format train bench notebooks
+.PHONY: help demo test slow check format train bench notebooks docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,9 @@ bench: $(STAMP)  ## measure what watching costs
 
 notebooks: $(STAMP)  ## execute the tutorials that changed and write their notebooks
 	$(BIN)/python scripts/make_notebooks.py $(ARGS)
+
+docs: $(STAMP)  ## build the documentation into site/, which opens offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 # The mark of an unfinished set-up becomes the stamp by a rename, last. A mark that is still there was left by a kill:
 # what pip was writing then can look installed and be incomplete, so that environment is thrown away. An error that

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import nnsight
@@ -316,10 +317,12 @@ def hardware() -> dict[str, str]:
 def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
     """What can be measured, by name."""
     pairs, lengths = (5, [256]) if quick else (9, [256, 1024])
+    smallest = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
     tiny = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
     middle = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
     return {
         "import": lambda: iter([importing(3 if quick else 7)]),
+        "smallest": lambda: islice(watching("d_model 64, 2 layers", smallest, [128], pairs), 2),
         "tiny": lambda: watching("tiny-llada's size", tiny, lengths, pairs),
         "sweep": lambda: sweeping(3),
         "others": lambda: others("d_model 512, 8 layers", middle, lengths, 5),

@@ -44,10 +44,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)], cwd=ROOT,
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO")]
+    assert (done.returncode, said) == (0, [])
     return folder
 
 
@@ -119,6 +120,18 @@ def test_the_navigation_lists_every_page_once():
     assert yaml.safe_load(text)["theme"]["font"] is False
 
 
+def _exported(package: str) -> list[str]:
+    """``__all__`` of a package, read without importing it: some take long."""
+    name = package.rpartition(".")[2]
+    folder = name if name in ("hooks", "analyses") else package.replace(".", "/")
+    tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+    return next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+
+
 @pytest.mark.parametrize("package", PUBLIC)
 def test_the_reference_has_every_public_name(site, package):
     file = "index" if package == "sinklens" else package.rpartition(".")[2]
@@ -126,7 +139,7 @@ def test_the_reference_has_every_public_name(site, package):
     ids |= set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / "sinks.html").read_text()))
     ids |= set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / "errors.html").read_text()))
     ids |= {name.rpartition(".")[0] for name in ids if re.search(r"\.(\w+)\.\1$", name)}  # report.report, for one
-    wanted = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
+    wanted = {f"{package}.{name}" for name in _exported(package)}
     homes = {
         "sinklens.SinkTrack": "sinklens.sinks.SinkTrack",
         "sinklens.SinklensError": "sinklens.errors.SinklensError",

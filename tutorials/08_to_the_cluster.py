@@ -1,0 +1,511 @@
+# %% [markdown]
+# # 8. To the cluster
+#
+# What the other tutorials do with models of two million parameters works with models of eight billion, by the same
+# calls and commands. At the end of this tutorial you will know
+#
+# - how to load a published checkpoint, and how to see its size and hook points before anything is downloaded,
+# - what a protocol fixes, and how to tell beforehand what an evaluation will take,
+# - how the ledger makes an evaluation one that can be killed, continued, divided and spread over a cluster,
+# - how to read the table: intervals, paired differences, controls, and what it refuses to compare,
+# - how programs that a model wrote are run, and what keeps them from the rest of the machine.
+#
+# Nothing is downloaded here; where a command needs a large model or a GPU, it is shown and not run.
+
+# %%
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from sinklens.errors import SinklensError
+
+torch.set_num_threads(1)  # models this small gain nothing from more
+
+
+def shell(command):
+    """What a command line prints; `sinklens …` is `python -m sinklens.cli …`."""
+    call = [sys.executable, "-m", "sinklens.cli", *shlex.split(command)[1:]]
+    plain = {**os.environ, "FORCE_COLOR": ""}  # no colours, which notebooks ask for
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=plain)
+    return done.stdout + done.stderr + f"[exit code {done.returncode}]" * (done.returncode != 0)
+
+
+# %% [markdown]
+# ## Published checkpoints
+#
+# A name with a slash is one on the Hugging Face hub. The first use downloads it into the hub's cache; gated models
+# (Llama) need `hf auth login` before. In Python
+#
+# ```python
+# model = sinklens.load("GSAI-ML/LLaDA-8B-Instruct")                        # a GPU if there is one, the stored bfloat16
+# model = sinklens.load("Dream-org/Dream-v0-Instruct-7B", device="cuda:1")
+# model = sinklens.load("meta-llama/Llama-3.1-8B-Instruct", device_map="auto")  # spread over several GPUs
+# ```
+#
+# and in the shell
+#
+#     sinklens hooks GSAI-ML/LLaDA-8B-Instruct
+#     sinklens trace GSAI-ML/LLaDA-8B-Instruct --chat --prompt "What is 17 + 25?" --gen-length 64 --steps 64 --out run/
+#     sinklens analyse dynamics GSAI-ML/LLaDA-8B-Instruct meta-llama/Llama-3.1-8B-Instruct --prompts mine.txt
+#
+# Where the machine that computes has no network, download elsewhere (`hf download GSAI-ML/LLaDA-8B-Instruct
+# --local-dir LLaDA-8B`) and give the folder. `revision=` names a commit, and belongs into every paper.
+#
+# ### Its size, without its weights
+#
+# The config alone says what a model is. These are the entries of the published `config.json` files that decide it:
+
+# %%
+from sinklens.checkpoints import build_empty, family_of, translate
+
+CONFIGS = {
+    "LLaDA-8B": {
+        "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
+        "mlp_hidden_size": 12288, "embedding_size": 126464, "max_sequence_length": 4096, "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5, "weight_tying": False, "mask_token_id": 126336, "eos_token_id": 126081,
+    },
+    "Dream-7B": {
+        "model_type": "Dream", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "mask_token_id": 151666, "eos_token_id": 151643, "hidden_act": "silu",
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_theta": 500000.0, "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}  # fmt: skip
+
+# %% [markdown]
+# `build_empty` makes the transformers model on PyTorch's meta device: every tensor has its shape, and none has memory.
+
+# %%
+GIB = 2**30
+POSITIONS = 1024
+rows = {}
+for name, raw in CONFIGS.items():
+    family = family_of(raw, name)
+    config = translate(raw, family, name)
+    parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    rows[name] = {
+        "parameters": parameters,
+        "weights [GiB]": 2 * parameters / GIB,  # bfloat16
+        "logits [GiB]": 2 * POSITIONS * config.vocab_size / GIB,
+        "patterns [GiB]": 2 * layers * heads * POSITIONS**2 / GIB,
+        "sink track [MB]": 4 * layers * heads * POSITIONS / 1e6,
+    }
+sizes = pd.DataFrame(rows).T
+print(sizes.astype({"parameters": int}).round(2).to_string())
+assert sizes.loc["LLaDA-8B", "parameters"] == 8_015_581_184
+
+# %% [markdown]
+# In bfloat16 the weights take two bytes each. The other columns are for *one row* of 1,024 positions: the logits of one
+# pass (a run computes them where something is to be decided, one block of LLaDA's, and the sampler uses float64), all
+# patterns of one pass, and a step of the sink track. A batch multiplies them, so the batch is what to make smaller when
+# memory runs out. The size of the patterns is why sinklens does not keep them: column sums are computed beside fused
+# attention, layer by layer, and a pattern exists only where a hook asks for it.
+#
+# The list of hook points needs no weights either, only a folder with the config:
+
+# %%
+folder = Path("LLaDA-8B")
+folder.mkdir(exist_ok=True)
+(folder / "config.json").write_text(json.dumps(CONFIGS["LLaDA-8B"]))
+listed = shell("sinklens hooks LLaDA-8B").splitlines()
+print(*[line[:100] for line in listed[:12]], f"… {len(listed) - 12} more", sep="\n")
+
+# %% [markdown]
+# ## Protocols
+#
+# A score depends on prompt, examples, answer length, steps, blocks and how the answer is read, often more than on the
+# model. A *protocol* fixes all of it under one name.
+
+# %%
+from sinklens.evaluation import PROTOCOLS, estimate, evaluate, frame, masking, read_lines
+
+for name, protocol in PROTOCOLS.items():
+    print(f"{name}: {protocol.task}, chat template: {protocol.chat_template}, {protocol.hash}")
+    print(f"    llada {protocol.of('llada')}\n    {protocol.note}")
+
+# %% [markdown]
+# The hash is over everything that moves a score. A setting that is changed makes another protocol, and another run in
+# the ledger; the two are never mixed.
+
+# %%
+usual = PROTOCOLS["llada-gsm8k"]
+faster = usual.with_settings({"steps": 128})
+print(usual.hash, faster.hash, faster.of("llada"))
+assert faster.hash != usual.hash
+
+# %% [markdown]
+# The table of the paper is then one command per family, on a machine with GPUs:
+#
+#     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct meta-llama/Llama-3.1-8B-Instruct --protocol llada-gsm8k \
+#         --mask-sinks 0 1 5 10 --controls random --of-unmasked --batch 16 --engine ray --out results/
+#     sinklens evaluate Dream-org/Dream-v0-Instruct-7B --protocol dream-gsm8k --mask-sinks 0 1 5 10 --controls random \
+#         --of-unmasked --batch 16 --engine ray --out results/
+#     sinklens table results/
+#
+# gsm8k and humaneval are downloaded too, or read from `--data`. Tasks that sinklens makes itself (`tiny-gsm`,
+# `tiny-code`, `skill-…`) need no download; we use `tiny-gsm`, whose name is also a protocol: the task's own prompt and
+# the checkpoint's own settings.
+#
+# ## What will it take?
+#
+# `--dry-run`, added to any of these commands, runs two batches, under the first and the last condition, writes nothing,
+# and scales up. It has to run where the evaluation will: seconds are those of that machine, and of one process. In
+# Python it is `estimate`, with the arguments of `evaluate`:
+
+# %%
+conditions = masking([1], controls=["random"])
+told = estimate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5)
+print(f"{told.units} samples, {told.tokens:,} tokens, {told.passes:,} forward passes; measured on {told.measured}")
+assert told.passes == 3 * 20 * 24
+assert not Path("results").exists()
+
+# %% [markdown]
+# Three conditions of 20 problems with 24 steps; `told.seconds` is the time. The same arithmetic by hand for LLaDA in
+# the command above: GSM8K's test set has 1,319 problems, the protocol 256 steps; no masking, and three numbers of keys,
+# each masked, masked steadily and at random, are ten conditions. Steady masks need an unmasked run besides. What a GPU
+# does in a second is for `--dry-run` to tell; with two made-up rates:
+
+# %%
+runs_of_model = 1 + 3 * (1 + 2 + 1)
+passes = 1319 * 256 * runs_of_model
+print(f"{passes:,} passes of one row, each over the prompt and 256 positions")
+for per_second in (10, 100):
+    print(f"at {per_second} rows a second on each of 8 GPUs: {passes / per_second / 8 / 3600:.0f} hours")
+
+# %% [markdown]
+# ## The ledger
+#
+# `evaluate` writes one record per sample as soon as its batch is finished: a line of JSON with a checksum, synced to
+# the disk. We interrupt an evaluation after its second batch, as Ctrl-C would:
+
+
+# %%
+def stop_after_two(condition, done, total):
+    print(f"{condition.name}: {done} of {total}")
+    if done == 10:
+        raise KeyboardInterrupt
+
+
+try:
+    evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5, progress=stop_after_two)
+except KeyboardInterrupt:
+    print("interrupted")
+
+# %%
+files = sorted(Path("results").glob("run-*/*"))
+for file in files:
+    print(file.parent.name[:10], file.name, file.stat().st_size > 0)
+
+# %%
+from sinklens.evaluation import Run
+
+
+def lines(ledger):
+    """Records by condition, as they stand in the files."""
+    return {
+        run.what["condition"]["name"]: (run.folder / "records-0.jsonl").read_bytes().splitlines()
+        for run in Run.all(Path(ledger))
+    }
+
+
+first = lines("results")
+print({name: len(found) for name, found in first.items()})
+record = json.loads(first["unmasked"][0].rpartition(b"\t")[0])
+print({name: record[name] for name in ("sample", "text", "verdict", "steps", "empty", "ended", "masks", "device")})
+assert len(first["unmasked"]) == 10
+
+# %% [markdown]
+# What decides a verdict (weights, condition, protocol, settings, seed) is in `run.json`, and its hash is the folder's
+# name. A kill at the wrong moment leaves half a line at the end, a sample that is not finished; here is one:
+
+# %%
+unmasked = next(run for run in Run.all(Path("results")) if run.what["condition"]["name"] == "unmasked")
+with (unmasked.folder / "records-0.jsonl").open("ab") as file:
+    file.write(b'{"chance": 0.0, "device": "c')
+print(len(unmasked.done()), "samples are done")
+
+# %% [markdown]
+# The same call goes on. Another batch size is another division of the same work, so it may differ.
+
+# %%
+begun = []
+
+
+def note(condition, done, total):
+    begun.append((condition.name, done))
+
+
+evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=20, progress=note)
+second = lines("results")
+print(begun)
+assert second["unmasked"][:10] == first["unmasked"]  # what was finished is there, byte by byte
+samples = {name: [json.loads(line.rpartition(b"\t")[0])["sample"] for line in found] for name, found in second.items()}
+assert all(len(found) == len(set(found)) == 20 for found in samples.values())  # the rest, and nothing twice
+
+# %% [markdown]
+# And once more: nothing is left to do.
+
+# %%
+begun.clear()
+evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, progress=note)
+print(begun)
+assert begun == [(condition.name, 20) for condition in conditions]
+assert lines("results") == second
+
+# %% [markdown]
+# So an evaluation on a cluster that ends jobs after a day needs no more than to be started again. A line that was
+# changed or damaged, anywhere but at the end, is no accident of that kind, and is an error:
+
+# %%
+shutil.copytree("results", "touched", dirs_exist_ok=True)
+touched = sorted(Path("touched").glob("run-*/records-0.jsonl"))[0]
+touched.write_bytes(touched.read_bytes().replace(b'"masks": 0', b'"masks": 1', 1))
+try:
+    read_lines("touched")
+except SinklensError as error:
+    print(error)
+
+# %% [markdown]
+# ## Many processes, many machines
+#
+# *Shards.* Process i of n takes every n-th sample and writes a file of its own; nothing has to talk to anything. As an
+# array job of Slurm:
+#
+#     sbatch --array=0-7 --gres=gpu:1 --wrap 'sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k \
+#         --mask-sinks 0 1 5 10 --controls random --of-unmasked --shard $SLURM_ARRAY_TASK_ID/8 --out /shared/results'
+#
+# *Ray.* With `pip install 'sinklens[ray]'`, `--engine ray` makes a worker per GPU, on this machine or, with
+# `--address auto`, on a running cluster. Each worker loads the model once; batches go to whichever is free, a worker
+# that dies is replaced, and this process alone writes the ledger.
+#
+#     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k --mask-sinks 0 1 5 10 --engine ray \
+#         --address auto --out /shared/results
+#
+# ```python
+# from sinklens.evaluation.distributed import OnRay
+#
+# evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, engine=OnRay(workers=2))
+# ```
+#
+# Both may be mixed and started again in any order, since all of them read the same ledger first. Two processes that are
+# given the same shard are not divided: the second is told so and stops. Here are two shards, one after the other:
+
+# %%
+for number in range(2):
+    evaluate("tiny-llada", "tiny-gsm", conditions[:1], "sharded", limit=20, shard=(number, 2))
+print(*sorted(file.name for file in Path("sharded").glob("run-*/*")))
+(whole,) = read_lines("sharded")
+print(whole.condition, whole.accuracy)
+
+# %% [markdown]
+# ## Reading the table
+#
+# The twin joins the ledger, with the same conditions on the same problems:
+
+# %%
+evaluate("tiny-llama", "tiny-gsm", conditions, "results", limit=20)
+print(shell("sinklens table results").partition("compared on the same samples")[0])
+
+# %% [markdown]
+# It also writes `table.csv`, and a picture:
+
+# %%
+plt.figure(figsize=(6, 5), layout="constrained")
+plt.imshow(plt.imread("results/accuracy.png"))
+plt.axis("off")
+plt.show()
+
+# %% [markdown]
+# A second table, cut off above, compares; it also tells what the answers are like. In Python both are one:
+
+# %%
+table = frame(read_lines("results"))
+shown = ["model", "condition", "right", "against_unmasked_lost", "against_unmasked_gained", "against_unmasked_p"]
+told = table[[*shown, "against_random_difference", "against_random_p", "empty", "unended"]]
+print(told.rename(columns=lambda name: name.replace("against_", "")).round(4).to_string(index=False))
+
+# %% [markdown]
+# - *Accuracy* has Wilson's 95 % interval. With 20 problems it is 40 points wide where half of the answers are right.
+# - *against unmasked* compares the same problems with and without the masks. Only problems whose verdict changes
+#   count: `lost` were right before, `gained` are right now. p is McNemar's exact test: how likely so uneven a split of
+#   lost and gained would be if both were equally likely. It is corrected by Holm's method over the conditions of a
+#   model.
+# - *against random* is the control: does it cost more to mask the sinks than as many random keys?
+# - *empty* and *unended*, and masks left over, tell of answers that are wrong for another reason than a wrong number.
+#
+# One sink costs `tiny-llada` 9 of its 18 right answers, 7 more than a random key, which the exact test does not take
+# for chance (p = 0.016). `tiny-llama` loses 2 of 20, to the sink as to the random key, and 20 problems say no more.
+#
+# The p of a row can be computed by hand: of n changed verdicts, the chance that a fair coin is at least as uneven.
+
+# %%
+from scipy.stats import binomtest
+
+line = next(line for line in read_lines("results") if (line.model, line.condition) == ("tiny-llada", "1 sink"))
+pair = line.against_unmasked
+p = binomtest(pair.lost, pair.lost + pair.gained).pvalue
+print(f"{pair.lost} lost, {pair.gained} gained: p = {p:.5f}; times 2 for two conditions: {2 * p:.5f}")
+assert abs(pair.p - 2 * p) < 1e-12
+
+# %% [markdown]
+# ### What it refuses
+#
+# The same model gives other last bits on another kind of device, and now and then another token. So runs of different
+# device types are not paired, unless `--mixed-devices` says that this is meant. We imitate a ledger whose masked
+# conditions were run on a GPU:
+
+# %%
+from sinklens.evaluation.ledger import Writer
+
+shutil.copytree("results", "mixed", dirs_exist_ok=True)
+for run in Run.all(Path("mixed")):
+    if run.what["model"] == "tiny-llada" and run.what["condition"]["masked"]:
+        records = run.records()
+        (run.folder / "records-0.jsonl").unlink()
+        with Writer(run) as writer:
+            for record in records:
+                writer.add(record | {"device": "cuda"})
+try:
+    read_lines("mixed")
+except SinklensError as error:
+    print(error)
+
+# %% [markdown]
+# ## lm-evaluation-harness
+#
+# For tasks that sinklens does not have, its models run under EleutherAI's harness, with an intervention
+# (`pip install 'sinklens[lm-eval]'`):
+#
+#     python -m sinklens.evaluation.harness --model sinklens --tasks gsm8k --apply_chat_template \
+#         --model_args pretrained=GSAI-ML/LLaDA-8B-Instruct,mask_sinks=5,gen_length=256,steps=256,block_length=32
+#
+# ```python
+# from sinklens.evaluation.harness import SinklensLM
+#
+# lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])
+# ```
+#
+# Tasks that generate are served. Those that compare likelihoods are refused, since a diffusion model gives bounds of
+# them only; and so is the harness's response cache, which does not know what was done to the model.
+#
+# ## Programs that a model wrote
+#
+# HumanEval's verdict is whether a program runs, so somebody has to run it. `evaluate` never does; it keeps the text.
+
+# %%
+evaluate("tiny-llada", "tiny-code", conditions[:1], "code", limit=3)
+try:
+    read_lines("code")
+except SinklensError as error:
+    print(error)
+print(shell("sinklens score code"))
+
+# %% [markdown]
+# With the flag, each program runs in processes of its own without network, without files but an empty folder, and with
+# limits of time, memory, processes and output. How strong that is depends on the system, so it is found out and
+# printed: `namespaces`, where nothing else of the machine can be seen; `process`, where system calls are filtered; and
+# `none`, in which case nothing is run. Weaker than namespaces is refused unless `--isolation process` accepts it.
+
+# %%
+from sinklens.evaluation.sandbox import available_isolation
+
+isolation = available_isolation()
+print(isolation)
+if isolation.level != "none":
+    print(shell(f"sinklens score code --run-generated-code --isolation {isolation.level}"))
+    (code,) = read_lines("code")
+    print(code.condition, code.accuracy)
+
+# %% [markdown]
+# `tiny-llada` has never seen a program, and gets none of the three right. What programs may try, and what becomes of
+# it:
+
+# %%
+from sinklens.evaluation.sandbox import run_program
+
+TEST = "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate(-1) == -2\n"
+PROGRAMS = {
+    "right": "def double(x):\n    return 2 * x\n",
+    "wrong": "def double(x):\n    return x + 3\n",
+    "equal to all": "class E:\n    def __eq__(self, other):\n        return True\ndef double(x):\n    return E()\n",
+    "leaves with success": "import os\nprint('passed')\nos._exit(0)\n",
+    "opens a socket": "import socket\nsocket.socket()\ndef double(x):\n    return 2 * x\n",
+    "starts a process": "import os\nos.fork()\ndef double(x):\n    return 2 * x\n",
+}
+outcomes = {}
+for what, program in PROGRAMS.items() if isolation.level != "none" else ():
+    outcomes[what] = run_program(program, TEST, "double", require=isolation.level)
+    print(f"{what:20} {outcomes[what].status:8} {outcomes[what].detail[:80]}")
+assert [what for what, outcome in outcomes.items() if outcome.passed] in ([], ["right"])
+
+# %% [markdown]
+# A program passes only if the tests ran to their end in a process that it cannot reach.
+#
+# ## Exercises
+#
+# 1. How many problems does it take to find a difference of 5 points between two conditions? Assume that masking loses 7
+#    of 100 answers and gains 2, and compute McNemar's p for 100, 400 and 1,319 problems.
+# 2. Evaluate a condition of your own: `WindowAttention(width=16)` on 20 problems. What does the table compare it with?
+# 3. The disk of your cluster is about to be cleared. Which files must you keep to make the table again, and is that so?
+#    Try it.
+#
+# ## Solutions
+
+# %% [markdown]
+# **1.** Between 100 and 400: five points are not told from chance by 100 problems (p = 0.18), and clearly by 400.
+
+# %%
+from sinklens.evaluation import paired
+
+for total in (100, 400, 1319):
+    lost, gained = round(0.07 * total), round(0.02 * total)
+    before = torch.arange(total).numpy() < total - gained
+    after = before.copy()
+    after[:lost], after[total - gained :] = False, True
+    found = paired(before, after)
+    print(f"{total:5} problems: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], p = {found.p:.4f}")
+
+# %% [markdown]
+# **2.** With the unmasked run of the same model, which was in the ledger already: 16 problems are lost and none gained.
+# There is no control of random keys for it; a fair one would hide as many keys, anywhere.
+
+# %%
+from sinklens.evaluation import Condition
+from sinklens.interventions import WindowAttention
+
+window = Condition("window of 16", (WindowAttention(width=16),))
+evaluate("tiny-llada", "tiny-gsm", [window], "results", limit=20)
+mine = next(line for line in read_lines("results") if line.condition == "window of 16")
+print(mine.accuracy, "| against unmasked:", mine.against_unmasked, "| against random:", mine.against_random)
+
+# %% [markdown]
+# **3.** `run.json` and the `records-*.jsonl` of each run, about a kilobyte per record (of programs also
+# `verdicts-*.jsonl`); no weights.
+
+# %%
+kept = Path("kept")
+for file in Path("results").glob("run-*/*"):
+    (kept / file.parent.name).mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, kept / file.parent.name / file.name)
+number = sum(len(run.records()) for run in Run.all(kept))
+size = sum(file.stat().st_size for file in kept.glob("*/*"))
+print(f"{number} records, {size / number:.0f} bytes each")
+pd.testing.assert_frame_equal(frame(read_lines(kept)), frame(read_lines("results")))
