@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         SinkRate,
         SmallValueNorm,
         TopK,
+        everywhere,
+        over_others,
     )
     from sinklens.sinks.quantities import Quantity
     from sinklens.sinks.recorder import Record
@@ -33,6 +35,8 @@ _HOMES = {
     "TopK": "detectors",
     "Unit": "track",
     "build_track": "track",
+    "everywhere": "detectors",
+    "over_others": "detectors",
 }
 
 __all__ = [
@@ -50,6 +54,8 @@ __all__ = [
     "TopK",
     "Unit",
     "build_track",
+    "everywhere",
+    "over_others",
 ]
 
 

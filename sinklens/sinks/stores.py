@@ -1,8 +1,9 @@
 """Where a recorder puts the steps of a run: main memory, or a Zarr store on disk.
 
 A `Store` takes one step after the other and gives an xarray.Dataset in the end. `ZarrStore` writes each step as chunks
-of its own and then, in its attributes, how many steps are whole. Nothing it needs is ever away: files are replaced, not
-removed, and a run that is killed at any moment leaves a store that opens with the steps it finished.
+of its own and then, in its attributes, how many steps are whole, while the next step is computed. Nothing it needs is
+ever away: files are replaced, not removed, and a run that is killed at any moment leaves a store that opens with the
+steps that were written.
 
 Size: a step of scores takes layers × heads × positions × 4 bytes (2 in float16). LLaDA-8B (32 layers, 32 heads) at
 1,024 positions: 4.2 MB, or 2.1 MB in float16, where its full patterns take 2.1 GB in bfloat16.
@@ -13,6 +14,7 @@ one file of them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +87,9 @@ class MemoryStore(Store):
 class ZarrStore(Store):
     """Steps in a Zarr store at `path`, a new folder, made when the first step comes.
 
+    A thread of its own writes, in the order of the calls, and is one call behind at most: the next call waits for it,
+    and raises what went wrong.
+
     Args:
         axes: variable -> its axes behind batch and step.
         steps: steps planned; the arrays are that long, `WRITTEN` says how many of them there are.
@@ -100,6 +105,8 @@ class ZarrStore(Store):
         self._axes, self._steps, self._dtype = CANVASES | dict(axes), steps, np.dtype(dtype)
         self._arrays: dict[str, Any] = {}
         self._done = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sinklens-zarr")
+        self._behind: Future[None] | None = None
 
     @cached_property
     def _group(self) -> Any:
@@ -122,6 +129,20 @@ class ZarrStore(Store):
 
     def append(self, step: Mapping[str, np.ndarray]) -> None:
         """Write it; it counts once all its variables are on disk."""
+        self.flush()
+        self._behind = self._thread.submit(self._append, dict(step))
+
+    def flush(self) -> None:
+        """Wait until all is on disk.
+
+        Raises:
+            SinklensError: it could not be written.
+        """
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
+
+    def _append(self, step: Mapping[str, np.ndarray]) -> None:
         with self._writing():
             for name, value in step.items():
                 if name not in self._arrays:
@@ -146,6 +167,10 @@ class ZarrStore(Store):
 
     def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         """Write them."""
+        self.flush()
+        self._behind = self._thread.submit(self._describe, dict(attrs), dict(whole_run))
+
+    def _describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         with self._writing():
             for name, value in whole_run.items():
                 if name not in self._arrays:
@@ -155,6 +180,7 @@ class ZarrStore(Store):
 
     def dataset(self) -> xr.Dataset | None:
         """The steps, read from disk when they are asked for; the run is over."""
+        self.flush()
         if self._done == 0:
             return None
         with self._writing():

@@ -197,10 +197,10 @@ CONFIGS: dict[str, Callable[[Recipe, "PreTrainedConfig", "PreTrainedTokenizerFas
     "llama": _llama_config,
 }
 KINDS = {
-    "llada": "masked-diffusion (LLaDA format)",
-    "mmada": "masked-diffusion (MMaDA format)",
-    "dream": "masked-diffusion (Dream format, shifted prediction)",
-    "llama": "autoregressive (Llama format)",
+    "llada": "A masked-diffusion (LLaDA format)",
+    "mmada": "A masked-diffusion (MMaDA format)",
+    "dream": "A masked-diffusion (Dream format, shifted prediction)",
+    "llama": "An autoregressive (Llama format)",
 }
 
 
@@ -221,7 +221,7 @@ def write_card(recipe: Recipe, run: Path, folder: Path, scores: Sequence[Score])
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
 
-A {KINDS[recipe.family]} language model of 2 million parameters, trained by sinklens on \
+{KINDS[recipe.family]} language model of 2 million parameters, trained by sinklens on \
 {"word problems, small functions and exercises" if recipe.code else "word problems"} that it generates itself.
 {_beginnings(recipe)}
 

@@ -115,14 +115,14 @@ _SKILLS: Mapping[str, Any] = {
     "skills": 110_000,
     "problems_first": 2,
 }
-_FIRST_THREE: Mapping[str, Any] = {"cycles": _SKILLS["cycles"][:3], "peaks": _SKILLS["peaks"][:3]}
+_FIRST_FOUR: Mapping[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("tiny-llada", "masked"),
         Recipe("tiny-llama", "causal"),
         Recipe("tiny-llada-skills", "masked", **_SKILLS),
-        Recipe("tiny-llama-skills", "causal", **_SKILLS | _FIRST_THREE),
+        Recipe("tiny-llama-skills", "causal", **_SKILLS | _FIRST_FOUR),
         Recipe("tiny-dream", "shifted", cycles=(2000,), start_from="tiny-llama", learning_rate=1e-3),
         Recipe("tiny-mmada", "masked", cycles=(2000,), start_from="tiny-llada", learning_rate=1e-3, pictures=150_000),
         Recipe("no-start", "masked", cycles=_FIRST_CYCLE, start_token="absent"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -106,6 +107,7 @@ def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
     tracemalloc.start()
     for step in range(13):
         if step == 3:
+            store.flush()
             gc.collect()
             before = tracemalloc.get_traced_memory()[0]
         score = noise.random((1, 8, 32, 1024), dtype=np.float32)
@@ -113,6 +115,7 @@ def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
             {"score": score, **{name: np.zeros((1, 1024), np.int32) for name in ("token_id", "masked", "committed")}}
         )
         del score
+    store.flush()
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
@@ -130,6 +133,7 @@ def test_a_step_has_the_size_that_is_said_of_it(tmp_path):
         token_id = noise.integers(0, 126_464, (1, length), dtype=np.int32)
         masked = noise.random((1, length)) < 0.5
         store.append({"score": score, "token_id": token_id, "masked": masked, "committed": masked})
+    store.flush()
     files = [file.stat().st_size for file in (tmp_path / "run.zarr").rglob("*") if file.is_file()]
     per_step = sum(files) / steps
     assert layers * heads * length * 2 == 2_097_152
@@ -144,6 +148,7 @@ def recorded(path, steps=4):
     for step in range(steps):
         store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"real": real})
         store.append(small_step(step))
+        store.flush()
         yield step + 1
     store.describe(ATTRS, {"real": real, "unmask_step": np.array([[-1, 0, 1, 2]])})
     assert store.dataset().sizes["step"] == steps
@@ -265,7 +270,7 @@ def test_where_nothing_can_be_written_the_first_step_says_so(tmp_path):
         SinklensError,
         match=r"could not write to .*: .Errno 20. Not a directory: [^ ]*\. Make room or choose another place",
     ):
-        store.append(small_step(0))
+        store.append(small_step(0)), store.flush()
 
 
 def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, whole, tmp_path):
@@ -313,3 +318,18 @@ def test_a_later_description_takes_the_place_of_an_earlier_one(tmp_path):
         assert data.attrs["seed"] == 1
         assert data["real"].all()
         assert torch.from_numpy(data["score"].to_numpy()).shape == (1, 1, 1, 1, 4)
+
+
+def test_a_step_is_written_while_the_next_is_computed_and_no_more_than_one_waits(tmp_path, monkeypatch):
+    store, may_write, write = ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32"), Event(), ZarrStore._append
+    monkeypatch.setattr(ZarrStore, "_append", lambda self, step: may_write.wait(30) and write(self, step))
+    store.append(small_step(0))  # comes back at once
+    second = Thread(target=lambda: store.append(small_step(1)))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    assert not (tmp_path / "run.zarr").exists()
+    may_write.set()
+    second.join(30)
+    assert not second.is_alive()
+    assert store.dataset().sizes["step"] == 2
