@@ -31,12 +31,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sinklens
 from sinklens.denoising import Hooks
 from sinklens.interventions import AblateHeads, MaskSinks, sweep
+from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 from sinklens.zoo.tokenizer import train_tokenizer
 
 MASK = 1
 ANSWER = 32
 STEPS = 8
+TINY = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
+SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
+MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
+SLOW = ("others", "middle", "wide")  # left out by --quick
+WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,11 @@ def compare_peaks(what: str, a: Callable[[], object], b: Callable[[], object], a
     return Ratio(what, ratio, ratio, ratio, 1, first, second, "MB")
 
 
-def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int) -> LlamaForCausalLM:
-    """A bidirectional Llama with random weights."""
+def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int, d_mlp: int = 0) -> LlamaForCausalLM:
+    """A bidirectional Llama with random weights; `d_mlp` is 8/3 of `d_model` if not given."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=d_model, intermediate_size=int(d_model * 8 / 3) // 64 * 64,
+        vocab_size=vocab, hidden_size=d_model, intermediate_size=d_mlp or int(d_model * 8 / 3) // 64 * 64,
         num_hidden_layers=n_layers, num_attention_heads=n_heads, max_position_embeddings=4096,
         tie_word_embeddings=False, mask_token_id=MASK,
     )  # fmt: skip
@@ -154,7 +160,7 @@ def blank(prompt: torch.Tensor) -> torch.Tensor:
     return torch.cat([prompt, torch.full((len(prompt), ANSWER), MASK)], dim=1)
 
 
-def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
+def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int, steps: int = STEPS) -> Iterator[Ratio]:
     """Nothing watched ÷ plain transformers, sinks recorded ÷ not, sinks masked ÷ not, at each length."""
     five = MaskSinks(top_k=5)
     plain, held = random_llada(**sizes), random_llada(**sizes)
@@ -164,12 +170,12 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
 
         def ours(record: bool, hooks: Hooks = (), prompt: torch.Tensor = prompt) -> object:
             return sinklens.generate(
-                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=record, hooks=hooks,
+                model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record, hooks=hooks,
                 progress=False,
             )  # fmt: skip
 
         def theirs(prompt: torch.Tensor = prompt) -> object:
-            return plain_loop(plain, prompt, STEPS)
+            return plain_loop(plain, prompt, steps)
 
         same = torch.equal(ours(False).tokens, theirs())  # type: ignore[attr-defined]
         assert same, "the two loops must do the same work"
@@ -178,7 +184,7 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -
         yield compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
 
         def reference(prompt: torch.Tensor = prompt) -> object:
-            return reference_loop(plain, prompt, STEPS)
+            return reference_loop(plain, prompt, steps)
 
         same = torch.equal(ours(True).tokens, reference())  # type: ignore[attr-defined]
         assert same, "the reference must decide as sinklens does"
@@ -288,6 +294,52 @@ def sweeping(pairs: int) -> Iterator[Ratio]:
         yield compare(what, one_at_a_time, all_at_once, pairs)
 
 
+def growing(pairs: int) -> Iterator[Ratio]:
+    """How time, memory and files of a recorded run grow with positions, steps and rows, on tiny-llada's size."""
+    model = sinklens.load(random_llada(**TINY))
+
+    def run(length: int, steps: int, rows: int, on_disk: bool = False) -> Callable[[], object]:
+        prompt = torch.randint(3, TINY["vocab"], (rows, length - ANSWER))
+
+        def work() -> object:
+            with tempfile.TemporaryDirectory() as folder:
+                record = Record(to=Path(folder) / "run.zarr") if on_disk else True
+                return sinklens.generate(
+                    model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record,
+                    progress=False,
+                )  # fmt: skip
+
+        return work
+
+    for what, more, less in (
+        ("S = 1024 ÷ S = 256", run(1024, 8, 1), run(256, 8, 1)),
+        ("S = 4096 ÷ S = 1024", run(4096, 8, 1), run(1024, 8, 1)),
+        ("32 steps ÷ 8, S = 1024", run(1024, 32, 1), run(1024, 8, 1)),
+        ("32 steps ÷ 8, S = 1024, recorded on disk", run(1024, 32, 1, on_disk=True), run(1024, 8, 1, on_disk=True)),
+        ("8 rows ÷ 1, S = 256", run(256, 8, 8), run(256, 8, 1)),
+    ):
+        yield compare(f"growth of time: {what}", more, less, pairs)
+        yield compare_peaks(f"growth of memory: {what}", more, less)
+    yield _on_disk(model)
+
+
+def _on_disk(model: sinklens.Model) -> Ratio:
+    """Bytes of a recording ÷ layers × heads × positions × steps × 4, what its scores take."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "run.zarr"
+        prompt = torch.randint(3, TINY["vocab"], (1, 1024 - ANSWER))
+        sinklens.generate(
+            model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=Record(to=store),
+            progress=False,
+        )  # fmt: skip
+        found = sum(file.stat().st_size for file in store.rglob("*") if file.is_file()) / 1e6
+    formula = TINY["n_layers"] * TINY["n_heads"] * 1024 * STEPS * 4 / 1e6
+    return Ratio(
+        "a recording on disk ÷ its scores by the formula (S = 1024, 8 steps)", found / formula, found / formula,
+        found / formula, 1, found, formula, "MB",
+    )  # fmt: skip
+
+
 def importing(pairs: int) -> Ratio:
     """``import sinklens`` ÷ ``import torch``, each in a fresh process, less an empty process."""
 
@@ -317,16 +369,15 @@ def hardware() -> dict[str, str]:
 def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
     """What can be measured, by name."""
     pairs, lengths = (5, [256]) if quick else (9, [256, 1024])
-    smallest = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
-    tiny = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
-    middle = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
     return {
         "import": lambda: iter([importing(3 if quick else 7)]),
-        "smallest": lambda: islice(watching("d_model 64, 2 layers", smallest, [128], pairs), 2),
-        "tiny": lambda: watching("tiny-llada's size", tiny, lengths, pairs),
+        "smallest": lambda: islice(watching("d_model 64, 2 layers", SMALLEST, [128], pairs), 2),
+        "tiny": lambda: watching("tiny-llada's size", TINY, lengths, pairs),
         "sweep": lambda: sweeping(3),
-        "others": lambda: others("d_model 512, 8 layers", middle, lengths, 5),
-        "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", middle, lengths, pairs),
+        "growth": lambda: growing(3),
+        "others": lambda: others("d_model 512, 8 layers", MIDDLE, lengths, 5),
+        "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
+        "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
     }
 
 
@@ -335,13 +386,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats and the smallest case only")
     parser.add_argument(
-        "--only", nargs="+", choices=list(parts(True)), help="some parts (all, or without middle if quick)"
+        "--only", nargs="+", choices=list(parts(True)), help="some parts (all, or the fast ones if quick)"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     options = parser.parse_args()
     known = parts(options.quick)
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for name in options.only or [name for name in known if not (options.quick and name == "middle")]:
+    for name in options.only or [name for name in known if not (options.quick and name in SLOW)]:
         for ratio in known[name]():
             results[ratio.what] = asdict(ratio) | {"hardware": hardware()}
             options.out.write_text(json.dumps(results, indent=1) + "\n")
