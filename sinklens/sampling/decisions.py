@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+SLICE = 1 << 22
+"""Logits that are turned into float64 probabilities at a time."""
+
 
 class RowNoise:
     """One random generator per row of the batch.
@@ -124,6 +127,19 @@ def categorical_candidates(
 def probability(probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]) -> Float[Tensor, " masked"]:
     """Probability of the proposed token, in [0, 1]."""
     return probs.gather(-1, candidates[:, None])[:, 0]
+
+
+def probability_by_slices(
+    logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+) -> Float[Tensor, " masked"]:
+    """Probability of the proposed token, in float64, from logits; equal to the last bit to softmax and `probability`.
+
+    The softmax is taken of `SLICE` values at a time: at 8B's vocabulary, a float64 copy of the logits of a whole canvas
+    would be half a gigabyte.
+    """
+    rows = max(1, SLICE // logits.shape[-1])
+    parts = zip(logits.split(rows), candidates.split(rows), strict=True)
+    return torch.cat([probability(part.softmax(dim=-1, dtype=torch.float64), chosen) for part, chosen in parts])
 
 
 def margin(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:

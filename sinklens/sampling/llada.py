@@ -60,4 +60,4 @@ def _confidence(
         ended = [*state.eos_ids, *([] if state.eot_id is None else [state.eot_id])]
         logits = logits.clone()
         logits[:, ended] = -torch.inf
-    return decisions.probability(logits.softmax(dim=-1, dtype=torch.float64), candidates)
+    return decisions.probability_by_slices(logits, candidates)

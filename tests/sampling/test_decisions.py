@@ -85,6 +85,15 @@ def test_confidences_of_a_known_distribution():
     assert decisions.negative_entropy(probs).item() == pytest.approx(-1.5 * math.log(2), abs=1e-6)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7, 20])
+@pytest.mark.parametrize("values", [1, 30, 10**6])
+def test_probabilities_by_slices_are_the_same_bit_for_bit(monkeypatch, rows, values):
+    monkeypatch.setattr(decisions, "SLICE", values)
+    logits, candidates = 20 * torch.randn(rows, 11), torch.randint(11, (rows,))
+    whole = decisions.probability(logits.softmax(dim=-1, dtype=torch.float64), candidates)
+    assert torch.equal(decisions.probability_by_slices(logits, candidates), whole)
+
+
 def test_the_most_confident_positions_are_committed_per_row():
     confidence = torch.tensor([[0.1, 0.9, 0.5], [0.3, -torch.inf, 0.2]])
     commit = decisions.most_confident(confidence, [1, 2], None)
