@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import sinklens
+from sinklens.checkpoints import shipped_names
 from sinklens.evaluation.statistics import Accuracy
-from sinklens.zoo import train, training
+from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.export import export, write_card, write_checkpoint
 from sinklens.zoo.pictures import CODE_TOKENS
 from sinklens.zoo.scores import Score
@@ -152,12 +153,12 @@ def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_
     assert "those of tiny-llada; the other 4 draw from 400 problems, 90 functions and 30" in text
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+@pytest.mark.parametrize("name", shipped_names())
 def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
     from sinklens.checkpoints.files import find
 
     folder = find(name, None)
     assert (folder / "model.safetensors").stat().st_size <= 8_000_000
     config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == MODEL_TYPES[name]
+    assert config["model_type"] == {"dream": "Dream"}.get(RECIPES[name].family, RECIPES[name].family)
     assert (folder / "README.md").is_file()
