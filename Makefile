@@ -8,6 +8,7 @@ ARGS ?=
 BIN := .venv/bin
 UNFINISHED := .venv/unfinished
 STAMP := .venv/finished
+SEVERAL := --numprocesses auto --maxprocesses 4
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow check format train bench notebooks docs
@@ -19,7 +20,7 @@ demo: $(STAMP)  ## trace the shipped models and draw their sinks
 	$(BIN)/sinklens demo $(ARGS)
 
 test: $(STAMP)  ## run the tests, without the slow ones (ARGS="-k name" to choose)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(SEVERAL) $(ARGS)
 
 slow: $(STAMP)  ## run the slow tests alone
 	$(BIN)/pytest -m slow $(ARGS)
@@ -28,7 +29,7 @@ check: $(STAMP)  ## format, lint, types, tests and the wheel: all that has to pa
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/check_types.py
-	$(BIN)/pytest
+	$(BIN)/pytest $(SEVERAL)
 	$(BIN)/python scripts/check_wheel.py
 
 format: $(STAMP)  ## format the code and mend what the linter can
