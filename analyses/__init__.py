@@ -1,11 +1,13 @@
 """Studies: one file each, read from top to bottom, copied to ask a new question.
 
-`STUDIES` is what ``sinklens analyse NAME`` knows; `find` gives a study's class. `accuracy` is a plain function.
+`STUDIES` is what ``sinklens analyse NAME`` knows; `find` gives a study's class. A study of one's own is a subclass of
+`Study`; `interval_table` and `difference_table` make its tables. `accuracy` is a plain function.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sinklens.analyses.intervals import difference_table, interval_table
     from sinklens.analyses.study import Study
 
 STUDIES = {
@@ -24,7 +26,9 @@ STUDIES = {
     "emergence": ("emergence", "Emergence"),
 }
 
-__all__ = ["STUDIES", "find"]
+__all__ = ["STUDIES", "Study", "difference_table", "find", "interval_table"]
+
+_HOMES = {"Study": "study", "difference_table": "intervals", "interval_table": "intervals"}
 
 
 def find(name: str) -> "type[Study]":
@@ -42,3 +46,11 @@ def find(name: str) -> "type[Study]":
     module, kind = STUDIES[name]
     found: type[Study] = getattr(importlib.import_module(f"sinklens.analyses.{module}"), kind)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(f"sinklens.analyses.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -59,6 +59,7 @@ def architecture_of(model_type: str) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"architecture {model_type!r} has no hook points; known are {', '.join(ARCHITECTURES)}. "
-            f"One of the Llama kind is added by one entry in hooks/architectures.py (see CONTRIBUTING.md)."
+            f"One of the Llama kind is added by one record: sinklens.checkpoints.register, or an entry in "
+            f"hooks/architectures.py (see CONTRIBUTING.md)."
         )
     return ARCHITECTURES[model_type]

@@ -6,6 +6,10 @@ negative layer (``blocks.-1.hook_resid_post``). A name that reaches nothing is a
 
 Axes are written in the project's one glossary: ``batch step layer head query key pos d_model d_head d_mlp vocab``.
 ``kv_head`` counts key/value heads, fewer than ``head`` where a model groups its queries.
+
+Watching changes no value but for its last bits, and those only here: the points of the norms and ``hook_result``
+compute their module's result anew, ``hook_attn_scores`` and ``hook_pattern`` take another attention kernel, and
+``hook_logits`` puts more rows through the head.
 """
 
 import re

@@ -273,7 +273,9 @@ def _hook_lines(rows: Any, sizes: dict[str, int], layers: int, every: bool) -> l
 def run_models(options: argparse.Namespace) -> None:
     """`sinklens models`."""
     from sinklens.checkpoints import FAMILIES, shipped_names
+    from sinklens.checkpoints.registry import register_installed
 
+    register_installed()
     print("Shipped checkpoints (by name):")
     for name in shipped_names():
         print(f"  {name}")

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SinklensError
-from sinklens.generation import Answer, Generation, Replayable
+from sinklens.generation import Answer, Generation, Replayable, canvases_of
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.base import HookFunction, Intervention, Surroundings
@@ -57,7 +57,7 @@ class Denoising:
         chat_template: bool | str,
         hooks: Hooks,
         record_sinks: bool | Record,
-        replay: "Replayable | None",
+        replay: "Replayable | Tensor | None",
         progress: bool | None,
         copies: int = 1,
     ) -> None:
@@ -72,7 +72,8 @@ class Denoising:
         self.state = self._start(ids, real, listed)
         self._vocabulary: dict[int, str] = {}
         self.hooks = self._resolve(listed)
-        self.state.replay = None if replay is None else replay.canvas
+        tokens = range(min(0, self.state.mask_id), model.cfg.d_vocab)
+        self.state.replay = None if replay is None else canvases_of(replay, tokens)
         self._canvases: list[Tensor] = []
         self._told = -1  # size of the vocabulary that the recorder knows
         self._recorder = self._make_recorder(record_sinks)

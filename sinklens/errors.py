@@ -1,7 +1,12 @@
-"""Every error that sinklens raises on purpose; each text says what came, what is allowed, and what to do.
+"""What sinklens raises when it refuses something; each text says what came, what is allowed, and what to do.
 
 `SinklensError` is the one base to catch. The subclasses also derive from the built-in error a caller would expect
-(`ValueError`, `KeyError`, ...), so code that already catches those keeps working.
+(`ValueError`, `KeyError`, ...), so code that already catches those keeps working. All of them stand here, but for
+`NotServed` in evaluation/harness.py, which cannot be met without lm-evaluation-harness.
+
+Not among them: `AttributeError` for a name that an object or a module lacks; what the processes that isolate a
+generated program raise inside themselves (the caller is told of it as an outcome); and plain `ValueError`s of
+sinklens.zoo, which trains the shipped models.
 """
 
 import difflib

@@ -5,10 +5,11 @@ are still masked is in `Generation.answers`.
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
 from sinklens.sampling import AnySettings
 from sinklens.sinks.track import SinkTrack
@@ -21,6 +22,28 @@ class Replayable(Protocol):
     @property
     def canvas(self) -> Int[Tensor, "batch step pos"]:
         """Ids as each step worked on them, and as the last left them."""
+
+
+def canvases_of(replay: Replayable | Tensor, tokens: range) -> Int[Tensor, "batch step pos"]:
+    """The canvases that a run is to replay, given as an earlier run or as themselves.
+
+    Args:
+        tokens: ids that may stand on a canvas.
+
+    Raises:
+        SettingError: neither of the two, or canvases of another shape, type or vocabulary.
+    """
+    canvas = replay if isinstance(replay, Tensor) else getattr(replay, "canvas", None)
+    if not isinstance(canvas, Tensor) or canvas.ndim != 3 or canvas.dtype not in (torch.int32, torch.int64):
+        told = f"{canvas.dtype} {list(canvas.shape)}" if isinstance(canvas, Tensor) else type(replay).__name__
+        raise SettingError(
+            f"replay= takes an earlier run, or canvases as integers [batch, steps + 1, pos], as run.canvas holds them; "
+            f"got {told}."
+        )
+    low, high = (int(end) for end in canvas.aminmax()) if canvas.numel() else (tokens[0], tokens[-1])
+    if low not in tokens or high not in tokens:
+        raise SettingError(f"replay holds token ids from {low} to {high}; they may be {tokens[0]} to {tokens[-1]}.")
+    return canvas.long()
 
 
 @dataclass(frozen=True)

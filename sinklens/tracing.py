@@ -42,7 +42,7 @@ def trace(
     chat_template: bool | str = False,
     hooks: Hooks = (),
     record_sinks: bool | Record = True,
-    replay: Replayable | None = None,
+    replay: Replayable | Tensor | None = None,
     progress: bool | None = None,
     **settings: Unpack[Settings],
 ) -> "Trace":
@@ -60,15 +60,20 @@ def trace(
     Args:
         model: a `Model`, or anything `sinklens.load` takes.
         prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
-        seed: the same seed, prompt and settings give the same result; a row's result does not depend on its batch.
+        seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
+            two exceptions: with ``threshold=`` a row waits for the slowest, in steps that change nothing of it; and at
+            a temperature above 0 copies of one prompt in one batch are drawn different random numbers.
         chat_template: True puts text through the tokenizer's chat template; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
             the step. They are removed when the run ends.
         record_sinks: keep the sink scores of every step, layer and head; a `sinks.Record` says what else, and where to.
         replay: an earlier run of the same prompts; its canvas is forced at every step, so that each step's effect of
-            an intervention stands alone.
+            an intervention stands alone. Or canvases [batch, steps + 1, pos] as ``run.canvas`` holds them, changed as
+            one likes from the second on; the run ends early where one of them leaves nothing to decide.
         progress: show a progress bar; by default on a terminal, after a few seconds.
-        **settings: of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or `AutoregressiveSettings`.
+        **settings: of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or `AutoregressiveSettings`. Those
+            left out are the checkpoint's own, then the sampler's defaults; with ``gen_length=``, the checkpoint's own
+            ``steps`` and ``block_length`` are dropped, because the three belong together.
 
     Raises:
         PromptError: the prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer.
@@ -87,11 +92,31 @@ def generate(
     chat_template: bool | str = False,
     hooks: Hooks = (),
     record_sinks: bool | Record = True,
-    replay: Replayable | None = None,
+    replay: Replayable | Tensor | None = None,
     progress: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Generation:
-    """Carry out a run without a block; arguments and result are those of `trace`."""
+    """Carry out a run without a block.
+
+        run = sinklens.generate(model, prompts, gen_length=64, hooks=[("blocks.1.attn.hook_z", fn)])
+        run.text, run.canvas, run.unmask_step, run.sinks
+
+    `trace` says more of each argument, and of what is raised.
+
+    Args:
+        model: a `Model`, or anything `sinklens.load` takes.
+        prompt: a string, a list of strings, or token ids [pos] or [batch, pos].
+        seed: of the random numbers, which are each row's own.
+        chat_template: True for the tokenizer's chat template; or a template.
+        hooks: ``[(name or predicate, fn(value, hook)), …]`` and interventions.
+        record_sinks: keep sink scores; a `sinks.Record` says what else.
+        replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
+        progress: show a progress bar; None shows it on a terminal, after a few seconds.
+        **settings: of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
+
+    Returns:
+        What is left of the run: text, canvases, when each token was decided, sinks.
+    """
     denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
     _refuse_nesting(denoising.model)
     denoising.carry_out()
@@ -106,7 +131,7 @@ def _denoising(
     chat_template: bool | str,
     hooks: Hooks,
     record_sinks: bool | Record,
-    replay: Replayable | None,
+    replay: Replayable | Tensor | None,
     progress: bool | None,
 ) -> Denoising:
     held = load(model)
@@ -167,6 +192,20 @@ class Trace(InterleavingTracer):
     def step(self) -> int | None:
         """The step being run; None outside the block."""
         return self._denoising.model.tree.watch.step
+
+    def stop(self) -> None:
+        """End the run here; what follows in the block is not run.
+
+        The steps before this one are kept, the one in which it stands is not: in step 6, ``t.steps_run`` is 6. In step
+        0 nothing but the start is left: every answer position is a mask, and ``t.sinks`` is None.
+
+        Raises:
+            SinklensError: no step has begun, as before the loop over ``t.steps``; raised where the block ends.
+            HookOrderError: it stands outside the block.
+        """
+        if not self._denoising.model.interleaver.interleaving:
+            raise HookOrderError("t.stop() ends a run from inside its `with sinklens.trace(...)` block; there is none.")
+        super().stop()
 
     def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:
         """Keep the values of points from here on, as TransformerLens `ActivationCache` objects by step.

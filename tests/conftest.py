@@ -40,6 +40,20 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def families() -> Iterator[None]:
+    """The tables of families and architectures are afterwards as they were."""
+    from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES
+    from sinklens.hooks import ARCHITECTURES
+
+    before = list(FAMILIES), dict(BY_MODEL_TYPE), dict(ARCHITECTURES)
+    yield
+    FAMILIES[:] = before[0]
+    for table, entries in ((BY_MODEL_TYPE, before[1]), (ARCHITECTURES, before[2])):
+        table.clear()
+        table.update(entries)
+
+
 @pytest.fixture(scope="session")
 def tiny_llada() -> "Model":
     """The shipped diffusion model."""

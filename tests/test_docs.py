@@ -164,6 +164,7 @@ def test_the_reference_shows_the_axes_of_tensors(site):
 # The blocks
 
 
+@pytest.mark.usefixtures("families")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -74,6 +74,20 @@ def test_importing_sinklens_loads_no_heavy_library(tmp_path):
     assert done.stdout.strip() == "[]"
 
 
+def test_packages_of_lazy_names_load_nothing_until_a_name_is_asked_for(tmp_path):
+    packages = "sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks"
+    slow = (*HEAVY, "transformers", "xarray", "pandas", "ray")
+    question = f"import sys, {packages}; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", question], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("package", ["sinklens", *PROJECT["tool"]["setuptools"]["packages"][1:]])
+def test_every_public_name_is_there(package):
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
 def test_no_source_file_imports_a_second_copy_of_hooks_or_analyses():
     tops = {(name, module) for name, path in _modules().items() for module in _imports(path)}
     assert not [(name, module) for name, module in tops if module.split(".")[0] in ("hooks", "analyses")]

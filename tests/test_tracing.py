@@ -16,6 +16,7 @@ from sinklens.errors import (
     PromptError,
     ReadOnlyHookError,
     SettingError,
+    SinklensError,
 )
 from sinklens.tasks.word_problems import held_out
 
@@ -202,6 +203,22 @@ def test_stopping_keeps_what_was_done(tiny_llada, base):
     assert t.answers[0].masks == 18
 
 
+def test_stopping_in_step_0_leaves_the_start(tiny_llada, base):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps:
+            t.stop()
+    assert torch.equal(t.canvas, base.canvas[:, :1])
+    assert (t.steps_run, t.sinks, t.answers[0].masks) == (0, None, 24)
+
+
+def test_stopping_before_the_loop_or_outside_the_block_is_an_error(tiny_llada):
+    with pytest.raises(SinklensError, match=r"the run stopped before it began; nothing was generated"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            t.stop()
+    with pytest.raises(HookOrderError, match=r"t\.stop\(\) ends a run from inside its .* block; there is none"):
+        sinklens.trace(tiny_llada, PROMPT).stop()
+
+
 def test_names_of_the_block_are_there_after_it_and_save_works_too(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for step in t.steps[:1]:
@@ -286,6 +303,53 @@ def test_an_in_place_canvas_edit_under_replay_leaves_the_earlier_run_alone(name)
             t["denoise.hook_canvas"][:, 2] = 5
     assert torch.equal(earlier.canvas, kept)
     assert t.canvas[0, 4, 2] == 5
+
+
+def changed_canvas(run):
+    """The canvas of `run`, where a token that it decided late stands from step 4 on."""
+    canvas = run.canvas.clone()
+    late = int((run.unmask_step[0] >= 12).nonzero()[0])
+    canvas[:, 4:, late] = run.tokens[:, late, None]
+    return canvas
+
+
+def test_a_replayed_canvas_may_be_changed(tiny_llada, base):
+    canvas, seen = changed_canvas(base), {}
+
+    def keep(value, hook):
+        seen[hook.step] = value.clone()
+
+    run = sinklens.generate(tiny_llada, PROMPT, hooks=[("denoise.hook_logits", keep)], replay=canvas.int())
+    assert not torch.equal(canvas, base.canvas)
+    assert torch.equal(run.canvas, canvas)
+    with torch.no_grad():
+        for step in (3, 4, 20):
+            torch.testing.assert_close(seen[step], tiny_llada(canvas[:, step]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_replay_as_a_run_and_as_its_canvas_are_the_same(tiny_llama):
+    base = sinklens.generate(tiny_llama, PROMPT)
+    hooks = [("blocks.0.attn.hook_z", lambda value, hook: value * 0)]
+    runs = [sinklens.generate(tiny_llama, PROMPT, hooks=hooks, replay=replay) for replay in (base, base.canvas)]
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert runs[0].sinks.data.equals(runs[1].sinks.data)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda canvas: canvas[0], r"canvases as integers \[batch, steps \+ 1, pos\].* got torch\.int64 \[25, 48\]"),
+        (lambda canvas: canvas.float(), r"got torch\.float32 \[1, 25, 48\]"),
+        (lambda canvas: canvas - 1, r"token ids from -1 to \d+; they may be 0 to \d+"),
+        (lambda canvas: canvas + 10_000, r"token ids from 10\d{3} to \d+; they may be 0 to"),
+        (lambda canvas: canvas[..., 1:], r"replay holds 1 rows of 47 positions, this run 1 of 48"),
+        (lambda canvas: canvas.repeat(1, 2, 1), r"replay has 49 steps, this run at most 24"),
+        (lambda canvas: canvas[:, 1:], r"replay began from another canvas"),
+    ],
+)
+def test_canvases_that_do_not_fit_are_refused(tiny_llada, base, change, text):
+    with pytest.raises(SettingError, match=text):
+        sinklens.generate(tiny_llada, PROMPT, replay=change(base.canvas))
 
 
 def test_replay_of_an_early_end_ends_as_early(tiny_llada):

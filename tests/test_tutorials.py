@@ -16,7 +16,8 @@ SOURCES = sorted(TUTORIALS.glob("*.py"))
 MAKE = "make it with: python scripts/make_notebooks.py"
 SECONDS = 900  # a tutorial takes one or two minutes of two cores, and a test machine may be busy
 MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:home|root|Users|private|tmp|var|opt|mnt|work|usr)/\w")
-LONG = ("03_ablate_them", "04_heads_and_patches")  # most of a minute each; their notebooks are compared all the same
+LONG = ("03_ablate_them", "04_heads_and_patches", "07_your_own", "08_to_the_cluster")  # most of a minute each; their
+# notebooks are compared all the same
 every_tutorial = pytest.mark.parametrize("source", SOURCES, ids=[path.stem for path in SOURCES])
 
 

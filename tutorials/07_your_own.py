@@ -4,7 +4,7 @@
 # What ships with sinklens is a start. At the end of this tutorial you will know
 #
 # - how to load a checkpoint from a folder of your own, and what is checked before it is loaded,
-# - how a new family of checkpoints is added: two table entries, no code,
+# - how a new family of checkpoints is added: two records, no code,
 # - how to write a detector, also one that needs something which nothing records yet,
 # - how to write a study: a question asked of several models, with intervals over problems, tables and figures.
 #
@@ -25,8 +25,9 @@ import xarray as xr
 from safetensors.torch import load_file, save_file
 
 import sinklens
-from sinklens.checkpoints.files import find
+from sinklens.checkpoints import Family, find, register
 from sinklens.errors import CheckpointError
+from sinklens.hooks import Architecture
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks.word_problems import held_out
 
@@ -44,7 +45,7 @@ prompts = [problem.prompt for problem in held_out(20)]
 # 0.
 
 # %%
-shipped = find("tiny-llada", revision=None)  # the folder of the shipped checkpoint
+shipped = find("tiny-llada")  # the folder of the shipped checkpoint; a name on the hub is downloaded
 mine = Path("headless")
 shutil.copytree(shipped, mine, dirs_exist_ok=True)
 print(*sorted(file.name for file in mine.iterdir()))
@@ -159,16 +160,12 @@ except CheckpointError as error:
     print("\n", error, sep="")
 
 # %% [markdown]
-# Two records make it known. An `Architecture` says where transformers' class keeps the modules that the hook points
-# stand on; Mistral names them as Llama does, so the defaults hold. A `Family` says how the files become that class:
-# its sampler, the weight names (regular expressions), and what of the config must have which value.
+# Two records, given to `register`, make it known. An `Architecture` says where transformers' class keeps the modules
+# that the hook points stand on; Mistral names them as Llama does, so the defaults hold. A `Family` says how the files
+# become that class: its sampler, the weight names (regular expressions), and what of the config must have which value.
 
 # %%
-from sinklens.checkpoints import BY_MODEL_TYPE, Family
-from sinklens.hooks import ARCHITECTURES, Architecture
-
-ARCHITECTURES["mistral"] = Architecture()
-BY_MODEL_TYPE["newdlm"] = Family(
+family = Family(
     name="newdlm",
     model_types=("newdlm",),
     architecture="mistral",  # transformers' model_type
@@ -186,6 +183,7 @@ BY_MODEL_TYPE["newdlm"] = Family(
         r"\.(gate|up|down)\.": r".mlp.\1_proj.",
     },
 )
+register(family, Architecture())
 
 newdlm = sinklens.load(new)
 print(newdlm)
@@ -201,10 +199,11 @@ xr.testing.assert_allclose(ours.sinks.scores(), reference.sinks.scores(), atol=1
 print("every canvas of 20 problems equals tiny-llada's")
 
 # %% [markdown]
-# In a script of your own the two assignments stand before `load`. For the command line and for workers on other
-# machines, which do not run your script, the records belong into `hooks/architectures.py` and
-# `sinklens/checkpoints/families.py`. What is not of the Llama kind (another order of norms, attention that does not go
-# through transformers' attention interface) is more than two records; CONTRIBUTING.md says where to begin.
+# A name or a `model_type` that has a meaning already is refused. In a script of your own `register` stands before
+# `load`. The command line and workers on other machines do not run your script; they read the entry-point group
+# `sinklens.families`, in which an installed package names a function that registers (docs/concepts/your-own.md). What
+# is not of the Llama kind (another order of norms, attention that does not go through transformers' attention
+# interface) is more than two records; CONTRIBUTING.md says where to begin.
 #
 # ## A detector of your own
 #
@@ -213,8 +212,7 @@ print("every canvas of 20 problems equals tiny-llada's")
 # a *relative* bound has no unit:
 
 # %%
-from sinklens.sinks import Detector, EpsilonOverMean, Quantity, Record, kinds, motion
-from sinklens.sinks.detectors import over_others
+from sinklens.sinks import Detector, EpsilonOverMean, Quantity, Record, kinds, motion, over_others
 
 
 @dataclass(frozen=True)
@@ -377,8 +375,7 @@ plt.show()
 # which there is a position of that lag. By chance it is one over the number of positions.
 
 # %%
-from sinklens.analyses.intervals import difference_table, interval_table
-from sinklens.analyses.study import Study
+from sinklens.analyses import Study, difference_table, interval_table
 from sinklens.views import curves, panels
 
 LAGS = np.arange(-6, 13)

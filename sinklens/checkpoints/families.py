@@ -3,6 +3,7 @@
 LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder, DiffuCoder) is
 Qwen2 without the causal mask whose logits predict the *next* position. A family is therefore a translation of its
 config onto a transformers config, renames of its weights, and how it is sampled. No code of a checkpoint is run.
+Families from outside join the tables through `register`.
 
 A config value that the translation cannot express is refused by name: see `Family.required`.
 """
@@ -25,7 +26,11 @@ class Family:
         sampler: which sampler generates with it.
         causal: whether queries see earlier keys only.
         shift: whether the logits at position i predict the token at i + 1.
-        config_names: its config key -> transformers' key; keys not named keep their name if transformers has them.
+        config_names: its config key -> transformers' key. Empty: config.json has transformers' own keys, which are
+            taken over. Otherwise it is read as LLaDA's: every key named here has to be there (``weight_tying`` need
+            not), one of them stands for ``rope_theta``, ``mlp_hidden_size``, ``n_kv_heads`` and ``vocab_size`` are
+            derived from ``mlp_ratio``, ``n_heads`` and ``embedding_size`` as in LLaDA, and of the other keys only ids
+            of special tokens, ``initializer_range`` and ``attention_dropout`` are kept.
         required: config key -> values that can be expressed; a missing key is fine.
         renames: regular expression -> replacement, on weight names, in order; at most one group.
         mask_token_id: used where neither config nor tokenizer tells.
@@ -94,7 +99,7 @@ _QWEN_REQUIRED = {
     "use_sliding_window": (False,),
 }
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: list[Family] = [
     Family(
         "llada",
         ("llada",),
@@ -157,7 +162,7 @@ FAMILIES: tuple[Family, ...] = (
         ("llama",),
         "llama",
         "autoregressive",
-        "logits equal transformers' own; Llama-3.1-8B built at full size, not run",
+        "logits equal transformers' own on tiny weights; Llama-3.1-8B built at full size, not run",
         causal=True,
     ),
     Family(
@@ -166,6 +171,6 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "qwen3", ("qwen3",), "qwen3", "autoregressive", "logits equal transformers' own on tiny weights", causal=True
     ),
-)
+]
 
 BY_MODEL_TYPE: dict[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}

@@ -52,8 +52,13 @@ def shipped_names() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
 
 
-def find(name_or_path: str | Path, revision: str | None) -> Path:
-    """The local folder of a checkpoint: a shipped name, a folder, or a name on the hub (downloaded and cached).
+def find(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint, with its config.json, *.safetensors and tokenizer.
+
+    Args:
+        name_or_path: tried in this order: a shipped name, a folder, which is given back, and a name on the hub, whose
+            files are downloaded and cached.
+        revision: branch, tag or commit on the hub; None is its main branch.
 
     Raises:
         CheckpointError: nothing of that name, no network, or a revision of something that has none.

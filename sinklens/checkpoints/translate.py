@@ -8,6 +8,7 @@ pass and are dropped.
 from typing import TYPE_CHECKING, Any
 
 from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.checkpoints.registry import register_installed
 from sinklens.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         CheckpointError: it names none; says whether the checkpoint would need code of its own.
     """
     kind = config.get("model_type")
+    if kind not in BY_MODEL_TYPE:
+        register_installed()
     if kind in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[kind]
     own_code = " It asks for code of its own (auto_map), which sinklens never runs." if config.get("auto_map") else ""
     raise CheckpointError(
         f"{where}: model_type {kind!r} is not a known family.{own_code} Known: {', '.join(BY_MODEL_TYPE)}."
-        f"{nearest(str(kind), BY_MODEL_TYPE)} A new family is one record in sinklens/checkpoints/families.py."
+        f"{nearest(str(kind), BY_MODEL_TYPE)} A new family is one record, made known by sinklens.checkpoints.register."
     )
 
 
@@ -102,8 +105,9 @@ def family_named(name: str) -> Family:
     Raises:
         CheckpointError: there is none.
     """
-    for family in FAMILIES:
-        if family.name == name:
-            return family
-    known = [family.name for family in FAMILIES]
-    raise CheckpointError(f"no family is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
+    if name not in (family.name for family in FAMILIES):
+        register_installed()
+    known = {family.name: family for family in FAMILIES}
+    if name not in known:
+        raise CheckpointError(f"no family is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
+    return known[name]

@@ -3,16 +3,19 @@
     evaluate("tiny-llada", "tiny-gsm", masking([0, 1, 5, 10], controls=["random"]), "results")
     frame(read_lines("results"))
 
-`OnRay` (distributed.py) and the harness's model (harness.py) need an extra each and are imported from their files.
+`OnRay` needs the extra ``ray`` when it runs; the harness's model needs the extra ``lm-eval`` to be imported, and is
+imported from its file, harness.py.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking
+    from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.evaluating import Estimate, estimate, evaluate
-    from sinklens.evaluation.ledger import Run
+    from sinklens.evaluation.ledger import Run, Writer
     from sinklens.evaluation.protocols import PROTOCOLS, Protocol
+    from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
     from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
     from sinklens.evaluation.tables import Line, frame, read_lines
@@ -23,10 +26,14 @@ __all__ = [
     "Accuracy",
     "Condition",
     "Estimate",
+    "Limits",
     "Line",
+    "OnRay",
     "Paired",
     "Protocol",
     "Run",
+    "Writer",
+    "available_isolation",
     "estimate",
     "evaluate",
     "frame",
@@ -34,14 +41,17 @@ __all__ = [
     "masking",
     "paired",
     "read_lines",
+    "run_program",
     "score",
 ]
 
 _HOMES = {
     "conditions": ("UNMASKED", "Condition", "masking"),
+    "distributed": ("OnRay",),
     "evaluating": ("Estimate", "estimate", "evaluate"),
-    "ledger": ("Run",),
+    "ledger": ("Run", "Writer"),
     "protocols": ("PROTOCOLS", "Protocol"),
+    "sandbox": ("Limits", "available_isolation", "run_program"),
     "scoring": ("score",),
     "statistics": ("Accuracy", "Paired", "holm", "paired"),
     "tables": ("Line", "frame", "read_lines"),

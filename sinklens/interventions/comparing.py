@@ -288,6 +288,13 @@ class Effect:
     free_running: xr.Dataset
     under_replay: xr.Dataset
 
+    def __repr__(self) -> str:
+        same, kl = self.free_running["same_answer"], self.under_replay["kl"]
+        return (
+            f"Effect({int(same.sum())} of {same.size} answers stay the same, "
+            f"mean KL under replay {float(kl.mean()):.3g} nats over {kl.sizes['step']} steps)"
+        )
+
 
 def effect(model: Any, prompt: Any, hooks: "Hooks", *, seed: int = 0, **settings: Any) -> Effect:
     """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.

@@ -204,7 +204,7 @@ class _Sweep:
         count = len(base.answers)
         kept = MaskedLogits()
         hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
-        repeated = _Canvas(base.canvas.repeat(len(group), 1, 1)) if self._replay else None
+        repeated = base.canvas.repeat(len(group), 1, 1) if self._replay else None
         denoising = self._denoising(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
         denoising.carry_out()
         result = denoising.result()
@@ -258,13 +258,6 @@ def _weights(model: Model) -> str:
     state = model.tree.hf.state_dict()
     some = {name: value.flatten()[:: max(1, value.numel() // 64)].float() for name, value in state.items()}
     return hashlib.sha256(mark(some).encode()).hexdigest()[:16]
-
-
-class _Canvas:
-    """An earlier run's canvas, for ``replay=``."""
-
-    def __init__(self, canvas: Int[Tensor, "batch step pos"]) -> None:
-        self.canvas = canvas
 
 
 def _rows_of(run: Generation, rows: slice) -> Generation:

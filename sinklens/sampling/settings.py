@@ -201,7 +201,8 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
     Args:
         sampler: a key of `BY_SAMPLER`.
         given: what the user asked for; None means the default. 0 is not None: ``gen_length=0`` is an error.
-        defaults: what the checkpoint asks for.
+        defaults: what the checkpoint asks for. Where ``gen_length`` is given, its ``steps`` and ``block_length`` are
+            dropped and follow the sampler's defaults, because the three belong together.
 
     Raises:
         SettingError: an unknown setting, one of another sampler, or a value out of range.
@@ -214,7 +215,7 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
             continue
         owners = [other for other, cls in BY_SAMPLER.items() if name in [field.name for field in fields(cls)]]
         told = (
-            f"it belongs to the {' and '.join(owners)} sampler."
+            f"it belongs to the {' and '.join(owners)} sampler{'s' * (len(owners) > 1)}."
             if owners
             else f"no sampler has it.{nearest(name, known)}"
         )

@@ -149,10 +149,10 @@ def training(skill: str, seed: int, size: int) -> list[Exercise]:
     """`size` exercises of another seed, none of whose prompts is held out.
 
     Raises:
-        ValueError: `seed` is the held-out seed.
+        TaskError: `seed` is the held-out seed.
     """
     if seed == HELD_OUT_SEED:
-        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
+        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
     forbidden = {exercise.prompt for exercise in held_out(skill)}
     source = (exercise for exercise in stream(skill, seed) if exercise.prompt not in forbidden)
     return [next(source) for _ in range(size)]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sinklens.errors import TaskError
 from sinklens.tasks.base import CodeSample, CodeTask, check_limit
 from sinklens.tasks.functions import TEMPLATES, Template
 from sinklens.tasks.word_problems import ITEMS
@@ -126,10 +127,10 @@ def training(seed: int, size: int) -> list[Function]:
     """`size` functions of another seed, none of them held out under any docstring.
 
     Raises:
-        ValueError: `seed` is the held-out seed.
+        TaskError: `seed` is the held-out seed.
     """
     if seed == HELD_OUT_SEED:
-        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
+        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
     forbidden = {function.identity for function in held_out()}
     source = (function for function in stream(seed) if function.identity not in forbidden)
     return [next(source) for _ in range(size)]

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sinklens.errors import TaskError
+
 HELD_OUT_SEED = 20_251_015
 HELD_OUT_SIZE = 500
 
@@ -167,10 +169,10 @@ def training(seed: int, size: int) -> list[Problem]:
     """`size` problems of another seed, none of whose questions is held out.
 
     Raises:
-        ValueError: `seed` is the held-out seed.
+        TaskError: `seed` is the held-out seed.
     """
     if seed == HELD_OUT_SEED:
-        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
+        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
     forbidden = {problem.question for problem in held_out()}
     source = (problem for problem in stream(seed) if problem.question not in forbidden)
     return [next(source) for _ in range(size)]

@@ -11,6 +11,7 @@ from sinklens.views.charts import (
     share_bars,
     threshold_curve,
 )
+from sinklens.views.effects import effect_map
 from sinklens.views.figures import (
     group_profiles,
     grouped_pattern,
@@ -29,6 +30,7 @@ __all__ = [
     "accuracy_curves",
     "attention",
     "curves",
+    "effect_map",
     "frequency_bars",
     "group_profiles",
     "grouped_pattern",

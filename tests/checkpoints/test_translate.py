@@ -196,7 +196,7 @@ def test_activation_that_transformers_lacks_is_refused():
 def test_unknown_model_type_names_the_known_and_the_nearest():
     with pytest.raises(
         CheckpointError,
-        match=r"here: model_type 'lada' is not a known family\. Known: llada, .*Nearest: llada.*families\.py",
+        match=r"here: model_type 'lada' is not a known family\. Known: llada, .*Nearest: llada.*checkpoints\.register",
     ):
         family_of({"model_type": "lada"}, "here")
 

@@ -11,6 +11,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import (
     AblateHeads,
+    Effect,
     ForceTokens,
     MaskedLogits,
     MaskSinks,
@@ -258,6 +259,19 @@ def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
     assert found.free_running.equals(compare(base[0], free[0], base[1], free[1]))
     assert found.under_replay.equals(compare(base[0], replayed[0], base[1], replayed[1]))
     assert found.free_running["first_divergent_step"].max() >= 0
+
+
+def test_an_effect_shows_itself_in_one_line(pair):
+    base, free, replayed = pair
+    found = Effect(
+        base[0], free[0], replayed[0], compare(base[0], free[0]), compare(base[0], replayed[0], base[1], replayed[1])
+    )
+    same = sum(ours.text == theirs.text for ours, theirs in zip(base[0].answers, free[0].answers, strict=True))
+    kl = float(found.under_replay["kl"].mean())
+    assert repr(found) == (
+        f"Effect({same} of {len(PROMPTS)} answers stay the same, "
+        f"mean KL under replay {kl:.3g} nats over {base[0].steps_run} steps)"
+    )
 
 
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])

@@ -1,0 +1,135 @@
+"""A family from outside is known as the shipped ones are, and never takes a place that is taken."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import sinklens
+from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named, find, register
+from sinklens.cli import main
+from sinklens.errors import CheckpointError
+from sinklens.hooks import ARCHITECTURES, Architecture
+
+pytestmark = pytest.mark.usefixtures("families")
+LLADA = family_named("llada")
+OURS = replace(LLADA, name="ours", model_types=("ours", "ours2"), renames={r"^ours\.": "model.", **LLADA.renames})
+PLUGIN = """
+from dataclasses import replace
+from sinklens.checkpoints import family_named, register
+
+
+def families():
+    register(replace(family_named("llada"), name="plugged", model_types=("plugged",)))
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """tiny-llada under another model type and with other names of its weights."""
+    folder = shutil.copytree(find("tiny-llada"), tmp_path / "ours")
+    weights = {
+        name.replace("model.", "ours.", 1): value for name, value in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    rewrite(folder, model_type="ours2")
+    return folder
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A folder on the path that looks like an installed package with an entry point; gives a way to name another."""
+    folder = tmp_path / "installed"
+    (folder / "plugged-1.0.dist-info").mkdir(parents=True)
+    (folder / "plugged-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (folder / "plugged_families.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(folder)
+
+    def point(value):
+        text = f"[sinklens.families]\nplugged = {value}\n"
+        (folder / "plugged-1.0.dist-info" / "entry_points.txt").write_text(text)
+        return folder
+
+    return point
+
+
+def rewrite(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_registered_family_is_loaded_found_and_listed(checkpoint, tiny_llada, capsys):
+    with pytest.raises(CheckpointError, match="'ours2' is not a known family"):
+        sinklens.load(checkpoint)
+    register(OURS)
+    model = sinklens.load(checkpoint)
+    ids = torch.randint(5, 200, (1, 9))
+    assert model.family == "ours"
+    assert torch.equal(model(ids), tiny_llada(ids))
+    assert family_named("ours") is FAMILIES[-1] is OURS
+    assert main(["models"]) == 0
+    assert "model_type ours, ours2; sampler llada" in capsys.readouterr().out
+
+
+def test_registering_the_same_again_changes_nothing():
+    register(OURS, Architecture())
+    before = list(FAMILIES), dict(BY_MODEL_TYPE), dict(ARCHITECTURES)
+    register(replace(OURS))
+    assert before == (FAMILIES, BY_MODEL_TYPE, ARCHITECTURES)
+
+
+def test_a_new_architecture_comes_with_its_family():
+    placed = Architecture(q="wq")
+    register(replace(OURS, architecture="mistral"), placed)
+    assert ARCHITECTURES["mistral"] is placed
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture", "text"),
+    [
+        ({"name": "dream"}, None, r"a family called 'dream' is known already, with another record; give this"),
+        ({"model_types": ("new", "llama")}, None, r"model_type 'llama' means the family 'llama' already"),
+        ({"sampler": "mdlm"}, None, r"sampler 'mdlm' is none of llada, dream, autoregressive"),
+        ({"model_types": ()}, None, r"model_types is a tuple of names, such as \('newdlm',\); got \(\)"),
+        ({"model_types": "ours"}, None, r"model_types is a tuple of names, .*; got 'ours'"),
+        ({"architecture": "gpt2"}, None, r"'gpt2' has no hook points; .*checkpoints\.register"),
+        ({}, Architecture(q="wq"), r"'llama' is known with other module names .* leave architecture= out"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_leaves_the_tables_alone(changes, architecture, text):
+    family = replace(OURS)
+    for name, value in changes.items():  # past the run-time check of types, which a user does not have
+        object.__setattr__(family, name, value)
+    before = list(FAMILIES), dict(BY_MODEL_TYPE), dict(ARCHITECTURES)
+    with pytest.raises(CheckpointError, match=text):
+        register(family, architecture)
+    assert before == (FAMILIES, BY_MODEL_TYPE, ARCHITECTURES)
+
+
+@pytest.mark.parametrize("ask", [lambda folder: sinklens.load(folder).family, lambda _: family_named("plugged").name])
+def test_an_entry_point_makes_its_family_known_when_it_is_asked_for(checkpoint, package, ask):
+    package("plugged_families:families")
+    rewrite(shutil.copytree(find("tiny-llada"), checkpoint, dirs_exist_ok=True), model_type="plugged")
+    assert "plugged" not in BY_MODEL_TYPE
+    assert ask(checkpoint) == "plugged"
+    assert "plugged" in BY_MODEL_TYPE
+
+
+def test_the_command_line_lists_the_families_of_entry_points(package):
+    environment = os.environ | {"PYTHONPATH": str(package("plugged_families:families"))}
+    command = [sys.executable, "-m", "sinklens.cli", "models"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "plugged    model_type plugged" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("value", ["plugged_families:nothing", "no_such_module:families"])
+def test_an_entry_point_that_leads_nowhere_is_named(package, value):
+    package(value)
+    with pytest.raises(CheckpointError, match=f"entry point plugged = {value} of the group sinklens.families leads to"):
+        family_named("elsewhere")
