@@ -9,7 +9,7 @@ ones is carried along, and the recorded values equal those of a run without a ca
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, SinklensError, nearest
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.stores import CANVASES, MemoryStore, Store, ZarrStore, refuse_existing
 
@@ -127,6 +127,10 @@ class SinkRecorder:
                 point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
                 handles.append(after(point, self._keeper(part, layer)))
             yield
+        except BaseException:
+            with suppress(SinklensError):  # what broke the run off is what should be told
+                self.store.flush()
+            raise
         finally:
             for handle in [*handles, *self._watching]:
                 handle.remove()

@@ -45,6 +45,9 @@ class Store(ABC):
     def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         """Attributes, and variables [batch, pos] of the whole run; a later call replaces an earlier one's."""
 
+    def flush(self) -> None:
+        """Wait until every step given so far is kept; nothing to wait for unless a store writes in the background."""
+
     @abstractmethod
     def dataset(self) -> xr.Dataset | None:
         """All steps, once the run has come to its end; None before the first."""

@@ -108,14 +108,14 @@ class Recipe:
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
 
 _FIRST_CYCLE = (2800,)
-_SKILLS: Mapping[str, Any] = {
+_SKILLS: dict[str, Any] = {
     "cycles": (2800, 1400, 1800, 2400, 2400),
     "peaks": (1.0, 0.5, 0.5, 0.5, 0.5),
     "code": 250_000,
     "skills": 110_000,
     "problems_first": 2,
 }
-_FIRST_FOUR: Mapping[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
+_FIRST_FOUR: dict[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
 RECIPES = {
     recipe.name: recipe
     for recipe in (

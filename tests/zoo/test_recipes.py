@@ -7,10 +7,15 @@ import pytest
 from sinklens.zoo import RECIPES, Recipe, training
 
 
-@pytest.mark.parametrize("more", ["", "-skills"])
-def test_the_twins_share_all_but_the_objective(more):
-    diffusion, causal = RECIPES[f"tiny-llada{more}"], RECIPES[f"tiny-llama{more}"]
+def test_the_twins_share_all_but_the_objective():
+    diffusion, causal = RECIPES["tiny-llada"], RECIPES["tiny-llama"]
     assert replace(diffusion, name="", objective="causal") == replace(causal, name="")
+
+
+def test_the_skilled_twins_share_all_steps_that_both_take():
+    diffusion, causal = RECIPES["tiny-llada-skills"], RECIPES["tiny-llama-skills"]
+    both = min(diffusion.steps, causal.steps)
+    assert replace(diffusion, name="", objective="causal").until(both) == replace(causal, name="").until(both)
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
