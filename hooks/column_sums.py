@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)  # scores are taken to base 2: torch's exp2 is about three times as fast as its exp
-BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}  # scores held at a time; on a CPU 2 MiB, which stays in its cache
+BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}  # scores held at a time; on a CPU 8 MiB, for its last-level cache
 
 TRITON_DEVICES: tuple[str, ...] = ()  # kinds of devices on which the kernels are used
 

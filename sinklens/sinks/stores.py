@@ -45,8 +45,9 @@ class Store(ABC):
     def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         """Attributes, and variables [batch, pos] of the whole run; a later call replaces an earlier one's."""
 
+    @abstractmethod
     def flush(self) -> None:
-        """Wait until every step given so far is kept; nothing to wait for unless a store writes in the background."""
+        """Wait until every step given so far is kept."""
 
     @abstractmethod
     def dataset(self) -> xr.Dataset | None:
@@ -74,6 +75,9 @@ class MemoryStore(Store):
     def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         """Keep them."""
         self._attrs, self._whole_run = dict(attrs), dict(whole_run)
+
+    def flush(self) -> None:
+        """Nothing to wait for."""
 
     def dataset(self) -> xr.Dataset | None:
         """The steps stacked."""
