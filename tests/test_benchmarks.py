@@ -1,8 +1,8 @@
 """The costs that benchmarks/ measures have not grown grossly since its results were written.
 
-Ratios are compared, never times, on the smallest case, in a process of its own: the tests' type checks cost too. The best
-of the repeats has to be within twice the stored median, so that a busy machine passes and a pass that does its work twice
-does not.
+Ratios are compared, never times, on the smallest case, in a process of its own: the tests' type checks cost too. The
+best of the repeats has to be within twice the stored median, so that a busy machine passes and a pass that does its
+work twice does not.
 """
 
 import json
