@@ -274,7 +274,7 @@ def _beginnings(recipe: Recipe) -> str:
         first = sum(recipe.cycles[: recipe.problems_first])
         return (
             "tiny-llada-skills and tiny-llama-skills are twins: same size, tokenizer, data and batches, another "
-            "objective;\ntiny-llama-skills, which learns faster, stopped at the end of an earlier cycle.\n"
+            "objective;\ntiny-llama-skills stopped at the end of an earlier cycle.\n"
             f"The first {first} steps are word problems alone, and those of {recipe.name.removesuffix('-skills')}; "
             f"the other {recipe.steps - first} draw from {recipe.problems} problems, {recipe.code} functions and "
             f"{recipe.skills} exercises of each skill alike."
