@@ -299,7 +299,8 @@ def run_table(options: argparse.Namespace) -> None:
 
 WIDE = 400  # columns of a table that goes into a file or a pipe, where nothing should be cut
 LEGEND = (
-    "Brackets: 95 % intervals (Wilson; of differences, bootstrap over samples). p: McNemar's exact test, two-sided, "
+    "Brackets: 95 % intervals (Wilson; of differences, bootstrap over samples: one of no width says that these samples "
+    "all do the same, not that others would). p: McNemar's exact test, two-sided, "
     "corrected by Holm's method over the conditions of a model. 'vs random': the sinks masked less as many random "
     "keys, on the samples that both have. Shares of answers: empty; with masks left over; with no end token. "
     "sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of a guess."
