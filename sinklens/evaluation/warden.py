@@ -50,6 +50,7 @@ class Jail:
         self.process, self.listen = process, listen
         self.ready: dict[str, Any] = {}
         self._orders, self._rest = orders, b""
+        self._early: list[dict[str, Any]] = []  # reports that came with the one that it is ready
 
     def begin(self) -> None:
         """Give it its orders."""
@@ -73,6 +74,7 @@ class Jail:
                 if lines is None:
                     raise SinklensError(f"a jail ended before it was ready: {self._complaint()}")
                 self.ready = next((line for line in lines if "ready" in line), {})
+                self._early = [line for line in lines if "ready" not in line]  # it may have ended by now
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Reports that have come; None when no more will.
@@ -81,14 +83,15 @@ class Jail:
             SinklensError: one of them tells of a step that failed.
         """
         data = os.read(self.listen.fileno(), 2**16)
+        early, self._early = self._early, []
         if not data:
-            return None
+            return early or None
         *lines, self._rest = (self._rest + data).split(b"\n")
         parsed = [report for report in map(_parse, lines) if report]
         for line in parsed:
             if "trouble" in line:
                 raise SinklensError(line["trouble"])
-        return parsed
+        return early + parsed
 
     def _complaint(self) -> str:
         self.end()

@@ -1,6 +1,7 @@
 """Recordings on disk: equal to those in memory, whole at every moment, and as large as they are said to be."""
 
 import gc
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -66,7 +67,7 @@ def test_a_store_is_found_again_from_another_folder(tiny_llada, tmp_path, monkey
 
 @pytest.mark.parametrize("to", [None, "run.zarr"])
 def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch, to):
-    """Arrays of earlier steps that are alive when a step is handed over: none on disk, all in memory."""
+    """Arrays of earlier steps that are alive when a step is handed over: at most those being written, or all."""
     handed, alive = [], []
     kind = MemoryStore if to is None else ZarrStore
     append = kind.append
@@ -81,7 +82,10 @@ def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, 
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
     variables = len(handed) // 5
     assert variables == 10
-    assert alive == ([0] * 5 if to else [variables * step for step in range(5)])
+    if to is None:
+        assert alive == [variables * step for step in range(5)]
+    else:
+        assert max(alive) <= variables
 
 
 def small_step(step, size=4):
@@ -213,16 +217,18 @@ sinklens.generate("tiny-llada", {PROMPTS!r}, gen_length=8, hooks=[("blocks.2.hoo
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr[-1500:]
     track = SinkTrack.open(tmp_path / "run.zarr")
-    assert (track.steps, track.finished) == (5, False)
-    assert_equal(track, whole.sinks, steps=5)
-    expected = broken_off(tiny_llada, 5).unmask_step.numpy()
-    assert expected.max() == 5
+    kept = track.steps
+    assert kept in (4, 5)  # step 4 may still have been on its way to the disk
+    assert not track.finished
+    assert_equal(track, whole.sinks, steps=kept)
+    expected = broken_off(tiny_llada, kept).unmask_step.numpy()
+    assert expected.max() == kept
     assert expected[0, 0] == -1
     np.testing.assert_array_equal(track.data["unmask_step"], expected)
     assert "unfinished" in repr(track)
     assert whole.sinks.data.attrs["settings"] == track.data.attrs["settings"]
     saved = SinkTrack.open(track.save(tmp_path / "again.nc"))
-    assert (saved.steps, saved.finished) == (5, False)
+    assert (saved.steps, saved.finished) == (kept, False)
     np.testing.assert_array_equal(saved.data["unmask_step"], expected)
 
 
@@ -250,17 +256,18 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
 
     limit = disk_full_beyond(500)
     record = Record(["values"], to=tmp_path / "run.zarr")
-    told = r"could not write to .*run\.zarr: .*too large.*The 3 steps before this one are whole and open with SinkTrack"
+    told = r"could not write to .*run\.zarr: .*too large.*The ([23]) steps before this one are whole and open with"
     try:
-        with pytest.raises(SinklensError, match=told):
+        with pytest.raises(SinklensError, match=told) as raised:
             sinklens.generate(
                 tiny_llada, PROMPTS, gen_length=8, hooks=[("blocks.2.hook_resid_pre", fill)], record_sinks=record
             )
     finally:
         limit.__exit__(None, None, None)
     track = SinkTrack.open(tmp_path / "run.zarr")
-    assert (track.steps, track.finished) == (3, False)
-    assert_equal(track, whole.sinks, steps=3)
+    kept = int(re.search(told, str(raised.value)).group(1))  # the third may still have been on its way to the disk
+    assert (track.steps, track.finished) == (kept, False)
+    assert_equal(track, whole.sinks, steps=kept)
 
 
 def test_where_nothing_can_be_written_the_first_step_says_so(tmp_path):
