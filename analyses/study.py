@@ -251,11 +251,14 @@ def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list
 
 def _source_hash(study: type) -> str:
     """Tells two versions of a study's file apart: one that was edited does not go on with the other's parts."""
+    text = ""
     try:
         text = inspect.getsource(inspect.getmodule(study) or study)
-    except (OSError, TypeError):  # made in a console
-        return ""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    except (OSError, TypeError):  # made in a notebook, whose cells have sources, or in a console, which has none
+        for method in filter(inspect.isfunction, vars(study).values()):
+            with suppress(OSError):  # a dataclass has methods that were written by none
+                text += inspect.getsource(method)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 def _folder(out: Path, name: str, manifest: Mapping[str, Any]) -> Path:

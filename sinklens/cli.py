@@ -6,12 +6,13 @@ not at all.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, nearest
 from sinklens.flags import add_settings, settings_given
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ DEMO_PROBLEM = 14
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        known = re.findall(r"--[a-z0-9-]+", options.parser.format_usage())
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0], known)}")
     try:
         options.command(options)
     except SinklensError as error:
@@ -53,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_hooks(commands)
     _add_models(commands)
     _add_train(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # an unknown option is told with the usage of its command
     return parser
 
 
@@ -87,7 +93,9 @@ def _add_analyse(commands: Any) -> None:
 
     text = "ask a question of one or several models; write tables, figures and a manifest"
     analyse = commands.add_parser("analyse", help=text, description=text)
-    analyse.add_argument("name", metavar="NAME", help=f"the study: {', '.join(STUDIES)}")
+    analyse.add_argument(
+        "name", metavar="NAME", help=f"the study: {', '.join(STUDIES)}; or STUDY.py, a file of your own"
+    )
     analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     analyse.add_argument(
         "--out", type=Path, help="folder for the results (analyses-NAME); an interrupted study goes on"
@@ -209,8 +217,8 @@ def run_analyse(options: argparse.Namespace) -> None:
     else:
         prompts = read_prompts(options.prompts, options.number)
     study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
-    findings = study.run(options.models, prompts, options.out or Path(f"analyses-{options.name}"))
-    print(f"{options.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
+    findings = study.run(options.models, prompts, options.out or Path(f"analyses-{kind.name}"))
+    print(f"{kind.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
     print("\n".join(f"  {file}" for file in findings.files))
 
 
@@ -291,7 +299,6 @@ def run_train(options: argparse.Namespace) -> None:
     """`sinklens train`."""
     import dataclasses
 
-    from sinklens.errors import nearest
     from sinklens.zoo import RECIPES, planted_checkpoint, train
     from sinklens.zoo.curve import write_checkpoints
     from sinklens.zoo.export import export, write_card

@@ -116,6 +116,14 @@ def test_a_wrong_call_is_exit_code_two_and_help_is_zero(capsys):
         assert name in capsys.readouterr().out or name
 
 
+def test_a_mistyped_option_is_told_with_its_commands_usage_and_the_nearest(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["trace", "tiny-llada", "--prompt", "x", "--out", "y", "--gen-lenght", "3"])
+    told = capsys.readouterr().err
+    assert told.startswith("usage: sinklens trace ")
+    assert "unrecognized arguments: --gen-lenght 3. Nearest: --gen-length" in told
+
+
 def test_help_explains_every_sampler_setting(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "--help"])

@@ -464,10 +464,9 @@ assert excess("tiny-llada", 1)[2] < 0
 assert excess("tiny-llada", 1)[2] < excess("tiny-llada", 0)[0]
 
 # %% [markdown]
-# The manifest holds all that decided the numbers, and a hash of the study's source file: a study that was interrupted
-# goes on where it stopped, unless something of this changed. In a notebook there is no such file; give an edited study
-# another folder there. `sinklens analyse` knows the studies that are listed in `analyses/__init__.py`; from a script,
-# `run` is all one needs.
+# The manifest holds all that decided the numbers, and a hash of the study's source: a study that was interrupted
+# goes on where it stopped, unless something of this changed. In a file of its own, the class above is also a command:
+# `sinklens analyse recency.py MODEL…`.
 #
 # ## Exercises
 #

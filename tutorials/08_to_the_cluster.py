@@ -322,7 +322,7 @@ print(whole.condition, whole.accuracy)
 
 # %%
 evaluate("tiny-llama", "tiny-gsm", conditions, "results", limit=20)
-print(shell("sinklens table results").partition("compared on the same samples")[0])
+print(shell("sinklens table results"))
 
 # %% [markdown]
 # It also writes `table.csv`, and a picture:
@@ -334,7 +334,7 @@ plt.axis("off")
 plt.show()
 
 # %% [markdown]
-# A second table, cut off above, compares; it also tells what the answers are like. In Python both are one:
+# In Python all of it is one table:
 
 # %%
 table = frame(read_lines("results"))

@@ -8,11 +8,12 @@ One way this fails: ``evaluate`` with other settings makes new runs beside the o
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, nearest
 from sinklens.flags import add_settings, settings_given
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ def _add_evaluate(commands: Any) -> None:
         "--of-unmasked", action="store_true",
         help="for each K also the sinks that the unmasked run had a step before; twice the time",
     )  # fmt: skip
-    masks.add_argument("--scope", default="head", choices=("head", "layer", "model"), help="one set of keys per ...")
+    masks.add_argument(
+        "--scope", default="head", choices=("head", "layer", "model"), help="one set of keys per ... (%(default)s)"
+    )
     masks.add_argument(
         "--queries", default="newest", choices=("newest", "all"),
-        help="in autoregressive models: keys are hidden from the newest token, or from all (needs --no-use-cache)",
+        help="in autoregressive models: hide keys from the newest token, or all, with --no-use-cache (%(default)s)",
     )  # fmt: skip
     work = command.add_argument_group("how the work is done")
     work.add_argument("--limit", type=int, metavar="N", help="the first N samples (all)")
@@ -61,9 +64,11 @@ def _add_evaluate(commands: Any) -> None:
     )
     work.add_argument("--seed", type=int, default=0, help="of sampling and of random keys (%(default)s)")
     work.add_argument(
-        "--shard", default="0/1", metavar="I/N", help="every N-th sample, from I on, in a file of its own"
+        "--shard", default="0/1", metavar="I/N", help="every N-th sample, from I on, in a file of its own (%(default)s)"
     )
-    work.add_argument("--engine", default="here", choices=("here", "ray"), help="this process, or a Ray cluster")
+    work.add_argument(
+        "--engine", default="here", choices=("here", "ray"), help="this process, or a Ray cluster (%(default)s)"
+    )
     work.add_argument("--workers", type=int, help="[ray] workers (one per GPU, or per core where there is none)")
     work.add_argument(
         "--gpus-per-worker", type=float, metavar="N", help="[ray] GPUs of each worker (1, or 0 where there is none)"
@@ -136,10 +141,16 @@ def run_evaluate(options: argparse.Namespace) -> None:
 
 
 def _protocol(options: argparse.Namespace) -> "Protocol":
-    from sinklens.evaluation.protocols import find
+    from sinklens.evaluation.protocols import PROTOCOLS, find
+    from sinklens.tasks import NAMES
 
     if options.protocol is None and options.task is None:
         raise SinklensError("name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k).")
+    if options.protocol is None and options.task not in NAMES:
+        raise SinklensError(
+            f"no task is called {options.task!r}; known: {', '.join(NAMES)}.{nearest(options.task, NAMES)}"
+            + (f" {options.task} is a protocol: --protocol {options.task}." if options.task in PROTOCOLS else "")
+        )
     asked = find(options.protocol or options.task)
     if options.task not in (None, asked.task):
         raise SinklensError(f"the protocol {asked.name} is for the task {asked.task}, not {options.task}; drop one.")
@@ -279,7 +290,9 @@ def run_table(options: argparse.Namespace) -> None:
     from sinklens.views import accuracy_curves
     from sinklens.writing import whole
 
-    lines = read_lines(options.ledger, mixed_devices=options.mixed_devices)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        lines = read_lines(options.ledger, mixed_devices=options.mixed_devices)
     out = options.out or options.ledger
     with whole(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
@@ -290,10 +303,15 @@ def run_table(options: argparse.Namespace) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for protocol in dict.fromkeys(line.protocol for line in lines):
         own = [line for line in lines if line.protocol == protocol]
-        console.print(_first_table(protocol, own), _second_table(own))
+        console.print(_first_table(protocol, own))
+        for model in dict.fromkeys(line.model for line in own):
+            of_model = [line for line in own if line.model == model]
+            console.print(_second_table(model, of_model), _third_table(model, of_model))
     console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
     if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
         console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
+    for note in noted:
+        console.print(f"{note.message}", markup=False, soft_wrap=True)
     console.print(f"Written: {', '.join(str(out / name) for name in ('table.csv', 'accuracy.png', 'accuracy.svg'))}.")
 
 
@@ -341,27 +359,42 @@ def _share(line: "Line", most: int) -> str:
     return f"{line.accuracy.share:.3f} [{low:.3f}, {high:.3f}]{unfinished}"
 
 
-def _second_table(lines: Sequence["Line"]) -> Any:
-    """What stands behind it: differences, odd answers, throughput."""
-    from rich.table import Table
-
-    table = Table(title="compared on the same samples", title_justify="left")
-    for name in ("model", "masked", "samples", "vs unmasked", "p", "vs random", "p"):
-        table.add_column(name, justify="left" if name in ("model", "masked") else "right")
-    for name in ("empty", "masks left", "no end", "sinks/head", "samples/s", "guess"):
-        table.add_column(name, justify="right")
+def _second_table(model: str, lines: Sequence["Line"]) -> Any:
+    """Differences that stand behind it."""
+    table = _table(f"{model}: compared on the same samples", ("samples", "vs unmasked", "vs random"))
     for line in lines:
-        table.add_row(
-            line.model, "nothing" if line.condition == "unmasked" else line.condition, str(line.accuracy.total),
-            *_difference(line.against_unmasked), *_difference(line.against_random), f"{line.empty:.1%}",
-            f"{line.masks:.1%}", f"{line.unended:.1%}", f"{line.sinks:.2f}", f"{line.per_second:.2f}",
-            f"{line.chance:.2f}",
-        )  # fmt: skip
+        differences = (_difference(line.against_unmasked), _difference(line.against_random))
+        table.add_row(_masked(line), str(line.accuracy.total), *differences)
     return table
 
 
-def _difference(pair: Any) -> tuple[str, str]:
+def _third_table(model: str, lines: Sequence["Line"]) -> Any:
+    """Odd answers, sinks and throughput."""
+    table = _table(f"{model}: its answers", ("empty", "masks left", "no end", "sinks/head", "samples/s", "guess"))
+    for line in lines:
+        shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
+        numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
+        table.add_row(_masked(line), *shares, *numbers)
+    return table
+
+
+def _table(title: str, numbers: Sequence[str]) -> Any:
+    """A column for the condition, which a narrow terminal breaks, and some for numbers, which it does not."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("masked")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _masked(line: "Line") -> str:
+    return "nothing" if line.condition == "unmasked" else line.condition
+
+
+def _difference(pair: Any) -> str:
     if pair is None:
-        return "", ""
+        return ""
     p = "<0.0001" if pair.p < 1e-4 else f"{pair.p:.4f}"
-    return f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]", p
+    return f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]\np {p}"

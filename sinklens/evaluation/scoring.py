@@ -2,7 +2,7 @@
 
 `score` reads the programs of a ledger's code tasks, runs those that have no verdict yet, and appends one record each to
 ``verdicts-N.jsonl`` beside the generations: whether the tests held, what happened, and which isolation was in force.
-`verdicts` gives the verdict of every record of a run, whichever way it was reached.
+`verdicts` gives the verdicts of a run's records, whichever way they were reached.
 
 One way this misleads: a time limit is a verdict too. A program that is right and slow fails, and on a busy machine more
 of them are slow; the record keeps the seconds.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import LedgerError, SettingError
+from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import Record, Run, Writer
 from sinklens.evaluation.protocols import Protocol
 from sinklens.evaluation.sandbox import Limits, run_program
@@ -101,19 +101,9 @@ def _judge(
 
 
 def verdicts(run: Run) -> dict[str, bool]:
-    """The verdict of every record of a run, by sample.
-
-    Raises:
-        SettingError: it holds programs that were not run yet.
-    """
+    """The verdict of every record of a run that has one, by sample; a program that was not run yet has none."""
     found = {str(record["sample"]): record["verdict"] for record in run.records()}
     if None in found.values():
         later = {str(record["sample"]): record["verdict"] for record in run.records("verdicts")}
         found = {sample: later.get(sample) if verdict is None else verdict for sample, verdict in found.items()}
-    missing = sum(verdict is None for verdict in found.values())
-    if missing:
-        raise SettingError(
-            f"{missing} programs of {run.what['model']} ({run.what['condition']['name']}) have not been run; "
-            f"`sinklens score {run.folder.parent} --run-generated-code` runs them, in isolation."
-        )
-    return {sample: bool(verdict) for sample, verdict in found.items()}
+    return {sample: bool(verdict) for sample, verdict in found.items() if verdict is not None}

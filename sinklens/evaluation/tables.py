@@ -10,6 +10,7 @@ of different device types are not paired unless that is asked for.
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,11 +83,12 @@ class Line:
 
 @dataclass(frozen=True)
 class _Read:
-    """A run with its records and verdicts, by sample."""
+    """A run with the records that have a verdict, their verdicts by sample, and the number of those that have none."""
 
     run: Run
     records: Mapping[str, Record]
     verdicts: Mapping[str, bool]
+    unscored: int
 
     @property
     def condition(self) -> dict[str, Any]:
@@ -105,12 +107,20 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
 
     Raises:
         LedgerError: no ledger, or no finished sample in it.
-        SettingError: generated programs that were not run yet, or runs of different device types.
+        SettingError: no generated program was run yet, or runs are of different device types.
+
+    Warns:
+        UserWarning: generated programs that were not run yet; they are left out of every number.
     """
     read = [_read(run) for run in Run.all(Path(ledger))]
+    left_out = _unscored(read, ledger)
+    if left_out and not any(one.verdicts for one in read):
+        raise SettingError(left_out)
+    if left_out:
+        warnings.warn(left_out, stacklevel=2)
     groups: dict[str, list[_Read]] = {}
     for one in read:
-        if one.records:
+        if one.verdicts:
             groups.setdefault(json.dumps(_group(one.run), sort_keys=True), []).append(one)
     if not groups:
         raise LedgerError(f"{ledger} holds no finished sample yet; run `sinklens evaluate` again to go on.")
@@ -122,8 +132,23 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
 
 
 def _read(run: Run) -> _Read:
+    """Records that have a verdict; how many have none."""
     records = {str(record["sample"]): record for record in run.records()}
-    return _Read(run, records, verdicts(run) if records else {})
+    found = verdicts(run) if records else {}
+    return _Read(
+        run, {sample: records[sample] for sample in records if sample in found}, found, len(records) - len(found)
+    )
+
+
+def _unscored(read: Sequence[_Read], ledger: str | Path) -> str:
+    """What is still to be scored, and how; empty if nothing is."""
+    left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
+    if not left:
+        return ""
+    return (
+        f"Generated programs that have not been run have no part in any number: {', '.join(left)}. "
+        f"`sinklens score {ledger} --run-generated-code` runs them, in isolation."
+    )
 
 
 def _group(run: Run) -> dict[str, Any]:

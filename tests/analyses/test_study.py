@@ -1,6 +1,7 @@
 """What all studies share, shown with a study that measures the length of prompts."""
 
 import json
+import linecache
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,8 @@ import xarray as xr
 
 from sinklens.analyses import STUDIES, find
 from sinklens.analyses.intervals import interval_table
-from sinklens.analyses.study import Study, read_prompts
+from sinklens.analyses.study import Study, _source_hash, read_prompts
+from sinklens.cli import main
 from sinklens.errors import SettingError, SinklensError
 
 
@@ -182,3 +184,52 @@ def test_a_part_that_comes_back_from_disk_is_as_it_was(tiny_llada, tmp_path):
     (tmp_path / "part.nc").write_bytes(data.to_netcdf(engine="h5netcdf"))
     back = xr.load_dataset(tmp_path / "part.nc", engine="h5netcdf")
     xr.testing.assert_equal(back, data)
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import xarray as xr
+
+from sinklens.analyses import Study, interval_table
+
+
+@dataclass
+class Lengths(Study):
+    name: ClassVar[str] = "lengths"
+
+    def measure(self, model, prompts, settings):
+        return xr.Dataset({"length": ("prompt", [float(len(prompt)) for prompt in prompts])})
+
+    def tables(self, measured):
+        return {"lengths": interval_table(measured, ["length"], self.seed)}
+
+    def figures(self, measured, examples):
+        return {}
+"""
+
+
+def test_a_study_in_a_file_of_ones_own_is_a_command(tmp_path, capsys):
+    file, out = tmp_path / "json.py", tmp_path / "out"  # a name that a module of Python's bears too
+    file.write_text(OWN)
+    assert main(["analyse", str(file), "tiny-llama", "--number", "3", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("lengths: 3 prompts, tiny-llama. Written:")
+    assert json.loads((out / "lengths.json").read_text())["source"]
+    with pytest.raises(SettingError, match=r"there is no file .*nowhere\.py"):
+        find(str(tmp_path / "nowhere.py"))
+    file.write_text("x = 1\n")
+    with pytest.raises(SettingError, match=r"has to define one subclass of sinklens.analyses.Study; it defines none"):
+        find(str(file))
+
+
+def test_an_edited_study_of_a_notebook_has_another_hash():
+    def cell(number, text):
+        name = f"<cell {number}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        space = {"__name__": "a_notebook"}
+        exec(compile(text, name, "exec"), space)
+        return space["Lengths"]
+
+    first, same, other = cell(1, OWN), cell(2, OWN), cell(3, OWN.replace("len(prompt)", "len(prompt) + 1"))
+    assert _source_hash(first) == _source_hash(same) != _source_hash(other)

@@ -58,7 +58,7 @@ def test_generated_programs_run_on_request_alone(tmp_path, capsys):
     )
     code, _, told = run(capsys, "table", tmp_path)
     assert code == 1
-    assert "2 programs of tiny-llama (unmasked) have not been run" in told
+    assert "have not been run have no part in any number: 2 of tiny-llama (unmasked)." in told
     code, _, told = run(capsys, "score", tmp_path)
     assert code == 1
     assert (
@@ -109,11 +109,35 @@ def test_lines_of_a_terminal_are_not_cut_when_written_to_a_file(tmp_path, capsys
     assert "…" not in out
 
 
+def test_numbers_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
+    for condition in masking([1, 5], ["random"], of_unmasked=True):
+        planted_run(tmp_path, dict.fromkeys("abcdefgh", True), condition, model="tiny-llada-skills")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "table", tmp_path)
+    assert "…" not in out
+    assert out.count("+0.000 [+0.000, +0.000]") == 6 + 4  # against the unmasked run, and sinks against random keys
+    assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
+
+
+def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
+    for condition in masking([1]):
+        planted_run(tmp_path, {"a": None, "b": None}, condition, protocol="tiny-code")
+    planted_run(tmp_path, {"a": True}, model="tiny-llama", protocol="tiny-code")
+    code, out, _ = run(capsys, "table", tmp_path)
+    assert code == 0
+    assert "2 of tiny-llada (unmasked)" in out
+    assert "2 of tiny-llada (1 sink)" in out
+    assert f"`sinklens score {tmp_path} --run-generated-code` runs them" in out
+    assert pd.read_csv(tmp_path / "table.csv")["model"].tolist() == ["tiny-llama"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["tiny-llada"], r"name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k)."),
-        (["tiny-llada", "--task", "tiny-gms"], "no protocol is called 'tiny-gms'"),
+        (["tiny-llada", "--task", "tiny-gms"], "no task is called 'tiny-gms'"),
+        (["tiny-llada", "--task", "llada-gsm8k"], "llada-gsm8k is a protocol: --protocol llada-gsm8k."),
         (["tiny-llada", "--task", "tiny-gsm", "--protocol", "llada-gsm8k"], "is for the task gsm8k, not tiny-gsm"),
         (["tiny-llada", "--task", "tiny-gsm", "--shard", "1"], "--shard is written I/N, e.g. 0/4"),
         (["tiny-llada", "--task", "tiny-gsm", "--mask-sinks", "500", "--limit", "1"], "500"),

@@ -6,7 +6,7 @@ import json
 import pytest
 from ledgers import answered, planted_run
 
-from sinklens.errors import LedgerError, SettingError
+from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import Run, Writer
 from sinklens.evaluation.scoring import score, verdicts
 from sinklens.tasks import find as find_task
@@ -29,8 +29,7 @@ def coded(tmp_path):
 
 
 def test_the_programs_decide_and_the_record_says_how(tmp_path, coded):
-    with pytest.raises(SettingError, match=r"5 programs of tiny-llada \(unmasked\) have not been run; `sinklens score"):
-        verdicts(coded)
+    assert verdicts(coded) == {}
     assert score(tmp_path) == 5
     found = {record["sample"]: record for record in coded.records("verdicts")}
     ids = [sample.id for sample in SAMPLES[:5]]

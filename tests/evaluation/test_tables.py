@@ -72,6 +72,13 @@ def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):
     assert corrected == holm(plain) != plain
 
 
+def test_programs_that_were_not_run_have_no_part_in_any_number(tmp_path):
+    planted_run(tmp_path, {"a": True, "b": False, "c": None}, protocol="tiny-code")
+    with pytest.warns(UserWarning, match=r"no part in any number: 1 of tiny-llada \(unmasked\)"):
+        (line,) = read_lines(tmp_path)
+    assert (line.accuracy.right, line.accuracy.total) == (1, 2)
+
+
 def test_the_paper_is_quoted_for_its_own_models_and_tasks_alone(tmp_path):
     for model in ("GSAI-ML/LLaDA-8B-Instruct", "/somewhere/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base"):
         for condition in (UNMASKED, ONE, ONE_RANDOM, masking([1], scope="layer")[1]):
