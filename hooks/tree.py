@@ -219,6 +219,21 @@ class HookTree(HookedRootModule):
             if interleaver is not None:
                 interleaver.interleaving = interleaving
 
+    def refuse_compiled(self) -> None:
+        """Called before a run and before a single pass; it takes longer than a pass's points do.
+
+        Raises:
+            SinklensError: some module was compiled. Compiled code passes by the points: hooks would do nothing, and
+                nobody would be told.
+        """
+        for module in self.hf.modules():
+            if module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
+                name = next(name for name, other in self.hf.named_modules() if other is module)
+                raise SinklensError(
+                    f"{name or 'the model'} was compiled (torch.compile), and compiled code passes by the hook "
+                    f"points. Load the model again, and leave it uncompiled."
+                )
+
     def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
         """Logits of final-norm outputs."""
         return self.hf.get_submodule(self.architecture.head)(hidden)
@@ -229,6 +244,7 @@ class HookTree(HookedRootModule):
         attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos vocab"]:
         """Raw logits of one pass over `input_ids`; `attention_mask` is 1 (or True) on real tokens, 0 on padding."""
+        self.refuse_compiled()
         return self.head(self.hidden(input_ids, attention_mask))
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, ActivationCache]:

@@ -61,6 +61,7 @@ class Denoising:
         progress: bool | None,
         copies: int = 1,
     ) -> None:
+        model.tree.refuse_compiled()
         self.model, self.seed, self.progress = model, seed, progress
         self.settings = make_settings(model.record.sampler, given, model.checkpoint.defaults)
         ids, real = model.encode(prompt, chat_template)

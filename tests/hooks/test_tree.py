@@ -7,6 +7,7 @@ from torch import nn
 from transformer_lens import ActivationCache
 from transformers import DynamicCache
 
+import sinklens
 from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks import HookTree, aliases, architecture_of, table
 
@@ -397,3 +398,22 @@ def test_a_backward_hook_that_stops_the_gradient_cuts_off_what_lies_below():
     assert (found["model.layers.2.self_attn.v_proj.weight"] == 0).all()
     torch.testing.assert_close(found["model.embed_tokens.weight"], expected[0], atol=2e-3, rtol=1e-3)
     torch.testing.assert_close(found["model.layers.2.self_attn.o_proj.weight"], expected[1], atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.layers.1", "model.layers.0.mlp"])
+def test_a_compiled_model_is_refused_since_its_hooks_would_do_nothing(part):
+    model = sinklens.load(random_hf("llama", causal=False))
+    model.tree.hf.get_submodule(part).compile()
+    told = f"{part or 'the model'} was compiled"
+    with pytest.raises(SinklensError, match=told):
+        model.run_with_hooks(random_ids(), fwd_hooks=[])
+    with pytest.raises(SinklensError, match=told):
+        sinklens.generate(model, random_ids())
+
+
+def test_a_model_with_a_compiled_part_put_in_its_place_is_refused():
+    model = sinklens.load(random_hf("llama", causal=False))
+    layer = model.tree.hf.model.layers[1]
+    layer.mlp = torch.compile(layer.mlp)
+    with pytest.raises(SinklensError, match=r"model\.layers\.1\.mlp was compiled"):
+        model(random_ids())
