@@ -10,21 +10,20 @@ into benchmarks/README.md.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import nnsight
+import numpy as np
 import torch
+from measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,81 +31,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sinklens
 from sinklens.denoising import Hooks
 from sinklens.interventions import AblateHeads, MaskSinks, sweep
-from sinklens.sinks import Record
+from sinklens.sinks import Record, recorder
+from sinklens.sinks.stores import ZarrStore
 from sinklens.tasks.word_problems import held_out
 from sinklens.zoo.tokenizer import train_tokenizer
 
 RESULTS = Path(__file__).with_name("results.json")
-HEAD = "| A ÷ B | median | range | A | B |"
 MASK = 1
 ANSWER = 32
 STEPS = 8
 TINY = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
-SLOW = ("others", "middle", "wide")  # left out by --quick
+SLOW = ("others", "middle", "wide", "compile")  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """One measured ratio.
-
-    Attributes:
-        what: A ÷ B in words.
-        median, low, high: of the pairwise ratios.
-        pairs: how many.
-        a, b: medians, to judge the scale by; the ratio is what to quote.
-        unit: of these, "s" or "MB".
-    """
-
-    what: str
-    median: float
-    low: float
-    high: float
-    pairs: int
-    a: float
-    b: float
-    unit: str = "s"
-
-
-def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int, less: float = 0.0) -> Ratio:
-    """Time `a` and `b` in turn, after one warm-up of each; `less` seconds are taken off every time."""
-    a(), b()
-    times = [(_seconds(a) - less, _seconds(b) - less) for _ in range(pairs)]
-    ratios = sorted(x / y for x, y in times)
-    return Ratio(
-        what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
-        statistics.median(x for x, _ in times), statistics.median(y for _, y in times),
-    )  # fmt: skip
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def peak(work: Callable[[], object]) -> float:
-    """The most memory that tensors made by `work` take at once, in MB."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        work()
-    held, most = 0, 0
-    for event in sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most / 1e6
-
-
-def compare_peaks(what: str, a: Callable[[], object], b: Callable[[], object], above: float = 0.0) -> Ratio:
-    """The ratio of the two's peaks of memory, each less `above`; they do not vary, so each is taken once."""
-    a(), b()
-    first, second = peak(a) - above, peak(b) - above
-    ratio = first / second
-    return Ratio(what, ratio, ratio, ratio, 1, first, second, "MB")
 
 
 def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int, d_mlp: int = 0) -> LlamaForCausalLM:
@@ -344,30 +282,52 @@ def _on_disk(model: sinklens.Model) -> Ratio:
     )  # fmt: skip
 
 
+def writing(pairs: int) -> Iterator[Ratio]:
+    """Recorded on disk: written while the next step is computed ÷ written before it begins."""
+
+    class AtOnce(ZarrStore):
+        def append(self, step: Mapping[str, np.ndarray]) -> None:
+            super().append(step)
+            self.flush()
+
+    model = sinklens.load(random_llada(**TINY))
+    for length in (256, 1024):
+        prompt = torch.randint(3, TINY["vocab"], (1, length - ANSWER))
+
+        def run(store: type[ZarrStore], prompt: torch.Tensor = prompt) -> object:
+            with tempfile.TemporaryDirectory() as folder, mock.patch.object(recorder, "ZarrStore", store):
+                return sinklens.generate(
+                    model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=ANSWER, progress=False,
+                    record_sinks=Record(to=Path(folder) / "run.zarr"),
+                )  # fmt: skip
+
+        what = f"recorded on disk: in the background ÷ at once (tiny-llada's size, S = {length}, {ANSWER} steps)"
+        yield compare(what, lambda: run(ZarrStore), lambda: run(AtOnce), pairs)
+
+
+def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
+    """One pass of a plain transformers model compiled by torch.compile ÷ not, once it is compiled."""
+    eager, held = random_llada(**sizes), random_llada(**sizes)
+    compiled = torch.compile(held.model)
+    for length in lengths:
+        canvas = blank(torch.randint(3, sizes["vocab"], (1, length - ANSWER)))
+
+        def one(model: Callable[..., object], canvas: torch.Tensor = canvas) -> object:
+            with torch.no_grad():
+                return model(input_ids=canvas, use_cache=False)
+
+        what = f"torch.compile ÷ eager, plain transformers (d_model {sizes['d_model']}, S = {length})"
+        yield compare(what, lambda: one(compiled), lambda: one(eager.model), pairs)
+
+
 def importing(pairs: int) -> Ratio:
     """``import sinklens`` ÷ ``import torch``, each in a fresh process, less an empty process."""
 
     def process(code: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, "-c", code], check=True)
 
-    empty = statistics.median(_seconds(process("pass")) for _ in range(pairs))
+    empty = statistics.median(seconds(process("pass")) for _ in range(pairs))
     return compare("import sinklens ÷ import torch", process("import sinklens"), process("import torch"), pairs, empty)
-
-
-def hardware() -> dict[str, str]:
-    """What the figures were measured on."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next(
-            (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
-        )
-    return {
-        "cpu": f"{model}, {os.cpu_count()} cores",
-        "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "nnsight", "transformer-lens")},
-    }
 
 
 def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
@@ -379,9 +339,11 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "tiny": lambda: watching("tiny-llada's size", TINY, lengths, pairs),
         "sweep": lambda: sweeping(3),
         "growth": lambda: growing(3),
+        "writing": lambda: writing(pairs),
         "others": lambda: others("d_model 512, 8 layers", MIDDLE, lengths, 5),
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
+        "compile": lambda: compiling(MIDDLE, lengths, pairs),
     }
 
 
@@ -408,16 +370,6 @@ def main() -> None:
         before, after = readme.read_text().split(HEAD)
         notes = after.split("\n\n", 1)[1]
         readme.write_text(f"{before}{told}\n\n{notes}")
-
-
-def table(results: dict[str, dict]) -> list[str]:
-    """All results as the lines of a Markdown table."""
-    lines = [HEAD, "|---|---|---|---|---|"]
-    for r in results.values():
-        sizes = " | ".join(f"{r[s] * 1e3:.0f} ms" if r["unit"] == "s" else f"{r[s]:.1f} MB" for s in ("a", "b"))
-        spread = f"{r['median']:.3f} | {r['low']:.2f}–{r['high']:.2f}" if r["pairs"] > 1 else f"{r['median']:.3f} | "
-        lines.append(f"| {r['what']} | {spread} | {sizes} |")
-    return lines
 
 
 if __name__ == "__main__":

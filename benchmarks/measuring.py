@@ -1,0 +1,102 @@
+"""Ratios of two ways of doing the same work, in time and in memory, and what they were measured on."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+HEAD = "| A ÷ B | median | range | A | B |"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One measured ratio.
+
+    Attributes:
+        what: A ÷ B in words.
+        median, low, high: of the pairwise ratios.
+        pairs: how many.
+        a, b: medians, to judge the scale by; the ratio is what to quote.
+        unit: of these, "s" or "MB".
+    """
+
+    what: str
+    median: float
+    low: float
+    high: float
+    pairs: int
+    a: float
+    b: float
+    unit: str = "s"
+
+
+def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int, less: float = 0.0) -> Ratio:
+    """Time `a` and `b` in turn, after one warm-up of each; `less` seconds are taken off every time."""
+    a(), b()
+    times = [(seconds(a) - less, seconds(b) - less) for _ in range(pairs)]
+    ratios = sorted(x / y for x, y in times)
+    return Ratio(
+        what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
+        statistics.median(x for x, _ in times), statistics.median(y for _, y in times),
+    )  # fmt: skip
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long `work` takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def peak(work: Callable[[], object]) -> float:
+    """The most memory that tensors made by `work` take at once, in MB."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    held, most = 0, 0
+    for event in sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most / 1e6
+
+
+def compare_peaks(what: str, a: Callable[[], object], b: Callable[[], object], above: float = 0.0) -> Ratio:
+    """The ratio of the two's peaks of memory, each less `above`; they do not vary, so each is taken once."""
+    a(), b()
+    first, second = peak(a) - above, peak(b) - above
+    ratio = first / second
+    return Ratio(what, ratio, ratio, ratio, 1, first, second, "MB")
+
+
+def hardware() -> dict[str, str]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = next(
+            (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
+        )
+    return {
+        "cpu": f"{model}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "nnsight", "transformer-lens")},
+    }
+
+
+def table(results: dict[str, dict]) -> list[str]:
+    """All results as the lines of a Markdown table."""
+    lines = [HEAD, "|---|---|---|---|---|"]
+    for r in results.values():
+        sizes = " | ".join(f"{r[s] * 1e3:.0f} ms" if r["unit"] == "s" else f"{r[s]:.1f} MB" for s in ("a", "b"))
+        spread = f"{r['median']:.3f} | {r['low']:.2f}–{r['high']:.2f}" if r["pairs"] > 1 else f"{r['median']:.3f} | "
+        lines.append(f"| {r['what']} | {spread} | {sizes} |")
+    return lines
