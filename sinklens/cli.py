@@ -299,10 +299,9 @@ def run_train(options: argparse.Namespace) -> None:
     """`sinklens train`."""
     import dataclasses
 
-    from sinklens.zoo import RECIPES, planted_checkpoint, train
-    from sinklens.zoo.curve import write_checkpoints
+    from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
     from sinklens.zoo.export import export, write_card
-    from sinklens.zoo.scores import scores
+    from sinklens.zoo.scores import on_the_way, scores
 
     if options.name == "planted":
         out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
@@ -318,7 +317,7 @@ def run_train(options: argparse.Namespace) -> None:
         recipe = dataclasses.replace(recipe, cycles=(options.steps,))
     folder = options.run or Path("runs") / recipe.name
     if options.checkpoints is not None:
-        for checkpoint in write_checkpoints(recipe, folder, options.checkpoints):
+        for checkpoint in curve.write_checkpoints(recipe, folder, options.checkpoints):
             print(checkpoint)
         return
     for record in train(recipe, folder):
@@ -327,11 +326,13 @@ def run_train(options: argparse.Namespace) -> None:
             flush=True,
         )
     out = export(recipe, folder, options.out or folder / "checkpoint")
+    for record in curve.accuracy_curve(recipe, folder, on_the_way):
+        print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
     found = []
     for score in scores(recipe, out, run_generated_code=options.run_generated_code):
         print(f"{score.what}: {score.accuracy}", flush=True)
         found.append(score)
-    write_card(recipe, folder, out, found)
+    write_card(recipe, folder, out, found, curve.read(folder))
     print(f"Checkpoint in {out}")
 
 

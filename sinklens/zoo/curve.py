@@ -1,7 +1,7 @@
 """How well a run answers over the course of its training, from the weights it kept.
 
 Each kept ``weights-<step>.pt``, and the finished state, is written as a checkpoint into a temporary folder and scored.
-What counts as a score is the caller's; `sinklens.zoo.scores.scores` gives what the recipe taught.
+What counts as a score is the caller's; the cards have that of `sinklens.zoo.scores.on_the_way`.
 
 One way this fails: the records of an older run in the same folder stand for the new one's. Delete ``accuracy.jsonl``
 with the run.
@@ -22,8 +22,8 @@ RESULT = "accuracy.jsonl"
 
 
 def accuracy_curve(
-    recipe: Recipe, run: Path, score: Callable[[Path], Mapping[str, float]]
-) -> Iterator[dict[str, float]]:
+    recipe: Recipe, run: Path, score: Callable[[Path], Mapping[str, int | float]]
+) -> Iterator[dict[str, int | float]]:
     """Score every kept copy of a run's weights; yields, and appends to ``accuracy.jsonl`` in `run`, a record for each.
 
     Steps that the file holds already are not scored again, so an interrupted call goes on where it stopped.
@@ -31,15 +31,13 @@ def accuracy_curve(
     Args:
         recipe: of the run.
         run: the folder of `train`.
-        score: from a checkpoint folder to named numbers, e.g. ``lambda folder: {score.what: score.accuracy.share for
-            score in scores(recipe, folder)}``.
+        score: from a checkpoint folder to named numbers, e.g. `on_the_way`.
 
     Raises:
         SinklensError: `run` kept no weights.
     """
     kept = _some_kept(recipe, run)
-    result = run / RESULT
-    done = {json.loads(line)["step"] for line in result.read_text().splitlines()} if result.exists() else set()
+    result, done = run / RESULT, read(run)
     for step, file in kept.items():
         if step in done:
             continue
@@ -49,6 +47,13 @@ def accuracy_curve(
         with result.open("a") as out:
             out.write(json.dumps(record) + "\n")
         yield record
+
+
+def read(run: Path) -> dict[int, dict[str, int | float]]:
+    """The records that `accuracy_curve` has left in `run`, by step; none if it was not called."""
+    result = run / RESULT
+    records = map(json.loads, result.read_text().splitlines()) if result.exists() else ()
+    return {record["step"]: record for record in records}
 
 
 def write_checkpoints(recipe: Recipe, run: Path, out: Path) -> list[Path]:

@@ -6,7 +6,7 @@ generation_config.json names, under ``"sinklens"``, the lengths the model was tr
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError
+from sinklens.evaluation.statistics import Accuracy
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
 from sinklens.zoo.recipes import Recipe
@@ -204,19 +205,26 @@ KINDS = {
 }
 
 
-def write_card(recipe: Recipe, run: Path, folder: Path, scores: Sequence[Score]) -> Path:
+def write_card(
+    recipe: Recipe,
+    run: Path,
+    folder: Path,
+    scores: Sequence[Score],
+    over_training: Mapping[int, Mapping[str, int | float]],
+) -> Path:
     """The model card: what it is, how it was made, what it scores, what it cannot do.
 
     Args:
         run: the folder of `train`, whose log gives the loss curve.
         folder: the checkpoint; the card becomes its README.md.
         scores: measured on held-out samples.
+        over_training: step -> what `sinklens.zoo.scores.on_the_way` says of the weights kept there.
     """
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
     minutes = sum(record["seconds"] for record in ends) / 60
     points = [r for r in records if r["step"] % 400 == 0 or r is records[-1]]
-    curve = "\n".join(f"| {r['step']} | {r['loss']:.4f} |" for r in points)
+    rows = "\n".join(f"| {r['step']} | {r['loss']:.4f} | {_share(over_training.get(r['step']))} |" for r in points)
     table = "\n".join(f"| {s.what} | {s.accuracy} | {s.chance:.2f} |" for s in scores)
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
@@ -240,13 +248,17 @@ Known limits: it knows these templates, whole numbers up to about 120, and nothi
 It took {minutes:.0f} minutes of wall time on a CPU, {"" if len(ends) == 1 else f"in {len(ends)} sittings, "}beside \
 other work.
 
-| step | training loss |
-|---|---|
-{curve}
+| step | training loss | held-out word problems right, with interval |
+|---|---|---|
+{rows}
 """
     file = folder / "README.md"
     file.write_text(text)
     return file
+
+
+def _share(record: Mapping[str, int | float] | None) -> str:
+    return "" if record is None else str(Accuracy(int(record["right"]), int(record["total"])))
 
 
 def _other_prompts(recipe: Recipe) -> str:

@@ -70,6 +70,13 @@ def scores(
         yield Score("pictures described", _exact(model, [picture.to_describe for picture in pictures]))
 
 
+def on_the_way(checkpoint: Path, problems: int = 100) -> dict[str, int]:
+    """What is scored of every checkpoint that a run kept (`sinklens.zoo.curve.accuracy_curve`): the first held-out word
+    problems, `right` of `total`."""
+    found = task_accuracy(load(checkpoint), find("tiny-gsm"), problems)
+    return {"right": found.right, "total": found.total}
+
+
 def task_accuracy(model: "Model", task: Task, limit: int | None = None) -> Accuracy:
     """Share of a task's samples that `model` answers right; generated programs are run, in isolation."""
     samples = task.samples(limit)

@@ -1,6 +1,7 @@
 """Exported runs: each in its family's layout, and loaded again it computes and generates what was trained."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -139,8 +140,12 @@ def test_an_unfinished_run_is_not_exported(small, tmp_path):
 def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
     recipe = small(name)
     list(train(recipe, tmp_path, save_every=6))
-    text = write_card(recipe, tmp_path, tmp_path, [Score("word problems", Accuracy(1, 2), 0.25)]).read_text()
+    card = write_card(
+        recipe, tmp_path, tmp_path, [Score("word problems", Accuracy(1, 2), 0.25)], {6: {"right": 1, "total": 4}}
+    )
+    text = card.read_text()
     assert told in text
+    assert re.search(r"\| 6 \| \d\.\d{4} \| 0\.250 \[0\.046, 0\.699\] of 4 \|", text)
     assert "| word problems | 0.500 [0.095, 0.905] of 2 | 0.25 |" in text
     assert (f"It began with the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
 
@@ -148,7 +153,7 @@ def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
 def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_path):
     recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
     list(train(recipe, tmp_path, save_every=6))
-    text = write_card(recipe, tmp_path, tmp_path, []).read_text()
+    text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
     assert "on word problems, small functions and exercises that it generates itself" in text
     assert "those of tiny-llada; the other 4 draw from 400 problems, 90 functions and 30" in text
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 import sinklens
+from sinklens.tasks import find
 from sinklens.zoo import RECIPES
 from sinklens.zoo import scores as module
 from sinklens.zoo.pictures import held_out
-from sinklens.zoo.scores import SKILLS, scores
+from sinklens.zoo.scores import SKILLS, on_the_way, scores
 
 FIVE = 5
 
@@ -69,3 +70,9 @@ def test_a_shipped_model_scores_as_its_accuracy_says(tiny_llama):
     folder = sinklens.checkpoints.files.find("tiny-llama", None)
     (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
     assert (score.accuracy.right, score.chance) == (20, 0.0)
+
+
+def test_on_the_way_the_first_problems_are_counted(answering, tmp_path):
+    problems = find("tiny-gsm").samples(4)
+    answering({sample.prompt: sample.reference for sample in problems[:3]})
+    assert on_the_way(tmp_path, 4) == {"right": 3, "total": 4}
