@@ -58,12 +58,12 @@ class Blocks(Study):
     name: ClassVar[str] = "blocks"
     top_k: int = 1
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MOTION` [prompt, block] and `ROBUST` [prompt, block, key]."""
         parts = [self._at(model, prompts, more) for more in lengths(model, settings).values()]
         return xr.concat(parts, dim="block").assign_coords(block=list(lengths(model, settings)))
 
-    def _at(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def _at(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """One block length."""
 
         def one(prompt: str) -> xr.Dataset:

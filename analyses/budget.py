@@ -57,7 +57,7 @@ class Budget(Study):
 
     name: ClassVar[str] = "budget"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, budget, kind]."""
         steps = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults).steps
         axes = ("budget", "kind")

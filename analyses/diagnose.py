@@ -89,7 +89,7 @@ class Diagnose(Study):
 
     name: ClassVar[str] = "diagnose"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is not known; and what the curves
         show: `places` and `kept`.
         """
@@ -187,7 +187,7 @@ def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"]
     return start, start + length // 3
 
 
-def right_answers(run: "Generation", prompts: Sequence[str]) -> Float[np.ndarray, " prompt"]:
+def right_answers(run: "Generation", prompts: Sequence[Any]) -> Float[np.ndarray, " prompt"]:
     """1 where the number behind ``####`` is right, 0 where not; NaN for a prompt that is no shipped word problem."""
     results = {problem.prompt: problem.result for problem in held_out()}
     return np.array(

@@ -33,6 +33,7 @@ MEANINGS = {
     "steps": "steps until the row ended",
     "jumps": "changes of the main sink",
     "jump_share": "share of steps at which the main sink changes",
+    "sink_jump_share": "the same of steps before and after which it is a sink, all heads pooled",
     "jump_distance": "positions per change",
     "drift": "positions per step; above 0 to the right",
     "drift_r_squared": "share of the position's variance that the drift explains",
@@ -52,7 +53,7 @@ MEANINGS = {
     "newest_jump_share": "as jump_share, of the newest query alone (autoregressive)",
     "newest_static_share": "as static_share, of the newest query alone (autoregressive)",
 }
-SHARES = ("jump_share", "static_share", "one_step", "static_sinks", "overlap_step")  # drawn side by side
+DRAWN = ("jump_share", "sink_jump_share", "static_share", "one_step", "static_sinks", "overlap_step")
 
 
 class Life(NamedTuple):
@@ -71,7 +72,7 @@ class Dynamics(Study):
 
     name: ClassVar[str] = "dynamics"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """Every measure of `MEANINGS`, [prompt]."""
         return motion_of(self.generate(model, prompts, settings).track)
 
@@ -96,8 +97,8 @@ class Dynamics(Study):
 
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
         shares, (ax,) = panels(1, size=(7, 3.5))
-        table = interval_table(measured, SHARES, self.seed)
-        told = wrapped(f"mean over prompts, 95 % interval; {SINK}; main sink: largest column sum", 52)
+        table = interval_table(measured, DRAWN, self.seed)
+        told = wrapped(f"mean over prompts, 95 % interval; {SINK}; main sink: largest column sum", 40)
         interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=told)
         return {
             "map": _maps(tracks),
@@ -111,12 +112,16 @@ class Dynamics(Study):
 def motion_of(track: SinkTrack) -> xr.Dataset:
     """Every measure of `MEANINGS`, [prompt]: those of `motion.motion_table`, and
 
+    ``sink_jump_share``: see there, NaN where no head has a sink at two steps in a row;
     ``one_step``: share of lives that last one step and end before the run does, NaN without lives;
     ``newest_jump_share`` and ``newest_static_share``: see `newest_queries`, NaN for a bidirectional model.
     """
     table = motion.motion_table(track)
     columns = {name: table[name].to_numpy(dtype=np.float64) for name in table}
-    lives = motion.lifetimes(track.detect(), motion.existing(track))
+    found = track.detect()
+    moves = motion.jumps(track, found)[["changes", "pairs"]].sum(("layer", "head"))
+    columns["sink_jump_share"] = (moves["changes"] / moves["pairs"]).to_numpy()
+    lives = motion.lifetimes(found, motion.existing(track))
     brief = ((lives["length"] == 1) & ~lives["censored"]).groupby(lives["batch"]).mean()
     columns["one_step"] = brief.reindex(track.data["batch"].to_numpy()).to_numpy(dtype=np.float64)
     nothing = np.full(track.data.sizes["batch"], np.nan)
@@ -194,7 +199,7 @@ def _still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
 
 
 def _titled(ax: "Axes", still: bool) -> None:
-    ax.set_title(f"{ax.get_title()}, {'the head that moves least' if still else 'the head that moves most'}")
+    ax.set_title(f"{ax.get_title()}, {'the head that moves least' if still else 'the head whose sink moves most'}")
 
 
 def _final(track: SinkTrack) -> np.ndarray:

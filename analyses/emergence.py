@@ -46,7 +46,7 @@ class Emergence(Study):
 
     name: ClassVar[str] = "emergence"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt], ``right`` NaN for prompts that are no shipped word problems.
 
         Raises:

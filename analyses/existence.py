@@ -59,7 +59,7 @@ class Existence(Study):
 
     name: ClassVar[str] = "existence"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """See `sink_shares`."""
         record = Record(["values", "stream", "outputs"])
         return sink_shares(self.generate(model, prompts, settings, record_sinks=record).track)

@@ -58,7 +58,7 @@ class Heads(Study):
         super().__post_init__()
         self._outputs: dict[str, HeadOutputs] = {}  # by model
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, way, layer, head]; ``kl_step`` [prompt, way, layer, step], mean over heads; and
         ``all_…`` [prompt, together], the keys of all heads masked at once.
         """

@@ -43,7 +43,7 @@ class Layers(Study):
 
     name: ClassVar[str] = "layers"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """See `by_layer`."""
         return by_layer(self.generate(model, prompts, settings).track)
 

@@ -67,7 +67,7 @@ class Mechanism(Study):
 
     name: ClassVar[str] = "mechanism"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k],
         and ``base`` [prompt, order], the word problems answered right with nothing masked.
         """

@@ -89,7 +89,7 @@ class Patching(Study):
 
     name: ClassVar[str] = "patching"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """``moved`` [prompt, group, layer, step] and ``gap`` [prompt, step], numerator and denominator of ``restored``,
         0 where nothing is told; ``flipped`` [prompt, layer, start] and ``told`` [prompt].
         """

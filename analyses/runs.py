@@ -48,7 +48,7 @@ class OwnRun:
 
 def own_run(
     model: "Model",
-    prompts: Sequence[str],
+    prompts: Sequence[Any],
     settings: Mapping[str, Any],
     *,
     seed: int = 0,

@@ -69,7 +69,7 @@ class Split(Study):
     name: ClassVar[str] = "split"
     epsilon: float = EPSILON
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES`, [prompt, layer, queries, split], averaged over heads and steps."""
         layers = model.cfg.n_layers
         coords = {"layer": np.arange(layers), "queries": list(QUERIES), "split": list(SPLITS)}
@@ -154,7 +154,7 @@ class Groups:
     """
 
     def __init__(
-        self, model: "Model", prompts: Sequence[str], chat_template: bool | str, seed: int, epsilon: float
+        self, model: "Model", prompts: Sequence[Any], chat_template: bool | str, seed: int, epsilon: float
     ) -> None:
         ids, real = model.encode(list(prompts), chat_template)
         self._prompt_length, self._real, self._mask = ids.shape[1], real.cpu(), model.mask_token_id

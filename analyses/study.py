@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import xarray as xr
+from torch import Tensor
 
 import sinklens
 from sinklens.analyses.intervals import RESAMPLES
@@ -89,7 +91,7 @@ class Study(ABC):
             raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch}.")
 
     @abstractmethod
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """Measurements of some prompts, with the axis ``prompt``."""
 
     def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset | None:
@@ -104,14 +106,14 @@ class Study(ABC):
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """Figures by name."""
 
-    def generate(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any], **more: Any) -> OwnRun:
+    def generate(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], **more: Any) -> OwnRun:
         """`own_run` with the study's seed and chat template."""
         return own_run(model, prompts, settings, seed=self.seed, chat_template=self.chat_template, **more)
 
     def run(
         self,
         models: Sequence[Any],
-        prompts: Sequence[str] | None = None,
+        prompts: Sequence[Any] | Tensor | None = None,
         out: str | Path | None = None,
         progress: bool | None = None,
     ) -> Findings:
@@ -119,7 +121,8 @@ class Study(ABC):
 
         Args:
             models: what `sinklens.load` takes.
-            prompts: by default the first 100 shipped held-out problems.
+            prompts: texts, or rows of token ids for a model without a tokenizer; by default the first 100 shipped
+                held-out problems.
             out: folder for the results; what an interrupted run with the same manifest has measured there is kept.
             progress: show a progress bar; by default on a terminal.
 
@@ -127,7 +130,9 @@ class Study(ABC):
             SettingError: no model, no prompt, two models of one name, a setting that no model knows, or no prompt of
                 the number `shown`.
         """
-        prompts = [problem.prompt for problem in held_out(100)] if prompts is None else list(prompts)
+        if prompts is None:
+            prompts = [problem.prompt for problem in held_out(100)]
+        prompts = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
         loaded = [sinklens.load(model) for model in models]
         names = _names(loaded)
         if not names or not prompts:
@@ -150,7 +155,7 @@ class Study(ABC):
     def _parts(
         self,
         model: "Model",
-        prompts: Sequence[str],
+        prompts: Sequence[Any],
         settings: Mapping[str, Any],
         folder: Path | None,
         name: str,
@@ -178,7 +183,7 @@ class Study(ABC):
         self,
         models: Sequence["Model"],
         names: Sequence[str],
-        prompts: Sequence[str],
+        prompts: Sequence[Any],
         settings: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
         options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "settings"}

@@ -66,7 +66,7 @@ def unchanged(study: "Study", model: "Model", prompt: str, settings: Mapping[str
     return track
 
 
-def each_prompt(prompts: Sequence[str], one: Callable[[str], xr.Dataset]) -> xr.Dataset:
+def each_prompt(prompts: Sequence[Any], one: Callable[[str], xr.Dataset]) -> xr.Dataset:
     """`one` of every prompt, along ``prompt``; axes of different length are filled with NaN."""
     return xr.concat([one(prompt) for prompt in prompts], dim="prompt", join="outer")
 

@@ -47,7 +47,7 @@ class TokenTypes(Study):
 
     name: ClassVar[str] = "token_types"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """See `sinks_by_token`."""
         return sinks_by_token(self.generate(model, prompts, settings).track)
 

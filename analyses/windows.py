@@ -39,7 +39,7 @@ class Windows(Study):
 
     name: ClassVar[str] = "windows"
 
-    def measure(self, model: "Model", prompts: Sequence[str], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, width]."""
         listed: dict[str, Any] = {
             str(width): [] if np.isinf(width) else WindowAttention(width=int(width)) for width in WIDTHS

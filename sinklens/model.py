@@ -147,13 +147,21 @@ class Model(NNsight):
     def to_str_tokens(self, prompt: str | Sequence[int] | Int[Tensor, "*one pos"]) -> list[str]:
         """TransformerLens's name for the tokens of one text, or of one row of ids, each as its own string.
 
+        A row of ``run.canvas`` may hold -1, a position that does not exist yet; its string is "".
+
         Raises:
             PromptError: the model has no tokenizer, or several rows were given.
         """
+        missing: Tensor | None = None
+        if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], str):
+            given = torch.as_tensor(prompt)
+            missing = (given == -1).flatten()
+            prompt = given.masked_fill(given == -1, 0)
         ids, _ = self.encode(prompt)
         if self.tokenizer is None or len(ids) != 1:
             raise PromptError("to_str_tokens takes one text or one row of ids, and needs a tokenizer.")
-        return [str(self.tokenizer.decode([token])) for token in ids[0].tolist()]
+        texts = [str(self.tokenizer.decode([token])) for token in ids[0].tolist()]
+        return texts if missing is None else ["" if gone else text for gone, text in zip(missing, texts, strict=True)]
 
     def _encode_one(self, text: str, chat_template: bool | str) -> list[int]:
         if self.tokenizer is None:

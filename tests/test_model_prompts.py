@@ -109,6 +109,11 @@ def test_tokens_have_transformerlenss_names(tiny_llada):
     words = tiny_llada.to_str_tokens(text)
     assert words[0] == "<|startoftext|>"
     assert "".join(words[1:]) == text
-    assert tiny_llada.to_str_tokens(tiny_llada.to_tokens(text)[0]) == words
+    ids = tiny_llada.to_tokens(text)[0]
+    assert tiny_llada.to_str_tokens(ids) == words
+    assert tiny_llada.to_str_tokens(ids.tolist()) == words
+    assert tiny_llada.to_str_tokens([*ids.tolist(), -1]) == [*words, ""]  # as in the canvas of an autoregressive run
+    with pytest.raises(PromptError, match="run from -2"):
+        tiny_llada.to_str_tokens([-2, 3])
     with pytest.raises(PromptError, match="one text or one row of ids"):
         tiny_llada.to_str_tokens(torch.zeros(2, 3, dtype=torch.long))

@@ -40,7 +40,8 @@ def _add_evaluate(commands: Any) -> None:
     masks = command.add_argument_group("what is done to the models")
     masks.add_argument(
         "--mask-sinks", type=int, nargs="+", default=[], metavar="K",
-        help="mask the K strongest keys of each head at every step; 0, no masking, is always among them",
+        help="mask the K strongest keys of each head by the scores of the step before (so none at step 0); 0, no "
+        "masking, is always among them",
     )  # fmt: skip
     masks.add_argument(
         "--controls", nargs="+", default=[], choices=("random", "weakest"),
@@ -236,7 +237,7 @@ class _Bar:
 
     def __call__(self, condition: "Condition", done: int, total: int) -> None:
         if not self._shown:
-            print(f"{self._name}: {condition.name}: {done} of {total}", file=sys.stderr, flush=True)
+            print(f"{self._name}: {condition.name}: {done} of {total} samples done", file=sys.stderr, flush=True)
             return
         if condition.name not in self._tasks:
             self._tasks[condition.name] = self._bars.add_task(f"{self._name}: {condition.name}", total=total)

@@ -55,7 +55,17 @@ def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Itera
 
 
 def identity(model: "Model", condition: Condition, protocol: Protocol, seed: int) -> dict[str, Any]:
-    """Everything that decides a verdict, as plain JSON values: what a ledger's run is told apart by."""
+    """Everything that decides a verdict, as plain JSON values: what a ledger's run is told apart by.
+
+    Raises:
+        PromptError: the model has no tokenizer; nothing has been written yet.
+    """
+    if model.tokenizer is None:
+        raise PromptError(
+            f"{model.name} has no tokenizer, and the prompts of a task are text. Put the files of one (tokenizer.json, "
+            f"tokenizer_config.json) into its folder. With token ids, ask from Python: sinklens.generate, or "
+            f"sinklens.interventions.effect for what an intervention does."
+        )
     settings = make_settings(model.record.sampler, protocol.of(model.record.sampler), model.checkpoint.defaults)
     return {
         "model": Path(model.name).name if Path(model.name).is_dir() else model.name,  # wherever the folder lies
@@ -92,7 +102,9 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
     try:
         run = generate(batch.condition.hooks_for(unmasked))
     except PromptError as error:
-        raise PromptError(f"{batch.samples[0].id} to {batch.samples[-1].id}: {error}") from error
+        names = [sample.id for sample in batch.samples]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise PromptError(f"samples {', '.join(names[:3])}{more}: {error}") from error
     sinks = sink_summary(run, [_steps(run, row) for row in range(len(batch.samples))])
     about = {
         "device": model.cfg.device.type,

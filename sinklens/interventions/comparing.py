@@ -16,6 +16,7 @@ positions are certain; look at the steps.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +85,8 @@ def compare(
         up to the earlier end; NaN where all are equal;
         ``first_divergent_step``: the first step that leaves another canvas than in the base run (0 also where it
         begins on another); -1 if none does;
+        ``changed_share``: share of the answer's positions that hold another token in the end, those behind an end token
+        too; in an autoregressive run of the positions up to the later end;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
         ``same_answer``: whether that is 0.
 
@@ -137,14 +140,17 @@ def answers_compared(base: "Generation", changed: "Generation") -> dict[str, Any
     from rapidfuzz.distance import Levenshtein
     from scipy.stats import kendalltau
 
-    order, distance = [], []
+    order, changes, distance = [], [], []
     for row in _rows(base):
         steps = [_unmask_steps(run, row) for run in (base, changed)]
         shared = min(map(len, steps))
         order.append(kendalltau(steps[0][:shared], steps[1][:shared]).statistic if shared > 1 else np.nan)
+        pairs = list(zip_longest(*(_own_tokens(run, row) for run in (base, changed))))
+        changes.append(sum(ours != theirs for ours, theirs in pairs) / len(pairs))
         distance.append(Levenshtein.distance(*(_answer(run, row) for run in (base, changed))))
     return {
         "order": ("batch", np.array(order, dtype=float)),
+        "changed_share": ("batch", np.array(changes)),
         "edit_distance": ("batch", np.array(distance)),
         "same_answer": ("batch", np.array(distance) == 0),
     }
@@ -160,6 +166,12 @@ def _answer(run: "Generation", row: int) -> list[int]:
     return [token for token in run.tokens[row, _positions(run)].tolist()[: _length(run, row)] if token >= 0]
 
 
+def _own_tokens(run: "Generation", row: int) -> list[int]:
+    """Tokens of the answer; of an autoregressive one those it has, its end too."""
+    tokens = run.tokens[row, _positions(run)].tolist()
+    return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.model.config.is_causal else tokens
+
+
 def _length(run: "Generation", row: int) -> int:
     """Positions of the answer before its first end token."""
     ends = _is_end(run, run.tokens[row, _positions(run)]).nonzero()
@@ -169,7 +181,7 @@ def _length(run: "Generation", row: int) -> int:
 def _unmask_steps(run: "Generation", row: int) -> Int[np.ndarray, " pos"]:
     """At which step each position of the answer got its token; of an autoregressive one those it has, its end too."""
     steps = run.unmask_step[row, _positions(run)].numpy()
-    return steps[: min(_length(run, row) + 1, run.steps_run)] if run.model.config.is_causal else steps
+    return steps[: len(_own_tokens(run, row))]
 
 
 def _first_difference(base: "Generation", changed: "Generation", row: int) -> int:
@@ -300,6 +312,8 @@ def effect(model: Any, prompt: Any, hooks: "Hooks", *, seed: int = 0, **settings
     """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
 
     Args:
+        prompt: as in `sinklens.generate`; of several, each measure is [batch, …] (`analyses.intervals.bootstrap` gives
+            its interval over them).
         hooks: an intervention, or a list of interventions and (name, function) pairs.
         seed, **settings: as in `sinklens.generate`.
     """

@@ -7,7 +7,7 @@ nothing has no main sink at that step. Positions are canvas positions, left padd
 
 One way this fails: every head has a strongest key, also one whose attention is flat, and there the strongest key jumps
 with the noise. `jumps`, `drift` and `static_share` then tell of motion where there is no sink; `lifetimes`, `overlap`
-and `centroid` ask a detector first, and are empty or NaN there.
+and `centroid` ask a detector first, and are empty or NaN there, and so does `jumps` if it is given what one found.
 """
 
 from typing import TYPE_CHECKING
@@ -44,17 +44,22 @@ def main_sink(track: SinkTrack) -> Float[xr.DataArray, "batch step layer head"]:
     return position.where(score.max("pos") > 0)
 
 
-def jumps(track: SinkTrack) -> xr.Dataset:
+def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos"] | None = None) -> xr.Dataset:
     """How often and how far the main sink p_t changes from one step to the next.
 
     Only pairs of neighbouring recorded steps that both have a main sink count (Rulli et al., 2510.15731, Figs. 4, 7).
+
+    Args:
+        found: what a detector found (`track.detect`); then only pairs of steps at which the head has a sink count, so
+            that what moves is a sink, not merely the largest of many like scores.
 
     Returns:
         Per [batch, layer, head]: ``changes``, |{t: p_t ≠ p_{t−1}}|; ``pairs``, how many pairs there are; ``share``,
         changes / pairs, NaN without a pair; ``distance``, the mean of |p_t − p_{t−1}| over the changes, in positions,
         NaN without a change.
     """
-    moved = main_sink(track).diff("step")
+    main = main_sink(track)
+    moved = (main if found is None else main.where(found.any("pos"))).diff("step")
     change = moved.where(moved != 0)
     changes, pairs = change.count("step"), moved.count("step")
     return xr.Dataset(

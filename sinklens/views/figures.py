@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack, Unit
 from sinklens.views.labels import BLANK, UNITS, colours, short, token_labels, token_ticks, wrapped
 
@@ -100,9 +101,14 @@ def sink_map(
 
 
 def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
-    """Layer and head whose strongest key changes most often from step to step; ties go to the stronger sink."""
+    """Layer and head whose sink moves most often: its strongest key changes between two steps and is a sink at both.
+
+    Ties go to the head whose strongest key changes more often, sink or not, and then to the stronger.
+    """
     moves, strength = _moves(track, batch)
-    best = np.lexsort((strength.ravel(), moves.ravel()))[-1]
+    part = track.isel(batch=batch)
+    sinks = jumps(part, part.detect())["changes"].to_numpy()
+    best = np.lexsort((strength.ravel(), moves.ravel(), sinks.ravel()))[-1]
     layer, head = np.unravel_index(best, moves.shape)
     return int(layer), int(head)
 
@@ -122,11 +128,17 @@ def _moves(track: SinkTrack, batch: int) -> tuple[np.ndarray, np.ndarray]:
     return (np.diff(top, axis=0) != 0).sum(axis=0), strength
 
 
+def has_sink(track: SinkTrack, batch: int = 0) -> Bool[np.ndarray, "step layer head"]:
+    """Whether a head has a sink (`SinkTrack.detect`) at a step; if it has one, its strongest key is one."""
+    return track.detect().isel(batch=batch).any("pos").to_numpy()
+
+
 def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes | None" = None) -> "Axes":
     """Position of the strongest key against step: every head faintly, one drawn out (the paper's Fig. 7).
 
-    The background tells which positions were undecided when the step began. The title tells how many heads have their
-    strongest key at one position through all steps.
+    A step at which the strongest key is a sink has a full mark, another a hollow one. The background tells which
+    positions were undecided when the step began. The title tells how many heads have their strongest key at one
+    position through all steps.
     """
     from matplotlib.colors import to_rgba
 
@@ -143,7 +155,9 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     jitter = np.linspace(-0.3, 0.3, every[0].size)
     for offset, path in zip(jitter, every.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
-    ax.plot(steps, every[:, layer, head], "o-", color=PATH, markersize=4, label=f"layer {layer}, head {head}")
+    path, hollow = every[:, layer, head], ~has_sink(track, batch)[:, layer, head]
+    ax.plot(steps, path, "o-", color=PATH, markersize=4, label=f"layer {layer}, head {head}")
+    ax.plot(steps[hollow], path[hollow], "o", color=PATH, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
         xlabel="step",
@@ -156,13 +170,14 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
 
 
 def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
-    """`sink_path` of several runs side by side, each with the head whose sink moves most."""
+    """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`)."""
     figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
     for track, ax in zip(tracks, axes, strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
     figure.suptitle(
-        "Where each head's strongest key is: grey, all heads; orange, the head that moves most; blue, not decided yet "
-        "when the step began; dotted, end of prompt",
+        "Where each head's strongest key is, the position that receives most attention: grey, all heads; orange, the "
+        "head whose sink moves most\n(full mark: it is a sink, hollow: it is none); blue, not decided yet when the "
+        "step began; dotted, end of prompt",
         fontsize=9,
     )
     return figure

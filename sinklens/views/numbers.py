@@ -65,8 +65,9 @@ class Numbers:
         prompt_positions: positions of the prompt.
         path: strongest key, [step, 1 + layer + layer · head]: of the mean over all heads, of the mean of each layer, of
             each head; -1 where a head attends to nothing.
-        strength: score of the main sink, mean over steps, [layer, head] (Rulli et al., 2510.15731, Fig. 5).
+        strength: score of the strongest key, mean over steps, [layer, head] (Rulli et al., 2510.15731, Fig. 5).
         sink_heads: heads in which each position is a sink, [step, pos].
+        sunk: whether a head has a sink, [step, layer · head].
         kind: type that the page keeps scores in.
     """
 
@@ -80,19 +81,22 @@ class Numbers:
         self.canvas = canvas[:, real]
         self.committed = track.data["committed"].to_numpy()[0][:, real]
         self.kind = np.uint16 if self.steps * self.positions * self.layers * self.heads <= FINE else np.uint8
-        paths, means, strength, counts = [], [], [], 0
+        paths, means, strength, sunk, counts = [], [], [], [], 0
         total = np.zeros((self.steps, self.positions))
         for layer in range(self.layers):
             score, mean = self._scores(layer), self._scores(layer).mean(axis=0)
             paths.append(_strongest(score).T)
             means.append(_strongest(mean))
             strength.append(np.nan_to_num(score).max(axis=-1).mean(axis=-1))
-            counts = counts + self._sinks(layer).sum(axis=0)
+            sinks = self._sinks(layer)
+            sunk.append(sinks.any(axis=-1).T)
+            counts = counts + sinks.sum(axis=0)
             total += mean / self.layers
         self.mean = total
         self.path = np.concatenate([np.stack([_strongest(total), *means], axis=1), *paths], axis=1)
         self.strength = np.stack(strength)
         self.sink_heads = np.asarray(counts)
+        self.sunk = np.concatenate(sunk, axis=1)
 
     def _scores(self, layer: int) -> Float[np.ndarray, "head step pos"]:
         score = self.track.isel(layer=layer).scores().to_numpy()[0, :, 0][..., self.real]
@@ -109,17 +113,19 @@ class Numbers:
         found = SinkTrack(alike.assign(score=(alike["score"].dims, full))).detect()
         return found.to_numpy()[0, :, 0, 0][:, self.real]
 
-    def moves(self) -> Int[np.ndarray, "layer head"]:
-        """How often the strongest key of each head changes from step to step."""
-        own = self.path[:, 1 + self.layers :]
-        return (np.diff(own, axis=0) != 0).sum(axis=0).reshape(self.layers, self.heads)
+    def moves(self, *, sinks_alone: bool = False) -> Int[np.ndarray, "layer head"]:
+        """How often the strongest key of each head changes from step to step, or between two steps with a sink."""
+        changed = np.diff(self.path[:, 1 + self.layers :], axis=0) != 0
+        if sinks_alone:
+            changed &= self.sunk[1:] & self.sunk[:-1]
+        return changed.sum(axis=0).reshape(self.layers, self.heads)
 
     def most_moving(self, layers: Sequence[int]) -> tuple[int, int]:
-        """Layer (of `layers`) and head whose strongest key moves most; ties go to the stronger sink."""
-        moves, strength = self.moves(), self.strength
+        """Layer (of `layers`) and head whose sink moves most; the rule of `figures.most_moving_head`."""
+        sinks, moves, strength = self.moves(sinks_alone=True), self.moves(), self.strength
         return max(
             ((layer, head) for layer in layers for head in range(self.heads)),
-            key=lambda place: (moves[place], strength[place], place),
+            key=lambda place: (sinks[place], moves[place], strength[place], place),
         )
 
     def layers_by_motion(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""A run as lines of a terminal: one line per step, the answer filling in, and where the main sinks are.
+"""A run as lines of a terminal: one line per step, the answer filling in, and where the strongest keys and sinks are.
 
 Tokens are shown as text, never as markup: a generated ``[red]`` or an escape sequence appears as itself.
 """
@@ -6,10 +6,13 @@ Tokens are shown as text, never as markup: a generated ``[red]`` or an escape se
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+from jaxtyping import Int
 from rich.console import Console
 from rich.text import Text
 
-from sinklens.views.figures import most_moving_head
+from sinklens.sinks.motion import jumps
+from sinklens.views.figures import has_sink, most_moving_head
 
 if TYPE_CHECKING:
     from sinklens.generation import Generation
@@ -28,24 +31,46 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     strongest = run.sinks.top(1).isel(batch=row, rank=0).to_numpy()
     heads = strongest[0].size
     layer, head = most_moving_head(run.sinks, row)
+    sunk = has_sink(run.sinks, row)
+    undecided = "a position that does not exist yet" if run.sinks.causal else "not decided yet"
     console.print(
-        f"Each line is the answer after a step: {BLANK} is not decided yet, · is the end of text, new tokens are bold. "
-        f"On the right, the {top} positions where the most of the {heads} heads had their strongest key in that step, "
-        f"with the token that stood there and how many heads; last, the position of layer {layer} head {head}, which "
-        f"moves most.",
+        f"Each line is the answer after a step: {BLANK} is {undecided}, · is the end of text, new tokens are bold. "
+        f"Then the {top} positions that are the strongest key, the one that receives most attention, in most of the "
+        f"{heads} heads in that step, with the token that stood there and how many heads; positions 0 to "
+        f"{run.prompt_length - 1} are the prompt. Last, the strongest key of layer {layer} head {head}, whose sink "
+        f"moves most: ● where it is a sink, ○ where it is none (every head has a strongest key; a sink receives more "
+        f"than 3 above the mean of the others).",
         style="dim",
     )
     answers = [_answer(model, run, row, step) for step in range(run.steps_run)]
-    width = max(answer.cell_len for answer in answers)
-    for step, answer in enumerate(answers):
+    places = [_places(model, run, row, step, strongest[step], top) for step in range(run.steps_run)]
+    wide, width = max(answer.cell_len for answer in answers), max(place.cell_len for place in places)
+    for step, (answer, place) in enumerate(zip(answers, places, strict=True)):
         line = Text(f"{step:4d} ", style="dim")
         line.append_text(answer)
-        line.append(" " * (width - answer.cell_len))
-        counted = Counter(strongest[step].ravel().tolist()).most_common(top)
-        sinks = "  ".join(f"{place} {_quoted(model, run, row, step, place)} ×{n}" for place, n in counted)
-        line.append(f"  │ {sinks}", style="cyan")
-        line.append(f"  │ {strongest[step][layer, head]}", style="dark_orange")
+        line.append(" " * (wide - answer.cell_len))
+        line.append("  │ ", style="cyan").append_text(place)
+        line.append(" " * (width - place.cell_len))
+        at = int(strongest[step][layer, head])
+        told = f"{at} {_quoted(model, run, row, step, at)}" if at >= 0 else "nowhere"
+        line.append(f"  │ {'●' if sunk[step, layer, head] else '○'} {told}", style="dark_orange")
         console.print(line, soft_wrap=True)
+    moves = jumps(run.sinks, run.sinks.detect()).isel(batch=row).sum()
+    often = int((sunk.mean(axis=0) >= 0.5).sum())
+    console.print(
+        f"{often} of the {heads} heads have a sink at half of the steps or more; from a step with one to the next, a "
+        f"head's sink moved in {int(moves['changes'])} of {int(moves['pairs'])} cases.",
+        style="dim",
+    )
+
+
+def _places(
+    model: "Model", run: "Generation", row: int, step: int, strongest: Int[np.ndarray, "layer head"], top: int
+) -> Text:
+    """The positions where most heads have their strongest key, with tokens and numbers of heads."""
+    counted = Counter(strongest.ravel().tolist()).most_common(top)
+    told = (f"{at} {_quoted(model, run, row, step, at)} ×{heads}" for at, heads in counted)
+    return Text("  ".join(told), style="cyan")
 
 
 def _answer(model: "Model", run: "Generation", row: int, step: int) -> Text:

@@ -5,7 +5,7 @@ import pytest
 from planting import planted, with_sinks
 
 import sinklens
-from sinklens.analyses.dynamics import MEANINGS, SHARES, Dynamics, Life, motion_of, newest_queries, shortest_life
+from sinklens.analyses.dynamics import DRAWN, MEANINGS, Dynamics, Life, motion_of, newest_queries, shortest_life
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import held_out
 
@@ -19,7 +19,7 @@ def test_a_still_head_and_a_moving_one_have_the_motion_they_were_given():
     found = {name: float(data[name][0]) for name in MEANINGS}
     assert found["steps"] == 4
     assert found["jumps"] == 1.5
-    assert found["jump_share"] == 0.5
+    assert found["jump_share"] == found["sink_jump_share"] == 0.5
     assert found["jump_distance"] == 1
     assert found["drift"] == 0.5
     assert found["static_share"] == 0.5
@@ -84,7 +84,7 @@ def test_tables_and_figures_of_both_twins(tiny_llada, tiny_llama):
     ]  # fmt: skip
     words = [label.get_text() for label in figures["map"].axes[0].get_xticklabels()]
     assert words[:4] == ["<|startoftext|>", "Question", ":", "Kim"]
-    assert len(figures["motion"].axes[0].get_yticklabels()) == len(SHARES)
+    assert len(figures["motion"].axes[0].get_yticklabels()) == len(DRAWN)
     assert SinkTrack(found.examples["tiny-llada"]).vocabulary
 
 

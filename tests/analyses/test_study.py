@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from building import shared_model
 
 from sinklens.analyses import STUDIES, find
 from sinklens.analyses.intervals import interval_table
@@ -233,3 +235,11 @@ def test_an_edited_study_of_a_notebook_has_another_hash():
 
     first, same, other = cell(1, OWN), cell(2, OWN), cell(3, OWN.replace("len(prompt)", "len(prompt) + 1"))
     assert _source_hash(first) == _source_hash(same) != _source_hash(other)
+
+
+@pytest.mark.parametrize("given", [torch.arange(8, 20).view(2, 6), [[8, 9, 10, 11], [12, 13]]])
+def test_prompts_may_be_token_ids(given, tmp_path):
+    study = find("existence")(settings={"gen_length": 4}, batch=1)
+    found = study.run([shared_model()], given, tmp_path, progress=False)
+    (measured,) = found.measured.values()
+    assert measured.sizes["prompt"] == 2

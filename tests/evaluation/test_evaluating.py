@@ -8,8 +8,9 @@ import sys
 import time
 
 import pytest
+from building import shared_model
 
-from sinklens.errors import LedgerError, SettingError
+from sinklens.errors import LedgerError, PromptError, SettingError
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
 from sinklens.evaluation.evaluating import InProcess, estimate, evaluate
 from sinklens.evaluation.ledger import Run, Writer
@@ -181,3 +182,10 @@ def test_bad_calls_say_what_is_allowed(tmp_path, tiny_llama, arguments, text):
     given = {"conditions": CONDITIONS, "limit": 2} | arguments
     with pytest.raises(SettingError, match=text):
         evaluate(tiny_llama, "tiny-gsm", ledger=tmp_path, **given)
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):
+    model = shared_model()
+    with pytest.raises(PromptError, match=r"has no tokenizer, and the prompts of a task are text\. Put the files"):
+        evaluate(model, "tiny-gsm", CONDITIONS, tmp_path / "results", limit=2)
+    assert not (tmp_path / "results").exists()

@@ -158,6 +158,15 @@ def test_the_edit_distance_ends_at_the_first_end_token(tiny_llada):
     assert len(seen) > 4
 
 
+def test_the_share_of_changed_tokens_counts_positions(tiny_llada):
+    base = sinklens.generate(tiny_llada, PROMPTS, record_sinks=False, **SHORT)
+    changed = base.canvas.clone()
+    changed[0, -1, -1] = changed[1, -1, base.prompt_length :] = 7
+    found = compare(base, replace(base, canvas=changed))["changed_share"].to_numpy().tolist()
+    answer = base.tokens[1, base.prompt_length :]
+    assert found == [1 / len(answer), float((answer != 7).double().mean()), 0.0]
+
+
 def course(model, answers, prompt=(9, 9)):
     """A run of one row whose answer went through the given canvases; M is the mask."""
     mask = -1 if model.mask_token_id is None else model.mask_token_id

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from planting import planted
 
 import sinklens
 from sinklens.errors import TrackError
@@ -293,6 +294,20 @@ def test_the_drift_of_every_other_step_is_still_per_step():
     """The step numbers count, not how many steps were kept."""
     track = path([1, 2, 3, 4, 5])
     assert motion.drift(sinklens.SinkTrack(track.data.isel(step=slice(0, None, 2))))["slope"].item() == 1.0
+
+
+def test_moves_between_steps_with_a_sink_are_counted_apart():
+    """Head 0: a sink moves once, and is none at the last step, where its strongest key moves; head 1 has never one."""
+    score = np.full((1, 5, 1, 2, 8), 0.5, dtype=np.float32)
+    for step, (place, size) in enumerate(((1, 9), (1, 9), (5, 9), (5, 9), (2, 1))):
+        score[0, step, 0, 0, place] = size
+        score[0, step, 0, 1, step] = 2
+    track = planted(score)
+    every, sinks = motion.jumps(track), motion.jumps(track, track.detect())
+    assert every["changes"][0, 0].values.tolist() == [2, 4]
+    assert (sinks["changes"][0, 0].values.tolist(), sinks["pairs"][0, 0].values.tolist()) == ([1, 0], [3, 0])
+    assert float(sinks["share"][0, 0, 0]) == 1 / 3
+    assert np.isnan(sinks["share"][0, 0, 1])
 
 
 def test_a_sink_that_jumps_there_and_back():

@@ -54,6 +54,19 @@ def test_the_most_moving_head_is_the_one_that_moves(planted):
     assert stillest_head(planted) == (0, 0)
 
 
+def test_a_head_whose_sink_moves_is_shown_before_one_whose_strongest_key_does():
+    """Head 0 has a sink that moves once; head 1 has none, and its largest score moves at every step."""
+    score = np.full((1, 4, 1, 2, 8), 0.5, dtype=np.float32)
+    for step, (sink, key) in enumerate(zip((1, 1, 5, 5), (0, 4, 2, 3), strict=True)):
+        score[0, step, 0, 0, sink], score[0, step, 0, 1, key] = 9, 2
+    track = planted_track(score)
+    assert most_moving_head(track) == (0, 0)
+    marks = [line for line in sink_path(track, 0, 0).get_lines() if line.get_marker() == "o"]
+    assert [len(line.get_xdata()) for line in marks] == [4, 0]  # all are full
+    marks = [line for line in sink_path(track, 0, 1).get_lines() if line.get_marker() == "o"]
+    assert [len(line.get_xdata()) for line in marks] == [4, 4]  # all are hollow
+
+
 def test_of_equally_moving_heads_the_stronger_is_shown():
     score = with_sinks([[[1, 2, 3]], [[1, 2, 3]]])
     score[0, :, 0, 1] *= 2
@@ -265,6 +278,11 @@ def test_the_terminal_shows_a_line_per_step_and_tokens_as_they_are(tiny_llada):
     assert len(lines) == 24
     masked = [line.split("│")[0].count("░") for line in lines]
     assert masked == list(range(23, -1, -1))
+    layer, head = most_moving_head(run.sinks)
+    path, found = run.sinks.trajectory(layer, head), run.sinks.detect().to_numpy()[0, :, layer, head]
+    for step, line in enumerate(lines):
+        mark, place, _ = line.split("│")[2].split(maxsplit=2)
+        assert (mark == "●", int(place)) == (found[step].any(), path[step])
 
 
 def test_control_characters_and_newlines_are_spelled_out(tiny_llada):

@@ -450,7 +450,7 @@ def test_layer_and_head_are_chosen_by_select_by_map_and_by_keys(opened, padded):
     opened.point("grid", 3, 2, click=True)
     agrees(3, 2)
     strength = track.scores().max("pos").mean("step").to_numpy()[0]
-    assert f"layer 3, head 2: main sink receives {strength[3, 2]:.2f}" in opened.text("grid-readout")
+    assert f"layer 3, head 2: strongest key receives {strength[3, 2]:.2f}" in opened.text("grid-readout")
     opened.keys("grid", Keys.ARROW_RIGHT, Keys.ARROW_UP)
     agrees(2, 3)
     opened.keys("canvas-title", "]")

@@ -16,6 +16,7 @@ const pageStep = () => info.steps.indexOf(shown.step);
 function fillAttentionChoice() {
   const steps = [...new Set(places.map(([step]) => step))];
   byId("attention-step").append(...steps.map((step) => option(step, step)));
+  byId("attention-text").append(` This page holds ${steps.length === 1 ? "step" : "steps"} ${steps.join(", ")}.`);
   byId("attention-head").append(...Array.from({ length: H }, (_, head) => option(head, head)));
   fillLayers();
 }

@@ -1,4 +1,4 @@
-// The figures drawn on canvas elements: colour scale, step × position, layer × head, path of the main sink.
+// The figures drawn on canvas elements: colour scale, step × position, layer × head, path of the strongest key.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const RAMPS = { // one hue, lightness falling (or, on a dark page, rising) all the way: readable without colour
@@ -228,7 +228,7 @@ function drawGrid() {
   brush.textAlign = "center";
   for (const head of ticks(H, grid.cell * H, 22)) brush.fillText(head, grid.left + (head + 0.5) * grid.cell, grid.top + grid.high * L + 14);
   outlineGrid(brush);
-  drawScale(byId("grid-scale"), most, "main sink scores");
+  drawScale(byId("grid-scale"), most, "strongest key scores");
   gridReadout(view.layer, view.head);
 }
 
@@ -245,7 +245,7 @@ function gridReadout(layer, head) {
   if (layer === ALL) return write(line, `Shown: ${whose()}. Layers run down, heads across.`);
   if (!has(layer)) return write(line, `Layer ${layer} is too much for this page; its scores are not in it.`);
   if (head === ALL) return write(line, `Shown: ${whose()}.`);
-  write(line, "layer ", strong(layer), ", head ", strong(head), ": main sink receives ", strong(short(data.strength[layer * H + head])), ` on average; it moves ${count(moves(layer, head), "time")}`);
+  write(line, "layer ", strong(layer), ", head ", strong(head), ": strongest key receives ", strong(short(data.strength[layer * H + head])), ` on average; it moves ${count(moves(layer, head), "time")}`);
 }
 
 function moves(layer, head) {
@@ -266,7 +266,7 @@ function gridKey(event) {
   event.stopPropagation();
 }
 
-// ---- path of the main sink
+// ---- path of the strongest key
 
 const path = { left: 34, bottom: 20, top: 6 };
 
@@ -290,13 +290,13 @@ function drawPath() {
   brush.strokeStyle = brush.fillStyle = inkOf("accent");
   brush.lineWidth = 2;
   trace(brush, view.layer, view.head, 0);
-  if (T <= 90) for (let step = 0; step < T; step++) { const at = strongestAt(step); if (at !== null) dot(brush, path.x(step), path.y(at), 2.6); }
+  if (T <= 90) for (let step = 0; step < T; step++) { const at = strongestAt(step); if (at !== null) dot(brush, path.x(step), path.y(at), 2.6, isSink(step, at)); }
   brush.fillStyle = inkOf("soft");
   brush.textAlign = "right";
   for (const at of ticks(P, path.height, 22, info.first)) brush.fillText(numberOf(at), path.left - 8, path.y(at) + 4);
   brush.textAlign = "center";
   for (const step of ticks(T, path.width, 34)) brush.fillText(info.steps[step], path.x(step), path.top + path.height + 14);
-  byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}; grey: every head; shaded: not decided.`;
+  byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}, a full mark where it is a sink, hollow where it is none; grey: every head${info.causal ? "" : "; shaded: not decided"}.`;
   canvas.setAttribute("aria-label", `Position of the strongest key at each step, ${whose()}`);
   paintPath();
 }
@@ -314,10 +314,11 @@ function shadeUndecided(brush) {
   }
 }
 
-function dot(brush, x, y, size) {
+function dot(brush, x, y, size, full = true) {
   brush.beginPath();
   brush.arc(x, y, size, 0, 7);
-  brush.fill();
+  if (!full) { brush.save(); brush.fillStyle = inkOf("paper"); brush.fill(); brush.restore(); brush.lineWidth = 1.3; brush.stroke(); }
+  else brush.fill();
 }
 
 function trace(brush, layer, head, aside) {
