@@ -176,8 +176,8 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
     figure.suptitle(
         "Where each head's strongest key is, the position that receives most attention: grey, all heads; orange, the "
-        "head whose sink moves most\n(full mark: it is a sink, hollow: it is none); blue, not decided yet when the "
-        "step began; dotted, end of prompt",
+        "head whose sink moves most\n(full mark: it is a sink, hollow: it is none); blue, not decided or not there "
+        "yet when the step began; dotted, end of prompt",
         fontsize=9,
     )
     return figure
