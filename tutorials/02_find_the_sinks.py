@@ -163,9 +163,10 @@ for name in names:
     print(f"{name}: {int(moves.changes)} moves in {int(moves.pairs)} steps, {float(moves.changes / moves.pairs):.1%}")
 
 # %% [markdown]
-# So sinks move in the diffusion model, four times as often as in its twin, though half as often as the strongest keys do.
-# A caution: from one step to the next, an autoregressive run adds one query and keeps all others, so its column sums
-# *must* change slowly. Compare the attention of the newest query alone before you conclude that nothing moves there.
+# So sinks move in the diffusion model, four times as often as in its twin, though half as often as the strongest keys
+# do. A caution: from one step to the next, an autoregressive run adds one query and keeps all others, so its column
+# sums *must* change slowly. Compare the attention of the newest query alone before you conclude that nothing moves
+# there.
 
 # %% [markdown]
 # ## Which tokens are sinks?
@@ -254,8 +255,8 @@ for name in names:
     print(f"{name}: {100 * share(MoreThan(0.1), name):.2f} % of the positions")
 
 # %% [markdown]
-# **3.** Head 3 of layer 0 has a sink that moves twice, from `Answer` to ` many` to the start token. The strongest key that
-# moves most, six times, is that of head 3 of layer 2: it is a sink at no step.
+# **3.** Head 3 of layer 0 has a sink that moves twice, from `Answer` to ` many` to the start token. The strongest key
+# that moves most, six times, is that of head 3 of layer 2: it is a sink at no step.
 
 # %%
 layer, head = views.most_moving_head(track)
