@@ -76,7 +76,7 @@ class Dynamics(Study):
         """Every measure of `MEANINGS`, [prompt]."""
         return motion_of(self.generate(model, prompts, settings).track)
 
-    def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset:
+    def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
         """The sink track of the run, and the tokens it ended with, ``final`` [batch, pos]."""
         found = self.generate(model, [prompt], settings)
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))

@@ -81,7 +81,7 @@ class Split(Study):
         own = self.generate(model, prompts, settings, record_sinks=False, hooks=groups.hooks()).own
         return xr.Dataset({name: (axes, value) for name, value in groups.means(own).items()}, coords)
 
-    def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset | None:
+    def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset | None:
         """The pattern of the step, layer and head whose two groups have the most different sinks.
 
         ``pattern`` [query, key], ``masked`` [query] and ``token`` [query], the labels of the positions. Attributes

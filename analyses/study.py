@@ -94,7 +94,7 @@ class Study(ABC):
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """Measurements of some prompts, with the axis ``prompt``."""
 
-    def example(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset | None:
+    def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset | None:
         """What `figures` shows of one prompt's run; None if that is nothing."""
         return None
 

@@ -9,7 +9,7 @@ patterns have been computed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import UInt8
@@ -142,7 +142,7 @@ class Patterns:
         sides: positions or blocks along an edge, by place.
         blocks: what goes into the page.
         left_out: layers that were wanted as well and did not fit.
-        why: why there are none.
+        why: why there are none, or no more.
     """
 
     block: int = 1
@@ -197,7 +197,10 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
             )
     each = held.weight() / len(wanted.layers())
     likely = wanted.more[: int(1.25 * (room - held.weight()) / each)]  # some may weigh less than the first
-    more = _quantised(material, [(step, layer) for layer in likely for step in wanted.steps()]) if likely else {}
+    try:
+        more = _quantised(material, [(step, layer) for layer in likely for step in wanted.steps()]) if likely else {}
+    except TrackError as error:
+        return replace(held, why=f"The attention of other layers is not in this page: {error}")
     for layer in likely:
         if not held.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
             break

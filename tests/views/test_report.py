@@ -220,16 +220,28 @@ def test_recorded_patterns_are_the_default_and_a_changed_run_says_why_it_has_non
         pattern[:, 2] = 0
         return pattern
 
-    hooks, prompt = [("blocks.1.attn.hook_pattern", blind)], held_out(1)[0].prompt
+    hooks, prompt = [("blocks.0.attn.hook_pattern", blind)], held_out(1)[0].prompt
     changed = sinklens.generate(tiny_llada, prompt, hooks=hooks)
     given = info_of(build(material(changed)))
     assert given["attention"]["places"] == []
     assert "hooks or the trace's block changed the run" in given["attention"]["why"]
     with pytest.raises(TrackError, match=r"Record\(patterns="):
-        build(material(changed), layers=[1])
+        build(material(changed), layers=[0])
     kept = sinklens.generate(tiny_llada, prompt, hooks=hooks, record_sinks=Record(patterns=[(2, 1), (7, 3)]))
     places = info_of(build(material(kept)))["attention"]["places"]
     assert [(step, layer) for step, layer, _ in places] == [(2, 1), (7, 3)]
+
+
+def test_layers_below_a_change_are_in_the_page_and_it_says_why_the_others_are_not(tiny_llada):
+    def blind(pattern, hook):
+        pattern[:, 2] = 0
+
+    hooks = [("blocks.1.attn.hook_pattern", blind)]
+    changed = material(sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=hooks))
+    assert Numbers(changed.track, changed.canvas).most_moving(range(4))[0] == 0, "else this shows nothing"
+    given = info_of(build(changed))
+    assert {layer for _, layer, _ in given["attention"]["places"]} == {0}
+    assert any(note.startswith("The attention of other layers is not in this page: ") for note in given["notes"])
 
 
 # What it weighs
