@@ -104,7 +104,8 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
     except PromptError as error:
         names = [sample.id for sample in batch.samples]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise PromptError(f"samples {', '.join(names[:3])}{more}: {error}") from error
+        which = "samples" if len(names) > 1 else "sample"
+        raise PromptError(f"{which} {', '.join(names[:3])}{more}: {error}") from error
     sinks = sink_summary(run, [_steps(run, row) for row in range(len(batch.samples))])
     about = {
         "device": model.cfg.device.type,

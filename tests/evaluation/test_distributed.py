@@ -99,7 +99,7 @@ def test_batches_come_back_and_an_error_of_a_worker_arrives_as_it_is(ray):
     assert batch is good
     (_, expected) = next(InProcess().carry_out(JOB, [good]))
     assert alike(records) == alike(expected)
-    with pytest.raises(PromptError, match=r"^samples tiny-gsm/1: a prompt of .* tokens and gen_length 24 need"):
+    with pytest.raises(PromptError, match=r"^sample tiny-gsm/1: a prompt of .* tokens and gen_length 24 need"):
         next(done)
     assert ray.is_initialized()
 

@@ -143,7 +143,7 @@ def test_an_answer_is_made_to_open_as_the_sample_says(tiny_llada):
 
 def test_a_prompt_that_does_not_fit_names_its_samples(tiny_llada):
     long = Sample("long/1", "coins " * 200, "")
-    with pytest.raises(PromptError, match=r"long/1 to long/1: a prompt of \d+ tokens and gen_length"):
+    with pytest.raises(PromptError, match=r"sample long/1: a prompt of \d+ tokens and gen_length"):
         carry_out(tiny_llada, find_task("tiny-gsm"), PLAIN, Batch(UNMASKED, (long,)), 0)
 
 
