@@ -112,7 +112,7 @@ def _blocks(
     limit = BLOCK_ELEMENTS["cpu" if query.device.type == "cpu" else "cuda"]
     step = max(1, min(queries, limit // keys))
     group = max(1, limit // (step * keys))
-    everywhere = None if mask is None else (mask * unit).expand(batch, heads, -1, keys)
+    everywhere = None if mask is None else mask.expand(batch, heads, -1, keys)
     room = torch.empty(
         group * step * keys, dtype=torch.float32, device=query.device
     )  # one for all: fresh memory is slow
@@ -127,7 +127,7 @@ def _blocks(
                 torch.baddbmm(shift, q[:, rows], k, alpha=scale * unit, out=scores)
                 if everywhere is not None:
                     part = everywhere[row, head]
-                    scores += part if part.shape[1] == 1 else part[:, rows]
+                    scores.add_(part if part.shape[1] == 1 else part[:, rows], alpha=unit)  # in the scores' float32
                 if causal:
                     scores.masked_fill_(~_visible(begin, scores.shape[1], queries, keys, query.device), -torch.inf)
                 yield Block(row, head, rows, scores)

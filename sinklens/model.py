@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
+UNTOLD = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")  # of a config: no part of a fingerprint
 HELD = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
 
 
@@ -91,11 +92,17 @@ class Model(NNsight):
 
     @property
     def fingerprint(self) -> str:
-        """Tells two checkpoints of one name apart: a hash over every tensor's name, shape and some of its values."""
-        found = hashlib.sha256()
+        """Tells two checkpoints of one name apart: a hash over all weights, the config and the tokenizer.
+
+        It is the same on every device, and in every dtype that holds the weights exactly.
+        """
+        config = {name: value for name, value in self.config.to_diff_dict().items() if name not in UNTOLD}
+        told = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
+        if self.tokenizer is not None:
+            told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
+        found = hashlib.sha256(repr(told).encode())
         for name, value in self.tree.hf.state_dict().items():
-            some = value.flatten()[:: max(1, value.numel() // 64)][:64].to(torch.float32).cpu().numpy()
-            found.update(f"{name}{tuple(value.shape)}".encode() + some.tobytes())
+            found.update(f"{name}{tuple(value.shape)}{_bit_sums(value)}".encode())
         return found.hexdigest()[:16]
 
     def hook_names(self) -> list[str]:
@@ -210,9 +217,7 @@ class Model(NNsight):
         if not inputs and not kwargs:
             return 0
         first = inputs[0] if inputs else kwargs.get("input_ids")
-        if isinstance(first, Tensor):
-            return 1 if first.ndim == 1 else first.shape[0]
-        return len(first) if isinstance(first, list) and first and isinstance(first[0], str) else 1
+        return 1 if first is None else len(self.encode(first)[0])
 
     def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
         if not invokes:
@@ -238,6 +243,19 @@ class Model(NNsight):
             f"Model({self.name!r}, family={self.family!r}, {size:,} parameters, {self.cfg.n_layers} layers, "
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
+
+
+def _bit_sums(value: Tensor) -> tuple[int, int]:
+    """The bits of all values, in float32, as whole numbers: their sum, and their sum weighted by place, modulo 2⁶⁴.
+
+    Sums of whole numbers are exact in any order, so they are the same on every device.
+    """
+    plain, weighted, flat = 0, 0, value.detach().flatten()
+    for start in range(0, len(flat), 1 << 22):
+        bits = flat[start : start + (1 << 22)].to(torch.float32).view(torch.int32).long()
+        place = torch.arange(start, start + len(bits), device=bits.device) % 65521 + 1
+        plain, weighted = plain + int(bits.sum()), weighted + int((bits * place).sum())
+    return plain % 2**64, weighted % 2**64
 
 
 def load(

@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,14 @@ def shared() -> Path:
 def _seed() -> None:
     """The same random numbers whichever tests run, and in whatever order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    """No figure outlives its test; pyplot keeps every one until it is closed."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.fixture

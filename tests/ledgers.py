@@ -14,7 +14,7 @@ def planted_run(ledger, verdicts, condition=UNMASKED, *, model="tiny-llada", pro
     asked = find(protocol)
     what = {
         "model": model, "family": "llada", "sampler": "llada", "revision": "", "weights": "0", "dtype": "float32",
-        "condition": condition.described(), "protocol": asked.what | {"name": asked.name, "hash": asked.hash},
+        "condition": condition.described(), "protocol": {"name": asked.name} | asked.what,
         "settings": {"gen_length": 24, "steps": 24}, "seed": 0,
     }  # fmt: skip
     run = Run.of(ledger, {name: changes.pop(name, value) for name, value in what.items()}).begin()

@@ -242,6 +242,18 @@ def test_an_edit_in_one_invoke_leaves_the_others_alone():
     assert_close(untouched, model(long))
 
 
+@pytest.mark.parametrize("first", [[[2, 287, 28], [5, 99]], ("Question: 2 + 3?", "Answer: 5")])
+def test_rows_of_an_invoke_are_counted_however_they_are_given(tiny_llada, first):
+    with tiny_llada.trace() as tracer:
+        with tracer.invoke(first):
+            tiny_llada.blocks[0].hook_resid_pre.output[:] = 0
+            one = tiny_llada.output.save()
+        with tracer.invoke(torch.tensor([[77, 8]])):
+            other = tiny_llada.output.save()
+    assert (len(one), len(other)) == (2, 1)
+    torch.testing.assert_close(other[:, -2:], tiny_llada(torch.tensor([[77, 8]])), atol=1e-4, rtol=1e-4)
+
+
 def test_each_invoke_keeps_its_own_attention_mask():
     model, ids, other, real = shared_model(), random_ids(), random_ids(1, 8), left_padding()
     with model.trace() as tracer:
@@ -290,6 +302,21 @@ def test_an_edit_in_place_acts_in_every_trace_until_it_is_cleared():
     with model.trace(ids):
         unchanged = model.output.save()
     assert torch.equal(unchanged, model(ids))
+
+
+def test_a_fingerprint_tells_every_weight_the_config_and_the_tokenizer():
+    model, other = (load("tiny-llama", check=False) for _ in range(2))
+    before = model.fingerprint
+    assert other.fingerprint == before == load("tiny-llama", dtype="bfloat16", check=False).fingerprint
+    weight = model.tree.hf.model.layers[2].mlp.down_proj.weight.data
+    weight[5, [300, 301]] = weight[5, [301, 300]]  # the same values in other places
+    assert model.fingerprint != before
+    weight[5, [300, 301]] = weight[5, [301, 300]]
+    assert model.fingerprint == before
+    model.config.rms_norm_eps *= 2
+    assert model.fingerprint != before
+    other.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert other.fingerprint != before
 
 
 def test_a_model_says_what_it_is():

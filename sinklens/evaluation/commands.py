@@ -239,18 +239,19 @@ class _Bar:
         if not self._shown:
             print(f"{self._name}: {condition.name}: {done} of {total} samples done", file=sys.stderr, flush=True)
             return
+        from rich.markup import escape
+
         if condition.name not in self._tasks:
-            self._tasks[condition.name] = self._bars.add_task(f"{self._name}: {condition.name}", total=total)
+            told = escape(f"{self._name}: {condition.name}")
+            self._tasks[condition.name] = self._bars.add_task(told, total=total)
         self._bars.update(self._tasks[condition.name], completed=done)
 
 
 def _tell_rest(out: Path) -> None:
     from sinklens.evaluation.ledger import Run
+    from sinklens.evaluation.scoring import verdicts
 
-    unscored = sum(
-        len([record for record in run.records() if record["verdict"] is None]) - len(run.done("verdicts"))
-        for run in Run.all(out)
-    )
+    unscored = sum(len(run.records()) - len(verdicts(run)) for run in Run.all(out))
     if unscored > 0:
         print(f"{unscored} programs were generated and not run: sinklens score {out} --run-generated-code")
     else:
@@ -332,14 +333,15 @@ ESCAPING = (
 
 def _first_table(protocol: str, lines: Sequence["Line"]) -> Any:
     """The layout of the paper's Table 1: a row per condition, a column per model."""
+    from rich.markup import escape
     from rich.table import Table
 
     models = list(dict.fromkeys(line.model for line in lines))
     theirs = {line.model for line in lines if line.paper is not None}
-    table = Table(title=f"{protocol}: accuracy", title_justify="left")
+    table = Table(title=f"{escape(protocol)}: accuracy", title_justify="left")
     table.add_column("masked")
     for model in models:
-        table.add_column(model, justify="right")
+        table.add_column(escape(model), justify="right")
         if model in theirs:
             table.add_column("in the paper", justify="right")
     for condition in dict.fromkeys(line.condition for line in lines):
@@ -350,7 +352,7 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Any:
             cells.append("" if line is None else _share(line, most))
             if model in theirs:
                 cells.append("" if line is None or line.paper is None else f"{line.paper:.2f}")
-        table.add_row("nothing" if condition == "unmasked" else condition, *cells)
+        table.add_row("nothing" if condition == "unmasked" else escape(condition), *cells)
     return table
 
 
@@ -381,9 +383,10 @@ def _third_table(model: str, lines: Sequence["Line"]) -> Any:
 
 def _table(title: str, numbers: Sequence[str]) -> Any:
     """A column for the condition, which a narrow terminal breaks, and some for numbers, which it does not."""
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("masked")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
@@ -391,7 +394,9 @@ def _table(title: str, numbers: Sequence[str]) -> Any:
 
 
 def _masked(line: "Line") -> str:
-    return "nothing" if line.condition == "unmasked" else line.condition
+    from rich.markup import escape
+
+    return "nothing" if line.condition == "unmasked" else escape(line.condition)
 
 
 def _difference(pair: Any) -> str:

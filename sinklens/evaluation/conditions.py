@@ -4,9 +4,12 @@ The conditions of one evaluation get the same samples and the same seed, so thei
 sample. A condition is written into the ledger by the text of its interventions, which holds all their settings.
 
 One way this fails: an intervention whose text does not tell it from another, such as one that holds a whole recorded
-run, would share the other's records. Such interventions are refused.
+run, would share the other's records. Such interventions are refused. Of an intervention from outside sinklens the code
+of its class is told too, but not the code of what that calls.
 """
 
+import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +37,8 @@ class Condition:
         of_unmasked: each batch runs unmasked first, and its `MaskSinks` take their keys from that run.
 
     Raises:
-        SettingError: an intervention holds something that its text does not tell, such as a recorded run.
+        SettingError: an intervention holds something that its text does not tell, such as a recorded run, or a value
+            that is no field.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Condition:
 
     def __post_init__(self) -> None:
         for hook in self.hooks:
+            _check_told(hook)
             for entry in fields(hook):
                 if not _is_plain(getattr(hook, entry.name)):
                     raise SettingError(
@@ -56,7 +61,8 @@ class Condition:
         """As plain JSON values; equal for equal conditions only."""
         hooks = [repr(hook) for hook in self.hooks]
         told = {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
-        return told | ({"of_unmasked": True} if self.of_unmasked else {})
+        code = [_code_hash(type(hook)) for hook in self.hooks if not type(hook).__module__.startswith("sinklens.")]
+        return told | ({"of_unmasked": True} if self.of_unmasked else {}) | ({"code": code} if code else {})
 
     def hooks_for(self, unmasked: "Callable[[], SinkTrack]") -> list[Intervention]:
         """The interventions of one batch; `unmasked` is asked for its unmasked run where they need it."""
@@ -64,6 +70,25 @@ class Condition:
             return list(self.hooks)
         track = unmasked()
         return [replace(hook, source=track) if isinstance(hook, MaskSinks) else hook for hook in self.hooks]
+
+
+def _check_told(hook: Intervention) -> None:
+    """Refuse an intervention with a state that is none of its fields, which its text would leave out."""
+    kind = type(hook)
+    untold = sorted(vars(hook).keys() - {entry.name for entry in fields(hook)})
+    if "__dataclass_params__" not in vars(kind) or untold:
+        raise SettingError(
+            f"{kind.__name__} keeps {', '.join(untold) or 'its settings'} outside the fields of a dataclass, and its "
+            f"records could not be told from another's; write @dataclass(frozen=True) above the class, and its settings "
+            f"as fields."
+        )
+
+
+def _code_hash(kind: type) -> str:
+    try:
+        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
+    except (OSError, TypeError):  # made where there is no file, as in a plain REPL
+        return ""
 
 
 def _is_plain(value: Any) -> bool:
@@ -109,7 +134,8 @@ def masking(
     found = [UNMASKED]
     for count in sorted(set(counts) - {0}):
         for pick in picks:
-            hook = MaskSinks(top_k=count, pick=pick, scope=scope, queries=queries, seed=seed)
+            chance = seed if pick == "random" else 0  # nothing else is drawn
+            hook = MaskSinks(top_k=count, pick=pick, scope=scope, queries=queries, seed=chance)
             found.append(Condition(_name(count, pick, hook), (hook,), count, pick))
             if pick == "strongest" and of_unmasked:
                 name = f"{_name(count, pick, hook)} of the unmasked run"
@@ -120,4 +146,5 @@ def masking(
 def _name(count: int, pick: Pick, hook: MaskSinks) -> str:
     what = {"strongest": "sink", "random": "random key", "weakest": "weakest key"}[pick]
     more = [f"one set per {hook.scope}"] * (hook.scope != "head") + ["for all queries"] * (hook.queries == "all")
+    more += [f"seed {hook.seed}"] * (hook.seed != 0)
     return ", ".join([f"{count} {what}{'s' if count > 1 else ''}", *more])

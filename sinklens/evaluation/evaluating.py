@@ -11,6 +11,7 @@ One way this fails: two processes that were given the same shard. The second is 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import sinklens
-from sinklens.errors import SettingError
+from sinklens.errors import LedgerError, SettingError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record, Run, Writer
 from sinklens.evaluation.protocols import Protocol as Asking
 from sinklens.evaluation.protocols import find
-from sinklens.evaluation.units import Batch, batches, carry_out, identity
+from sinklens.evaluation.units import Batch, batches, carry_out, identity, prompt_hash
 from sinklens.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class InProcess:
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
         """See `Engine`."""
-        model = self.load(job)
-        return [identity(model, condition, job.protocol, job.seed) for condition in conditions]
+        shared = identity(self.load(job), conditions[0], job.task, job.protocol, job.seed)
+        return [shared | {"condition": condition.described()} for condition in conditions]
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[Record]]]:
         """See `Engine`."""
@@ -123,7 +124,8 @@ def evaluate(
         The ledger's run of each condition.
 
     Raises:
-        LedgerError: another process writes the same shard, or the disk is full; what was finished is kept.
+        LedgerError: another process writes the same shard, the disk is full, or the ledger was begun with other data;
+            what was finished is kept.
         SettingError: no sample, no condition, or a shard that does not exist.
     """
     engine = engine or InProcess()
@@ -225,7 +227,13 @@ class _Plan:
         """Units without a record, condition by condition."""
         found: list[Batch] = []
         for condition, run in zip(self.conditions, self.runs, strict=True):
-            done = run.done()
+            done = {str(record["sample"]): record["prompt_sha256"] for record in run.records()}
+            for sample in self.samples:
+                if done.get(sample.id, prompt_hash(sample)) != prompt_hash(sample):
+                    raise LedgerError(
+                        f"{run.folder} has an answer to {sample.id}, but to another prompt: it was begun with other "
+                        f"data. Give those, or another folder (--out) for these."
+                    )
             left = [sample for sample in self.samples if sample.id not in done]
             found += batches(condition, left, self.batch)
         return found
@@ -257,6 +265,9 @@ def _plan(
     if not names or len(set(names)) < len(names):
         raise SettingError(f"an evaluation needs conditions of different names; got {names}.")
     samples = list(task.samples(limit))[number::parts]
+    twice = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
+    if twice is not None:
+        raise SettingError(f"the task {task.name} has several samples called {twice!r}; each needs a name of its own.")
     if not samples:
         raise SettingError(f"there is no sample for shard {number} of {parts}; the task {task.name} has too few.")
     job = Job(model, load or {}, task, protocol, seed)

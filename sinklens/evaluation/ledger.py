@@ -86,14 +86,18 @@ class Run:
             LedgerError: a broken line that is not a shard's last.
         """
         found: dict[str, Record] = {}
-        for shard in sorted(self.folder.glob(f"{kind}-*.jsonl")):
-            for record in _read(shard)[0]:
-                found.setdefault(str(record["sample"]), record)
+        for record in self.every(kind):
+            found.setdefault(str(record["sample"]), record)
         return [found[sample] for sample in sorted(found)]
 
-    def done(self, kind: Kind = "records") -> set[str]:
-        """Samples that have a record of a kind."""
-        return {str(record["sample"]) for record in self.records(kind)}
+    def every(self, kind: Kind = "records") -> Iterator[Record]:
+        """Every whole record of a kind, shard by shard, also several of one sample; errors as in `records`."""
+        for shard in sorted(self.folder.glob(f"{kind}-*.jsonl")):
+            yield from _read(shard)[0]
+
+    def done(self) -> set[str]:
+        """Samples that have a record."""
+        return {str(record["sample"]) for record in self.records()}
 
 
 class Writer:

@@ -1,8 +1,8 @@
 """How a task is put to a model: every setting that moves a score, under one name.
 
 A *protocol* names the task and its settings (examples, extractor), whether the chat template is used, and the settings
-of each kind of sampler. Its hash, over all of these, goes into the ledger, so a protocol that is changed makes new
-runs. Settings given beside it replace the protocol's and are part of the hash.
+of each kind of sampler; its hash is over all of these. Settings given beside it replace the protocol's. A ledger keeps
+the settings that the sampler ended up with, so a change that changes nothing for a model makes no new run of it.
 
 One way this misleads: published scores differ in these settings more than in anything else. A protocol named after a
 model follows what its authors or the study published, as far as they say it; `note` tells what they leave open.

@@ -67,7 +67,7 @@ def task_of(run: Run, paths: Mapping[str, str | Path]) -> Any:
 
 def _score_run(run: Run, task: CodeTask, limits: Limits | None, require: str, progress: Report | None) -> int:
     with Writer(run, kind="verdicts") as writer:
-        records, done = run.records(), run.done("verdicts")
+        records, done = run.records(), verdicts(run)
         left = [record for record in records if record["sample"] not in done]
         samples = {sample.id: sample for sample in task.samples()} if left else {}
         for number, record in enumerate(left, len(records) - len(left) + 1):
@@ -97,13 +97,24 @@ def _judge(
         "seconds": outcome.seconds,
         "isolation": str(outcome.isolation),
         "program_sha256": hashlib.sha256(program.encode()).hexdigest(),
+        "text_sha256": _text_hash(record),
     }
 
 
 def verdicts(run: Run) -> dict[str, bool]:
-    """The verdict of every record of a run that has one, by sample; a program that was not run yet has none."""
-    found = {str(record["sample"]): record["verdict"] for record in run.records()}
+    """The verdict of every record of a run that has one, by sample.
+
+    A program that was not run yet has none; nor has one that was generated anew since.
+    """
+    records = run.records()
+    found = {str(record["sample"]): record["verdict"] for record in records}
     if None in found.values():
-        later = {str(record["sample"]): record["verdict"] for record in run.records("verdicts")}
-        found = {sample: later.get(sample) if verdict is None else verdict for sample, verdict in found.items()}
+        later = {(str(one["sample"]), one["text_sha256"]): one["verdict"] for one in run.every("verdicts")}
+        for record in records:
+            if record["verdict"] is None:
+                found[str(record["sample"])] = later.get((str(record["sample"]), _text_hash(record)))
     return {sample: bool(verdict) for sample, verdict in found.items() if verdict is not None}
+
+
+def _text_hash(record: Record) -> str:
+    return hashlib.sha256(record["text"].encode()).hexdigest()

@@ -1,8 +1,9 @@
 """What ledgers say: accuracy under each condition, paired with the unmasked self of the same model.
 
 Runs that differ in nothing but their condition form a *group*: one model, asked in one way. In a group every condition
-is compared with "unmasked" on the samples that both have, and masked sinks also with the same number of random keys.
-p values (McNemar's exact test) are corrected by Holm's method over the comparisons of a group.
+is compared with "unmasked" on the samples that both have, and masked sinks also with the same number of random keys,
+chosen and masked in the same way (of several seeds, the first). p values (McNemar's exact test) are corrected by Holm's
+method over the comparisons of one kind, with "unmasked" or with random keys, of a group.
 
 One way this misleads: the same model gives other last bits on another kind of device, and with them other answers. Runs
 of different device types are not paired unless that is asked for.
@@ -10,6 +11,7 @@ of different device types are not paired unless that is asked for.
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +46,9 @@ PAPER = {
 }
 
 
+PICKS = ("", "strongest", "steady", "random", "weakest")  # in the order of a table
+
+
 @dataclass(frozen=True)
 class Line:
     """One condition of one group.
@@ -53,7 +58,8 @@ class Line:
         condition, masked, pick: as in `Condition`.
         accuracy: of all its samples.
         against_unmasked: paired with the unmasked run; None for that run, and where there is none.
-        against_random: paired with the same number of random keys; None where that does not apply.
+        against_random: paired with the same number of random keys, masked in the same way; None where that does not
+            apply.
         chance: expected accuracy of a guess, in [0, 1].
         empty, masks, unended: shares of answers that are empty, hold masks, have no end.
         per_second: samples, over the time that the model ran.
@@ -106,7 +112,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
         mixed_devices: pair runs of different device types all the same.
 
     Raises:
-        LedgerError: no ledger, or no finished sample in it.
+        LedgerError: no ledger, no finished sample in it, or conditions that were given different data.
         SettingError: no generated program was run yet, or runs are of different device types.
 
     Warns:
@@ -155,11 +161,11 @@ def _group(run: Run) -> dict[str, Any]:
     return {name: value for name, value in run.what.items() if name != "condition"}
 
 
-def _order(read: _Read) -> tuple[float | int, int]:
+def _order(read: _Read) -> tuple[float | int, int, str]:
     condition = read.condition
     masked = condition["masked"]
-    picks = ("", "strongest", "steady", "random", "weakest")
-    return (math.inf if masked is None else masked, picks.index(condition["pick"]))
+    place = PICKS.index(condition["pick"]) if condition["pick"] in PICKS else len(PICKS)
+    return (math.inf if masked is None else masked, place, str(condition["hooks"]))
 
 
 def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
@@ -194,11 +200,11 @@ def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
 
 def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Line]:
     base = next((one for one in members if not one.condition["hooks"]), None)
-    random = {one.condition["masked"]: one for one in members if one.condition["pick"] == "random"}
+    random = {_way(one): one for one in reversed(members) if one.condition["pick"] == "random"}
     lines = []
     for one in members:
         condition = one.condition
-        control = random.get(condition["masked"]) if condition["pick"] in ("strongest", "steady") else None
+        control = random.get(_way(one)) if condition["pick"] in ("strongest", "steady") else None
         lines.append(
             _line(
                 name, one,
@@ -207,6 +213,12 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
             )
         )  # fmt: skip
     return _corrected(lines)
+
+
+def _way(read: _Read) -> str:
+    """How many keys are masked and how, whichever they are."""
+    hooks = [re.sub(r"pick='\w*'|seed=\d+", "", hook) for hook in read.condition["hooks"]]
+    return json.dumps([read.condition["masked"], hooks])
 
 
 def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
@@ -221,6 +233,13 @@ def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
     shared = sorted(base.verdicts.keys() & changed.verdicts.keys())
     if not shared:
         return None
+    for sample in shared:
+        if base.records[sample].get("prompt_sha256") != changed.records[sample].get("prompt_sha256"):
+            raise LedgerError(
+                f"{base.run.what['model']} was given another prompt of {sample} under {base.condition['name']!r} than "
+                f"under {changed.condition['name']!r}: their data differ, and nothing can be paired. Evaluate one of "
+                f"them anew, or put the data apart in two folders ({base.run.folder}, {changed.run.folder})."
+            )
     first, second = (np.array([one.verdicts[sample] for sample in shared]) for one in (base, changed))
     return paired(first, second)
 

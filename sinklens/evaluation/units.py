@@ -1,7 +1,9 @@
 """Units of work: one sample of a task, put to one model under one condition, becomes one record.
 
 Units are carried out in batches of samples that have one condition. A row's answer does not depend on its batch (see
-`sinklens.generate`), so neither does a verdict, and batches can be made and divided among processes in any way.
+`sinklens.generate`), so neither does a verdict, and batches can be made and divided among processes in any way. Equal
+prompts, of which one batch would draw different random numbers for each, go into different batches; so they get equal
+answers.
 
 One way this misleads: the seconds of a record are those of its batch, divided by its rows. They tell throughput, not
 latency.
@@ -10,8 +12,9 @@ latency.
 import hashlib
 import platform
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +51,28 @@ class Batch:
 
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    """Samples in batches of similar length; an order that depends on the samples alone."""
+    """Samples in batches of similar length, equal prompts apart; an order that depends on the samples alone."""
     ordered = sorted(samples, key=lambda sample: (len(sample.prompt) + len(sample.opening), sample.id))
-    for start in range(0, len(ordered), size):
-        yield Batch(condition, tuple(ordered[start : start + size]))
+    seen: Counter[str] = Counter()
+    rounds: list[list[Sample]] = []
+    for sample in ordered:
+        asked = sample.prompt + sample.opening
+        if seen[asked] == len(rounds):
+            rounds.append([])
+        rounds[seen[asked]].append(sample)
+        seen[asked] += 1
+    for part in rounds:
+        for start in range(0, len(part), size):
+            yield Batch(condition, tuple(part[start : start + size]))
 
 
-def identity(model: "Model", condition: Condition, protocol: Protocol, seed: int) -> dict[str, Any]:
-    """Everything that decides a verdict, as plain JSON values: what a ledger's run is told apart by.
+def prompt_hash(sample: Sample) -> str:
+    """Tells two samples of one name apart."""
+    return hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest()
+
+
+def identity(model: "Model", condition: Condition, task: Task, protocol: Protocol, seed: int) -> dict[str, Any]:
+    """Everything that decides a verdict but the data, as plain JSON values: what a ledger's run is told apart by.
 
     Raises:
         PromptError: the model has no tokenizer; nothing has been written yet.
@@ -68,14 +85,15 @@ def identity(model: "Model", condition: Condition, protocol: Protocol, seed: int
         )
     settings = make_settings(model.record.sampler, protocol.of(model.record.sampler), model.checkpoint.defaults)
     return {
-        "model": Path(model.name).name if Path(model.name).is_dir() else model.name,  # wherever the folder lies
+        "model": Path(model.name).resolve().name if Path(model.name).is_dir() else model.name,  # wherever it lies
         "family": model.family,
         "sampler": model.record.sampler,
         "revision": model.checkpoint.revision or "",
         "weights": model.fingerprint,
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "condition": condition.described(),
-        "protocol": protocol.what | {"name": protocol.name, "hash": protocol.hash},
+        "protocol": {"name": protocol.name} | {key: value for key, value in protocol.what.items() if key != "settings"},
+        "task": _told(task),
         "settings": asdict(settings),
         "seed": seed,
     }
@@ -135,6 +153,15 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
     return ids + list(model.tokenizer(sample.opening, add_special_tokens=False).input_ids if sample.opening else [])
 
 
+def _told(task: Task) -> dict[str, Any]:
+    """A task's own settings; where its files lie is none of them."""
+    entries = fields(task) if is_dataclass(task) else ()
+    told = {entry.name: getattr(task, entry.name) for entry in entries if entry.name not in ("path", "examples")}
+    return {
+        name: value if value is None or isinstance(value, int | float) else str(value) for name, value in told.items()
+    }
+
+
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
     answer, steps = run.answers[row], _steps(run, row)
     length = steps if run.model.record.causal else run.settings.gen_length  # a finished row waits for its batch
@@ -144,7 +171,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
         "sample": sample.id,
         "kind": sample.kind,
         "chance": sample.chance,
-        "prompt_sha256": hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest(),
+        "prompt_sha256": prompt_hash(sample),
         "tokens": run.tokens[row, where].tolist(),
         "unmask_step": run.unmask_step[row, where].tolist(),
         "text": text,

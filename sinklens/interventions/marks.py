@@ -36,6 +36,8 @@ def mark(value: Any) -> str:
         return mark(value.tolist()) if value.dtype == object else _hashed(value, value.dtype, value.shape)
     if isinstance(value, SinkTrack | xr.Dataset | xr.DataArray):
         return f"{type(value).__name__}({mark(_parts(value))})"
+    if isinstance(value, torch.nn.Module):
+        return f"{type(value).__module__}.{type(value).__qualname__}({value!r}, {mark(dict(value.state_dict()))})"
     if isinstance(value, Mapping) or hasattr(value, "items"):  # an ActivationCache is no Mapping
         return f"{{{', '.join(f'{mark(key)}: {mark(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, Set):
@@ -69,7 +71,8 @@ def _of_function(value: Any) -> str:
     if isinstance(value, CodeType):
         return mark([value.co_code.hex(), value.co_names, value.co_varnames, value.co_consts])
     held = [cell.cell_contents for cell in value.__closure__ or ()]
-    return f"{value.__module__}.{value.__qualname__}({mark([value.__code__, value.__defaults__, held])})"
+    parts = [value.__code__, value.__defaults__, value.__kwdefaults__, held]
+    return f"{value.__module__}.{value.__qualname__}({mark(parts)})"
 
 
 def _of_words(value: Any) -> str:

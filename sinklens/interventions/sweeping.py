@@ -43,7 +43,7 @@ Group = dict[str, list[Any]]
 
 def sweep(
     model: Any,
-    prompts: str | Sequence[str] | Int[Tensor, "batch pos"],
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[list[int]] | Int[Tensor, "*batch pos"],
     interventions: "Mapping[str, Hooks]",
     *,
     replay: bool = False,
@@ -59,7 +59,7 @@ def sweep(
 
     Args:
         model: what `sinklens.load` takes.
-        prompts: texts, or ids of one length.
+        prompts: one or several, as in `sinklens.generate`.
         interventions: name -> intervention, or list of interventions and (name, function) pairs.
         replay: force the base run's canvas at every step, so that each step's effect stands alone; adds ``kl`` and
             the other measures of `compare` by step. Answers and canvases are then the base run's, whatever was changed.
@@ -82,7 +82,7 @@ def sweep(
     listed = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
     }
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = _rows(prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
     longer = [name for name, hooks in listed.items() if _goes_alone(hooks)]
@@ -108,6 +108,13 @@ def sweep(
     found = xr.concat(whole_batches, dim="prompt", join="outer").sel(intervention=list(listed))
     found = found.assign_coords(intervention=list(listed))  # parts from files cut each other's names short
     return found.assign_attrs(model=model.name, replay=int(replay))
+
+
+def _rows(prompts: Any) -> Any:
+    """Prompts as something whose entries are prompts; a single one becomes the only entry."""
+    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return prompts[None] if isinstance(prompts, Tensor) and prompts.ndim == 1 else prompts
 
 
 def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:
@@ -174,7 +181,7 @@ class _Sweep:
         self._model, self._seed, self._template, self._given = model, seed, chat_template, dict(settings)
         self._settings = make_settings(model.record.sampler, self._given, model.checkpoint.defaults)
         self._replay, self._out = replay, out
-        self._weights = _weights(model) if out is not None else ""
+        self._weights = model.fingerprint if out is not None else ""
 
     def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
         """Rows per pass that the budget allows."""
@@ -251,13 +258,6 @@ class _Sweep:
             with whole(part) as file:
                 file.write_bytes(found.to_netcdf(engine="h5netcdf"))
         return found
-
-
-def _weights(model: Model) -> str:
-    """Tells two checkpoints of one name apart, by some values of every weight."""
-    state = model.tree.hf.state_dict()
-    some = {name: value.flatten()[:: max(1, value.numel() // 64)].float() for name, value in state.items()}
-    return hashlib.sha256(mark(some).encode()).hexdigest()[:16]
 
 
 def _rows_of(run: Generation, rows: slice) -> Generation:

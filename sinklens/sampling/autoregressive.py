@@ -24,10 +24,10 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
 
     cache, cached = None, None
     for position in range(state.prompt_length, state.canvas.shape[1]):
-        if bool(_ended(state, position).all()):
+        if bool(_ended(state, state.canvas[:, :position]).all()):
             return
         yield
-        text = at(state.tree.denoise.hook_canvas, state.canvas[:, :position])
+        text = state.through_canvas_point(state.canvas[:, :position])
         state.entered = torch.cat([text, state.canvas[:, position:]], dim=1)
         if settings.use_cache and (cache is None or not _extends(text, cached)):
             cache = DynamicCache(config=state.tree.hf.config)
@@ -38,10 +38,10 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
         _decode(state, settings, text, hidden, position)
 
 
-def _ended(state: State, position: int) -> Bool[Tensor, " batch"]:
-    """Rows whose answer holds an end-of-sequence token before `position`."""
-    ends = torch.tensor(state.eos_ids, dtype=state.canvas.dtype, device=state.canvas.device)
-    return torch.isin(state.canvas[:, state.prompt_length : position], ends).any(dim=1)
+def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+    """Rows of `text` whose answer holds an end-of-sequence token."""
+    ends = torch.tensor(state.eos_ids, dtype=text.dtype, device=text.device)
+    return torch.isin(text[:, state.prompt_length :], ends).any(dim=1)
 
 
 def _extends(text: Int[Tensor, "batch pos"], cached: Int[Tensor, "batch earlier"] | None) -> bool:
@@ -67,7 +67,7 @@ def _decode(
         )
     token = candidates[:, 0]
     if state.eos_ids:
-        token = torch.where(_ended(state, position), state.eos_ids[0], token)
+        token = torch.where(_ended(state, text), state.eos_ids[0], token)
     canvas = state.canvas.clone()
     canvas[:, :position], canvas[:, position] = text, token
     state.leave(canvas)

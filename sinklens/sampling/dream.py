@@ -33,8 +33,8 @@ def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], 
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    candidates = decisions.categorical_candidates(probs, noise)
-    proposed, surely = state.spread(where, candidates, _confidence(settings, probs, candidates), canvas)
+    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
+    surely = state.surely(where, _confidence(settings, probs, candidates))
     commit = at(state.tree.denoise.hook_commit, _commit(state, settings, where, surely, times, step))
     state.leave(torch.where(commit, proposed, canvas))
 

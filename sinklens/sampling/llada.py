@@ -41,8 +41,8 @@ def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) ->
     if settings.temperature > 0:
         noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)
     candidates = decisions.gumbel_candidates(logits, settings.temperature, noise)
-    confidence = _confidence(state, settings, where, logits, candidates)
-    proposed, surely = state.spread(where, candidates, confidence, canvas)
+    proposed, candidates = state.propose(where, candidates, canvas)
+    surely = state.surely(where, _confidence(state, settings, where, logits, candidates))
     commit = at(state.tree.denoise.hook_commit, decisions.most_confident(surely, counts, settings.threshold))
     state.leave(torch.where(commit, proposed, canvas))
 

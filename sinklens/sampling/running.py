@@ -44,7 +44,8 @@ class Course:
         canvas: token ids as each step worked on them, and as the last left them: [batch, steps + 1, pos]. Undecided
             positions hold the mask token, or -1 in an autoregressive run.
         unmask_step: step at which each position got the token it ended with; -1 for the prompt and for padding, the
-            number of steps for a position that never got one.
+            number of steps for a position that never got one. A token that a hook writes on the canvas of step s
+            counts as the step before's, s - 1.
     """
 
     canvas: Int[Tensor, "batch step pos"]

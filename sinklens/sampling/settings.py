@@ -4,9 +4,11 @@ A setting left out takes the checkpoint's own default, then the sampler's. A set
 have is an error, never ignored: ``alg`` given to LLaDA would otherwise look as if it had had an effect.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from sinklens.errors import SettingError, nearest
@@ -45,6 +47,14 @@ def _whole(name: str, value: Any, least: int) -> None:
     _need(whole and value >= least, f"{name} is a whole number of at least {least}; got {value!r}.")
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _least(name: str, value: Any) -> None:
+    _need(_is_finite(value) and value >= 0, f"{name} is a finite number of at least 0; got {value!r}.")
+
+
 def _divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
@@ -60,7 +70,8 @@ class LladaSettings:
         temperature: randomness of the proposed tokens (for LLaDA, Gumbel noise in float64); 0 takes the likeliest.
         cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 is off.
         remasking: which proposals stay masked: the least confident, or random ones.
-        threshold: commit also whatever is at least this confident; ends blocks early. None is off.
+        threshold: commit also whatever is at least this confident; ends blocks early. None is off; with "random"
+            there is no confidence to compare.
         logits_eos_inf: never propose an end-of-sequence token.
         confidence_eos_eot_inf: give proposals of end-of-sequence and end-of-turn no confidence.
     """
@@ -98,10 +109,16 @@ class LladaSettings:
             self.steps <= self.gen_length,
             f"steps {self.steps} is more than gen_length {self.gen_length}: each step commits at least one token.",
         )
-        _need(self.temperature >= 0, f"temperature is at least 0; got {self.temperature}.")
-        _need(self.cfg_scale >= 0, f"cfg_scale is at least 0; got {self.cfg_scale}.")
+        _least("temperature", self.temperature)
+        _least("cfg_scale", self.cfg_scale)
         allowed = ("low_confidence", "random")
         _need(self.remasking in allowed, f"remasking is one of {', '.join(allowed)}; got {self.remasking!r}.")
+        _need(
+            self.remasking != "random" or self.threshold is None,
+            "remasking 'random' commits at random and knows no confidence; drop threshold or take 'low_confidence'.",
+        )
+        if self.threshold is not None:
+            _least("threshold", self.threshold)
 
 
 @dataclass(frozen=True)
@@ -142,6 +159,12 @@ class DreamSettings:
             self.alg != "origin" or self.threshold is None,
             "alg 'origin' commits at random and knows no confidence; drop threshold or take another alg.",
         )
+        _need(
+            self.threshold is None or _is_finite(self.threshold),
+            f"threshold is a finite number, in the unit of alg; got {self.threshold!r}.",
+        )
+        if self.alg_temp is not None:
+            _least("alg_temp", self.alg_temp)
         _check_truncation(self.temperature, self.top_p, self.top_k)
 
 
@@ -190,9 +213,10 @@ def meaning(name: str) -> str:
 
 
 def _check_truncation(temperature: float, top_p: float | None, top_k: int | None) -> None:
-    _need(temperature >= 0, f"temperature is at least 0; got {temperature}.")
-    _need(top_p is None or 0 < top_p <= 1, f"top_p lies in (0, 1]; got {top_p}.")
-    _need(top_k is None or top_k >= 1, f"top_k is at least 1; got {top_k}.")
+    _least("temperature", temperature)
+    _need(top_p is None or (_is_finite(top_p) and 0 < top_p <= 1), f"top_p lies in (0, 1]; got {top_p!r}.")
+    if top_k is not None:
+        _whole("top_k", top_k, 1)
 
 
 def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> AnySettings:

@@ -54,8 +54,13 @@ class State:
 
     def enter(self) -> Int[Tensor, "batch pos"]:
         """The canvas the step works on: what the last step left, through ``denoise.hook_canvas``."""
-        self.entered = at(self.tree.denoise.hook_canvas, self.canvas)
+        self.entered = self.through_canvas_point(self.canvas)
         return self.entered
+
+    def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """A canvas through ``denoise.hook_canvas``: a copy, so that what the last step left stays as it was."""
+        point = self.tree.denoise.hook_canvas
+        return point(canvas.clone()) if point.watched else canvas
 
     def leave(self, canvas: Int[Tensor, "batch pos"]) -> None:
         """End the step with `canvas`, or with what the replayed run had at this place."""
@@ -87,18 +92,20 @@ class State:
             return point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float()
         return _guided([self.tree.head(part[where]) for part in parts], cfg_scale).float()
 
-    def spread(
-        self,
-        where: Bool[Tensor, "batch pos"],
-        candidates: Int[Tensor, " masked"],
-        confidence: Float[Tensor, " masked"],
-        canvas: Int[Tensor, "batch pos"],
-    ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
-        """Candidates and confidence on the whole canvas, through their points; elsewhere the canvas and −inf."""
-        denoise = self.tree.denoise
-        proposed = at(denoise.hook_candidates, canvas.masked_scatter(where, candidates))
-        surely = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
-        return proposed, at(denoise.hook_confidence, surely.masked_scatter(where, confidence.double()))
+    def propose(
+        self, where: Bool[Tensor, "batch pos"], candidates: Int[Tensor, " masked"], canvas: Int[Tensor, "batch pos"]
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " masked"]]:
+        """Candidates on the whole canvas, elsewhere what stands there, through their point; and those at `where`."""
+        point = self.tree.denoise.hook_candidates
+        proposed = at(point, canvas.masked_scatter(where, candidates))
+        return proposed, proposed[where] if point.watched else candidates
+
+    def surely(
+        self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]
+    ) -> Float[Tensor, "batch pos"]:
+        """Confidence on the whole canvas, −inf elsewhere, through its point."""
+        everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
+        return at(self.tree.denoise.hook_confidence, everywhere.masked_scatter(where, confidence.double()))
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:

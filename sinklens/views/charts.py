@@ -167,8 +167,8 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
     """Accuracy against the number of masked keys (K), one panel per protocol and one colour per model, with intervals.
 
     Args:
-        table: one line per condition, with ``protocol``, ``model``, ``masked``, ``pick``, ``estimate``, ``low``,
-            ``high`` and ``chance``; other conditions than masking (no ``masked``) are left out.
+        table: one line per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
+            ``low``, ``high`` and ``chance``; other conditions than masking (no ``masked``) are left out.
     """
     from matplotlib.figure import Figure
 
@@ -182,15 +182,29 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
     return figure
 
 
+def _way(condition: str) -> str:
+    """What a condition's name says behind the number and kind of its keys, such as the set they are chosen for."""
+    return condition.removesuffix(" of the unmasked run").partition(", ")[2]
+
+
+def _series(own: "DataFrame") -> dict[tuple[str, str], tuple[str, str]]:
+    """The lines of one model: (pick, way) -> label and style; without masking, the line of sinks alone."""
+    found = {}
+    ways = [(pick, _way(condition)) for pick, condition in zip(own["pick"], own["condition"], strict=True)]
+    for pick, (told, style) in PICKS.items():
+        for way in dict.fromkeys(way for other, way in ways if other == pick):
+            found[pick, way] = f"{told}, {way}" if way else told, style
+    return found or {("strongest", ""): PICKS["strongest"]}
+
+
 def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
     models = list(dict.fromkeys(table["model"]))
     counts = sorted({int(count) for count in table["masked"]})
     for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
         own = table[table["model"] == model]
-        for place, (pick, (told, style)) in enumerate(PICKS.items()):
-            rows = own[(own["pick"] == pick) | (own["masked"] == 0)].sort_values("masked")
-            if not (rows["pick"] == pick).any() and pick != "strongest":
-                continue
+        for place, ((pick, way), (told, style)) in enumerate(_series(own).items()):
+            same = (own["pick"] == pick) & (own["condition"].map(_way) == way)
+            rows = own[same | (own["masked"] == 0)].sort_values("masked")
             shift = 0.02 * (len(PICKS) * number + place)  # so that intervals stand side by side
             places = [counts.index(int(count)) + shift for count in rows["masked"]]
             errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]

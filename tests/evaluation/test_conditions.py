@@ -1,11 +1,13 @@
 """Conditions: the study's own, their controls, and what is refused."""
 
+from dataclasses import dataclass
+
 import pytest
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
-from sinklens.interventions import MaskSinks, PatchHooks
+from sinklens.interventions import Intervention, MaskSinks, PatchHooks
 from sinklens.sinks.detectors import EpsilonOverMean
 
 
@@ -18,10 +20,11 @@ def test_each_control_masks_as_many_other_keys():
     found = masking([5], ["weakest", "random"], seed=7)
     assert [(c.name, c.masked, c.pick) for c in found[1:]] == [
         ("5 sinks", 5, "strongest"),
-        ("5 random keys", 5, "random"),
+        ("5 random keys, seed 7", 5, "random"),
         ("5 weakest keys", 5, "weakest"),
     ]
     assert found[2].hooks == (MaskSinks(top_k=5, pick="random", seed=7),)
+    assert [condition.hooks[0].seed for condition in found[1:]] == [0, 7, 0]  # nothing else is drawn
 
 
 def test_a_wider_scope_is_part_of_the_name_so_tables_cannot_mix_it():
@@ -56,6 +59,54 @@ def test_what_cannot_be_told_apart_is_refused(tiny_llada):
         caches = t.cache(["blocks.0.hook_resid_post"])
     with pytest.raises(SettingError, match=r"PatchHooks\(source=...\) is a"):
         Condition("patched", (PatchHooks(source=caches, names=["blocks.0.hook_resid_post"]),))
+
+
+class Untold(Intervention):
+    """Its setting is no field, so its text does not tell it."""
+
+    def __init__(self, factor):
+        super().__init__()
+        object.__setattr__(self, "factor", factor)
+
+    def on(self, model, run=None):
+        return []
+
+
+@dataclass(frozen=True)
+class HalfTold(Intervention):
+    """A dataclass that keeps something beside its fields."""
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "doubled", 2 * self.factor)
+
+    def on(self, model, run=None):
+        return []
+
+
+@dataclass(frozen=True)
+class Told(Intervention):
+    """All it does is told by its fields and its code."""
+
+    factor: float = 1.0
+
+    def on(self, model, run=None):
+        return []
+
+
+def test_settings_outside_the_fields_of_a_dataclass_are_refused():
+    with pytest.raises(SettingError, match=r"Untold keeps factor outside the fields of a dataclass"):
+        Condition("mine", (Untold(1.0),))
+    with pytest.raises(SettingError, match=r"HalfTold keeps doubled outside the fields"):
+        Condition("mine", (HalfTold(),))
+
+
+def test_the_code_of_ones_own_intervention_is_told_and_that_of_sinklens_is_not():
+    one, other = (Condition("mine", (Told(factor),)).described() for factor in (1.0, 2.0))
+    assert one["code"] == other["code"] != []
+    assert one != other
+    assert "code" not in masking([1])[1].described()
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import pytest
 from building import shared_model
 
 from sinklens.errors import LedgerError, PromptError, SettingError
+from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
 from sinklens.evaluation.evaluating import InProcess, estimate, evaluate
 from sinklens.evaluation.ledger import Run, Writer
 from sinklens.evaluation.protocols import find
+from sinklens.tasks import Sample
 from sinklens.tasks import find as find_task
+from sinklens.tasks.tiny_gsm import TinyGsm
 
 CONDITIONS = masking([1])
 TIMES = ("seconds", "batch", "sinks")  # the sinks' last bits depend on the batch
@@ -144,6 +148,34 @@ def test_another_setting_is_another_run_and_never_mixes(tmp_path, tiny_llada):
     evaluate(tiny_llada, find("tiny-gsm").with_settings({"steps": 8}), [UNMASKED], tmp_path, limit=1)
     evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1, seed=1)
     assert [len(records) for records in contents(tmp_path).values()] == [1, 1, 1]
+
+
+@dataclass(frozen=True)
+class Asked(TinyGsm):
+    """The task with other data: what its samples ask."""
+
+    asked: tuple[str, ...] = ()
+
+    def samples(self, limit=None):
+        return [Sample(f"tiny-gsm/{number}", text, " 5") for number, text in enumerate(self.asked)][:limit]
+
+
+def test_a_ledger_that_was_begun_with_other_data_is_refused(tmp_path, tiny_llama, monkeypatch):
+    one, other = Asked(("Question: 2 + 3?", "Question: 3 + 3?")), Asked(("Question: 2 + 3?", "Question: 4 + 3?"))
+    monkeypatch.setattr(units, "_told", lambda task: {})  # as for tasks that read a file, whose place is not told
+    evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=one)
+    evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other, limit=1)
+    with pytest.raises(LedgerError, match=r"an answer to tiny-gsm/1, but to another prompt: it was begun with other"):
+        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other)
+
+
+def test_samples_of_one_name_are_refused(tmp_path, tiny_llama):
+    class Twice(TinyGsm):
+        def samples(self, limit=None):
+            return [Sample("same", "Question: 2 + 3?", " 5")] * 2
+
+    with pytest.raises(SettingError, match=r"has several samples called 'same'"):
+        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=Twice())
 
 
 def test_progress_tells_what_was_done_before(tmp_path, tiny_llama):

@@ -49,6 +49,15 @@ def test_a_second_start_runs_what_is_missing_alone(tmp_path, coded):
     assert len((coded.folder / "verdicts-0.jsonl").read_bytes().splitlines()) == 6
 
 
+def test_a_program_that_was_generated_anew_is_judged_anew(tmp_path, coded):
+    score(tmp_path)
+    (coded.folder / "records-0.jsonl").unlink()
+    answered(coded, TASK, {SAMPLES[0].id: "    return 'wrong'\n", SAMPLES[1].id: SAMPLES[1].reference})
+    assert verdicts(coded) == {}
+    assert score(tmp_path) == 2
+    assert verdicts(coded) == {SAMPLES[0].id: False, SAMPLES[1].id: True}
+
+
 def test_runs_whose_text_decides_are_left_alone(tmp_path):
     run = planted_run(tmp_path, {"tiny-gsm/0": True})
     assert score(tmp_path) == 0

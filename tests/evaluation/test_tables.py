@@ -1,6 +1,7 @@
 """Tables: numbers that were planted come out, pairs are of the same samples, and unlike runs are kept apart."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,33 @@ def test_differences_are_paired_on_the_samples_that_both_have(ledger):
     assert (control.difference, control.lost, control.gained) == (-0.3, 4, 1)
     assert found["1 random key"].against_random is None
     assert found["5 sinks"].against_random is None
+
+
+def test_a_control_is_one_that_masks_in_the_same_way(tmp_path):
+    """Sets per layer beside sets per head, and two seeds of random keys: each meets its own, the first seed's."""
+    heads, layers = masking([1], ["random"]), masking([1], ["random"], scope="layer")
+    planted_run(tmp_path, verdicts(BASE), UNMASKED)
+    for conditions, sinks, control in ((heads, "1100", "1110"), (layers, "1000", "1111")):
+        planted_run(tmp_path, verdicts(sinks), conditions[1])
+        planted_run(tmp_path, verdicts(control), conditions[2])
+    planted_run(tmp_path, verdicts("0000"), masking([1], ["random"], seed=1)[2])
+    found = by_condition(read_lines(tmp_path))
+    assert found["1 sink"].against_random.difference == -0.25
+    assert found["1 sink, one set per layer"].against_random.difference == -0.75
+    assert found["1 random key, seed 1"].accuracy.right == 0
+
+
+def test_samples_of_one_name_with_other_prompts_are_not_paired(tmp_path):
+    planted_run(tmp_path, verdicts(BASE), UNMASKED, prompt_sha256="a")
+    planted_run(tmp_path, verdicts(MASKED), ONE, prompt_sha256="b")
+    with pytest.raises(LedgerError, match=r"given another prompt of s00 under 'unmasked' than under '1 sink'"):
+        read_lines(tmp_path)
+
+
+def test_a_pick_of_ones_own_stands_behind_the_known_ones(tmp_path):
+    planted_run(tmp_path, verdicts(BASE), replace(ONE, name="mine", pick="mine"))
+    planted_run(tmp_path, verdicts(BASE), ONE_RANDOM)
+    assert [line.condition for line in read_lines(tmp_path)] == ["1 random key", "mine"]
 
 
 def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sinklens.evaluation.units import Batch, batches, carry_out, identity, sink_
 from sinklens.interventions import MaskSinks
 from sinklens.tasks import Sample
 from sinklens.tasks import find as find_task
+from sinklens.tasks.gsm8k import Gsm8k
 
 PLAIN = find("tiny-gsm")
 TASK = PLAIN.make_task()
@@ -95,17 +97,38 @@ def test_batches_hold_every_sample_once_and_similar_lengths(tiny_llada):
 
 
 def test_everything_that_decides_a_verdict_is_part_of_the_identity(tiny_llada, tiny_llama):
-    def named(model=tiny_llada, condition=UNMASKED, protocol=PLAIN, seed=0):
-        return str(identity(model, condition, protocol, seed))
+    def named(model=tiny_llada, condition=UNMASKED, task=TASK, protocol=PLAIN, seed=0):
+        return str(identity(model, condition, task, protocol, seed))
 
     others = [
         named(model=tiny_llama),
         named(condition=masking([1])[1]),
         named(protocol=PLAIN.with_settings({"steps": 12})),
         named(seed=1),
+        named(task=Gsm8k(extractor="strict")),
     ]
-    assert len({named(), *others}) == 5
+    assert len({named(), *others}) == 6
     assert named() == named()
+    assert named(task=Gsm8k(path=Path("here"))) == named(task=Gsm8k(path=Path("there")))
+    assert named(protocol=PLAIN.with_settings({"temperature": 0.0})) == named()  # as it is anyway
+
+
+def test_equal_prompts_go_into_different_batches():
+    """One batch would draw different random numbers for them, two the same."""
+    same = [Sample(f"copy/{number}", "Question: 2 + 3?", "") for number in range(3)]
+    made = list(batches(UNMASKED, [*same, Sample("other", "Question: 2 + 3? Say.", "")], 4))
+    assert [[sample.id for sample in batch.samples] for batch in made] == [["copy/0", "other"], ["copy/1"], ["copy/2"]]
+
+
+def test_equal_prompts_get_equal_answers_in_batches_of_any_size(tiny_llama):
+    same = [Sample(f"copy/{number}", SAMPLES[0].prompt, SAMPLES[0].reference) for number in range(2)]
+    hot = PLAIN.with_settings({"temperature": 2.0})
+    found = [
+        {record["sample"]: record["tokens"] for batch in batches(UNMASKED, same, size) for record in
+         carry_out(tiny_llama, TASK, hot, batch, 0)}
+        for size in (1, 2)
+    ]  # fmt: skip
+    assert found[0] == found[1]
 
 
 @dataclass
@@ -151,7 +174,9 @@ def test_a_folder_is_the_same_model_wherever_it_lies(tmp_path, tiny_llada, monke
     mine = tmp_path / "mine"
     shutil.copytree(find_checkpoint("tiny-llada", None), mine)
     monkeypatch.chdir(tmp_path)
-    near, far = (identity(sinklens.load(name), UNMASKED, PLAIN, 0) for name in ("mine", str(mine)))
+    near, far = (identity(sinklens.load(name), UNMASKED, TASK, PLAIN, 0) for name in ("mine", str(mine)))
     assert near == far
+    monkeypatch.chdir(mine)
+    assert identity(sinklens.load("."), UNMASKED, TASK, PLAIN, 0)["model"] == "mine"
     assert near["model"] == "mine"
     assert near["weights"] == tiny_llada.fingerprint

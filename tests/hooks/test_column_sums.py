@@ -136,6 +136,16 @@ def test_bfloat16_operands_are_summed_in_float32():
     assert_sums(*operands(9, 9, torch.bfloat16), causal=True)
 
 
+def test_a_mask_of_a_small_dtype_is_not_rounded_again():
+    """The mask is what attention added; taken to base 2 in bfloat16, 30.25 would become another number."""
+    query, key = (torch.randn(1, 2, 6, 8).bfloat16() for _ in range(2))
+    mask = torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
+    mask[..., 2] = 30.25
+    pattern = (query.double() @ key.double().transpose(-1, -2) * 0.5 + mask.double()).softmax(-1)
+    lse = log_sum_exp(query, key, 0.5, mask)
+    torch.testing.assert_close(column_sums(query, key, lse, 0.5, mask).double(), pattern.sum(-2), atol=1e-4, rtol=1e-4)
+
+
 def test_scores_too_large_for_a_plain_exponential_do_not_overflow():
     query, key = operands()
     assert_sums(query * 30, key * 30, atol=1e-3)

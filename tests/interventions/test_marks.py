@@ -22,6 +22,14 @@ def scaled(factor, also=None):
     return scale
 
 
+def probe(number):
+    """A module whose repr tells its sizes alone."""
+    made = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(made.weight, number)
+    torch.nn.init.zeros_(made.bias)
+    return made
+
+
 def outputs(number):
     """Of so many values that repr would leave out the one that differs."""
     mean = torch.zeros(20, 20, 20)
@@ -55,6 +63,8 @@ SAME_AND_OTHER = {
     "closure": [lambda n: scaled(n)],
     "tensor in a closure": [lambda n: scaled(1, torch.full((2000,), float(n)))],
     "default": [lambda n: lambda value, hook, by=n: value * by],
+    "keyword default": [lambda n: lambda value, hook, *, by=n: value * by],
+    "probe in a closure": [lambda n: scaled(1, probe(n))],
     "partial": [lambda n: functools.partial(max, n)],
     "method": [lambda n: Method(n).hook],
     "code": [lambda n: [lambda value, hook: value * 2, lambda value, hook: value * 3][n]],

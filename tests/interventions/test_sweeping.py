@@ -329,6 +329,14 @@ def test_a_sweep_over_nothing_is_refused(tiny_llada, prompts, listed):
         sweep(tiny_llada, prompts, listed)
 
 
+@pytest.mark.parametrize("given", [list, torch.tensor])
+def test_token_ids_of_one_prompt_are_one_prompt(tiny_llada, given):
+    ids = tiny_llada.encode(PROMPTS[0])[0][0].tolist()
+    swept = sweep(tiny_llada, given(ids), {"none": []}, rows=1, **SHORT)
+    assert swept.sizes["prompt"] == 1
+    assert swept["answer"].item() == sinklens.generate(tiny_llada, PROMPTS[0], **SHORT).text
+
+
 def test_a_function_that_gives_back_another_shape_is_named(tiny_llada):
     def first_row(value, hook):
         return value[:1]

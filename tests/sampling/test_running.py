@@ -159,6 +159,58 @@ def test_a_forced_candidate_is_committed(tiny_llada):
     assert run.tokens[0, -1] == forced
 
 
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_confidence_is_that_of_the_candidate_that_was_put_there(name):
+    """A token that the model finds unlikely is no sure one, and the position waits."""
+    model = sinklens.load(name)
+    found = {}
+
+    def force(value, hook):
+        if hook.step == 0:
+            value = value.clone()
+            value[:, -1] = 17
+        return value
+
+    def keep(value, hook):
+        found.setdefault(hook.step, value.clone())
+
+    settings = {"alg": "maskgit_plus"} if name == "tiny-dream" else {}
+    hooks = [("denoise.hook_candidates", force), ("denoise.hook_confidence", keep)]
+    sinklens.generate(model, PROMPTS[0], hooks=hooks, record_sinks=False, **settings)
+    forced = found.pop(0)
+    found.clear()
+    sinklens.generate(model, PROMPTS[0], hooks=hooks[1:], record_sinks=False, **settings)
+    assert forced[0, -1] < 1e-3 < found[0][0, -1]
+    torch.testing.assert_close(forced[:, :-1], found[0][:, :-1])
+
+
+def test_a_canvas_edited_in_place_is_not_what_the_step_before_left(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=False) as t:
+        for step in t.steps:
+            if step == 3:
+                t["denoise.hook_canvas"][:, -1] = 17
+                t.stop()
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    assert torch.equal(t.canvas[:, -1], base.canvas[:, 3])
+
+
+def test_an_end_that_a_hook_writes_ends_an_autoregressive_row(tiny_llama):
+    """Whether the hook changes the canvas or gives back another, no token follows."""
+
+    def written(value, hook):
+        if hook.step == 3:
+            value[0, -1] = tiny_llama.eos_token_ids[0]
+
+    def given_back(value, hook):
+        written(value := value.clone(), hook)
+        return value
+
+    for hook in (written, given_back):
+        run = sinklens.generate(tiny_llama, PROMPTS[:2], hooks=[("denoise.hook_canvas", hook)], record_sinks=False)
+        ends = run.tokens[0, run.prompt_length + 2 :]
+        assert (ends[: run.steps_run - 2] == tiny_llama.eos_token_ids[0]).all()
+
+
 def test_an_edited_confidence_changes_the_order(tiny_llada):
     """Confidence that falls with position unmasks from left to right."""
 

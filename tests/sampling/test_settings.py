@@ -1,5 +1,7 @@
 """Settings: defaults, and errors that say what to do."""
 
+import math
+
 import pytest
 
 from sinklens.errors import SettingError
@@ -31,8 +33,15 @@ def test_an_autoregressive_step_is_one_token():
         ("llada", {"gen_length": 0}, r"gen_length is a whole number of at least 1; got 0"),
         ("llada", {"gen_length": 8.0}, r"gen_length is a whole number of at least 1; got 8.0"),
         ("llada", {"steps": -1}, r"steps is a whole number"),
-        ("llada", {"temperature": -1.0}, r"temperature is at least 0; got -1.0"),
-        ("llada", {"cfg_scale": -0.5}, r"cfg_scale is at least 0"),
+        ("llada", {"temperature": -1.0}, r"temperature is a finite number of at least 0; got -1.0"),
+        ("llada", {"temperature": math.inf}, r"temperature is a finite number of at least 0; got inf"),
+        ("llada", {"cfg_scale": -0.5}, r"cfg_scale is a finite number of at least 0; got -0.5"),
+        ("llada", {"cfg_scale": math.inf}, r"cfg_scale is a finite number"),
+        ("llada", {"threshold": math.nan}, r"threshold is a finite number of at least 0; got nan"),
+        ("llada", {"threshold": -1.0}, r"threshold is a finite number of at least 0; got -1.0"),
+        ("llada", {"remasking": "random", "threshold": 0.5}, r"'random' commits at random and knows no confidence"),
+        ("dream", {"threshold": math.nan}, r"threshold is a finite number, in the unit of alg; got nan"),
+        ("dream", {"alg_temp": -1.0}, r"alg_temp is a finite number of at least 0; got -1.0"),
         ("llada", {"remasking": "low-confidence"}, r"remasking.*low_confidence.*random"),
         ("llada", {"stpes": 4}, r"stpes is no setting of the llada sampler: no sampler has it. Nearest: steps"),
         ("llada", {"alg": "entropy"}, r"alg is no setting of the llada sampler: it belongs to the dream sampler"),
@@ -42,7 +51,7 @@ def test_an_autoregressive_step_is_one_token():
         ("dream", {"eps": 0.0}, r"eps lies between 0 and 1"),
         ("dream", {"alg": "origin", "threshold": 0.9}, r"'origin' commits at random"),
         ("dream", {"top_p": 0.0}, r"top_p lies in \(0, 1\]"),
-        ("autoregressive", {"top_k": 0}, r"top_k is at least 1"),
+        ("autoregressive", {"top_k": 0}, r"top_k is a whole number of at least 1"),
         ("autoregressive", {"steps": 4}, r"steps is no setting of the autoregressive sampler"),
         ("llada", {"temperature": "hot"}, r"wrong type"),
     ],
