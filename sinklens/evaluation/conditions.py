@@ -79,8 +79,8 @@ def _check_told(hook: Intervention) -> None:
     if "__dataclass_params__" not in vars(kind) or untold:
         raise SettingError(
             f"{kind.__name__} keeps {', '.join(untold) or 'its settings'} outside the fields of a dataclass, and its "
-            f"records could not be told from another's; write @dataclass(frozen=True) above the class, and its settings "
-            f"as fields."
+            f"records could not be told from another's; write @dataclass(frozen=True) above the class, and its "
+            f"settings as fields."
         )
 
 

@@ -10,6 +10,8 @@ from ledgers import planted_run
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import Run
+from sinklens.evaluation.tables import frame, read_lines
+from sinklens.views import accuracy_curves
 
 
 def run(capsys, *arguments):
@@ -118,6 +120,30 @@ def test_numbers_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeyp
     assert "…" not in out
     assert out.count("+0.000 [+0.000, +0.000]") == 6 + 4  # against the unmasked run, and sinks against random keys
     assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path, capsys):
+    planted_run(tmp_path, {"a": True}, model="my [bold] run")
+    _, out, _ = run(capsys, "table", tmp_path)
+    assert out.count("my [bold] run") >= 3
+
+
+def test_the_picture_has_a_line_for_each_way_of_masking(tmp_path):
+    """Sets per head and per layer are not joined, and a lone unmasked model is a point."""
+    planted_run(tmp_path, {"a": True})
+    assert labels(tmp_path) == ["tiny-llada: sinks"]
+    for scope in ("head", "layer"):
+        for condition in masking([1, 5], scope=scope, of_unmasked=True)[1:]:
+            planted_run(tmp_path, {"a": False}, condition)
+    assert labels(tmp_path) == [
+        "tiny-llada: sinks", "tiny-llada: sinks, one set per layer",
+        "tiny-llada: sinks of the unmasked run", "tiny-llada: sinks of the unmasked run, one set per layer",
+    ]  # fmt: skip
+
+
+def labels(ledger):
+    (panel,) = accuracy_curves(frame(read_lines(ledger))).axes
+    return panel.get_legend_handles_labels()[1]
 
 
 def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
