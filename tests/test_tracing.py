@@ -352,6 +352,14 @@ def test_canvases_that_do_not_fit_are_refused(tiny_llada, base, change, text):
         sinklens.generate(tiny_llada, PROMPT, replay=change(base.canvas))
 
 
+def test_an_autoregressive_replay_with_a_gap_is_refused(tiny_llama):
+    base = sinklens.generate(tiny_llama, PROMPT)
+    canvas = base.canvas.clone()
+    canvas[:, 5, base.prompt_length + 2] = -1
+    with pytest.raises(SettingError, match=rf"no token at position {base.prompt_length + 2} of step 5 \(row 0\)"):
+        sinklens.generate(tiny_llama, PROMPT, replay=canvas)
+
+
 def test_replay_of_an_early_end_ends_as_early(tiny_llada):
     fast = sinklens.generate(tiny_llada, PROMPT, threshold=0.5)
     run = sinklens.generate(tiny_llada, PROMPT, replay=fast)

@@ -131,3 +131,12 @@ def _check_replay(state: State, settings: AnySettings, replay: Tensor) -> None:
         raise SettingError(f"replay has {canvases - 1} steps, this run at most {settings.steps}; give the same steps.")
     if not torch.equal(replay[:, 0].to(state.canvas.device), state.canvas):
         raise SettingError("replay began from another canvas; give the same prompts and settings as the replayed run.")
+    if isinstance(settings, AutoregressiveSettings):
+        decided = state.prompt_length + torch.arange(canvases)[:, None] > torch.arange(length)
+        gaps = ((replay.cpu() < 0) & decided).nonzero()
+        if len(gaps):
+            row, step, pos = gaps[0].tolist()
+            raise SettingError(
+                f"replay holds no token at position {pos} of step {step} (row {row}), which an autoregressive run has "
+                f"decided by then; give token ids there."
+            )
