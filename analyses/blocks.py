@@ -66,7 +66,7 @@ class Blocks(Study):
     def _at(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """One block length."""
 
-        def one(prompt: str) -> xr.Dataset:
+        def one(prompt: Any) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
             listed = {"none": [], **masked(track, self.top_k)}
             found = free_effects(self, model, prompt, settings, listed)[["right", "changed"]]

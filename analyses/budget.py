@@ -62,7 +62,7 @@ class Budget(Study):
         steps = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults).steps
         axes = ("budget", "kind")
 
-        def one(prompt: str) -> xr.Dataset:
+        def one(prompt: Any) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
             listed = {f"{kind} {keys}": restricted(kind, keys, steps, track) for keys in BUDGETS for kind in KINDS}
             found = effects(self, model, prompt, settings, listed)

@@ -33,8 +33,8 @@ from torch import Tensor
 from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.runs import own_steps
 from sinklens.analyses.study import SINK, Study
+from sinklens.analyses.swept import is_right
 from sinklens.sinks import SinkTrack, motion
-from sinklens.tasks.word_problems import held_out, read_answer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -188,14 +188,8 @@ def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"]
 
 
 def right_answers(run: "Generation", prompts: Sequence[Any]) -> Float[np.ndarray, " prompt"]:
-    """1 where the number behind ``####`` is right, 0 where not; NaN for a prompt that is no shipped word problem."""
-    results = {problem.prompt: problem.result for problem in held_out()}
-    return np.array(
-        [
-            float(read_answer(answer.text or "") == results[prompt]) if prompt in results else np.nan
-            for prompt, answer in zip(prompts, run.answers, strict=True)
-        ]
-    )
+    """`swept.is_right` of every answer."""
+    return np.array([is_right(prompt, answer.text or "") for prompt, answer in zip(prompts, run.answers, strict=True)])
 
 
 def changed_tokens(one: "Generation", other: "Generation") -> Float[np.ndarray, " prompt"]:

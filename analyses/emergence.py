@@ -4,15 +4,19 @@
     sinklens analyse emergence over-training/*
 
 Models are checkpoints of a training run, named ``RUN@STEP``; each is asked the same prompts with its own settings, and
-every measure becomes a curve over steps, one line per run. Sinks are Rulli et al.'s (2510.15731, Eq. 3, ε = 3 in column
+every measure becomes a curve over steps, one line per run. Runs of one name in different folders are told apart by the
+folders before it. Sinks are Rulli et al.'s (2510.15731, Eq. 3, ε = 3 in column
 sums); how autoregressive models acquire theirs is the question of Gu et al. (2410.10781).
 
 One way this fails: a model that has learned nothing yet answers with anything, and its runs are of another length. The
 measures are means per head and step, but of other steps.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -46,13 +50,16 @@ class Emergence(Study):
 
     name: ClassVar[str] = "emergence"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """`MEASURES` [prompt], ``right`` NaN for prompts that are no shipped word problems.
+    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
+        """Refuse names that tell no step, and two models of one run and step.
 
         Raises:
-            SettingError: the model's name tells no step.
+            SettingError: see above.
         """
-        run_and_step(model.name)
+        runs_and_steps(models)
+
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES` [prompt], ``right`` NaN for prompts that are no shipped word problems."""
         found = self.generate(model, prompts, settings)
         values = {"right": right_answers(found.run, prompts), **sinks_of(found.track)}
         return xr.Dataset({name: ("prompt", values[name]) for name in MEASURES})
@@ -60,7 +67,8 @@ class Emergence(Study):
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``emergence``: every measure by run and step."""
         table = interval_table(measured, list(MEASURES), self.seed)
-        places = [run_and_step(name) for name in table["model"]]
+        known = runs_and_steps(list(measured))
+        places = [known[name] for name in table["model"]]
         table = table.assign(model=[run for run, _ in places], step=[step for _, step in places])
         table["meaning"] = [MEASURES[name] for name in table["measure"]]
         return {"emergence": table.sort_values(["measure", "model", "step"], kind="stable")}
@@ -95,6 +103,26 @@ def run_and_step(name: str) -> tuple[str, int]:
             f"{name}. `sinklens train NAME --checkpoints DIR` writes such."
         )
     return run, int(step)
+
+
+def runs_and_steps(names: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Name -> `run_and_step`, with as many folders before the run as it takes to tell all runs apart.
+
+    >>> runs_and_steps(["seeds/1/tiny@100", "seeds/2/tiny@100"])
+    {'seeds/1/tiny@100': ('1/tiny', 100), 'seeds/2/tiny@100': ('2/tiny', 100)}
+
+    Raises:
+        SettingError: a name is not of that form, or two are the same step of the same run.
+    """
+    places = {name: run_and_step(name) for name in names}
+    paths = {name: (*Path(name).parent.resolve().parts, run) for name, (run, _) in places.items()}
+    twice = [place for place, number in Counter((paths[name], places[name][1]) for name in names).items() if number > 1]
+    if twice:
+        same = [name for name in names if (paths[name], places[name][1]) == twice[0]]
+        raise SettingError(f"{' and '.join(same)} are the same step of the same run; give each checkpoint once.")
+    runs = set(paths.values())
+    depth = next(depth for depth in count(1) if len({path[-depth:] for path in runs}) == len(runs))
+    return {name: ("/".join(paths[name][-depth:]), step) for name, (_, step) in places.items()}
 
 
 def sinks_of(track: SinkTrack) -> dict[str, np.ndarray]:

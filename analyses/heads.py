@@ -56,7 +56,11 @@ class Heads(Study):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._outputs: dict[str, HeadOutputs] = {}  # by model
+        self._outputs: dict[Model, HeadOutputs] = {}
+
+    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
+        """Forget the mean outputs that an earlier run took."""
+        self._outputs.clear()
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, way, layer, head]; ``kl_step`` [prompt, way, layer, step], mean over heads; and
@@ -64,7 +68,7 @@ class Heads(Study):
         """
         sizes = (len(WAYS), model.cfg.n_layers, model.cfg.n_heads)
 
-        def one(prompt: str) -> xr.Dataset:
+        def one(prompt: Any) -> xr.Dataset:
             listed = self.interventions(model, unchanged(self, model, prompt, settings), settings)
             found = effects(self, model, prompt, settings, listed)
             alone, every = (found.isel(intervention=part) for part in (slice(0, -2), slice(-2, None)))
@@ -80,15 +84,15 @@ class Heads(Study):
 
     def interventions(self, model: "Model", track: SinkTrack, settings: Mapping[str, Any]) -> dict[str, Any]:
         """One per way, layer and head, in that order; then all heads at once, one per way of `TOGETHER`."""
-        if model.name not in self._outputs:
+        if model not in self._outputs:
             problems = [problem.prompt for problem in training(self.seed, self.reference)]
-            self._outputs[model.name] = HeadOutputs.of(model, problems, seed=self.seed, **settings)
+            self._outputs[model] = HeadOutputs.of(model, problems, seed=self.seed, **settings)
         alone: dict[tuple[str, int, int], Any] = {}
         for layer, head in np.ndindex(model.cfg.n_layers, model.cfg.n_heads):
             place: dict[str, Any] = {"layers": [layer], "heads": [head]}
             made = masked(track, self.top_k, **place) | {
                 "zero": AblateHeads(by="zero", **place),
-                "mean": AblateHeads(by="mean", reference=self._outputs[model.name], **place),
+                "mean": AblateHeads(by="mean", reference=self._outputs[model], **place),
             }
             alone |= {(way, layer, head): made[way] for way in WAYS}
         ordered = sorted(alone, key=lambda entry: (list(WAYS).index(entry[0]), *entry[1:]))

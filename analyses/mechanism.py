@@ -72,12 +72,12 @@ class Mechanism(Study):
         and ``base`` [prompt, order], the word problems answered right with nothing masked.
         """
 
-        def one(prompt: str) -> xr.Dataset:
+        def one(prompt: Any) -> xr.Dataset:
             return xr.merge([self._confidence(model, prompt, settings), self._costs(model, prompt, settings)])
 
         return each_prompt(prompts, one)
 
-    def _confidence(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset:
+    def _confidence(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
         if model.config.is_causal:
             nothing = dict.fromkeys(CONFIDENCE, ("pick", np.full(len(PICKS), np.nan)))
             steps = {
@@ -97,7 +97,7 @@ class Mechanism(Study):
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))
         return xr.concat(found, dim="pick").assign_coords(pick=list(PICKS))
 
-    def _costs(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> xr.Dataset:
+    def _costs(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
         sizes, parts = (len(PICKS), len(TOP_K)), []
         possible = orders(model, settings)
         for order in ORDERS:

@@ -40,6 +40,7 @@ import sinklens
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
 from sinklens.analyses.swept import each_prompt
+from sinklens.errors import SettingError
 from sinklens.sampling import AutoregressiveSettings, make_settings
 
 if TYPE_CHECKING:
@@ -88,6 +89,19 @@ class Patching(Study):
     """See the module."""
 
     name: ClassVar[str] = "patching"
+
+    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
+        """Refuse prompts of token ids.
+
+        Raises:
+            SettingError: a prompt is no text.
+        """
+        for number, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                raise SettingError(
+                    f"patching changes a number in the text of a prompt; prompt {number} is a list of token ids. Give "
+                    f"texts, and a model with a tokenizer."
+                )
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """``moved`` [prompt, group, layer, step] and ``gap`` [prompt, step], numerator and denominator of ``restored``,

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 from jaxtyping import Bool
 
 import sinklens
 from sinklens.sinks import Record, SinkTrack
+from sinklens.sinks.own import holds_end, own_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sinklens.generation import Generation
     from sinklens.model import Model
+
+__all__ = ["OwnRun", "own_run", "own_steps"]
 
 
 @dataclass(frozen=True)
@@ -77,28 +79,4 @@ def own_run(
 
 def _ended(run: "Generation") -> Bool[np.ndarray, "batch step"]:
     """Whether a row of an autoregressive run had its end token before the step."""
-    ids = run.canvas[:, :-1, run.prompt_length :].numpy()
-    return np.asarray(np.isin(ids, run.model.eos_token_ids).any(axis=-1))
-
-
-def own_steps(track: SinkTrack, own: Bool[np.ndarray, "batch step"]) -> SinkTrack:
-    """`track` with each row's own steps at the front; behind them nothing exists.
-
-    ``unmask_step`` counts the batch's steps and is left out.
-    """
-    data = track.data.drop_vars("unmask_step", errors="ignore")
-    order = np.argsort(~own, axis=1, kind="stable")[:, : own.sum(axis=1).max()]
-    rows, steps = xr.DataArray(np.arange(len(own)), dims="batch"), xr.DataArray(order, dims=("batch", "step"))
-    kept = xr.DataArray(np.take_along_axis(own, order, axis=1), dims=("batch", "step"))
-    moved = {}
-    for name, value in data.data_vars.items():
-        if "step" in value.dims:
-            chosen = value.drop_vars("step", errors="ignore").isel(batch=rows, step=steps)
-            moved[name] = chosen.where(kept, _nothing(value.dtype))
-    return SinkTrack(data.drop_dims("step").assign(moved))
-
-
-def _nothing(dtype: np.dtype) -> Any:
-    if np.issubdtype(dtype, np.bool_):
-        return False
-    return -1 if np.issubdtype(dtype, np.integer) else np.nan
+    return holds_end(run.canvas[:, :-1, run.prompt_length :].numpy(), run.model.eos_token_ids)

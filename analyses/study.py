@@ -106,40 +106,50 @@ class Study(ABC):
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """Figures by name."""
 
+    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:  # noqa: B027 — may be left as it is
+        """Called by `run` before anything is measured, to refuse what the study cannot measure, or to forget what an
+        earlier run left. Does nothing by default.
+
+        Args:
+            models: their names.
+            prompts: each a text or a list of token ids.
+        """
+
     def generate(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], **more: Any) -> OwnRun:
         """`own_run` with the study's seed and chat template."""
         return own_run(model, prompts, settings, seed=self.seed, chat_template=self.chat_template, **more)
 
     def run(
         self,
-        models: Sequence[Any],
-        prompts: Sequence[Any] | Tensor | None = None,
+        models: Any,
+        prompts: str | Sequence[Any] | Tensor | None = None,
         out: str | Path | None = None,
         progress: bool | None = None,
     ) -> Findings:
         """Ask the models.
 
         Args:
-            models: what `sinklens.load` takes.
-            prompts: texts, or rows of token ids for a model without a tokenizer; by default the first 100 shipped
-                held-out problems.
+            models: what `sinklens.load` takes, one or several.
+            prompts: texts, or rows of token ids for a model without a tokenizer; one text, or one row of ids, is one
+                prompt. By default the first 100 shipped held-out problems.
             out: folder for the results; what an interrupted run with the same manifest has measured there is kept.
             progress: show a progress bar; by default on a terminal.
 
         Raises:
-            SettingError: no model, no prompt, two models of one name, a setting that no model knows, or no prompt of
-                the number `shown`.
+            SettingError: no model, no prompt, two models of one name, a setting that no model knows, no prompt of the
+                number `shown`, or what `begin` refuses.
         """
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
-        prompts = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
-        loaded = [sinklens.load(model) for model in models]
+        prompts = _prompts(prompts)
+        loaded = [sinklens.load(model) for model in _several(models)]
         names = _names(loaded)
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
         if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the number of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
         given = _settings_of(loaded, self.settings)
+        self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
         folder = None if out is None else _folder(Path(out), self.name, manifest)
         measured, examples = {}, {}
@@ -163,12 +173,13 @@ class Study(ABC):
     ) -> Iterator[xr.Dataset]:
         """Measurements batch by batch; those that an interrupted run left are read."""
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import track
 
         console = Console(stderr=True)
         starts = range(0, len(prompts), self.batch)
         shown = console.is_terminal if progress is None else progress
-        for start in track(starts, f"{self.name}: {name}", console=console, disable=not shown, transient=True):
+        for start in track(starts, escape(f"{self.name}: {name}"), console=console, disable=not shown, transient=True):
             part = None if folder is None else folder / f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{start}.nc"
             if part is not None and part.exists():
                 yield xr.load_dataset(part, engine="h5netcdf")
@@ -210,31 +221,50 @@ class Study(ABC):
         }
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
     """Prompts from a file: JSON Lines with a ``prompt`` or ``question``, or else one prompt per non-empty line.
+
+    A prompt of JSON Lines is a text, or a list of token ids. Lines end at a line feed and at nothing else.
 
     Raises:
         SinklensError: the file cannot be read, or holds no prompt.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        content = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SinklensError(f"could not read prompts from {path}: {error}") from error
-    if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, number, path) for number, line in enumerate(lines, 1)]
-    if not lines:
+    lines = enumerate((line.removesuffix("\r") for line in content.split("\n")), 1)
+    written = [(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+    if not written:
         raise SinklensError(f"{path} holds no prompt; write one per line, or JSON Lines with a 'prompt' in each.")
-    return lines[:limit]
+    return [_prompt_of(line, where) if path.suffix == ".jsonl" else line for where, line in written[:limit]]
 
 
-def _prompt_of(line: str, number: int, path: Path) -> str:
+def _prompt_of(line: str, where: str) -> str | list[int]:
     try:
         entry = json.loads(line)
-        return str(entry["prompt"] if "prompt" in entry else entry["question"])
+        found = entry["prompt"] if "prompt" in entry else entry["question"]
     except (ValueError, KeyError, TypeError) as error:
-        raise SinklensError(
-            f"{path}, line {number}: no JSON object with a 'prompt' or a 'question' ({error})."
-        ) from error
+        raise SinklensError(f"{where}: no JSON object with a 'prompt' or a 'question' ({error}).") from error
+    if isinstance(found, str) or (isinstance(found, list) and found and all(type(token) is int for token in found)):
+        return found
+    raise SinklensError(
+        f"{where}: the prompt is {json.dumps(found)}; give a text, or a list of token ids such as [2, 287, 28]."
+    )
+
+
+def _prompts(given: str | Sequence[Any] | Tensor) -> list[Any]:
+    """Every prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
+    if isinstance(given, str):
+        return [given]
+    listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
+    return [listed] if listed and all(isinstance(prompt, int) for prompt in listed) else listed
+
+
+def _several(models: Any) -> list[Any]:
+    from sinklens.model import Model
+
+    return [models] if isinstance(models, str | Path | Model | torch.nn.Module) else list(models)
 
 
 def _names(models: Sequence["Model"]) -> list[str]:

@@ -59,20 +59,20 @@ def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSink
     }
 
 
-def unchanged(study: "Study", model: "Model", prompt: str, settings: Mapping[str, Any]) -> SinkTrack:
+def unchanged(study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any]) -> SinkTrack:
     """The sink track of a prompt's run."""
     track = study.generate(model, [prompt], settings).run.sinks
     assert track is not None
     return track
 
 
-def each_prompt(prompts: Sequence[Any], one: Callable[[str], xr.Dataset]) -> xr.Dataset:
+def each_prompt(prompts: Sequence[Any], one: Callable[[Any], xr.Dataset]) -> xr.Dataset:
     """`one` of every prompt, along ``prompt``; axes of different length are filled with NaN."""
     return xr.concat([one(prompt) for prompt in prompts], dim="prompt", join="outer")
 
 
 def free_effects(
-    study: "Study", model: "Model", prompt: str, settings: Mapping[str, Any], interventions: Mapping[str, Any]
+    study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any], interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list is the unchanged run."""
     found = _swept(study, model, prompt, settings, interventions, replay=False)
@@ -88,7 +88,7 @@ def free_effects(
 
 
 def replayed_effects(
-    study: "Study", model: "Model", prompt: str, settings: Mapping[str, Any], interventions: Mapping[str, Any]
+    study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any], interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """``kl``, ``agreement`` and ``confidence`` of `MEANINGS`, [intervention], and ``kl_step`` [intervention, step]."""
     found = _swept(study, model, prompt, settings, interventions, replay=True)
@@ -102,7 +102,7 @@ def replayed_effects(
 
 
 def effects(
-    study: "Study", model: "Model", prompt: str, settings: Mapping[str, Any], interventions: Mapping[str, Any]
+    study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any], interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """`free_effects` and `replayed_effects`: all of `MEANINGS`, [intervention], and ``kl_step``."""
     asked = (study, model, prompt, settings, interventions)
@@ -110,7 +110,7 @@ def effects(
 
 
 def _swept(
-    study: "Study", model: "Model", prompt: str, settings: Mapping[str, Any], interventions: Mapping[str, Any],
+    study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any], interventions: Mapping[str, Any],
     replay: bool,
 ) -> xr.Dataset:  # fmt: skip
     found = sweep(
@@ -120,9 +120,11 @@ def _swept(
     return found.isel(prompt=0)
 
 
-def is_right(prompt: str, text: str) -> float:
-    """1 where the number behind ``####`` is right, 0 where not; NaN for a prompt that is no shipped word problem."""
-    result = _results().get(prompt)
+def is_right(prompt: str | Sequence[int], text: str) -> float:
+    """1 where the number behind ``####`` is right, 0 where not; NaN for a prompt that is no shipped word problem, and
+    for one of token ids.
+    """
+    result = _results().get(prompt) if isinstance(prompt, str) else None
     return float("nan") if result is None else float(read_answer(text) == result)
 
 

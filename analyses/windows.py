@@ -45,7 +45,7 @@ class Windows(Study):
             str(width): [] if np.isinf(width) else WindowAttention(width=int(width)) for width in WIDTHS
         }
 
-        def one(prompt: str) -> xr.Dataset:
+        def one(prompt: Any) -> xr.Dataset:
             found = effects(self, model, prompt, settings, listed)[list(MEANINGS)]
             return found.rename(intervention="width").assign_coords(width=np.array(WIDTHS, dtype=float))
 

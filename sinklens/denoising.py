@@ -7,7 +7,6 @@ One way this fails: two runs of one model at a time would fire each other's hook
 trace block of the same model.
 """
 
-import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from sinklens.errors import HookFunctionError, HookNameError, PromptError, Sinkl
 from sinklens.generation import Answer, Generation, Replayable, canvases_of
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import HookFunction, Intervention, Surroundings
+from sinklens.interventions.base import HookFunction, Intervention, Surroundings, row_key
 from sinklens.model import Model
 from sinklens.sampling import LladaSettings, make_settings
 from sinklens.sampling.decisions import RowNoise
@@ -148,7 +147,7 @@ class Denoising:
             steps=self.settings.steps,
             mask_id=state.mask_id,
             seed=self.seed,
-            row_keys=tuple(_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
+            row_keys=tuple(row_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
             vocabulary=self._texts,
             special=self.model.special_tokens,
         )
@@ -304,11 +303,6 @@ class Denoising:
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
         }
-
-
-def _key(prompt: Sequence[int]) -> int:
-    """A number that depends on a row's prompt alone."""
-    return int.from_bytes(hashlib.sha256(repr(list(prompt)).encode()).digest()[:8], "little")
 
 
 def _takes_hook(function: HookFunction) -> bool:

@@ -61,8 +61,9 @@ def trace(
         model: a `Model`, or anything `sinklens.load` takes.
         prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
         seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
-            two exceptions: with ``threshold=`` a row waits for the slowest, in steps that change nothing of it; and at
-            a temperature above 0 copies of one prompt in one batch are drawn different random numbers.
+            three exceptions: with ``threshold=`` a row waits for the slowest, in steps that change nothing of it; a
+            waiting step counts for interventions that act on the step before or on given steps; and at a temperature
+            above 0 copies of one prompt in one batch are drawn different random numbers.
         chat_template: True puts text through the tokenizer's chat template; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
             the step. They are removed when the run ends.

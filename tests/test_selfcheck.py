@@ -107,9 +107,21 @@ def test_a_pattern_whose_edits_do_not_reach_the_logits_is_refused(monkeypatch):
 
     explicit_with(monkeypatch, deaf)
     with pytest.raises(
-        SelfCheckError, match="pattern of layer 0 to zero leaves the logits as they were: edits do not reach it"
+        SelfCheckError, match="pattern of any layer to zero leaves the logits as they were: edits do not reach them"
     ):
         check(unchecked().tree, causal=False)
+
+
+@pytest.mark.parametrize(("silent", "passes"), [([0], True), ([0, 1], True), ([0, 1, 2], False)])
+def test_layers_whose_attention_adds_nothing_do_not_speak_against_a_model(silent, passes):
+    model = unchecked()
+    for layer in silent:
+        model.tree.hf.model.layers[layer].self_attn.o_proj.weight.data.zero_()
+    if passes:
+        check(model.tree, causal=False)
+    else:
+        with pytest.raises(SelfCheckError, match=r"adds nothing in any layer; sinklens\.load\(\.\.\., check=False\)"):
+            check(model.tree, causal=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -79,6 +79,7 @@ _LLADA_REQUIRED = {
     "multi_query_attention": (None, False),
     "scale_logits": (False,),
     "clip_qkv": (None,),
+    "rope_scaling": (None,),
 }
 _LLADA_RENAMES = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",

@@ -159,7 +159,9 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            content = json.loads(index.read_text(encoding="utf-8"))
+            dict.keys(content["metadata"])  # transformers, which reads the weights, asks for it
+            names = sorted(set(content["weight_map"].values()))
             shards = [folder / name for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is broken ({error}); fetch it again.") from error

@@ -62,7 +62,7 @@ def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except (KeyError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"transformers cannot build a {config.model_type} model of this config: {type(error).__name__}: {error}."
         ) from error
@@ -266,9 +266,25 @@ def _dtype(dtype: str | torch.dtype, weights: files.Weights, target: torch.devic
 
 
 def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase | None":
-    """The folder's tokenizer; None where it has none. Code that tokenizer_config.json names is not run."""
+    """The folder's tokenizer; None where it has none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
+    try:
+        return _read_tokenizer(folder, config)
+    except Exception as error:  # tokenizers raises no other
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason}). One of its files may be "
+            f"half-written: fetch them again, or give another tokenizer as sinklens.load(..., tokenizer=...)."
+        ) from error
+
+
+def _read_tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+    """The tokenizer; code that tokenizer_config.json names is not run."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").is_file():

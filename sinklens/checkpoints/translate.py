@@ -27,9 +27,10 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         CheckpointError: it names none; says whether the checkpoint would need code of its own.
     """
     kind = config.get("model_type")
-    if kind not in BY_MODEL_TYPE:
+    named = isinstance(kind, str)
+    if named and kind not in BY_MODEL_TYPE:
         register_installed()
-    if kind in BY_MODEL_TYPE:
+    if named and kind in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[kind]
     own_code = " It asks for code of its own (auto_map), which sinklens never runs." if config.get("auto_map") else ""
     raise CheckpointError(
@@ -50,6 +51,11 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     from transformers import CONFIG_MAPPING
 
     check_required(config, family, where)
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"{where}: config.json has a quantization_config; only weights that are not quantized are loaded. Give the "
+            f"checkpoint that it was made from."
+        )
     if family.config_names:
         settings = _renamed(config, family, where)
     else:
@@ -57,7 +63,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
         settings = {key: value for key, value in config.items() if key not in dropped}
     try:
         made = CONFIG_MAPPING[family.architecture](**settings)
-    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+    except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{where}: config.json describes no {family.architecture} model: {reason}") from error
     made.is_causal = family.causal
@@ -93,6 +99,8 @@ def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, An
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
     settings = {new: config[old] for old, new in family.config_names.items() if old in config}
     theta = settings.pop("rope_theta")
+    if not isinstance(theta, int | float):
+        raise CheckpointError(f"{where}: config.json has rope_theta = {theta!r}; it is a number, such as 500000.0.")
     settings |= {key: config[key] for key in _KEPT if key in config} | {key: config.get(key) for key in _TOKENS}
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
     settings["vocab_size"] = config["vocab_size"]

@@ -155,11 +155,11 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
 
 def _told(task: Task) -> dict[str, Any]:
     """A task's own settings; where its files lie is none of them."""
-    entries = fields(task) if is_dataclass(task) else ()
-    told = {entry.name: getattr(task, entry.name) for entry in entries if entry.name not in ("path", "examples")}
-    return {
-        name: value if value is None or isinstance(value, int | float) else str(value) for name, value in told.items()
-    }
+    if not is_dataclass(task):
+        return {}
+    told = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
+    plain = (str, int, float, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:

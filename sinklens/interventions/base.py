@@ -15,8 +15,10 @@ One way this fails: hooks at one point run in the order they were listed. An int
 to a point belongs behind them.
 """
 
+import hashlib
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,16 +157,42 @@ def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
     """`chosen` as numbers from 0 to `size` − 1, each once, ascending; all of them for None.
 
     Raises:
-        SettingError: one does not exist.
+        SettingError: one does not exist, or `chosen` is no list of whole numbers.
     """
     if chosen is None:
         return list(range(size))
-    if isinstance(chosen, int):
-        raise SettingError(f"{kind}s is a list of numbers; write {kind}s=[{chosen}].")
-    for number in chosen:
+    numbers = whole_numbers(kind, chosen)
+    for number in numbers:
         if not -size <= number < size:
             raise SettingError(f"{kind} {number} does not exist; there are {size}, 0 to {size - 1} (or -{size} to -1).")
-    return sorted({number % size for number in chosen})
+    return sorted({number % size for number in numbers})
+
+
+def whole_numbers(kind: str, chosen: Sequence[int]) -> list[int]:
+    """`chosen` as Python's integers, in their order; an array or a tensor of integers is as good as a list.
+
+    Raises:
+        SettingError: one number, a generator, or something that is no whole number.
+    """
+    if isinstance(chosen, int):
+        raise SettingError(f"{kind}s is a list of numbers; write {kind}s=[{chosen}].")
+    if isinstance(chosen, Iterator):
+        raise SettingError(
+            f"{kind}s is a list of numbers, which is read more than once; {type(chosen).__name__} can be read once "
+            f"only. Write {kind}s=list(...)."
+        )
+    try:
+        listed = list(chosen)
+        numbers = [operator.index(number) for number in listed]
+    except TypeError as error:
+        raise SettingError(f"{kind}s is a list of whole numbers; got {chosen!r}.") from error
+    if any(_is_truth(number) for number in listed):
+        raise SettingError(f"{kind}s is a list of whole numbers; got truth values, {chosen!r}. Write their numbers.")
+    return numbers
+
+
+def _is_truth(number: object) -> bool:
+    return isinstance(number, bool) or (isinstance(number, Tensor) and number.dtype is torch.bool)
 
 
 def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
@@ -178,7 +206,7 @@ def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"])
     length, starts = real.shape[1], real.long().argmax(dim=1)
     within("position", positions, length - int(starts.min()))
     mask = torch.zeros_like(real)
-    for position in positions:
+    for position in whole_numbers("position", positions):
         columns = starts + position if position >= 0 else torch.full_like(starts, length + position)
         has = (columns >= starts) & (columns < length)
         mask[has.nonzero()[:, 0], columns[has]] = True
@@ -234,6 +262,11 @@ class Distances:
         """The distances that belong to the additive mask `mask`; queries are the last positions."""
         keys = torch.arange(mask.shape[-1], device=mask.device)
         return keys[None, :] - keys[len(keys) - self._queries :, None]
+
+
+def row_key(prompt: Sequence[int]) -> int:
+    """A number that depends on the ids of a row's prompt alone."""
+    return int.from_bytes(hashlib.sha256(repr(list(prompt)).encode()).digest()[:8], "little")
 
 
 def layer_of(point: Point) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Intervention, Pairs, Part, Queries, Surroundings, layer_of
+from sinklens.interventions.base import Canvas, Intervention, Pairs, Part, Queries, Surroundings, layer_of
 from sinklens.interventions.selection import Scope, Selection
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class HeadOutputs:
     """Outputs of every head over a reference set of prompts; made by `HeadOutputs.of`.
 
     Attributes:
-        mean: over prompts, steps and real positions.
+        mean: over prompts, steps and real positions, each as often as a pass of the row's own run holds it.
         pool: some of them, drawn at random, the same places for all heads of a layer.
     """
 
@@ -44,34 +44,67 @@ class HeadOutputs:
     def of(cls, model: "Model", prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> "HeadOutputs":
         """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps.
 
-        Every pass counts: an autoregressive run with a key/value cache sees each position once, a diffusion run at
-        every step.
+        Every pass of a row's own run counts: an autoregressive run with a key/value cache sees each position once, a
+        diffusion run at every step. Passes in which a row waits for others of its batch, because it has ended or has
+        nothing left to decide, do not count.
         """
         from sinklens.tracing import generate
 
-        layers = model.cfg.n_layers
-        kept: dict[int, list[Tensor]] = {layer: [] for layer in range(layers)}
-        total: dict[int, Tensor] = {}
-        count = dict.fromkeys(range(layers), 0)
-        rng = torch.Generator().manual_seed(seed)
-        real = model.encode(prompts, settings.get("chat_template", False))[1]
+        seen = _Collected(model, model.encode(prompts, settings.get("chat_template", False))[1], seed)
+        generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen.pairs(), **settings)
+        return cls(seen.mean(), seen.pool())
 
-        def collect(value: Tensor, hook: Point) -> None:
-            layer, missing = layer_of(hook), value.shape[1] - real.shape[1]
-            mask = torch.nn.functional.pad(real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
-            z = value[mask].detach().float().cpu()
-            total[layer] = total.get(layer, torch.zeros(())) + z.sum(dim=0)
-            count[layer] += len(z)
-            kept[layer].append(z[torch.randperm(len(z), generator=rng)[: max(1, POOL // 64)]])
 
-        generate(
-            model, prompts, seed=seed, record_sinks=False, progress=False,
-            hooks=[(f"blocks.{layer}.attn.hook_z", collect) for layer in range(layers)], **settings,
-        )  # fmt: skip
-        pools = [torch.cat(parts) for parts in kept.values()]
-        drawn = torch.randperm(len(pools[0]), generator=rng)[:POOL]
-        mean = torch.stack([total[layer] / count[layer] for layer in range(layers)])
-        return cls(mean, torch.stack([pool[drawn % len(pool)] for pool in pools]))
+class _Collected:
+    """The outputs of every head, step by step, of the rows that work at the step."""
+
+    def __init__(self, model: "Model", real: Bool[Tensor, "batch pos"], seed: int) -> None:
+        layers = range(model.cfg.n_layers)
+        self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(seed)
+        self._canvas = Canvas()
+        self._pass: dict[int, Tensor] = {}
+        self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._total = {layer: torch.zeros(()) for layer in layers}
+        self._count = dict.fromkeys(layers, 0)
+
+    def pairs(self) -> Pairs:
+        """The hooks that collect."""
+        points = [(f"blocks.{layer}.attn.hook_z", self._hold) for layer in self._kept]
+        return [("denoise.hook_canvas", self._canvas.hook), *points, ("denoise.hook_confidence", self._take)]
+
+    def _hold(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        self._pass[layer_of(hook)] = value.detach()
+
+    def _take(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
+        """The step is decided: which rows worked at it is known."""
+        working = self._working(confidence)
+        for layer, value in self._pass.items():
+            missing = value.shape[1] - self._real.shape[1]
+            mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
+            z = value[mask & working[:, None]].float().cpu()
+            self._total[layer] = self._total[layer] + z.sum(dim=0)
+            self._count[layer] += len(z)
+            self._kept[layer].append(z[torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]])
+        self._pass.clear()
+
+    def _working(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows that have something to decide: in an autoregressive run, those without an end token."""
+        if not bool(self._model.config.is_causal):
+            return (confidence > -torch.inf).any(dim=1)
+        assert self._canvas.ids is not None
+        ids = self._canvas.ids[:, self._real.shape[1] :]
+        ends = torch.tensor(self._model.eos_token_ids, dtype=ids.dtype, device=ids.device)
+        return ~torch.isin(ids, ends).any(dim=1)
+
+    def mean(self) -> Float[Tensor, "layer head d_head"]:
+        """Over all that was taken."""
+        return torch.stack([self._total[layer] / self._count[layer] for layer in self._kept])
+
+    def pool(self) -> Float[Tensor, "layer sample head d_head"]:
+        """Some of it, from the same places in all layers."""
+        pools = [torch.cat(parts) for parts in self._kept.values()]
+        drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
+        return torch.stack([pool[drawn % len(pool)] for pool in pools])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ cache or without. With ``queries="all"`` they are forbidden to every token of th
 compute all of them again (``use_cache=False``): what earlier tokens say to the newest changes as well.
 
 One way this surprises: a key that was masked at step t − 1 received nothing there, so it is no sink, and at step t
-others are masked in its place. With ``source=`` a run without masking, the sets are those of the unmasked model.
+others are masked in its place. With ``source=`` a run without masking, the sets are those of the unmasked model. A
+head that attended to nothing at step t − 1 has no sink there, and nothing is masked for it.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.base import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, within
-from sinklens.interventions.previous import PreviousSinks
+from sinklens.interventions.previous import PreviousSinks, planned_steps
 from sinklens.interventions.selection import Pick, Scope, Selection, as_tuple
 from sinklens.sinks.track import SinkTrack
 
@@ -71,13 +72,15 @@ class MaskSinks(Intervention):
         only: states ("prompt", "masked", "committed") or token kinds that may be masked.
         same_step: the sinks of step t itself, from an unmasked pass before it; twice the work, diffusion only.
         source: "itself", or another run of the same prompts, or its `sinks`: what that run had as sinks at step t − 1
-            (at step t with `same_step`) is masked, by the column sums it recorded, and nothing in steps that it lacks.
+            (at step t with `same_step`) is masked, by the column sums it recorded, and nothing in steps that it lacks,
+            or that one row of it lacks. A part of a track holds the steps that its ``step`` coordinate names.
         seed: of random keys.
         queries: in an autoregressive run, whether the keys are forbidden to the "newest" token or to "all".
         positions: keys that may be masked.
 
     Raises:
-        SettingError: settings that exclude each other; `top_k` above the number of positions when a run gets there.
+        SettingError: settings that exclude each other; `top_k` above the number of positions when a run gets there; a
+            source of other prompts or another model.
     """
 
     top_k: int | None = 1
@@ -103,23 +106,26 @@ class MaskSinks(Intervention):
     def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
 
+        Of a part of a track, those of the steps whose step before is in it too.
+
         Raises:
             SettingError: for random keys, kinds or states, a source or `same_step`, which a track alone does not tell.
         """
         if self.pick == "random" or self.only or track_of(self.source) is not None or self.same_step or track.causal:
             raise SettingError("the keys can be told from a track where they follow from the scores alone.")
-        real = torch.from_numpy(track.data["real"].to_numpy())
+        real, steps = torch.from_numpy(track.data["real"].to_numpy()), track.data["step"].to_numpy().tolist()
         found = np.zeros(track.data["score"].shape, dtype=bool)
         layers = within("layer", self.layers, found.shape[2])
         heads = within("head", self.heads, found.shape[3])
-        for step in within("step", self.steps, track.steps):
-            if step == 0:
+        for step in within("step", self.steps, planned_steps(track)):
+            if step not in steps or step - 1 not in steps:
                 continue
-            scores = torch.from_numpy(track.isel(step=step - 1).scores().fillna(0.0).to_numpy()[:, 0])
+            before = track.isel(step=steps.index(step - 1)).scores()
+            scores = torch.from_numpy(before.fillna(0.0).to_numpy()[:, 0])
             by_layer = {layer: scores[:, layer] for layer in layers}
             chosen = self.selection.choose(by_layer, real, None, None, step, among=place_mask(self.positions, real))
             for layer, keys in chosen.items():
-                found[:, step, layer, heads] = keys.numpy()[:, heads]
+                found[:, steps.index(step), layer, heads] = keys.numpy()[:, heads]
         return track.data["score"].copy(data=found)
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
@@ -141,7 +147,7 @@ class KeepKeys(Intervention):
     """Attention to the strongest keys of step t − 1 and to the neighbours alone: can a context be compressed to sinks?
 
     Query i sees key j if j is among the kept keys, or |i − j| ≤ window. Everything else is as in `MaskSinks`; nothing
-    is forbidden at step 0.
+    is forbidden at step 0. A head that attended to nothing at step t − 1 has no strongest key and keeps its neighbours.
 
     Attributes:
         top_k: keys kept per head.
@@ -180,7 +186,7 @@ class KeepKeys(Intervention):
             if found is None:
                 return None
             distance = distances.of(value)
-            seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None]
+            seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
             return _without(value, seen, distance, chosen.heads, model, run)
 
         return [*distances.pairs(chosen.layers), *chosen.pairs(forbid)]

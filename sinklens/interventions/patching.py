@@ -19,7 +19,17 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Intervention, Pairs, Part, Queries, Surroundings, place_mask, refuse, within
+from sinklens.interventions.base import (
+    Intervention,
+    Pairs,
+    Part,
+    Queries,
+    Surroundings,
+    place_mask,
+    refuse,
+    whole_numbers,
+    within,
+)
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -142,10 +152,10 @@ class PatchHooks(Intervention):
     source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.source_positions is not None and len(self.source_positions) != len(self.positions or ()):
+        own = 0 if self.positions is None else len(whole_numbers("position", self.positions))
+        if self.source_positions is not None and len(self.source_positions) != own:
             raise SettingError(
-                f"source_positions belong to positions one by one; got {len(self.source_positions)} and "
-                f"{len(self.positions or ())}."
+                f"source_positions belong to positions one by one; got {len(self.source_positions)} and {own}."
             )
         if not len(self.source):
             raise SettingError("source holds no step; has its run taken place?")
@@ -231,7 +241,7 @@ class PatchHooks(Intervention):
             return new
         of = head_axis(name)
         mask = torch.zeros(here.shape[of], dtype=torch.bool, device=here.device)
-        mask[list(self.heads)] = True
+        mask[within("head", self.heads, len(mask))] = True
         return torch.where(mask.view([-1 if axis == of else 1 for axis in range(here.ndim)]), new, here)
 
     def _moved(self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"]) -> Tensor:
@@ -243,7 +253,8 @@ class PatchHooks(Intervention):
                 f"patterns and scores can be patched between runs of one length only."
             )
         length = source.shape[1]
-        numbers = list(self.positions or ()) if self.source_positions is None else list(self.source_positions)
+        asked = self.positions if self.source_positions is None else self.source_positions
+        numbers = whole_numbers("position", () if asked is None else asked)
         for number, put in zip(numbers, places.T, strict=True):
             rows = ((put >= 0) & (put < changed.shape[1])).nonzero()[:, 0]
             if not len(rows):
@@ -284,8 +295,9 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
     Raises:
         SettingError: a row does not have one.
     """
-    found = torch.zeros(len(real), len(positions), dtype=torch.long, device=real.device)
-    for place, position in enumerate(positions):
+    numbers = whole_numbers("position", positions)
+    found = torch.zeros(len(real), len(numbers), dtype=torch.long, device=real.device)
+    for place, position in enumerate(numbers):
         mask = place_mask([position], real)
         if not bool(mask.any(dim=1).all()):
             raise SettingError(f"position {position} does not exist in every row; patch rows of such lengths apart.")

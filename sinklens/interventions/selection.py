@@ -4,11 +4,13 @@ Everything here works on one step: scores [batch, head, key] of each layer, and 
 may be shared by the heads of a layer or by the whole model; scores are then averaged first.
 
 One way this fails: the number of keys that exist differs between rows of a padded batch. Where fewer than `top_k` may
-be taken, all of those are, and no padding ever is.
+be taken, all of those are, and no padding ever is. Where the scores are 0 everywhere, because a head attended to
+nothing, there is no strongest key, and none is taken.
 """
 
 import hashlib
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -57,7 +59,7 @@ class Selection:
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.detector is None):
             raise SettingError("give either top_k, a number of keys per head, or a detector, and not both.")
-        if self.top_k is not None and self.top_k < 0:
+        if self.top_k is not None and not _is_count(self.top_k):
             raise SettingError(f"top_k is a number of keys, 0 or more; got {self.top_k}.")
         if self.pick not in ("strongest", "weakest", "random"):
             raise SettingError(f"pick is 'strongest', 'weakest' or 'random'; got {self.pick!r}.")
@@ -134,6 +136,7 @@ class Selection:
         layer: int,
     ) -> Keys:
         """The first `number` keys of each head, in the order that `pick` asks for; never one that is not allowed."""
+        attends = (scores != 0).any(dim=-1, keepdim=True)
         if self.pick == "random":
             scores = self._noise(scores, _need(run), step, layer)
         elif self.pick == "weakest":
@@ -145,7 +148,7 @@ class Selection:
         strongest = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]  # of equals, the first
         wanted = torch.arange(strongest.shape[-1], device=scores.device) < number
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, strongest, wanted.expand_as(strongest))
-        return taken & allowed[:, None]
+        return taken & allowed[:, None] & attends
 
     def _noise(self, scores: Scores, run: Surroundings, step: int, layer: int) -> Scores:
         """Random scores; a row's do not depend on padding or on its batch. Heads share them as far as `scope` says."""
@@ -162,14 +165,18 @@ class Selection:
         return drawn.to(scores.device)
 
     def _track(self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
-        """One step as a track of its own, for detectors and token kinds."""
+        """One step as a track of its own, for detectors and token kinds.
+
+        Every key counts as seen by every query whose attention the scores hold: in an autoregressive run that is the
+        newest alone, not a column of the pattern.
+        """
         keys = canvas.shape[1]
         ids = canvas.cpu().numpy()[:, None]
         masked = ids == run.mask_id
         scores = torch.stack([scores.float() for scores in layers.values()], dim=1)[:, None].cpu().numpy()
         attrs = {
             "model": str(run.tree.cfg.model_name),
-            "causal": int(run.causal),
+            "causal": 0,
             "prompt_length": run.prompt_length,
             "vocabulary": json.dumps(run.vocabulary(np.unique(ids).tolist())),
             "special": json.dumps(run.special),
@@ -213,6 +220,14 @@ class Selection:
             wanted = [int(kind) for kind in Kind if kind.name.lower() in self.only]
             keep = keep | torch.from_numpy(np.isin(found, wanted)).to(canvas.device)
         return keep
+
+
+def _is_count(number: object) -> bool:
+    """Whether `number` is a whole number, 0 or more."""
+    try:
+        return operator.index(number) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        return False
 
 
 def _with_scores(track: SinkTrack, layers: dict[int, Scores]) -> SinkTrack:

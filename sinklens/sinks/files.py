@@ -20,7 +20,8 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SinklensError, TrackError
-from sinklens.sinks.stores import FINISHED, FORMAT, WRITTEN
+from sinklens.sinks.own import nothing
+from sinklens.sinks.stores import FINISHED, FORMAT, WIDE, WRITTEN
 from sinklens.writing import whole
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def save(track: "SinkTrack", path: Path, dtype: str) -> Path:
         raise TrackError(f"dtype on disk is 'float32' or 'float16'; got {dtype!r}.")
     data = track.data.assign_attrs(format=FORMAT).drop_encoding()
     recorded = [name for name in data.data_vars if np.issubdtype(data[name].dtype, np.floating)]
-    data = data.assign({name: data[name].astype(dtype) for name in recorded})
+    data = data.assign({name: data[name].astype("float32" if name in WIDE else dtype) for name in recorded})
     if path.suffix == ".zarr":
         return _save_store(data, path)
     compressed = {name: {"zlib": True, "complevel": 1} for name in recorded}
@@ -188,17 +189,10 @@ def _refuse_other_places(part: xr.Dataset, first: xr.Dataset) -> None:
 
 def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
     bare = part.drop_vars(list(part.coords)).drop_attrs()
-    nothing: dict[str, float] = {str(name): _nothing(values.dtype) for name, values in bare.items()}
+    missing: dict[str, float] = {str(name): nothing(values.dtype) for name, values in bare.items()}
     steps, unmask = part.sizes["step"], bare["unmask_step"]  # a position that never got a token has the number of steps
     bare = bare.assign(unmask_step=unmask.where(unmask != steps, steps + late))
-    return bare.pad({"pos": (left, 0), "step": (0, late)}, constant_values=nothing)
-
-
-def _nothing(dtype: np.dtype) -> float | int:
-    """What stands where there is no position or step."""
-    if np.issubdtype(dtype, np.floating):
-        return np.nan
-    return -1 if np.issubdtype(dtype, np.integer) else False
+    return bare.pad({"pos": (left, 0), "step": (0, late)}, constant_values=missing)
 
 
 def _shared_attrs(parts: Sequence[xr.Dataset], length: int) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Every place (row, step, position) of a track has one `Kind`, from the text of its token and from where it stands, and
 one `State`: part of the prompt, still masked, or committed before the step began. Places that do not exist (padding,
-what an autoregressive run has not decoded yet) are MISSING and counted nowhere.
+what an autoregressive run has not decoded yet, and all of its row once that has ended) are MISSING and counted nowhere.
 
 Whether sinks prefer a kind is a comparison: on a canvas full of masks most sinks are masks, preferred or not. So
 `enrichment` puts the share of a kind among the sinks beside its share among the positions.
@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 
 from sinklens.errors import TrackError
 from sinklens.sinks.detectors import Detector
+from sinklens.sinks.own import running
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 class Kind(IntEnum):
     """Kinds of tokens. A token is of the first that fits, in this order:
 
-    MISSING: padding, or not there yet. MASK: undecided. START: a beginning-of-text token, or an end token on the row's
-    first position. FILLING: an end token of the answer behind the first that the answer has on the canvas of this step.
-    END: any other end-of-sequence token. MARKUP: any other special token, or text such as ``<|start_header_id|>`` and
-    ``[INST]``. NEWLINE: white space with a line break. SPACE: other white space, or nothing. PUNCTUATION: no letter
-    or number, so also ``+`` and ``####``. DIGIT: numbers only, white space around them aside. WORD: the rest, and
-    pieces of a character, which decode to U+FFFD.
+    MISSING: padding, not there yet, or of a row that has ended. MASK: undecided. START: a beginning-of-text token, or
+    an end token on the row's first position. FILLING: an end token of the answer behind the first that the answer has
+    on the canvas of this step. END: any other end-of-sequence token. MARKUP: any other special token, or text such as
+    ``<|start_header_id|>`` and ``[INST]``. NEWLINE: white space with a line break. SPACE: other white space, or
+    nothing. PUNCTUATION: no letter or number, so also ``+`` and ``####``. DIGIT: numbers only, white space around them
+    aside. WORD: the rest, and pieces of a character, which decode to U+FFFD.
     """
 
     MISSING = -1
@@ -234,8 +235,9 @@ def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "Data
 
 
 def _existing(track: SinkTrack) -> np.ndarray:
-    """Places that are there, [batch, step, pos]: no padding, and decoded where the run is autoregressive."""
-    return track.data["real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
+    """Places that are there, [batch, step, pos]: no padding, nothing still to be decoded, no row that has ended."""
+    there = track.data["real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
+    return there & running(track).to_numpy()[:, :, None]
 
 
 def _answer(track: SinkTrack) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 The *main sink* of a head at a step is its strongest key. The *sinks* are what a detector finds, any number of them. A
 position *exists* at a step where it has a score: padding never does, a token of an autoregressive run does once the
-step's text holds it, and after a row has ended nothing does. What does not exist counts nowhere; a head that attends to
-nothing has no main sink at that step. Positions are canvas positions, left padding included.
+step's text holds it, and after a row has ended nothing does, also where its batch goes on. What does not exist counts
+nowhere; a head that attends to nothing has no main sink at that step. Positions are canvas positions, left padding
+included.
 
 One way this fails: every head has a strongest key, also one whose attention is flat, and there the strongest key jumps
 with the noise. `jumps`, `drift` and `static_share` then tell of motion where there is no sink; `lifetimes`, `overlap`
@@ -17,6 +18,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
+from sinklens.sinks.own import running
 from sinklens.sinks.track import SinkTrack, Unit
 
 if TYPE_CHECKING:
@@ -29,16 +31,16 @@ HEADS = ("layer", "head")
 
 
 def existing(track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
-    """True where a position exists: it has a score and is no padding."""
-    return track.scores().notnull()
+    """True where a position exists: it has a score, is no padding, and its row has not ended."""
+    return _scores(track).notnull()
 
 
 def main_sink(track: SinkTrack) -> Float[xr.DataArray, "batch step layer head"]:
     """Position of the strongest key, argmax_j Ā[j]; the first of equals; NaN where a head attends to nothing.
 
-    The same as ``track.top(1)``, without sorting (Rulli et al., 2510.15731, Fig. 7).
+    The same as ``track.top(1)``, without sorting, until the row ends (Rulli et al., 2510.15731, Fig. 7).
     """
-    score = track.scores().fillna(0)
+    score = _scores(track).fillna(0)
     strongest = score.argmax("pos")
     position = strongest.copy(data=score["pos"].to_numpy()[strongest.to_numpy()])
     return position.where(score.max("pos") > 0)
@@ -193,7 +195,7 @@ def spatial_variance(track: SinkTrack, unit: Unit = "sum", pooled: bool = True) 
         pooled: mass averaged over layers and heads, [batch]: there it is summed, here uniform attention stays 1. False
             for each head by itself, [batch, layer, head].
     """
-    mass = (_pool(track) if pooled else track).scores(unit).mean("step").astype(np.float64)
+    mass = _scores(_pool(track) if pooled else track, unit).mean("step").astype(np.float64)
     return _without_heads(mass.var("pos"), pooled)
 
 
@@ -213,7 +215,7 @@ def centroid(
     """
     asked = _pool(track) if pooled else track
     found = _massive(asked) if pooled and detector is None else asked.detect(detector)
-    return _without_heads(_centre(asked.scores(unit), found), pooled)
+    return _without_heads(_centre(_scores(asked, unit), found), pooled)
 
 
 def temporal_variance(
@@ -258,12 +260,18 @@ def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataF
         "overlap_layer": overlap(found, exists, "layer"),
         "overlap_head": overlap(found, exists, "head"),
         "spatial_variance": spatial_variance(track, pooled=False),
-        "temporal_variance": _wandering(_centre(track.scores(), found)),
+        "temporal_variance": _wandering(_centre(_scores(track), found)),
         "pooled_spatial_variance": spatial_variance(track),
         "pooled_temporal_variance": temporal_variance(track),
     }
     means = {name: value.mean([dim for dim in value.dims if dim != "batch"]) for name, value in measures.items()}
     return xr.Dataset(means).assign_coords(batch=exists["batch"]).to_dataframe()
+
+
+def _scores(track: SinkTrack, unit: Unit = "sum") -> xr.DataArray:
+    """The scores while a row runs; NaN where it waits for others of its batch behind its end."""
+    score = track.scores(unit)
+    return score.where(running(track)) if track.causal else score
 
 
 def _of_main_sink(track: SinkTrack) -> dict[str, xr.DataArray]:

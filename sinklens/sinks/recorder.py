@@ -41,7 +41,8 @@ class Record:
             count from the end. Watching a pattern makes it explicit, which can change logits in their last bits.
         to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
             the number of steps; a run that is killed leaves the steps it finished. None keeps the track in memory.
-        dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits).
+        dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits, up to 65,504; the
+            ones of "stream", which can be larger, stay in float32).
 
     Raises:
         SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are no (step,

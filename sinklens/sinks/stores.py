@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
+WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # beyond float16's 65,504 in some models
 FORMAT = "sinklens sink track 1"
 WRITTEN = "steps_written"  # attribute of a Zarr store: steps that are whole
 FINISHED = "finished"  # attribute: 0 until the run has come to its end
@@ -100,7 +101,7 @@ class ZarrStore(Store):
     Args:
         axes: variable -> its axes behind batch and step.
         steps: steps planned; the arrays are that long, `WRITTEN` says how many of them there are.
-        dtype: of floating-point variables on disk.
+        dtype: of floating-point variables on disk; those in `WIDE` stay in float32.
 
     Raises:
         SettingError: something is there already.
@@ -166,7 +167,7 @@ class ZarrStore(Store):
             name,
             shape=(batch, *planned, *sizes),
             chunks=(batch, *(1 for _ in planned), *sizes),
-            dtype=self._dtype if floating else value.dtype,
+            dtype=self._dtype if floating and name not in WIDE else value.dtype,
             fill_value=np.nan if floating else None,
             dimension_names=("batch", *axes),
             config={"write_empty_chunks": True},

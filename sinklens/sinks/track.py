@@ -193,8 +193,9 @@ class SinkTrack:
         """Write to one NetCDF-4 file, or to a Zarr store if `path` ends in ``.zarr``; nothing half-written stays.
 
         Args:
-            dtype: of the recorded quantities on disk. float16 keeps three significant digits; only h5netcdf and h5py
-                read it from a NetCDF file, since the format does not know it.
+            dtype: of the recorded quantities on disk. float16 keeps three significant digits of numbers up to 65,504;
+                those of "stream" can be larger and stay in float32. Only h5netcdf and h5py read float16 from a NetCDF
+                file, since the format does not know it.
 
         Raises:
             SinklensError: it cannot be written; the track is still in memory.

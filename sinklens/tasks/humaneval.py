@@ -13,6 +13,7 @@ the start of a line loses it.
 Source: Chen et al. 2021 (arXiv 2107.03374); EleutherAI/lm-evaluation-harness.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,9 @@ class HumanEval(CodeTask):
             records = read_hub(HubSet("openai/openai_humaneval", "openai_humaneval", "test"), FIELDS)
         else:
             records = read_file(choose(self.path, ("HumanEval.jsonl", "HumanEval.jsonl.gz")), FIELDS)
-        return [self._sample(record) for record in records[:limit]]
+        samples = [self._sample(record) for record in records]
+        _require_distinct(samples, records)
+        return samples[:limit]
 
     def _sample(self, record: Record) -> CodeSample:
         stub, instruct = record["prompt"], self.style == "humaneval-instruct"
@@ -71,3 +74,19 @@ class HumanEval(CodeTask):
             test=record["test"],
             entry_point=record["entry_point"],
         )
+
+
+def _require_distinct(samples: Sequence[CodeSample], records: Sequence[Record]) -> None:
+    """Refuse records that would be one sample: what is recorded of one would be taken for the other.
+
+    Raises:
+        TaskError: two `task_id` end alike.
+    """
+    first: dict[str, str] = {}
+    for sample, record in zip(samples, records, strict=True):
+        if sample.id in first:
+            raise TaskError(
+                f"the task_id {first[sample.id]!r} and {record['task_id']!r} both make the sample {sample.id}; what "
+                f"follows the last '/' of a task_id is in no other. Number the records anew."
+            )
+        first[sample.id] = record["task_id"]

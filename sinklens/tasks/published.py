@@ -9,6 +9,7 @@ One way this fails: a file of another split has the same fields. The number of r
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -35,15 +36,25 @@ def read_file(path: Path, fields: Sequence[str]) -> list[Record]:
         fields: names that every record must have.
 
     Raises:
-        TaskError: the file is missing, or a line is no object with text in these fields.
+        TaskError: the file is missing or cannot be read, or a line is no object with text in these fields.
     """
     if not path.is_file():
         raise TaskError(f"there is no file {path}; give a JSON Lines file with the fields {', '.join(fields)}.")
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    lines = [line for line in content.decode().split("\n") if line.strip()]
+    lines = [line for line in _text(path).split("\n") if line.strip()]
     if not lines:
         raise TaskError(f"{path} is empty; give a JSON Lines file with the fields {', '.join(fields)}.")
     return [_record(line, fields, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _text(path: Path) -> str:
+    """What a file holds, unpacked; a byte order mark is left out."""
+    try:
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        raise TaskError(f"{path} cannot be read ({error}); it may be truncated. Fetch it again.") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 ({error}); write it anew as UTF-8, or unpack it first.") from error
 
 
 def _record(line: str, fields: Sequence[str], where: str) -> Record:

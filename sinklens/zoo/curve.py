@@ -7,7 +7,8 @@ One way this fails: the records of an older run in the same folder stand for the
 with the run.
 """
 
-import json
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 
 from sinklens.errors import SinklensError
-from sinklens.zoo.export import write_checkpoint
+from sinklens.zoo.export import LAST_WRITTEN, write_checkpoint
+from sinklens.zoo.keeping import append_record, read_records, read_tensors
 from sinklens.zoo.recipes import Recipe
 
 RESULT = "accuracy.jsonl"
@@ -44,31 +46,42 @@ def accuracy_curve(
         with tempfile.TemporaryDirectory() as folder:
             scores = score(write_checkpoint(recipe, _weights(file), Path(folder)))
         record = {"step": step, **scores}
-        with result.open("a") as out:
-            out.write(json.dumps(record) + "\n")
+        append_record(result, record)
         yield record
 
 
 def read(run: Path) -> dict[int, dict[str, int | float]]:
     """The records that `accuracy_curve` has left in `run`, by step; none if it was not called."""
-    result = run / RESULT
-    records = map(json.loads, result.read_text().splitlines()) if result.exists() else ()
-    return {record["step"]: record for record in records}
+    return {record["step"]: record for record in read_records(run / RESULT)}
 
 
 def write_checkpoints(recipe: Recipe, run: Path, out: Path) -> list[Path]:
-    """Write every kept copy of a run's weights as a checkpoint, ``out/NAME@STEP``; those that are there are kept.
+    """Write every kept copy of a run's weights as a checkpoint, ``out/NAME@STEP``; those that are there whole are kept.
 
     Raises:
-        SinklensError: `run` kept no weights.
+        SinklensError: `run` kept no weights, or some that are not whole.
     """
     written = []
     for step, file in _some_kept(recipe, run).items():
         folder = out / f"{recipe.name}@{step}"
-        if not (folder / "model.safetensors").exists():
-            write_checkpoint(recipe, _weights(file), folder)
+        if not (folder / LAST_WRITTEN).exists():
+            _write_whole(recipe, _weights(file), folder)
         written.append(folder)
     return written
+
+
+def _write_whole(recipe: Recipe, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a checkpoint beside its place and move it there; a kill leaves a hidden folder at most."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    try:
+        write_checkpoint(recipe, weights, part)
+        if folder.exists():  # and is not whole; what else is in it stays
+            for file in sorted(part.iterdir(), key=lambda file: file.name == LAST_WRITTEN):
+                file.replace(folder / file.name)
+        else:
+            part.replace(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _some_kept(recipe: Recipe, run: Path) -> dict[int, Path]:
@@ -79,7 +92,7 @@ def _some_kept(recipe: Recipe, run: Path) -> dict[int, Path]:
 
 
 def _weights(file: Path) -> dict[str, torch.Tensor]:
-    loaded = torch.load(file, weights_only=True, map_location="cpu")
+    loaded = read_tensors(file)
     return loaded["model"] if file.name == "state.pt" else loaded
 
 
@@ -87,6 +100,6 @@ def _kept(recipe: Recipe, run: Path) -> dict[int, Path]:
     """Step -> file, in order of the steps; the state of a finished run is that of its last step."""
     found = {int(file.stem.removeprefix("weights-")): file for file in run.glob("weights-*.pt")}
     state = run / "state.pt"
-    if state.is_file() and torch.load(state, weights_only=True, map_location="cpu")["step"] == recipe.steps:
+    if state.is_file() and read_tensors(state)["step"] == recipe.steps:
         found[recipe.steps] = state
     return dict(sorted(found.items()))

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
+from sinklens.zoo.keeping import read_records, read_tensors
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.scores import Score
 from sinklens.zoo.training import build_model, make_tokenizer
@@ -26,6 +26,7 @@ from sinklens.zoo.training import build_model, make_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+LAST_WRITTEN = "generation_config.json"  # a checkpoint that has it is whole
 LLADA_NAMES = {
     "model.embed_tokens.": "model.transformer.wte.",
     "model.norm.": "model.transformer.ln_f.",
@@ -49,12 +50,12 @@ def export(recipe: Recipe, run: Path, folder: Path) -> Path:
         folder: where the checkpoint goes; made if missing.
 
     Raises:
-        SinklensError: the run has no state, or is not finished.
+        SinklensError: the run has no state or one that is not whole, or is not finished.
     """
     state_file = run / "state.pt"
     if not state_file.is_file():
         raise SinklensError(f"{run} has no state.pt; train first: sinklens train {recipe.name} --run {run}")
-    state = torch.load(state_file, weights_only=True, map_location="cpu")
+    state = read_tensors(state_file)
     if state["step"] < recipe.steps:
         raise SinklensError(f"{run} is at step {state['step']} of {recipe.steps}; let `sinklens train` finish it.")
     return write_checkpoint(recipe, state["model"], folder)
@@ -87,7 +88,7 @@ def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], f
     if masked:
         lengths |= {"block_length": ANSWER_LENGTH}
     _write_json(
-        folder / "generation_config.json",
+        folder / LAST_WRITTEN,
         {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "sinklens": lengths},
     )
     return folder
@@ -220,10 +221,11 @@ def write_card(
         scores: measured on held-out samples.
         over_training: step -> what `sinklens.zoo.scores.on_the_way` says of the weights kept there.
     """
-    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    records = read_records(run / "log.jsonl")
     ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
     minutes = sum(record["seconds"] for record in ends) / 60
-    points = [r for r in records if r["step"] % 400 == 0 or r is records[-1]]
+    steps = {record["step"]: record for record in records}  # a resumed run makes some again: the later ones count
+    points = [steps[step] for step in sorted(steps) if step % 400 == 0 or step == max(steps)]
     rows = "\n".join(f"| {r['step']} | {r['loss']:.4f} | {_share(over_training.get(r['step']))} |" for r in points)
     table = "\n".join(f"| {s.what} | {s.accuracy} | {s.chance:.2f} |" for s in scores)
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())

@@ -7,19 +7,17 @@ Dream keeps to what the autoregressive weights it began with can do. The *causal
 cross-entropy on the same rows, the prompt weighted as lightly.
 
 Every batch is a function of (seed, step), so a run that was stopped and resumed equals one that was not. The state is
-written to a temporary file and moved into place: a kill at any moment leaves the last whole state.
+written to a temporary file and moved into place (keeping.py): a kill at any moment leaves the last whole state.
 
 One way this fails: a run is resumed on another number of threads or another device, and sums are rounded otherwise.
 """
 
-import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +26,9 @@ from torch import Tensor
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.translate import family_named, family_of
+from sinklens.errors import SettingError
 from sinklens.zoo.corpus import ANSWER_LENGTH, Corpus, build_corpus
+from sinklens.zoo.keeping import append_record, read_tensors, write_tensors
 from sinklens.zoo.recipes import DEFAULTS, Recipe
 from sinklens.zoo.tokenizer import train_tokenizer
 
@@ -159,10 +159,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 def _save_state(
     path: Path, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, recipe: Recipe, step: int
 ) -> None:
-    temporary = path.with_suffix(".part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "recipe": asdict(recipe)}
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    write_tensors(state, path)
 
 
 def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int = 400) -> Iterator[dict[str, float]]:
@@ -177,40 +175,58 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
         keep_every: steps between two kept copies of the weights, in bfloat16.
 
     Raises:
-        ValueError: `out` holds a run whose steps this recipe would have made otherwise.
+        SettingError: `out` holds a run whose steps this recipe would have made otherwise.
+        CheckpointError: its state is not whole.
     """
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    state_file = out / "state.pt"
+    state = _state(state_file, recipe, device)  # before the rows are made, which takes minutes
     tokenizer = make_tokenizer(recipe)
     corpus = build_corpus(tokenizer, recipe)
     model = build_model(recipe, tokenizer).to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    state_file, started = out / "state.pt", time.perf_counter()
-    for step in range(_resume(state_file, recipe, model, optimizer, device), recipe.steps):
+    started = time.perf_counter()
+    for step in range(_resume(state, model, optimizer), recipe.steps):
         loss = _update(recipe, corpus, model, optimizer, tokenizer.mask_token_id, step)
         done = step + 1
         if done % 20 == 0 or done == recipe.steps:
             record = {"step": done, "loss": loss, "seconds": time.perf_counter() - started}
-            with (out / "log.jsonl").open("a") as log:
-                log.write(json.dumps(record) + "\n")
+            append_record(out / "log.jsonl", record)
             yield record
         if done % keep_every == 0:
             weights = {name: value.bfloat16() for name, value in model.state_dict().items()}
-            torch.save(weights, out / f"weights-{done}.pt")
+            write_tensors(weights, out / f"weights-{done}.pt")
         if done % save_every == 0 or done == recipe.steps:
             _save_state(state_file, model, optimizer, recipe, done)
 
 
-def _resume(file: Path, recipe: Recipe, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, device: str) -> int:
-    """Load the state of an interrupted run, if there is one; the step to go on from."""
+def _state(file: Path, recipe: Recipe, device: str) -> dict[str, Any] | None:
+    """The state of an interrupted run; None if there is none.
+
+    Raises:
+        SettingError, CheckpointError: see `train`.
+    """
     if not file.exists():
-        return 0
-    state = torch.load(file, weights_only=True, map_location=device)
+        return None
+    state = read_tensors(file, device)
     begun = Recipe(**{**DEFAULTS, **state["recipe"]})  # a state may be older than the newest setting
-    if begun.until(state["step"]) != recipe.until(state["step"]):
-        raise ValueError(f"{file} belongs to another recipe; give this run a folder of its own.")
+    made, asked = asdict(begun.until(state["step"])), asdict(recipe.until(state["step"]))
+    if made != asked:
+        other = ", ".join(f"{name} {made[name]!r}, not {asked[name]!r}" for name in made if made[name] != asked[name])
+        raise SettingError(
+            f"{file} belongs to another recipe; give this run a folder of its own (--run), or that recipe. Up to its "
+            f"step {state['step']} it has {other}."
+        )
+    return state
+
+
+def _resume(state: dict[str, Any] | None, model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> int:
+    """Go on from a state, if there is one; the step to go on from."""
+    if state is None:
+        return 0
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]

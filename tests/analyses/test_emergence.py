@@ -4,10 +4,11 @@ import shutil
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import sinklens
 from sinklens.analyses import find
-from sinklens.analyses.emergence import MEASURES, run_and_step, sinks_of
+from sinklens.analyses.emergence import MEASURES, run_and_step, runs_and_steps, sinks_of
 from sinklens.checkpoints.files import find as find_checkpoint
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
@@ -62,6 +63,33 @@ def test_measures_are_those_of_a_loop(tiny_llama):
         assert found["main_score"][row] == pytest.approx(np.mean(best), rel=1e-6)
         assert found["start"][row] == pytest.approx(np.mean(first))
         assert found["jump_share"][row] == pytest.approx(changes / pairs)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    names = [f"em/r1/{end}" for end in ("tiny@100", "tiny@200")] + ["em/r2/tiny@100", "em/r2/other@100/"]
+    found = runs_and_steps(names)
+    assert list(found) == names
+    assert list(found.values()) == [("r1/tiny", 100), ("r1/tiny", 200), ("r2/tiny", 100), ("r2/other", 100)]
+    assert runs_and_steps(["a/one@3", "b/two@3"]) == {"a/one@3": ("one", 3), "b/two@3": ("two", 3)}
+    assert runs_and_steps(["a/b/x@1", "c/b/x@1"])["c/b/x@1"] == ("c/b/x", 1)
+
+
+def test_two_runs_of_one_name_stay_two_curves():
+    first, second = (xr.Dataset({name: ("prompt", [number, number]) for name in MEASURES}) for number in (1, 2))
+    data = {"em/r1/tiny@100": first, "em/r2/tiny@100": second}
+    table = find("emergence")().tables(data)["emergence"]
+    part = table[table["measure"] == "heads"]
+    assert part[["model", "estimate"]].to_numpy().tolist() == [["r1/tiny", 1.0], ["r2/tiny", 2.0]]
+
+
+def test_one_step_of_one_run_is_asked_once(checkpoints, tiny_llada):
+    with pytest.raises(SettingError, match=r"a/x@1 and \./a/x@01 are the same step of the same run; give each"):
+        runs_and_steps(["a/x@1", "b/x@1", "./a/x@01"])
+    study = find("emergence")()
+    with pytest.raises(SettingError, match=r"are the same step of the same run"):
+        study.run([checkpoints[0], checkpoints[0].parent / ".." / checkpoints[0].parent.name / checkpoints[0].name])
+    with pytest.raises(SettingError, match=r"folders called RUN@STEP, e.g. tiny-llada@400; got tiny-llada"):
+        study.run([checkpoints[0], tiny_llada])
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "run@", "run@latest", "@"])

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import sinklens
 from sinklens.analyses.heads import WAYS, Heads
+from sinklens.analyses.swept import unchanged
 from sinklens.interventions import AblateHeads, HeadOutputs, MaskSinks, effect
 from sinklens.tasks.word_problems import held_out, training
 
@@ -40,6 +42,27 @@ def test_by_step_heads_are_averaged_and_all_at_once_are_apart(tiny_llada, measur
     one = effect(tiny_llada, [PROMPT], MaskSinks(top_k=2), **SETTINGS)
     every = measured["all_kl"].sel(together="strongest")
     assert float(every.item()) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
+
+
+class Means(Heads):
+    """Only how large the mean output is that head 0 of layer 0 gets."""
+
+    def measure(self, model, prompts, settings):
+        made = self.interventions(model, unchanged(self, model, prompts[0], settings), settings)
+        return xr.Dataset({"mean": ("prompt", [float(made["mean 0 0"].reference.mean[0, 0].norm())])})
+
+    def tables(self, measured):
+        return {}
+
+
+def test_mean_outputs_are_those_of_the_model_asked_though_another_had_its_name():
+    study, model, other = Means(reference=2, settings=SETTINGS), *(sinklens.load("tiny-llama") for _ in range(2))
+    other.tree.hf.model.layers[0].self_attn.v_proj.weight.data *= 2
+    first, second = (study.run(one, PROMPT).measured["tiny-llama"]["mean"].item() for one in (model, other))
+    assert second == pytest.approx(2 * first, rel=0.2)
+    model.tree.hf.model.layers[0].self_attn.v_proj.weight.data *= 2
+    again = study.run(model, PROMPT).measured["tiny-llama"]["mean"].item()
+    assert again == pytest.approx(second, rel=1e-5)
 
 
 def test_the_table_names_the_head_with_the_largest_effect():

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 from sinklens.analyses import find
+from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [held_out(2)[1].prompt, "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
@@ -30,3 +32,20 @@ def test_the_batch_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_l
     assert xr.load_dataset(tmp_path / f"{name}.nc", engine="h5netcdf").sizes["model"] == 2
     for file in together.files:
         assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["heads", "windows", "blocks", "budget", "mechanism", "diagnose"])
+def test_prompts_of_token_ids_are_measured_and_their_answers_are_not_judged(name, tiny_llada):
+    study = find(name)(settings={"gen_length": 2}, **FEW.get(name, {}))
+    given = tiny_llada.encode(held_out(1)[0].prompt)[0]
+    (measured,) = study.run(tiny_llada, given).measured.values()
+    (text,) = study.run(tiny_llada, held_out(1)[0].prompt).measured.values()
+    assert measured["right"].isnull().all()
+    assert text["right"].notnull().any()
+    changed = "masking_changed" if name == "diagnose" else "changed"
+    np.testing.assert_array_equal(measured[changed], text[changed])
+
+
+def test_patching_refuses_token_ids(tiny_llada):
+    with pytest.raises(SettingError, match=r"a number in the text of a prompt; prompt 0 is a list of token ids. Give"):
+        find("patching")().run(tiny_llada, torch.tensor([2, 287, 28]))

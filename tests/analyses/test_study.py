@@ -62,6 +62,16 @@ def test_batches_make_one_dataset_in_the_order_of_the_prompts(tiny_llada):
     assert str(shown.examples["tiny-llada"]["text"].item()) == "eeeee"
 
 
+def test_one_model_and_one_prompt_need_no_list(tiny_llada):
+    for models in ("tiny-llada", tiny_llada, tiny_llada.tree.hf):
+        found = Letters().run(models, "one prompt")
+        assert found.measured["tiny-llada"]["letters"].values.tolist() == [10]
+    for ids in ([8, 9, 10], torch.tensor([8, 9, 10])):
+        Letters.asked.clear()
+        Letters().run("tiny-llada", ids)
+        assert Letters.asked == [[[8, 9, 10]]]
+
+
 def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_path, monkeypatch):
     prompts = ["a", "bb", "ccc", "dddd"]
     whole = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "whole")
@@ -161,6 +171,24 @@ def test_prompts_are_read_from_text_and_from_json_lines(tmp_path):
     assert read_prompts(tmp_path / "a.jsonl", 1) == ["one\ntwo"]
 
 
+def test_a_prompts_file_may_begin_with_a_byte_order_mark_and_have_any_character_in_a_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\u2028and\x85a half\r\ntwo\x0c\n".encode())
+    assert read_prompts(tmp_path / "a.txt") == ["one\u2028and\x85a half", "two\x0c"]
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "one\u2028two"}\r\n'.encode())
+    assert read_prompts(tmp_path / "a.jsonl") == ["one\u2028two"]
+
+
+def test_token_ids_of_a_prompts_file_are_asked_as_token_ids(tmp_path):
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
+    file.write_text('{"prompt": [2, 287, 28]}\n{"question": [2, 287, 28, 423]}\n')
+    assert read_prompts(file) == [[2, 287, 28], [2, 287, 28, 423]]
+    given = ["--gen-length", "2"]
+    assert main(["analyse", "layers", "tiny-llama", "--prompts", str(file), "--out", str(out), *given]) == 0
+    rows = [torch.tensor([2, 287, 28]), torch.tensor([2, 287, 28, 423])]
+    same = find("layers")(settings={"gen_length": 2}).run("tiny-llama", rows)
+    assert json.loads((out / "layers.json").read_text())["prompts_sha256"] == same.manifest["prompts_sha256"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
@@ -169,6 +197,15 @@ def test_prompts_are_read_from_text_and_from_json_lines(tmp_path):
         ("empty.txt", b"\n\n", r"holds no prompt; write one per line"),
         ("bad.jsonl", b'{"prompt": "a"}\n{"text": "b"}', r"bad.jsonl, line 2: no JSON object with a 'prompt'"),
         ("list.jsonl", b"[1]", r"list.jsonl, line 1: no JSON object"),
+        (
+            "blank.jsonl",
+            b'\n{"prompt": "a"}\n\n{"prompt": null}',
+            r"line 4: the prompt is null; give a text, or a list",
+        ),
+        ("number.jsonl", b'{"prompt": 7}', r"line 1: the prompt is 7; give a text, or a list of token ids such as"),
+        ("nested.jsonl", b'{"prompt": [[2, 3]]}', r"line 1: the prompt is \[\[2, 3\]\]; give a text"),
+        ("true.jsonl", b'{"prompt": [true]}', r"line 1: the prompt is \[true\]; give a text"),
+        ("none.jsonl", b'{"prompt": []}', r"line 1: the prompt is \[\]; give a text"),
     ],
 )
 def test_a_file_without_prompts_is_refused(name, content, text, tmp_path):

@@ -246,12 +246,21 @@ def test_shards_without_their_index_are_refused(sharded):
         read_headers(sharded, LLADA)
 
 
-BROKEN_INDEXES = ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": []}}']
+BROKEN_MAPS = ["[]", '{"a": null}', '{"a": []}']
+BROKEN_INDEXES = ["", "{", "[]", "{}", *(f'{{"metadata": {{}}, "weight_map": {broken}}}' for broken in BROKEN_MAPS)]
 
 
 @pytest.mark.parametrize("broken", BROKEN_INDEXES)
 def test_broken_index_is_refused(sharded, broken):
     (sharded / INDEX).write_text(broken)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is broken \(.*; fetch it again"):
+        read_headers(sharded, LLADA)
+
+
+@pytest.mark.parametrize("metadata", [None, [], 3])
+def test_index_without_the_metadata_that_transformers_asks_for_is_refused(sharded, metadata):
+    index = json.loads((sharded / INDEX).read_text()) | {"metadata": metadata}
+    (sharded / INDEX).write_text(json.dumps({key: value for key, value in index.items() if value is not None}))
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is broken \(.*; fetch it again"):
         read_headers(sharded, LLADA)
 

@@ -257,6 +257,24 @@ def test_tokenizer_that_names_code_of_its_own_is_read_without_it(tmp_path):
     assert tokenizer.mask_token_id == 6
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kept", [0, 100])
+@pytest.mark.usefixtures("nothing_loads")
+def test_half_written_tokenizer_is_refused_before_a_weight_is_read(llada, name, kept):
+    write_tokenizer(llada)
+    (llada / name).write_text((llada / name).read_text()[:kept])
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .*llada cannot be read \(.*half-written: fetch them"):
+        sinklens.load(llada)
+
+
+def test_tokenizer_file_that_is_no_tokenizer_is_refused_where_none_is_given(llada, tmp_path):
+    for content in ("{}", '{"added_tokens": [], "model": {"type": "x"}}'):
+        (llada / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"or give another tokenizer as sinklens\.load\(\.\.\., tokenizer="):
+            sinklens.load(llada)
+    assert sinklens.load(llada, tokenizer=word_tokenizer(tmp_path)).tokenizer is not None
+
+
 # Quiet
 
 

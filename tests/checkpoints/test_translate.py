@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ LLADA: dict[str, Any] = {
     "multi_query_attention": True,
     "scale_logits": True,
     "clip_qkv": 8.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
 WINDOW = {"use_sliding_window": True}
 DREAM = WINDOW | {"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -188,6 +190,30 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         _translated(_config("llada", n_heads=5))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("llada", {"n_heads": 0}, r"here: config\.json describes no llama model: .* by zero"),
+        ("llada", {"n_kv_heads": 0}, r"cannot build a llama model of this config: ZeroDivisionError"),
+        ("llama", {"head_dim": 0}, r"cannot build a llama model of this config: ZeroDivisionError"),
+        ("dream", {"num_attention_heads": 0}, r"cannot build a qwen2 model of this config: ZeroDivisionError"),
+        ("llada", {"rope_theta": "x"}, r"here: config\.json has rope_theta = 'x'; it is a number, such as"),
+        ("llada", {"rope_theta": [1]}, r"here: config\.json has rope_theta = \[1\]; it is a number, such as"),
+        ("llama", {"rope_theta": "x"}, r"cannot build a llama model of this config: TypeError"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(family, changes, told):
+    with pytest.raises(CheckpointError, match=told):
+        build_empty(_translated(_config(family, **changes)))
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "llama"])
+def test_quantized_checkpoint_is_refused(family):
+    with pytest.raises(CheckpointError, match=r"has a quantization_config; only weights that are not quantized are"):
+        _translated(_config(family, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}))
+    assert _translated(_config(family, quantization_config=None)).vocab_size == 61
+
+
 def test_activation_that_transformers_lacks_is_refused():
     with pytest.raises(CheckpointError, match=r"cannot build a llama model of this config: KeyError: 'swigloo'"):
         build_empty(_translated(_config("llama", hidden_act="swigloo")))
@@ -208,9 +234,11 @@ def test_unknown_model_type_with_code_of_its_own_says_that_it_is_never_run():
         family_of({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.OwnModel"}}, "here")
 
 
-def test_config_without_model_type_is_refused():
-    with pytest.raises(CheckpointError, match="model_type None is not a known family"):
-        family_of({}, "here")
+@pytest.mark.parametrize("config", [{}, {"model_type": ["llada"]}, {"model_type": {}}])
+def test_config_without_model_type_is_refused(config):
+    kind = re.escape(repr(config.get("model_type")))
+    with pytest.raises(CheckpointError, match=f"model_type {kind} is not a known family"):
+        family_of(config, "here")
 
 
 def test_unknown_family_names_the_nearest():

@@ -1,5 +1,6 @@
 """What holds for every intervention: rows stand alone, a cache changes nothing, nothing stays behind, all combine."""
 
+import numpy as np
 import pytest
 import torch
 from building import random_ids, shared_model
@@ -22,7 +23,7 @@ from sinklens.interventions import (
     Surroundings,
     WindowAttention,
 )
-from sinklens.interventions.base import Part, Queries, place_mask
+from sinklens.interventions.base import Part, Queries, place_mask, within
 from sinklens.sinks import EpsilonOverMean
 
 Z = "blocks.1.attn.hook_z"
@@ -327,6 +328,43 @@ def test_positions_count_from_each_rows_first_token_or_from_the_end():
 def test_one_number_where_a_list_is_wanted_is_refused():
     with pytest.raises(SettingError, match=r"positions is a list of numbers; write positions=\[2\]"):
         place_mask(2, torch.ones(1, 5, dtype=torch.bool))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("chosen", [torch.tensor([3, 1, -3]), np.array([1, 3]), range(1, 5, 2), [torch.tensor(1), 3]])
+def test_arrays_and_tensors_of_whole_numbers_are_lists(chosen):
+    assert within("step", chosen, 5) == ([1, 2, 3] if len(chosen) == 3 else [1, 3])
+    real = torch.ones(1, 5, dtype=torch.bool)
+    assert place_mask(chosen, real).nonzero()[:, 1].tolist() == within("position", chosen, 5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ([1, 2.5], r"steps is a list of whole numbers; got \[1, 2.5\]"),
+        (torch.tensor([1.0, 2.0]), r"steps is a list of whole numbers; got tensor\(\[1., 2.\]\)"),
+        ("12", "steps is a list of whole numbers; got '12'"),
+        (torch.tensor(3), r"steps is a list of whole numbers; got tensor\(3\)"),
+        ([True, False], "steps is a list of whole numbers; got truth values"),
+        (torch.tensor([True, False]), "steps is a list of whole numbers; got truth values"),
+        ((step for step in (1, 2)), r"generator can be read once only. Write steps=list\(...\)"),
+    ],
+)
+def test_what_is_no_list_of_whole_numbers_is_refused(chosen, text):
+    with pytest.raises(SettingError, match=text):
+        within("step", chosen, 5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_tensor_of_steps_and_places_restricts_an_intervention_as_a_list_does(worded):
+    given = {"steps": [1, 3], "layers": [0, 2], "heads": [-1, 2], "positions": [0, -2]}
+    listed, tensors = (
+        watch(worded(), PADDED, [AblateHeads(**{name: kind(value) for name, value in given.items()})], ["hook_logits"])
+        for kind in (list, torch.tensor)
+    )
+    assert torch.equal(logits_of(listed), logits_of(tensors))
+    assert not torch.equal(logits_of(listed), logits_of(watch(worded(), PADDED, [], ["hook_logits"])))
 
 
 def surroundings(causal):

@@ -5,8 +5,10 @@ import torch
 from building import KINDS, plain_pass, random_ids, random_model, shared_model
 from watching import LONG, PADDED, SHORT, again, entered, logits_of, unwatched, watch
 
+import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.tasks.word_problems import held_out
 
 WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
 WAYS += [(architecture, True, {"use_cache": False}) for architecture in ("llama", "qwen2", "qwen3")]
@@ -264,3 +266,32 @@ def test_a_reference_of_another_model_is_refused(reference):
 def test_ablating_no_head_is_the_base_run_bit_for_bit(worded):
     runs = [watch(worded(), [LONG], hooks, ["hook_logits"]) for hooks in ([], [AblateHeads(heads=[])])]
     assert torch.equal(logits_of(runs[0]), logits_of(runs[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tiny_llama", {}),
+        ("tiny_llama", {"use_cache": False}),
+        ("tiny_llada", {"threshold": 0.9, "block_length": 12}),  # rows end their blocks at different steps
+    ],
+)
+def test_a_reference_counts_no_step_in_which_a_row_waits_for_its_batch(name, settings, request):
+    model = request.getfixturevalue(name)
+    prompts = [problem.prompt for problem in held_out(3)]
+    together = HeadOutputs.of(model, prompts, **settings)
+    alone = [HeadOutputs.of(model, [prompt], **settings) for prompt in prompts]
+    runs = [sinklens.generate(model, prompt, record_sinks=False, **settings) for prompt in prompts]
+    counts = [positions(run, settings) for run in runs]
+    assert len({run.steps_run for run in runs}) > 1
+    mean = sum(count * part.mean for count, part in zip(counts, alone, strict=True)) / sum(counts)
+    torch.testing.assert_close(together.mean, mean, atol=1e-4, rtol=1e-4)
+
+
+def positions(run, settings):
+    """How many positions the passes of a run of one prompt hold together."""
+    if not run.model.config.is_causal:
+        return run.steps_run * run.canvas.shape[2]
+    if settings.get("use_cache", True):
+        return run.prompt_length + run.steps_run - 1
+    return sum(run.prompt_length + step for step in range(run.steps_run))

@@ -380,3 +380,53 @@ def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_refused(tiny_ll
     assert by_run.sinks.scores().equals(by_sinks.sinks.scores())
     with pytest.raises(SettingError, match=r"source is another run or its sinks; got .*Generation.*record_sinks=False"):
         MaskSinks(source=sinklens.generate(tiny_llada, prompt, record_sinks=False, **few))
+
+
+@pytest.mark.parametrize("unit", ["visible", "fraction"])
+def test_one_querys_attention_is_seen_by_all_queries_it_comes_from_whatever_the_unit(tiny_llama, unit):
+    """A fifth of the newest token's attention above the mean of the others, counted from the patterns."""
+    detector = EpsilonOverMean(epsilon=0.2, unit=unit)
+    masking = MaskSinks(top_k=None, detector=detector)
+    prompt = held_out(1)[0].prompt
+    watched = watch(tiny_llama, prompt, [masking], ["hook_pattern", "hook_attn_mask"], gen_length=6)
+    count = 0
+    for step in range(1, watched.run.steps_run):
+        before = watched.stacked("hook_pattern", step - 1)[:, 0, :, -1]
+        others = (before.sum(-1, keepdim=True) - before) / (before.shape[-1] - 1)
+        masked = watched.stacked("hook_attn_mask", step)[:, 0, :, -1] == -torch.inf
+        assert torch.equal(masked[..., :-1], before > others + 0.2)
+        count += int(masked.sum())
+    assert count > 10
+
+
+def test_a_head_that_attended_to_nothing_has_no_key_to_mask(tiny_llada):
+    def drop(pattern, hook):
+        if hook.step == 1:
+            pattern[:, 2] = 0
+
+    hooks = [("blocks.1.attn.hook_pattern", drop), MaskSinks(top_k=1)]
+    watched = watch(tiny_llada, held_out(1)[0].prompt, hooks, ["hook_attn_mask"], gen_length=4, record_sinks=True)
+    assert (watched.run.sinks.top(1)[0, 1, 1, :, 0] == -1).to_numpy().tolist() == [False, False, True] + [False] * 3
+    masked = [(watched.stacked("hook_attn_mask", step)[1, 0, :, 0] == -torch.inf).sum(-1) for step in (1, 2, 3)]
+    assert [keys.tolist() for keys in masked] == [[1] * 6, [1, 1, 0, 1, 1, 1], [1] * 6]
+
+
+def test_the_keys_of_a_part_of_a_track_are_those_of_its_steps(tiny_llada):
+    masking = MaskSinks(top_k=2, heads=[0, 3])
+    run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=masking, gen_length=8)
+    whole, cut = masking.keys(run.sinks), masking.keys(run.sinks.isel(step=[0, 3, 4, 7]))
+    assert whole.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False] + [True] * 7
+    assert cut["step"].to_numpy().tolist() == [0, 3, 4, 7]
+    assert cut.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False, False, True, False]
+    assert (cut.sel(step=4) == whole.sel(step=4)).all()
+
+
+def test_negative_steps_of_the_keys_count_from_those_planned(tiny_llada):
+    def masked(track, steps):
+        keys = MaskSinks(top_k=1, steps=steps).keys(track)
+        return keys.any(("batch", "layer", "head", "pos")).to_numpy().nonzero()[0].tolist()
+
+    run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, gen_length=8)
+    early = run.sinks.isel(step=slice(0, 4))  # as a run that ended early leaves it
+    assert [masked(run.sinks, [-1]), masked(run.sinks, [-6])] == [[7], [2]]
+    assert [masked(early, [-1]), masked(early, [-6])] == [[], [2]]

@@ -7,8 +7,8 @@ from watching import LONG, PADDED, SHORT, add, again, entered, hidden, logits_of
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError
-from sinklens.interventions import KeepKeys, MaskSinks, WindowAttention
-from sinklens.sinks import NoOp, Record, SmallValueNorm, TopK
+from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks, WindowAttention
+from sinklens.sinks import NoOp, Record, SinkTrack, SmallValueNorm, TopK
 
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
 
@@ -70,6 +70,48 @@ def test_steps_that_the_source_lacks_are_left_alone(worded):
     watched = watch(model, PADDED, [MaskSinks(top_k=3, source=base.sinks.isel(step=slice(0, 2)))])
     assert (watched.stacked("hook_pattern", 2)[:, 1] == 0).any()
     assert not (watched.stacked("hook_pattern", 3)[:, 1] == 0).any()
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_steps_cut_out_of_a_source_keep_their_numbers(worded, architecture, causal, settings):
+    """The sinks of steps 0 and 3 are masked at steps 1 and 4, as by the whole source, and nothing at the others."""
+    model, settings = worded(architecture, causal), settings | ({} if causal else {"gen_length": 8, "steps": 8})
+    base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
+    cut = base.sinks.isel(step=[0, 3])
+    masked = [
+        ignored(model, PADDED, masking, settings)
+        for masking in (MaskSinks(top_k=2, source=cut), MaskSinks(top_k=2, source=base, steps=[1, 4]))
+    ]
+    assert masked[0] == masked[1]
+    assert {step for step, *_ in masked[0]} == {1, 4}
+
+
+@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_row_that_the_source_lacks_at_a_step_is_left_alone(worded, architecture, causal, settings, short, kind):
+    """The source's rows end after two steps and after all; each is acted on as by its own track alone."""
+    model = worded(architecture, causal)
+    tracks = [watch(model, [prompt], points=[], record_sinks=True, **settings).run.sinks for prompt in PADDED]
+    tracks[short] = tracks[short].isel(step=slice(0, 2))
+    together = ignored(model, PADDED, kind(top_k=2, source=SinkTrack.concat(tracks)), settings)
+    for row, (prompt, track) in enumerate(zip(PADDED, tracks, strict=True)):
+        alone = ignored(model, [prompt], kind(top_k=2, source=track), settings)
+        own = {(step, 0, *rest) for step, of, *rest in together if of == row}
+        assert own == alone
+        assert {step for step, *_ in alone} == ({1, 2} if row == short else set(range(1, 5 if causal else 4)))
+
+
+def ignored(model, prompts, intervention, settings):
+    """What the newest query was forbidden: (step, row, layer, head, position), padding not counted."""
+    watched = watch(model, prompts, [intervention], ["hook_attn_mask"], **settings)
+    found = set()
+    for step in range(watched.run.steps_run):
+        for layer, row, head, key in (watched.stacked("hook_attn_mask", step)[:, :, :, -1] == -torch.inf).nonzero():
+            if watched.run.real[row, key]:
+                start = int(watched.run.real[row].long().argmax())
+                found.add((step, int(row), int(layer), int(head), int(key) - start))
+    return found
 
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
@@ -150,6 +192,19 @@ def test_a_source_of_other_prompts_or_another_model_is_refused(worded):
         watch(worded(), [SHORT, SHORT], [MaskSinks(source=base)])
     with pytest.raises(SettingError, match="source holds 2 along layer, this run 3"):
         watch(worded(), PADDED, [MaskSinks(source=base.isel(layer=[0, 1]))])
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_source_of_another_prompt_of_equal_length_is_refused(worded, architecture, causal, settings):
+    model, other = worded(architecture, causal), "w7 w12 w33 w6"
+    base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
+    for prompts, row in (([other, LONG], 0), (PADDED[::-1], 0)):
+        with pytest.raises(SettingError, match=f"source was recorded with another prompt in row {row} than this run"):
+            watch(model, prompts, [MaskSinks(source=base)], **settings)
+    swapped = ForceTokens(tokens={3: int(model.to_tokens("w6")[0, -1])}, steps=[0])  # a prompt changed on the canvas
+    changed = watch(model, PADDED, [swapped], points=[], record_sinks=True, **settings).run
+    for source in (base, changed):
+        assert watch(model, PADDED, [swapped, MaskSinks(source=source)], points=[], **settings).run.steps_run > 1
 
 
 def test_an_autoregressive_run_has_no_second_pass(worded):

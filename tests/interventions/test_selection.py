@@ -10,7 +10,7 @@ from watching import LONG, PADDED, SHORT, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import KeepKeys, MaskSinks
+from sinklens.interventions import KeepKeys, MaskSinks, Surroundings
 from sinklens.interventions.selection import Selection
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.sinks.kinds import Kind, kinds
@@ -40,6 +40,15 @@ def test_the_strongest_and_the_weakest_are_taken_and_of_equals_the_first():
     assert chosen(scores, top_k=3, pick="weakest") == [[[2, 4, 5]]]
     for length in (8, 300):
         assert chosen(torch.ones(1, 1, length), top_k=3) == [[[0, 1, 2]]]
+
+
+@pytest.mark.parametrize("pick", ["strongest", "weakest", "random"])
+def test_where_a_head_attended_to_nothing_no_key_is_taken(pick):
+    scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
+    real = torch.ones(1, 3, dtype=torch.bool)
+    run = Surroundings(shared_model().tree, real, 3, 3, 60, 0, (5,), lambda ids: {}, {})
+    found = selection(top_k=2, pick=pick).choose({0: scores}, real, run, None, 1)[0]
+    assert found.sum(dim=-1).tolist() == [[0, 2]]
 
 
 def test_padding_is_never_taken_and_a_short_row_gives_all_it_has():
@@ -157,6 +166,7 @@ def test_kinds_need_the_text_of_tokens():
         ({"top_k": None}, "give either top_k, a number of keys per head, or a detector, and not both"),
         ({"detector": TopK(2)}, "give either top_k, a number of keys per head, or a detector, and not both"),
         ({"top_k": -1}, "top_k is a number of keys, 0 or more; got -1"),
+        ({"top_k": 2.5}, "top_k is a number of keys, 0 or more; got 2.5"),
         ({"pick": "best"}, "pick is 'strongest', 'weakest' or 'random'; got 'best'"),
         ({"scope": "row"}, "scope is 'head', 'layer' or 'model'; got 'row'"),
         ({"only": "mask"}, r"'mask' is neither. Known: prompt, masked, .* Nearest: masked"),

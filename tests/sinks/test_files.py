@@ -54,7 +54,7 @@ def test_a_saved_track_opens_as_it_was(tmp_path, suffix, causal, dtype, rtol):
     path = tmp_path / f"sinks{suffix}"
     assert track.save(path, dtype) == path
     opened = SinkTrack.open(path)
-    assert opened.data["score"].dtype == opened.data["stream_median"].dtype == dtype
+    assert opened.data["score"].dtype == opened.data["value_norm"].dtype == dtype
     assert opened.scores().dtype == opened.need("value_norm")["value_norm"].dtype == np.float32
     assert_equal(opened, track, rtol)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -62,6 +62,17 @@ def test_a_saved_track_opens_as_it_was(tmp_path, suffix, causal, dtype, rtol):
         same = track.detect(detector) == opened.detect(detector)
         assert same.all() if not rtol else same.mean() > 0.99
     np.testing.assert_array_equal(opened.top(3), track.top(3))
+
+
+@kinds
+def test_a_massive_activation_is_saved_as_it_was(tmp_path, suffix):
+    """70,000 is more than float16 holds."""
+    peaks = np.full((1, 4), 70_000.0)
+    track = planted(np.ones((1, 4)), stream_peak=peaks, stream_channel_median=peaks)
+    opened = SinkTrack.open(track.save(tmp_path / f"sinks{suffix}", "float16"))
+    assert opened.data["score"].dtype == np.float16
+    for name in ("stream_peak", "stream_channel_median"):
+        assert opened.data[name].to_numpy().ravel().tolist() == [70_000.0] * 4
 
 
 @kinds

@@ -281,3 +281,22 @@ def test_an_autoregressive_run_has_only_what_it_decoded(tiny_llama):
     there = (kinds(run.sinks) != Kind.MISSING).sum("pos").to_numpy()[0]
     assert there.tolist() == [run.prompt_length + step for step in range(run.steps_run)]
     assert enrichment(run.sinks, TopK(1), by="state")["positions"].sel(state="masked").item() == 0
+
+
+def test_kinds_and_shares_of_a_batch_are_those_of_its_rows_alone(tiny_llama):
+    """Row 0 ends before the others; what it is passed through the model for after that counts nowhere."""
+    prompts = [problem.prompt for problem in held_out(8)]
+    together = sinklens.generate(tiny_llama, prompts).sinks
+    shares, absorbed = enrichment(together), absorption(together)
+    ended = []
+    for row in (0, 3):
+        alone = sinklens.generate(tiny_llama, prompts[row]).sinks
+        own = enrichment(alone)
+        for name in ("sinks", "positions"):
+            assert shares[name][row].to_numpy().tolist() == own[name][0].to_numpy().tolist()
+        np.testing.assert_allclose(shares["matched"][row], own["matched"][0])
+        np.testing.assert_allclose(absorbed[row, : alone.steps], absorption(alone)[0], atol=1e-3)
+        assert absorbed[row, alone.steps :].isnull().all()
+        assert (kinds(together)[row, alone.steps :] == Kind.MISSING).all()
+        ended.append(alone.steps < together.steps)
+    assert any(ended)

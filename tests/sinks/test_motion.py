@@ -494,15 +494,41 @@ def test_sinks_move_in_the_diffusion_model_and_stay_in_its_autoregressive_twin(t
 def test_the_main_sink_and_the_lives_of_a_real_run_agree_with_the_track(tracks):
     for track in tracks:
         main, found = motion.main_sink(track), track.detect()
-        assert main.sel(layer=2, head=1)[3].to_numpy().tolist() == track.trajectory(2, 1, batch=3).tolist()
-        lives = motion.lifetimes(found, motion.existing(track))
-        assert lives["length"].sum() == int(found.sum())
-        last = found.isel(step=-1).sum().item()
-        assert lives["censored"].sum() == last > 0
+        exists = motion.existing(track)
+        steps = int(exists.any(("layer", "head", "pos"))[3].sum())  # an autoregressive row ends before its batch
+        path = main.sel(layer=2, head=1)[3].to_numpy()
+        assert path[:steps].tolist() == track.trajectory(2, 1, batch=3).tolist()[:steps]
+        assert np.isnan(path[steps:]).all()
+        lives = motion.lifetimes(found, exists)
+        assert lives["length"].sum() == int((found & exists).sum())
+        final = exists.any(("layer", "head", "pos")).sum("step") - 1
+        assert lives["censored"].sum() == found.isel(step=final).sum().item() > 0
 
 
-def test_a_prompt_moves_its_sinks_alike_alone_and_in_a_batch(tracks, tiny_llada):
-    alone = sinklens.generate(tiny_llada, held_out(8)[0].prompt).sinks
-    assert alone.data.sizes["pos"] < tracks[0].data.sizes["pos"]
-    batched = motion.motion_table(tracks[0]).loc[0].to_dict()
-    assert numbers(alone) == pytest.approx(batched, rel=1e-4, nan_ok=True)
+@pytest.mark.parametrize("number", [0, 1], ids=["diffusion", "autoregressive"])
+def test_a_prompt_moves_its_sinks_alike_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
+    model, together = (tiny_llada, tiny_llama)[number], tracks[number]
+    table, steps = motion.motion_table(together), []
+    for row in (0, 3):
+        alone = sinklens.generate(model, held_out(8)[row].prompt).sinks
+        assert alone.data.sizes["pos"] < together.data.sizes["pos"]
+        assert numbers(alone) == pytest.approx(table.loc[row].to_dict(), rel=1e-4, nan_ok=True)
+        steps.append(alone.steps)
+    assert (min(steps) < together.steps) == together.causal  # there is an end to wait behind
+
+
+def test_lives_and_shares_of_a_batch_are_those_of_its_rows_alone(tracks, tiny_llama):
+    """Each measure by itself, of rows that end at different steps."""
+    together = tracks[1]
+    found, exists = together.detect(), motion.existing(together)
+    lives = motion.lifetimes(found, exists)
+    for row in (0, 3):
+        alone = sinklens.generate(tiny_llama, held_out(8)[row].prompt).sinks
+        own = motion.lifetimes(alone.detect(), motion.existing(alone))
+        of_row = lives[lives["batch"] == row]
+        assert of_row["length"].tolist() == own["length"].tolist()
+        assert of_row["censored"].tolist() == own["censored"].tolist()
+        for measure in (motion.static_share, motion.spatial_variance, motion.temporal_variance):
+            same(measure(together)[row], measure(alone)[0])
+        same(motion.jumps(together)["pairs"][row], motion.jumps(alone)["pairs"][0])
+        same(motion.drift(together)["steps"][row], motion.drift(alone)["steps"][0])

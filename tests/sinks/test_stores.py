@@ -17,7 +17,7 @@ from tracks import Killed, disk_full_beyond, killed_at_write
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
-from sinklens.sinks.stores import MemoryStore, ZarrStore
+from sinklens.sinks.stores import WIDE, MemoryStore, ZarrStore
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
@@ -35,7 +35,7 @@ def assert_equal(track, expected, steps=None, rtol=0.0):
         found = track.data[name]
         assert found.dims == values.dims
         if rtol and values.dtype == np.float32:
-            assert found.dtype == np.float16
+            assert found.dtype == (np.float32 if name in WIDE else np.float16)
             np.testing.assert_allclose(found.astype(np.float32), values, rtol=rtol, atol=1e-7, err_msg=str(name))
         else:
             assert found.dtype == values.dtype
@@ -56,6 +56,25 @@ def test_a_run_on_disk_is_the_run_in_memory(request, tmp_path, model, dtype, rto
         assert track.finished
         assert (track.detect(EpsilonOverMean(1.5)) == kept.detect(EpsilonOverMean(1.5))).mean() > 0.999
     assert run.sinks.vocabulary[run.tokens[0, -1].item()] == model.tokenizer.decode(run.tokens[0, -1:])
+
+
+def test_a_massive_activation_is_recorded_in_full(tiny_llada, tmp_path):
+    """A stream a hundred thousand times as large is beyond float16; what is recorded of it is kept in float32."""
+
+    def swell(value, hook):
+        return value * 1e5
+
+    runs = [
+        sinklens.generate(
+            tiny_llada, PROMPTS[0], gen_length=2, hooks=[("blocks.1.hook_resid_pre", swell)], record_sinks=record
+        )
+        for record in (Record(["stream"]), Record(["stream"], to=tmp_path / "run.zarr", dtype="float16"))
+    ]
+    kept, opened = runs[0].sinks, SinkTrack.open(tmp_path / "run.zarr")
+    assert kept.data["stream_peak"].max() > 65_504
+    assert opened.data["score"].dtype == np.float16
+    for name in ("stream_peak", "stream_median", "stream_channel_median"):
+        np.testing.assert_array_equal(opened.data[name], kept.data[name])
 
 
 def test_a_store_is_found_again_from_another_folder(tiny_llada, tmp_path, monkeypatch):

@@ -74,6 +74,14 @@ def test_an_unknown_style_is_refused(file):
         HumanEval(file, "chat")
 
 
+def test_records_that_would_be_one_sample_are_refused(tmp_path):
+    path = tmp_path / "merged.jsonl"
+    path.write_text("".join(json.dumps(RECORD | {"task_id": name}) + "\n" for name in ("a/0", "a/1", "b/0")))
+    for limit in (None, 1):
+        with pytest.raises(TaskError, match=r"task_id 'a/0' and 'b/0' both make the sample humaneval/0; .* anew"):
+            HumanEval(path).samples(limit)
+
+
 def passes(program):
     """Whether a program runs to its end; only the published solutions and the line below are run here."""
     try:

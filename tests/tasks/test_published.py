@@ -40,6 +40,28 @@ def test_a_file_of_another_form_is_refused(tmp_path, content, message):
         read_file(tmp_path / "a.jsonl", ("question", "answer"))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE.encode())
+    assert read_file(tmp_path / "a.jsonl", ("question",)) == [{"question": "Q?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl is not UTF-8 \(.*; write it anew as UTF-8, or"),
+        ("a.jsonl", gzip.compress(LINE.encode()), r"a\.jsonl is not UTF-8 \(.*or unpack it first"),
+        ("a.jsonl.gz", LINE.encode(), r"a\.jsonl\.gz cannot be read \(Not a gzipped file.*Fetch it again"),
+        ("a.jsonl.gz", gzip.compress(LINE.encode())[:-12], r"a\.jsonl\.gz cannot be read \(.*it may be truncated"),
+        ("a.jsonl.gz", gzip.compress(LINE.encode())[:10] + b"\xff" * 30, r"a\.jsonl\.gz cannot be read \(.*Fetch it"),
+    ],
+    ids=["latin-1", "packed", "not packed", "cut", "damaged"],  # packed bytes hold the time
+)
+def test_a_file_whose_bytes_are_no_text_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TaskError, match=message):
+        read_file(tmp_path / name, ("question",))
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TaskError, match=r"there is no file .*none\.jsonl; give a JSON Lines file with the fields a"):
         read_file(tmp_path / "none.jsonl", ("a",))

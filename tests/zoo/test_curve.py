@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.zoo import train
-from sinklens.zoo.curve import accuracy_curve, write_checkpoints
+from sinklens.errors import CheckpointError
+from sinklens.zoo import export, train
+from sinklens.zoo.curve import accuracy_curve, read, write_checkpoints
 
 
 @pytest.fixture
@@ -37,6 +38,47 @@ def test_an_interrupted_curve_goes_on_where_it_stopped(run, small):
     rest = list(accuracy_curve(small("tiny-dream"), run, norm))
     assert [first["step"], *(record["step"] for record in rest)] == [4, 6]
     assert list(accuracy_curve(small("tiny-dream"), run, norm)) == []
+
+
+def test_a_record_that_was_cut_is_made_anew(run, small):
+    recipe, result = small("tiny-dream"), run / "accuracy.jsonl"
+    first, second = accuracy_curve(recipe, run, norm)
+    whole = result.read_text()
+    result.write_text(whole[:-5])
+    assert read(run) == {4: first}
+    assert list(accuracy_curve(recipe, run, norm)) == [second]
+    assert result.read_text() == whole
+    assert read(run) == {4: first, 6: second}
+
+
+def test_kept_weights_that_are_not_whole_are_named(run, small, tmp_path):
+    file = run / "weights-4.pt"
+    content = file.read_bytes()
+    for kept in (0, 3000, len(content) - 40):
+        file.write_bytes(content[:kept])
+        with pytest.raises(CheckpointError, match=r"weights-4.pt is no whole file of tensors \(.*left out"):
+            list(accuracy_curve(small("tiny-dream"), run, norm))
+        with pytest.raises(CheckpointError, match=r"weights-4.pt is no whole file of tensors"):
+            write_checkpoints(small("tiny-dream"), run, tmp_path / "out")
+
+
+def test_an_interrupted_checkpoint_is_absent_or_written_anew(run, small, tmp_path, monkeypatch):
+    recipe, out = small("tiny-dream"), tmp_path / "over-training"
+    plain = export._write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            write_checkpoints(recipe, run, out)
+    assert export._write_json is plain
+    assert list(out.iterdir()) == []
+    first, second = write_checkpoints(recipe, run, out)
+    whole = {file.name: file.read_bytes() for file in first.iterdir()}
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (first / name).unlink()
+    (first / "own.txt").touch()
+    assert write_checkpoints(recipe, run, out) == [first, second]
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == {**whole, "own.txt": b""}
+    assert sorted(out.iterdir()) == [first, second]
 
 
 def test_a_folder_without_weights_is_refused(small, tmp_path):

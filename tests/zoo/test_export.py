@@ -150,6 +150,18 @@ def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
     assert (f"It began with the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
 
 
+def test_the_card_tells_each_step_once_as_the_run_that_went_on_made_it(small, tmp_path):
+    recipe = replace(small("tiny-llada"), cycles=(840,))
+    log = [(380, 3.0, 50), (400, 2.5, 60), (800, 2.0, 120), (400, 1.5, 20), (800, 1.25, 100), (840, 1.0, 180)]
+    lines = [json.dumps({"step": step, "loss": loss, "seconds": seconds}) for step, loss, seconds in log]
+    (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"st']))
+    text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
+    assert re.findall(r"^\| (\d+) \| ([\d.]+) \|", text, flags=re.MULTILINE) == [
+        ("400", "1.5000"), ("800", "1.2500"), ("840", "1.0000"),
+    ]  # fmt: skip
+    assert "It took 5 minutes of wall time on a CPU, in 2 sittings" in text
+
+
 def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_path):
     recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
     list(train(recipe, tmp_path, save_every=6))

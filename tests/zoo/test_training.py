@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from sinklens.checkpoints.files import find
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.corpus import ANSWER_LENGTH, build_corpus
 from sinklens.zoo.tokenizer import train_tokenizer
@@ -61,8 +62,32 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(name, small, 
 def test_a_folder_of_another_recipe_is_refused(small, tmp_path):
     recipe = small("tiny-llada")
     list(train(recipe, tmp_path, save_every=6))
-    with pytest.raises(ValueError, match="belongs to another recipe; give this run a folder of its own"):
+    told = r"state.pt belongs to another recipe; give this run a folder of its own .* step 6 it has seed 1, not 2"
+    with pytest.raises(SettingError, match=told):
         list(train(replace(recipe, seed=2), tmp_path))
+
+
+def test_a_folder_that_cannot_be_gone_on_with_is_refused_before_the_rows_are_made(small, tmp_path, monkeypatch):
+    recipe = small("tiny-llada")
+    list(train(recipe, tmp_path, save_every=6))
+    monkeypatch.setattr(training, "build_corpus", lambda *_: pytest.fail("the rows were made"))
+    with pytest.raises(SettingError, match=r"it has cycles \(6,\), not \(3,\)"):
+        next(train(replace(recipe, cycles=(3,)), tmp_path))
+    state = tmp_path / "state.pt"
+    state.write_bytes(state.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"state.pt is no whole file of tensors .*without state.pt a run begins"):
+        next(train(recipe, tmp_path))
+
+
+def test_a_kill_while_weights_are_kept_leaves_none(small, tmp_path, monkeypatch):
+    def killed(content, file):
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        list(train(small("tiny-llada"), tmp_path, keep_every=4))
+    assert list(tmp_path.glob("weights-*.pt")) == []
 
 
 def test_a_state_from_before_a_setting_existed_is_that_of_its_default(small, tmp_path):
