@@ -113,7 +113,8 @@ def evaluate(
         ledger: folder of the records; what it holds already is not done again.
         task: the protocol's task, read from local files; by default `Protocol.make_task`.
         limit: the first so many samples.
-        batch: samples per run of the model.
+        batch: samples per run of the model; with ``threshold=`` interventions get one, since rows that wait for others
+            would see more steps than alone.
         seed: of sampling; the same for every condition.
         shard: (number, of how many): every n-th sample, into a file of its own.
         engine: who carries the batches out; None for this process.
@@ -235,7 +236,8 @@ class _Plan:
                         f"data. Give those, or another folder (--out) for these."
                     )
             left = [sample for sample in self.samples if sample.id not in done]
-            found += batches(condition, left, self.batch)
+            waits = run.what["settings"].get("threshold") is not None  # and interventions count the steps of waiting
+            found += batches(condition, left, 1 if waits and condition.hooks else self.batch)
         return found
 
 

@@ -178,6 +178,15 @@ def test_samples_of_one_name_are_refused(tmp_path, tiny_llama):
         evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=Twice())
 
 
+def test_rows_of_a_masked_run_with_a_threshold_do_not_wait_for_each_other(tmp_path, tiny_llada):
+    """A row that waits has more steps than alone, and masks by the step before act on them."""
+    fast = find("tiny-gsm").with_settings({"threshold": 0.8, "block_length": 8})
+    both = [evaluate(tiny_llada, fast, masking([5]), tmp_path / str(size), limit=4, batch=size) for size in (1, 4)]
+    alone, together = ([[record["tokens"] for record in run.records()] for run in runs] for runs in both)
+    assert alone == together
+    assert [{record["batch"] for record in run.records()} for run in both[1]] == [{4}, {1}]
+
+
 def test_progress_tells_what_was_done_before(tmp_path, tiny_llama):
     told = []
     for limit in (2, 3):

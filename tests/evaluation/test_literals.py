@@ -44,7 +44,7 @@ def there(value):
     "value",
     [None, True, False, 0, -7, 3**5000, 0.1, -0.0, 5e-324, math.inf, 1 + 2j, "", "ä\x00\ud800", b"\xff", [], [1, [2.0]],
      (), (1,), (1, (2,)), {}, {1: "a", "1": None, (1, 2): [True]}, set(), {1, "a"}, frozenset({(1,)}), range(1, 9, 2)],
-    ids=lambda value: f"{value!s:.20}" if not isinstance(value, str | int) else type(value).__name__,
+    ids=lambda value: f"{value!s:.20}" if not isinstance(value, str | int | set) else type(value).__name__,
 )  # fmt: skip
 def test_a_plain_value_arrives_as_it_was(value):
     arrived = there(value)
