@@ -27,7 +27,7 @@ from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.sinks import SinkTrack
-from sinklens.sinks.motion import jumps, main_sink
+from sinklens.sinks.motion import existing, jumps, main_sink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,11 +127,11 @@ def runs_and_steps(names: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 def sinks_of(track: SinkTrack) -> dict[str, np.ndarray]:
     """The measures of sinks [prompt], means over heads and steps."""
-    score, main, axes = track.scores(), main_sink(track), ("step", "layer", "head")
-    exists = score.notnull().any("pos")
+    there, main, axes = existing(track), main_sink(track), ("step", "layer", "head")
+    score, exists = track.scores().where(there), there.any("pos")
     changed = jumps(track)
     return {
-        "heads": (track.detect().any("pos").sum(axes) / exists.sum(axes)).to_numpy(),
+        "heads": ((track.detect() & there).any("pos").sum(axes) / exists.sum(axes)).to_numpy(),
         "main_score": score.max("pos").mean(axes).to_numpy(),
         "start": ((main == track.data["real"].argmax("pos")).sum(axes) / exists.sum(axes)).to_numpy(),
         "jump_share": (changed["changes"].sum(("layer", "head")) / changed["pairs"].sum(("layer", "head"))).to_numpy(),
