@@ -7,6 +7,8 @@ transformers' attention modules hand over rotated queries, keys and values; what
 - ``hook_sink_scores``: fused attention and its log-sum-exp, from which the column sums follow (column_sums.py);
 - ``hook_attn_scores`` or ``hook_pattern``: the map is made explicit, and edits of it take effect.
 
+In a model whose scores become weights in another way than by softmax (weighing.py) the map is always explicit.
+
 ``hook_sink_scores`` describes the attention that was used, so it comes after the pattern. An nnsight block that
 already waits for it when attention begins is served before the pattern instead, so either order of reading works.
 
@@ -27,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sinklens.errors import ReadOnlyHookError
 from sinklens.hooks.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.points import at
+from sinklens.hooks.weighing import Visible, Weigh, softmax, way_of
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import AttentionPoints
@@ -44,6 +47,7 @@ class Operands(NamedTuple):
         causal: no mask came because causal order alone decides.
         scale: factor on the scores.
         plain: transformers' own fused attention of these, without the bias; what runs where nobody watches.
+        weigh: how scores become weights; all but softmax need the map.
     """
 
     query: Float[Tensor, "batch head query d_head"]
@@ -54,6 +58,7 @@ class Operands(NamedTuple):
     causal: bool
     scale: float
     plain: Callable[[], Float[Tensor, "batch query head d_head"]]
+    weigh: Weigh = softmax
 
     def additive(self) -> Tensor | None:
         """Mask and bias as one tensor added to the scores; None where there is neither."""
@@ -62,6 +67,14 @@ class Operands(NamedTuple):
         mask = self.mask[..., :1, :] if self.mask.stride(-2) == 0 else self.mask  # one row, seen by every query
         zero = self.query.new_zeros(()) if self.bias is None else self.bias
         return torch.where(mask, zero, -torch.inf)
+
+    def visible(self) -> Visible:
+        """How many keys each query may see by the model's own mask."""
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        if self.mask is not None:
+            return self.mask.sum(dim=-1, keepdim=True)
+        newest = torch.arange(keys - queries + 1, keys + 1, device=self.query.device)
+        return (newest if self.causal else torch.full_like(newest, keys))[None, None, :, None]
 
     def real_queries(self) -> Bool[Tensor, "batch query"] | None:
         """Queries that are not padding: those that may see themselves. None means all."""
@@ -82,6 +95,9 @@ def attention(
     """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
     points: AttentionPoints | None = module.__dict__.get(POINTS)
     if points is None or not points.any_watched():
+        if way_of(module) is not softmax:
+            operands = _operands(module, query, key, value, attention_mask, None, scaling, kwargs)
+            return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
@@ -93,25 +109,43 @@ def attention(
         bias, untouched = points.hook_attn_mask(zeros), _writes(zeros)
         if bias is zeros and untouched == 0:
             bias = None  # read and left alone: attention is computed as if nobody had watched
+    operands = _operands(module, query, key, value, attention_mask, bias, scaling, kwargs)
+    return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
+
+
+def _operands(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Operands:
     is_causal = kwargs.get("is_causal")
     causal = module.is_causal if is_causal is None else is_causal
     repeats = query.shape[1] // key.shape[1]
-    operands = Operands(
+    return Operands(
         query,
         key.repeat_interleave(repeats, dim=1) if repeats > 1 else key,
         value.repeat_interleave(repeats, dim=1) if repeats > 1 else value,
-        attention_mask,
+        mask,
         bias,
-        causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+        causal=bool(causal) and mask is None and query.shape[2] > 1,
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        plain=lambda: sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0],
+        plain=lambda: sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0],
+        weigh=way_of(module),
     )
-    return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
 
 def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
     """The heads' outputs, by the cheapest way that shows the watchers what they watch."""
     early = points.hook_sink_scores.watch.parked_at(points.hook_sink_scores.name or "")
+    if operands.weigh is not softmax:
+        if early:
+            _show_sums(points, operands, _pattern(operands))
+        return _explicit(points, operands, sinks=not early)
     mixed = _fused_with_sinks(points, operands) if early else None
     if points.hook_attn_scores.watched or points.hook_pattern.watched:
         return _explicit(points, operands, sinks=not early)
@@ -155,23 +189,28 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
 
 def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Float[Tensor, "batch head query d_head"]:
     """Attention through the map, so that scores and pattern can be read and edited."""
+    scores = at(points.hook_attn_scores, _scores(operands))
+    pattern = at(points.hook_pattern, _pattern(operands, scores))
+    if sinks and points.hook_sink_scores.watched:
+        _show_sums(points, operands, pattern)
+    return torch.matmul(pattern, operands.value)
+
+
+def _pattern(operands: Operands, scores: Tensor | None = None) -> Float[Tensor, "batch head query key"]:
+    """The map, of the operands' own scores or of edited ones."""
+    own = _scores(operands) if scores is None else scores
+    return operands.weigh(own, operands.visible()).to(operands.query.dtype)
+
+
+def _scores(operands: Operands) -> Float[Tensor, "batch head query key"]:
+    """Scaled products of queries and keys; -inf where a key is hidden."""
     scores = torch.matmul(operands.query, operands.key.transpose(-2, -1)) * operands.scale
     additive, causal = _with_triangle(operands)
     if causal:
         queries, keys = scores.shape[-2:]
         seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
         scores = scores.masked_fill(~seen, -torch.inf)
-    if additive is not None:
-        scores = scores + additive
-    scores = at(points.hook_attn_scores, scores)
-    blind = (scores == -torch.inf).all(dim=-1, keepdim=True)  # no key to see: no attention, as in the fused kernel
-    pattern = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1, dtype=torch.float32)  # filled: no NaN gradients
-    pattern = at(points.hook_pattern, pattern.masked_fill(blind, 0.0).to(operands.query.dtype))
-    if sinks and points.hook_sink_scores.watched:
-        real = operands.real_queries()
-        counted = pattern.detach().float() if real is None else pattern.detach().float() * real[:, None, :, None]
-        _show_sinks(points, counted.sum(dim=2))
-    return torch.matmul(pattern, operands.value)
+    return scores if additive is None else scores + additive
 
 
 def _with_triangle(operands: Operands) -> tuple[Tensor | None, bool]:
@@ -191,6 +230,13 @@ def _full(additive: Tensor, operands: Operands) -> Tensor:
     """`additive` seen as [batch, head, query, key], without copying it."""
     batch, heads, queries, _ = operands.query.shape
     return additive.expand(batch, heads, queries, operands.key.shape[2]).to(operands.query.dtype)
+
+
+def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Tensor, "batch head query key"]) -> None:
+    """Column sums of an explicit pattern, through ``hook_sink_scores``."""
+    real = operands.real_queries()
+    counted = pattern.detach().float() if real is None else pattern.detach().float() * real[:, None, :, None]
+    _show_sinks(points, counted.sum(dim=2))
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:

@@ -159,13 +159,23 @@ def _attention(
     bias = point(f"{at}.hook_attn_mask", torch.zeros(len(x), heads, 1, x.shape[1]))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / d_head**0.5
     scores = point(f"{at}.hook_attn_scores", torch.where(seen, scores + bias, -torch.inf))
-    weights = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e30)).exp()
-    pattern = point(f"{at}.hook_pattern", weights / weights.sum(-1, keepdim=True).clamp(min=1e-30))
+    weights = _weights(scores, seen.sum(-1, keepdim=True), getattr(config, "sinklens_attention", "softmax"))
+    pattern = point(f"{at}.hook_pattern", weights)
     point(f"{at}.hook_sink_scores", (pattern * real[:, None, :, None]).sum(2))
     z = point(f"{at}.hook_z", torch.einsum("bhqk,bkhd->bqhd", pattern, v))
     weight = attn.o_proj.weight.T.unflatten(0, (heads, d_head))
     result = point(f"{at}.hook_result", torch.einsum("bqhd,hdm->bqhm", z, weight))
     return result.sum(2) if attn.o_proj.bias is None else result.sum(2) + attn.o_proj.bias
+
+
+def _weights(scores: Tensor, visible: Tensor, way: str) -> Tensor:
+    """Attention weights: 1 / (1 + n · e^(−s)) by sigmoid, and softmax with or without a 1 more below the line."""
+    if way == "sigmoid":
+        return 1 / (1 + visible.clamp(min=1) * (-scores).exp())
+    greatest = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    weights = (scores - greatest).exp()
+    nowhere = (-greatest).exp() if way == "off-by-one" else 0.0
+    return weights / (weights.sum(-1, keepdim=True) + nowhere).clamp(min=1e-30)
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.checkpoints.registry import register_installed
 from sinklens.errors import CheckpointError, nearest
+from sinklens.hooks import weighing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # Keys of a public config that transformers' own config classes take over unchanged. A token that the config does not
 # name is none: the classes' own defaults are of another vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_KEPT = ("initializer_range", "attention_dropout")
+_KEPT = ("initializer_range", "attention_dropout", weighing.CONFIG_KEY)
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
@@ -71,7 +72,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
 
 
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:
-    """Hold a config to what the family can express.
+    """Hold a config to what the family and the hook points can express.
 
     Raises:
         CheckpointError: names the key, its value and the values that can be expressed.
@@ -83,6 +84,12 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
                 f"{where}: config.json has {key} = {config[key]!r}; the {family.name} family can express only "
                 f"{expected}. Loading it anyway would compute another model."
             )
+    weighed = config.get(weighing.CONFIG_KEY, "softmax")
+    if weighed not in weighing.WAYS:
+        raise CheckpointError(
+            f"{where}: config.json has {weighing.CONFIG_KEY} = {weighed!r}; known ways from scores to attention "
+            f"weights are {', '.join(weighing.WAYS)}.{nearest(str(weighed), weighing.WAYS)}"
+        )
 
 
 def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:

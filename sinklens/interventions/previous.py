@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.hooks.weighing import way_of
 from sinklens.interventions.base import Canvas, Intervention, Pairs, Surroundings, layer_of, place_mask, row_key
 from sinklens.interventions.selection import Keys, Scores, Selection
 from sinklens.sinks.track import SinkTrack
@@ -247,7 +248,8 @@ class PreviousSinks:
         real = self._run.real[:, : scores.shape[-1]]
         scores = scores.masked_fill(~real[:, None], -torch.inf)
         counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
-        self._now[layer_of(hook)] = scores.softmax(dim=-1).nan_to_num(0.0) * counts
+        weights = way_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
+        self._now[layer_of(hook)] = weights * counts
 
 
 def place_of(track: SinkTrack, step: int) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
+from sinklens.hooks import weighing
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
 from sinklens.zoo.keeping import read_records, read_tensors
@@ -136,7 +137,7 @@ def _llada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTra
         "use_cache": False,
         "vocab_size": config.vocab_size,
         "weight_tying": False,
-    }
+    } | ({} if recipe.attention == "softmax" else {weighing.CONFIG_KEY: recipe.attention})
 
 
 def _mmada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 Objective = Literal["masked", "shifted", "causal"]
 StartToken = Literal["kept", "maskable", "absent"]
+Attention = Literal["softmax", "sigmoid", "off-by-one"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Recipe:
         start_from: the checkpoint whose weights the run begins with, by shipped name or folder; None draws them.
         start_token: before every prompt stands a start token that is never masked ("kept"), one that is masked like
             any prompt token ("maskable"), or none ("absent").
+        attention: how scores become attention weights, a name in `sinklens.hooks.weighing`.
         pictures: size of a second training set, captioned pictures (`pictures.training`); each is two rows, one per
             direction, and a step draws its rows from all of them and the problems' alike. 0 for none.
         code: size of a training set of small functions (`tiny_code.training`). 0 for none.
@@ -61,6 +63,7 @@ class Recipe:
     context: int = 128
     start_from: str | None = None
     start_token: StartToken = "kept"
+    attention: Attention = "softmax"
     pictures: int = 0
     code: int = 0
     skills: int = 0
@@ -137,6 +140,8 @@ RECIPES = {
         Recipe("masked-start", "masked", cycles=_FIRST_CYCLE, start_token="maskable"),
         Recipe("weight-decay-0", "masked", cycles=_FIRST_CYCLE, weight_decay=0.0),
         Recipe("weight-decay-0.5", "masked", cycles=_FIRST_CYCLE, weight_decay=0.5),
+        Recipe("sigmoid", "masked", cycles=_FIRST_CYCLE, attention="sigmoid"),
+        Recipe("off-by-one", "masked", cycles=_FIRST_CYCLE, attention="off-by-one"),
         Recipe("seed-2", "masked", cycles=_FIRST_CYCLE, seed=2),
         Recipe("seed-3", "masked", cycles=_FIRST_CYCLE, seed=3),
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 from sinklens.checkpoints import files
 from sinklens.checkpoints.translate import family_named, family_of
 from sinklens.errors import SettingError
+from sinklens.hooks import weighing
 from sinklens.zoo.corpus import ANSWER_LENGTH, Corpus, build_corpus
 from sinklens.zoo.keeping import append_record, read_tensors, write_tensors
 from sinklens.zoo.recipes import DEFAULTS, Recipe
@@ -90,6 +91,8 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTra
     """A model of the recipe's size and family, bidirectional unless causal, as it is before the first step."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    from sinklens.hooks import attention
+
     family = family_named(recipe.family)
     torch.manual_seed(recipe.seed)
     config = CONFIG_MAPPING[family.architecture](
@@ -105,7 +108,11 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTra
         pad_token_id=None,
         tie_word_embeddings=False,
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    implementation = "sdpa"
+    if recipe.attention != "softmax":
+        implementation = attention.NAME
+        setattr(config, weighing.CONFIG_KEY, recipe.attention)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
     model.config.is_causal = family.causal
     for layer in model.model.layers:
         layer.self_attn.is_causal = family.causal

@@ -13,6 +13,7 @@ from layouts import ARCHITECTURES, causal, llada_names, public_config
 from sinklens.checkpoints import FAMILIES, build_empty, family_named, family_of, translate
 from sinklens.checkpoints.files import rename
 from sinklens.errors import CheckpointError
+from sinklens.model import load
 
 FULL_SIZE = ["llada-8b", "mmada-8b", "dream-7b", "llama-3.1-8b"]
 # Of each key that can ask for another model than the class computes, a value that does.
@@ -212,6 +213,19 @@ def test_quantized_checkpoint_is_refused(family):
     with pytest.raises(CheckpointError, match=r"has a quantization_config; only weights that are not quantized are"):
         _translated(_config(family, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}))
     assert _translated(_config(family, quantization_config=None)).vocab_size == 61
+
+
+@pytest.mark.parametrize("family", [*ARCHITECTURES])
+def test_the_way_from_scores_to_weights_is_taken_over_and_an_unknown_one_refused(family):
+    assert _translated(_config(family, sinklens_attention="sigmoid")).sinklens_attention == "sigmoid"
+    message = r"sinklens_attention = 'sigmoyd'; known ways .* are softmax, sigmoid, off-by-one\. Nearest: sigmoid"
+    with pytest.raises(CheckpointError, match=message):
+        _translated(_config(family, sinklens_attention="sigmoyd"))
+
+
+def test_a_held_model_with_an_unknown_way_from_scores_to_weights_is_refused():
+    with pytest.raises(CheckpointError, match="sinklens_attention = 'hard'; known ways"):
+        load(random_hf(sinklens_attention="hard"))
 
 
 def test_activation_that_transformers_lacks_is_refused():

@@ -20,7 +20,7 @@ MODEL_TYPES = FAMILIES | {"tiny-dream": "Dream"}
 PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mmada-8b"}
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "no-start"])
+@pytest.fixture(scope="module", params=[*FAMILIES, "no-start", "sigmoid", "off-by-one"])
 def exported(request, small, tmp_path_factory):
     """A recipe, the folder of its finished toy run, and its checkpoint.
 

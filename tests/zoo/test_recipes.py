@@ -31,6 +31,8 @@ def test_the_skilled_twins_go_on_from_where_the_others_ended(name):
         ("masked-start", {"start_token": "maskable"}),
         ("weight-decay-0", {"weight_decay": 0.0}),
         ("weight-decay-0.5", {"weight_decay": 0.5}),
+        ("sigmoid", {"attention": "sigmoid"}),
+        ("off-by-one", {"attention": "off-by-one"}),
         ("seed-2", {"seed": 2}),
         ("seed-3", {"seed": 3}),
     ],
