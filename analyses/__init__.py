@@ -19,6 +19,7 @@ STUDIES = {
     "split": ("split", "Split"),
     "diagnose": ("diagnose", "Diagnose"),
     "heads": ("heads", "Heads"),
+    "necessity": ("necessity", "Necessity"),
     "patching": ("patching", "Patching"),
     "windows": ("windows", "Windows"),
     "blocks": ("blocks", "Blocks"),

@@ -186,6 +186,34 @@ def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[
     return figure
 
 
+def costs_by_part(
+    table: "DataFrame",
+    shares: "DataFrame",
+    parts: Mapping[Any, str],
+    picks: Mapping[str, str],
+    meanings: Mapping[str, str],
+) -> "Figure":
+    """What masking a key costs, by where it is masked: a line of panels per model, word problems lost and KL.
+
+    Args:
+        table: with ``part`` and ``pick``.
+        shares: of heads and steps, by ``part``.
+        parts, picks, meanings: names of the parts, picks and measures.
+    """
+    models = list(dict.fromkeys(table["model"]))
+    figure, axes = panels(2 * len(models), columns=2, size=(5.6, 2.6))
+    shown = ((model, measure) for model in models for measure in ("cost", "kl"))
+    for (model, measure), ax in zip(shown, axes, strict=True):
+        rows = table[(table["model"] == model) & (table["measure"] == measure)]
+        told = shares[shares["model"] == model].set_index("part")["estimate"]
+        names = {part: f"{name}\n({told[part]:.0%} of them)" if part != "all" else name for part, name in parts.items()}
+        interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), "part", ax, names=names, line=0.0)
+        ax.set(xlabel=wrapped(meanings[measure], 40), title=short(model))
+        ax.legend().remove()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(picks), fontsize="small")
+    return figure
+
+
 def start_curves(table: "DataFrame") -> "Figure":
     """Share of answers that become the clean prompt's when the number is patched from a step on: a line per layer."""
     models = list(dict.fromkeys(table["model"]))

@@ -1,0 +1,83 @@
+"""The necessity study: strongest keys are parted into sinks and others, and each is masked where it says."""
+
+import numpy as np
+import pytest
+import xarray as xr
+from tracks import made, planted
+
+from sinklens.analyses.necessity import MEASURES, PARTS, PICKS, Necessity, StrongestKey
+from sinklens.analyses.swept import unchanged
+from sinklens.interventions import MaskSinks, effect
+from sinklens.sinks import EpsilonOverMean
+from sinklens.tasks.word_problems import held_out
+
+PROMPT = held_out(1)[0].prompt
+SETTINGS = {"gen_length": 6, "steps": 6}
+SINK = EpsilonOverMean(1.5)
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_llada):
+    return Necessity(sink=SINK).measure(tiny_llada, [PROMPT], SETTINGS)
+
+
+def test_on_a_planted_map_the_sink_and_the_mere_strongest_key_are_told_apart():
+    track = planted([[1, 1, 9, 1], [1, 1, 1.5, 1], [2, 0.5, 2, 0.5]])
+    found = {part: StrongestKey(part).detect(track).to_numpy()[0, :, 0, 0].tolist() for part in PARTS}
+    assert found["all"] == [[False, False, True, False], [False, False, True, False], [True, False, False, False]]
+    assert found["sink"] == [[False, False, True, False], [False] * 4, [False] * 4]
+    assert found["other"] == [[False] * 4, [False, False, True, False], [True, False, False, False]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_parts_are_those_written_out_place_by_place(causal):
+    track, _, there = made(causal)
+    found = {part: StrongestKey(part, SINK).detect(track).to_numpy() for part in PARTS}
+    scores = track.scores().to_numpy()
+    for row, step, layer, head in np.ndindex(scores.shape[:4]):
+        values = [
+            float(v) if t else -1.0 for v, t in zip(scores[row, step, layer, head], there[row, step], strict=True)
+        ]
+        best = values.index(max(values))
+        known = [value for value in values if value >= 0]
+        others = (sum(known) - values[best]) / (len(known) - 1)
+        expected = {"all": {best}, "sink": {best} if values[best] > others + 1.5 else set()}
+        expected["other"] = expected["all"] - expected["sink"]
+        if values[best] == 0:  # a head that attends to nothing has no strongest key
+            expected = {part: set[int]() for part in PARTS}
+        for part in PARTS:
+            assert set(found[part][row, step, layer, head].nonzero()[0].tolist()) == expected[part]
+
+
+def test_every_number_is_that_of_its_own_run(tiny_llada, measured):
+    track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
+    for part in PARTS:
+        mask = MaskSinks(top_k=None, detector=StrongestKey(part, SINK), source=track)
+        one = effect(tiny_llada, [PROMPT], mask, **SETTINGS)
+        got = measured.sel(part=part, pick="strongest").isel(prompt=0)
+        assert float(got["kl"]) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
+        assert float(got["changed"]) == float(not one.free_running["same_answer"].item())
+    everywhere = effect(tiny_llada, [PROMPT], MaskSinks(top_k=1, source=track), **SETTINGS)
+    got = measured.sel(part="all", pick="strongest").isel(prompt=0)
+    assert float(got["kl"]) == pytest.approx(float(everywhere.under_replay["kl"].mean()), abs=1e-4)
+    assert len({round(float(value), 6) for value in measured["kl"].to_numpy().ravel()}) == len(PARTS) * len(PICKS)
+
+
+def test_shares_count_heads_and_steps_and_sum_to_the_whole(measured):
+    shares = measured["share"].isel(prompt=0)
+    assert float(shares.sel(part="all")) == 1
+    assert 0 < float(shares.sel(part="sink")) < 1
+    assert float(shares.sel(part="sink") + shares.sel(part="other")) == pytest.approx(1)
+
+
+def test_claims_hold_strongest_keys_to_random_ones_in_the_same_places():
+    axes, size = ("prompt", "part", "pick"), (8, len(PARTS), len(PICKS))
+    data = xr.Dataset({name: (axes, np.zeros(size)) for name in MEASURES}, {"part": list(PARTS), "pick": list(PICKS)})
+    data["share"] = (("prompt", "part"), np.ones(size[:2]))
+    data["cost"].loc[{"part": "sink", "pick": "strongest"}] = 0.5 + 0.1 * np.arange(8) / 8
+    data["cost"].loc[{"part": "sink", "pick": "random"}] = 0.25
+    data["cost"].loc[{"part": "other"}] = 0.4
+    claims = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
+    assert claims.loc[("cost", "sink"), "estimate"] == pytest.approx(0.25 + 0.35 / 8)
+    assert claims.loc[("cost", "sink"), "verdict"] == "holds"
+    assert claims.loc[("cost", "other"), "verdict"] == "no"
