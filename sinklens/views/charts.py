@@ -161,10 +161,13 @@ PICKS = {
     "random": ("random keys", "s--"),
     "weakest": ("weakest keys", "^:"),
 }
+SHARED = 3  # models in a panel, and panels in a line
 
 
 def accuracy_curves(table: "DataFrame") -> "Figure":
-    """Accuracy against the number of masked keys (K), one panel per protocol and one colour per model, with intervals.
+    """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and a colour per model.
+
+    More than `SHARED` models of a protocol have a panel each.
 
     Args:
         table: one line per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
@@ -173,13 +176,24 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
     from matplotlib.figure import Figure
 
     table = table[table["masked"].notna()]
-    protocols = list(dict.fromkeys(table["protocol"]))
-    figure = Figure(figsize=(5.2 * max(1, len(protocols)), 4.2), layout="constrained")
-    panels = figure.subplots(1, max(1, len(protocols)), squeeze=False)[0]
-    for protocol, ax in zip(protocols, panels, strict=False):
-        _accuracy_panel(table[table["protocol"] == protocol], ax)
-        ax.set(title=protocol, xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
+    shown = [part for _, own in table.groupby("protocol", sort=False) for part in _together(own)]
+    columns = min(SHARED, max(1, len(shown)))
+    rows = max(1, -(-len(shown) // columns))
+    figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax in panels[len(shown) :]:
+        ax.set_axis_off()
+    for own, ax in zip(shown, panels, strict=False):
+        _accuracy_panel(own, ax)
+        ax.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
+        ax.set_title(str(own["protocol"].iloc[0]))
     return figure
+
+
+def _together(own: "DataFrame") -> "list[DataFrame]":
+    """The lines of one protocol, by panel."""
+    by_model = [part for _, part in own.groupby("model", sort=False)]
+    return [own] if len(by_model) <= SHARED else by_model
 
 
 def _way(condition: str) -> str:
