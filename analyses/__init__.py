@@ -1,7 +1,8 @@
 """Studies: one file each, read from top to bottom, copied to ask a new question.
 
-`STUDIES` is what ``sinklens analyse NAME`` knows; `find` gives a study's class. A study of one's own is a subclass of
-`Study`; `interval_table` and `difference_table` make its tables. `accuracy` is a plain function.
+`STUDIES` is what ``sinklens analyse NAME`` knows, `questions` what each asks; `find` gives a study's class. A study of
+one's own is a subclass of `Study`; `interval_table` and `difference_table` make its tables. `accuracy` is a plain
+function.
 """
 
 from pathlib import Path
@@ -27,6 +28,16 @@ STUDIES = {
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
 }
+
+
+def questions() -> dict[str, str]:
+    """The question that each study of `STUDIES` asks: the first line of its file."""
+    found = {}
+    for name, (module, _) in STUDIES.items():
+        with (Path(__file__).parent / f"{module}.py").open(encoding="utf-8") as file:
+            found[name] = file.readline().strip().strip('"')
+    return found
+
 
 __all__ = ["STUDIES", "Study", "difference_table", "find", "interval_table"]
 

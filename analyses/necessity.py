@@ -40,6 +40,9 @@ MEASURES = {
     "right": MEANINGS["right"],
     "changed": MEANINGS["changed"],
 }
+BASE = {"base": "word problems answered right with nothing masked"}
+SHARE = {"share": "heads and steps that the part is of all"}
+LESS = {name: f"strongest less random key: {MEASURES[name]}" for name in ("kl", "cost")}
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Necessity(Study):
     sink: Detector = field(default_factory=EpsilonOverMean)
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """`MEASURES` [prompt, part, pick]; ``share`` [prompt, part], of the heads and steps that have a step before."""
+        """`MEASURES` [prompt, part, pick]; ``share`` [prompt, part]; ``base`` [prompt]."""
 
         def one(prompt: Any) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
@@ -90,7 +93,7 @@ class Necessity(Study):
             shape = (len(PARTS), len(PICKS))
             return xr.Dataset(
                 {name: (("part", "pick"), part.reshape(shape)) for name, part in values.items()}
-                | {"share": ("part", [self._share(track, part) for part in PARTS])},
+                | {"share": ("part", [self._share(track, part) for part in PARTS]), "base": ((), right[0])},
                 coords={"part": list(PARTS), "pick": list(PICKS)},
             )
 
@@ -113,11 +116,13 @@ class Necessity(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``costs``: every measure by part and pick; ``shares``; ``claims``: strongest less random key."""
-        costs = interval_table(measured, list(MEASURES), self.seed)
+        costs = interval_table(measured, [*MEASURES, *BASE], self.seed)
+        shares, claims = interval_table(measured, list(SHARE), self.seed), _claims(measured, self.seed)
+        told = {"costs": costs, "shares": shares, "claims": claims}
+        meanings = {"costs": MEASURES | BASE, "shares": SHARE, "claims": LESS}
         return {
-            "costs": costs.assign(meaning=costs["measure"].map(MEASURES)),
-            "shares": interval_table(measured, ["share"], self.seed),
-            "claims": _claims(measured, self.seed),
+            name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings[name]))
+            for name, table in told.items()
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -129,10 +134,14 @@ class Necessity(Study):
 
 
 def _claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """What the strongest key costs more than a random one in the same heads and steps, paired by prompt."""
-    excess = {name: data.sel(pick="strongest") - data.sel(pick="random") for name, data in measured.items()}
-    parts = {name: data[["kl", "cost"]] for name, data in excess.items()}
-    table = interval_table(parts, ["kl", "cost"], seed)
-    table["claim"] = [f"the strongest key is missed more than a random one, {PARTS[part]}" for part in table["part"]]
+    """What the strongest key costs more than a random one in the same heads and steps, paired by prompt.
+
+    A model that answers nothing right has nothing to lose: its cost is not measured.
+    """
+    excess = {}
+    for name, data in measured.items():
+        less = data[list(LESS)].sel(pick="strongest") - data[list(LESS)].sel(pick="random")
+        excess[name] = less if bool((data["base"] > 0).any()) else less.assign(cost=less["cost"] * np.nan)
+    table = interval_table(excess, list(LESS), seed)
     table["verdict"] = [verdict(row.estimate, row.low, row.high, 0.0, "holds", "no") for row in table.itertuples()]
     return table

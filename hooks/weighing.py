@@ -51,6 +51,11 @@ def off_by_one(scores: Scores, visible: Visible) -> Scores:
 WAYS: Mapping[str, Weigh] = {"softmax": softmax, "sigmoid": sigmoid, "off-by-one": off_by_one}
 
 
+def way_named(config: Any) -> str:
+    """Name of the way, in `WAYS`, that a transformers config asks for."""
+    return str(getattr(config, CONFIG_KEY, "softmax"))
+
+
 def way_of(module: Any) -> Weigh:
     """The function that the config of a transformers module asks for; `softmax` where it asks for none."""
-    return WAYS[getattr(getattr(module, "config", None), CONFIG_KEY, "softmax")]
+    return WAYS[way_named(getattr(module, "config", None))]

@@ -89,13 +89,15 @@ def _add_trace(commands: Any) -> None:
 
 
 def _add_analyse(commands: Any) -> None:
-    from sinklens.analyses import STUDIES
+    from sinklens.analyses import questions
 
     text = "ask a question of one or several models; write tables, figures and a manifest"
-    analyse = commands.add_parser("analyse", help=text, description=text)
-    analyse.add_argument(
-        "name", metavar="NAME", help=f"the study: {', '.join(STUDIES)}; or STUDY.py, a file of your own"
-    )
+    asked = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
+    analyse = commands.add_parser(
+        "analyse", help=text, description=text, epilog=f"studies:\n{asked}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    analyse.add_argument("name", metavar="NAME", help="a study of those below, or STUDY.py, a file of your own")
     analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     analyse.add_argument(
         "--out", type=Path, help="folder for the results (analyses-NAME); an interrupted study goes on"
@@ -125,9 +127,11 @@ def _add_models(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    text = "train a shipped model again; an interrupted run goes on where it stopped"
+    from sinklens.zoo.recipes import RECIPES
+
+    text = "train a shipped model again, or a variant of one; an interrupted run goes on where it stopped"
     train = commands.add_parser("train", help=text, description=text)
-    train.add_argument("name", metavar="NAME", help="tiny-llada, tiny-llama, ..., or planted: sinks set by hand")
+    train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: sinks set by hand")
     train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
     train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
     train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")

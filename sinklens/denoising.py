@@ -23,6 +23,7 @@ from sinklens.errors import HookFunctionError, HookNameError, PromptError, Sinkl
 from sinklens.generation import Answer, Generation, Replayable, canvases_of
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
+from sinklens.hooks.weighing import way_named
 from sinklens.interventions.base import HookFunction, Intervention, Surroundings, row_key
 from sinklens.model import Model
 from sinklens.sampling import LladaSettings, make_settings
@@ -296,6 +297,7 @@ class Denoising:
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
             "causal": int(self.model.config.is_causal),
+            "attention": way_named(self.model.config),
             "settings": json.dumps(kept),
             "seed": self.seed,
             "prompt_length": self.state.prompt_length,

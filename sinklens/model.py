@@ -22,6 +22,7 @@ from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretraine
 from sinklens.errors import CheckpointError, PromptError
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.tree import HookTree, Sizes
+from sinklens.hooks.weighing import way_named
 from sinklens.selfcheck import check as run_check
 
 if TYPE_CHECKING:
@@ -239,8 +240,10 @@ class Model(NNsight):
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
+        way = way_named(self.config)
+        told = "" if way == "softmax" else f"attention={way!r}, "
         return (
-            f"Model({self.name!r}, family={self.family!r}, {size:,} parameters, {self.cfg.n_layers} layers, "
+            f"Model({self.name!r}, family={self.family!r}, {told}{size:,} parameters, {self.cfg.n_layers} layers, "
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
 

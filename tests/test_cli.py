@@ -12,7 +12,7 @@ import pytest
 import xarray as xr
 
 from sinklens import SinkTrack
-from sinklens.analyses import STUDIES
+from sinklens.analyses import STUDIES, questions
 from sinklens.cli import main
 from sinklens.sampling.settings import Settings, meaning
 from sinklens.tasks.word_problems import held_out
@@ -164,6 +164,16 @@ def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
 
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more lose twentyfold beside other processes
+
+
+def test_help_tells_what_every_study_asks(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["analyse", "--help"])
+    told = capsys.readouterr().out
+    for name, question in questions().items():
+        assert question.endswith("?")
+        assert f"  {name:<12} {question}\n" in told
+    assert list(questions()) == list(STUDIES)
 
 
 def analyse(out, prompts):

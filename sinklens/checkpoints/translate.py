@@ -84,8 +84,10 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
                 f"{where}: config.json has {key} = {config[key]!r}; the {family.name} family can express only "
                 f"{expected}. Loading it anyway would compute another model."
             )
+    if strange := [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]:
+        raise CheckpointError(f"{where}: config.json has {strange[0]!r}; sinklens reads {weighing.CONFIG_KEY} alone.")
     weighed = config.get(weighing.CONFIG_KEY, "softmax")
-    if weighed not in weighing.WAYS:
+    if not isinstance(weighed, str) or weighed not in weighing.WAYS:
         raise CheckpointError(
             f"{where}: config.json has {weighing.CONFIG_KEY} = {weighed!r}; known ways from scores to attention "
             f"weights are {', '.join(weighing.WAYS)}.{nearest(str(weighed), weighing.WAYS)}"

@@ -134,7 +134,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     lines = []
     for name, members in zip(names, groups.values(), strict=True):
         lines += _lines(name, sorted(members, key=_order), mixed_devices)
-    return sorted(lines, key=lambda line: (line.task, line.protocol))
+    return sorted(lines, key=lambda line: (line.task, line.protocol, line.model))
 
 
 def _read(run: Run) -> _Read:

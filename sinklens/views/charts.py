@@ -177,7 +177,7 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
 
     table = table[table["masked"].notna()]
     shown = [part for _, own in table.groupby("protocol", sort=False) for part in _together(own)]
-    columns = min(SHARED, max(1, len(shown)))
+    columns = 2 if len(shown) == 4 else min(SHARED, max(1, len(shown)))
     rows = max(1, -(-len(shown) // columns))
     figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -185,8 +185,9 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
         ax.set_axis_off()
     for own, ax in zip(shown, panels, strict=False):
         _accuracy_panel(own, ax)
+        alone = f": {short(own['model'].iloc[0])}" if own["model"].nunique() == 1 else ""
         ax.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
-        ax.set_title(str(own["protocol"].iloc[0]))
+        ax.set_title(f"{own['protocol'].iloc[0]}{alone}")
     return figure
 
 
@@ -220,7 +221,7 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
             same = (own["pick"] == pick) & (own["condition"].map(_way) == way)
             rows = own[same | (own["masked"] == 0)].sort_values("masked")
             shift = 0.02 * (len(PICKS) * number + place)  # so that intervals stand side by side
-            places = [counts.index(int(count)) + shift for count in rows["masked"]]
+            places = [counts.index(int(count)) + shift * (count > 0) for count in rows["masked"]]
             errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
             ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,
                         label=f"{short(model)}: {told}")  # fmt: skip

@@ -60,6 +60,9 @@ def test_every_number_is_that_of_its_own_run(tiny_llada, measured):
     everywhere = effect(tiny_llada, [PROMPT], MaskSinks(top_k=1, source=track), **SETTINGS)
     got = measured.sel(part="all", pick="strongest").isel(prompt=0)
     assert float(got["kl"]) == pytest.approx(float(everywhere.under_replay["kl"].mean()), abs=1e-4)
+    assert float(measured["base"].item()) == float(measured["right"].sel(part="other", pick="random").item()) + float(
+        measured["cost"].sel(part="other", pick="random").item()
+    )
     assert len({round(float(value), 6) for value in measured["kl"].to_numpy().ravel()}) == len(PARTS) * len(PICKS)
 
 
@@ -73,7 +76,7 @@ def test_shares_count_heads_and_steps_and_sum_to_the_whole(measured):
 def test_claims_hold_strongest_keys_to_random_ones_in_the_same_places():
     axes, size = ("prompt", "part", "pick"), (8, len(PARTS), len(PICKS))
     data = xr.Dataset({name: (axes, np.zeros(size)) for name in MEASURES}, {"part": list(PARTS), "pick": list(PICKS)})
-    data["share"] = (("prompt", "part"), np.ones(size[:2]))
+    data["share"], data["base"] = (("prompt", "part"), np.ones(size[:2])), ("prompt", np.ones(8))
     data["cost"].loc[{"part": "sink", "pick": "strongest"}] = 0.5 + 0.1 * np.arange(8) / 8
     data["cost"].loc[{"part": "sink", "pick": "random"}] = 0.25
     data["cost"].loc[{"part": "other"}] = 0.4
@@ -81,3 +84,7 @@ def test_claims_hold_strongest_keys_to_random_ones_in_the_same_places():
     assert claims.loc[("cost", "sink"), "estimate"] == pytest.approx(0.25 + 0.35 / 8)
     assert claims.loc[("cost", "sink"), "verdict"] == "holds"
     assert claims.loc[("cost", "other"), "verdict"] == "no"
+    assert claims.loc[("cost", "other"), "where"] == "where it is no sink"
+    data["base"] = ("prompt", np.zeros(8))
+    nothing_to_lose = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
+    assert nothing_to_lose.loc["cost", "verdict"].tolist() == ["not measured"] * 3

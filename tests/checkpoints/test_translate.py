@@ -221,6 +221,10 @@ def test_the_way_from_scores_to_weights_is_taken_over_and_an_unknown_one_refused
     message = r"sinklens_attention = 'sigmoyd'; known ways .* are softmax, sigmoid, off-by-one\. Nearest: sigmoid"
     with pytest.raises(CheckpointError, match=message):
         _translated(_config(family, sinklens_attention="sigmoyd"))
+    with pytest.raises(CheckpointError, match=r"sinklens_attention = \['sigmoid'\]; known ways"):
+        _translated(_config(family, sinklens_attention=["sigmoid"]))
+    with pytest.raises(CheckpointError, match="has 'sinklens_atention'; sinklens reads sinklens_attention alone"):
+        _translated(_config(family, sinklens_atention="sigmoid"))
 
 
 def test_a_held_model_with_an_unknown_way_from_scores_to_weights_is_refused():

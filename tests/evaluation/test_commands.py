@@ -144,10 +144,11 @@ def test_the_picture_has_a_line_for_each_way_of_masking(tmp_path):
 def test_more_models_than_a_panel_holds_have_one_each(tmp_path):
     for model in ("a", "b", "c"):
         planted_run(tmp_path, {"a": True}, model=model)
-    assert sorted(labels(tmp_path)) == ["a: sinks", "b: sinks", "c: sinks"]
+    assert labels(tmp_path) == ["a: sinks", "b: sinks", "c: sinks"]
     planted_run(tmp_path, {"a": True}, model="d")
-    shown = [panel.get_legend_handles_labels()[1] for panel in accuracy_curves(frame(read_lines(tmp_path))).axes]
-    assert sorted(shown) == [[], [], ["a: sinks"], ["b: sinks"], ["c: sinks"], ["d: sinks"]]
+    shown = accuracy_curves(frame(read_lines(tmp_path))).axes
+    assert [panel.get_legend_handles_labels()[1] for panel in shown] == [[f"{name}: sinks"] for name in "abcd"]
+    assert [panel.get_title() for panel in shown] == [f"tiny-gsm: {name}" for name in "abcd"]
 
 
 def labels(ledger):

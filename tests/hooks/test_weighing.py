@@ -129,6 +129,15 @@ def test_in_a_trace_block_sums_may_be_read_before_the_pattern_they_are_sums_of(w
         torch.testing.assert_close(summed, pattern.sum(dim=2))
 
 
+def test_a_model_and_its_tracks_say_how_they_weigh():
+    for way in WAYS:
+        model = other(way)
+        assert ("attention=" in repr(model)) == (way != "softmax")
+        assert repr(model).count(repr(way)) == (way != "softmax")
+        run = sinklens.generate(model, [[3, 9, 4]], gen_length=2, steps=1, block_length=2)
+        assert run.sinks.data.attrs["attention"] == way
+
+
 @dataclass(frozen=True)
 class Seen(Detector):
     """Finds nothing, and keeps what it was shown."""
