@@ -167,7 +167,7 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more lose twentyfold besi
 
 
 def test_help_tells_what_every_study_asks(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["analyse", "--help"])
     told = capsys.readouterr().out
     for name, question in questions().items():
