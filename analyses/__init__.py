@@ -39,7 +39,7 @@ def questions() -> dict[str, str]:
     return found
 
 
-__all__ = ["STUDIES", "Study", "difference_table", "find", "interval_table"]
+__all__ = ["STUDIES", "Study", "difference_table", "find", "interval_table", "questions"]
 
 _HOMES = {"Study": "study", "difference_table": "intervals", "interval_table": "intervals"}
 

@@ -16,6 +16,7 @@ One way this fails: all models are in memory at once. Where they do not fit toge
 import hashlib
 import inspect
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -138,6 +139,9 @@ class Study(ABC):
         Raises:
             SettingError: no model, no prompt, two models of one name, a setting that no model knows, no prompt of the
                 number `shown`, or what `begin` refuses.
+
+        Warns:
+            UserWarning: `out` holds results of other models, prompts or options, which will be replaced.
         """
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
@@ -152,6 +156,8 @@ class Study(ABC):
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
         folder = None if out is None else _folder(Path(out), self.name, manifest)
+        if out is not None:
+            _warn_of_others(Path(out) / f"{self.name}.json", manifest)
         measured, examples = {}, {}
         for name, model, settings in zip(names, loaded, given, strict=True):
             parts = self._parts(model, prompts, settings, folder, name, progress)
@@ -299,6 +305,25 @@ def _source_hash(study: type) -> str:
 def _folder(out: Path, name: str, manifest: Mapping[str, Any]) -> Path:
     """Where the parts of exactly this study are kept until it is finished."""
     return out / "parts" / f"{name}-{hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def _warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Say, before anything is measured, that the results told of by the manifest `file` will be replaced."""
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        told = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
+        dict.keys(before["options"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # none, or none of a study
+    made, now = (
+        {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
+    )
+    if any(made.get(key) != now[key] for key in ("options", "models", "prompts_sha256")):
+        warnings.warn(
+            f"{file.parent} holds another run of this study ({told}), which this one will replace; to keep it, "
+            f"interrupt now and give another folder.",
+            stacklevel=3,
+        )
 
 
 def _write(study: Study, findings: Findings, out: Path) -> Findings:

@@ -210,9 +210,9 @@ def costs_by_part(
         interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), "part", ax, names=names, line=0.0)
         ax.set(xlabel=wrapped(meanings[measure], 40), title=short(model))
         ax.legend().remove()
-    for measure in (axes[::2], axes[1::2]):  # one scale for all models
-        ends = [ax.get_xlim() for ax in measure]
-        for ax in measure:
+    for column in (axes[::2], axes[1::2]):  # one scale for all models
+        ends = [ax.get_xlim() for ax in column]
+        for ax in column:
             ax.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(picks), fontsize="small")
     return figure

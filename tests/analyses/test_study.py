@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -112,6 +113,20 @@ def test_parts_of_another_seed_or_prompt_are_not_taken(tiny_llada, tmp_path):
     Letters(batch=1).run([tiny_llada], ["a", "go"], tmp_path)
     assert Letters.asked == [["a"], ["go"]]
     assert len(list(tmp_path.glob("parts/*"))) == 2  # the two that were interrupted
+
+
+def test_a_folder_with_results_of_other_prompts_is_told_of_before_they_are_replaced(tiny_llada, tmp_path):
+    Letters().run(tiny_llada, ["a", "bb"], tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Letters(batch=1).run(tiny_llada, ["a", "bb"], tmp_path)  # the same results again
+    told = r"holds another run of this study \(tiny-llada; prompts: 2\), which this one will replace; to keep it"
+    with pytest.warns(UserWarning, match=told), pytest.raises(KeyboardInterrupt, match=r"^$"):
+        Letters().run(tiny_llada, ["stop"], tmp_path)
+    assert json.loads((tmp_path / "letters.json").read_text())["prompts"] == 2
+    for broken in ("{", "[]", '{"prompts": 2, "models": [], "options": 3}'):
+        (tmp_path / "letters.json").write_text(broken)
+        Letters().run(tiny_llada, ["a"], tmp_path)
 
 
 def test_the_manifest_tells_what_decided_the_numbers(tiny_llada, tiny_llama, tmp_path):
