@@ -90,17 +90,21 @@ class Denoising:
         return isinstance(self.settings, LladaSettings) and self.settings.cfg_scale > 0
 
     def _check_prompt(self, ids: Tensor, real: Tensor) -> None:
-        mask, context = self.model.mask_token_id, self.model.cfg.n_ctx
+        mask = self.model.mask_token_id
         if mask is not None and bool(((ids == mask) & real).any()):
             row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
             raise PromptError(
                 f"prompt {row} holds the mask token ({mask}) at position {position}; it would be taken for an answer "
                 f"position. Remove it from the text or the ids."
             )
-        longest = int(real.sum(dim=1).max())
+        self._check_room(int(real.sum(dim=1).max()))
+
+    def _check_room(self, longest: int, extra: int = 0) -> None:
+        """Hold the longest row, of which `extra` tokens are an intervention's, to the model's context."""
+        context, among = self.model.cfg.n_ctx, f", {extra} of them an intervention's," if extra else ""
         if longest + self.settings.gen_length > context:
             raise PromptError(
-                f"a prompt of {longest} tokens and gen_length {self.settings.gen_length} need "
+                f"a prompt of {longest} tokens{among} and gen_length {self.settings.gen_length} need "
                 f"{longest + self.settings.gen_length} positions; {self.model.name} has {context}. "
                 f"Shorten the prompt or give gen_length of at most {max(0, context - longest)}."
             )
@@ -109,11 +113,13 @@ class Denoising:
         model, length, eot = self.model, self.settings.gen_length, self.model.record.eot_token_id
         mask = -1 if model.mask_token_id is None else model.mask_token_id
         noise = self._noise([row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
-        behind = ids[:, :0]
+        behind, before = ids[:, :0], ids.shape[1]
         for entry in listed:
             if isinstance(entry, Intervention):
                 ids, real, more = entry.extend(model, ids, real)
                 behind = torch.cat([behind, more], dim=1)
+        extra = ids.shape[1] - before + behind.shape[1]
+        self._check_room(int(real.sum(dim=1).max()) + behind.shape[1], extra)
         blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
         tail = torch.cat([blank, behind], dim=1)
         return State(

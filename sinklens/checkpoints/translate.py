@@ -108,8 +108,10 @@ def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, An
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
     settings = {new: config[old] for old, new in family.config_names.items() if old in config}
     theta = settings.pop("rope_theta")
-    if not isinstance(theta, int | float):
-        raise CheckpointError(f"{where}: config.json has rope_theta = {theta!r}; it is a number, such as 500000.0.")
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+        raise CheckpointError(
+            f"{where}: config.json has rope_theta = {theta!r}; it is a number above 0, such as 500000.0."
+        )
     settings |= {key: config[key] for key in _KEPT if key in config} | {key: config.get(key) for key in _TOKENS}
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
     settings["vocab_size"] = config["vocab_size"]

@@ -198,8 +198,10 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         ("llada", {"n_kv_heads": 0}, r"cannot build a llama model of this config: ZeroDivisionError"),
         ("llama", {"head_dim": 0}, r"cannot build a llama model of this config: ZeroDivisionError"),
         ("dream", {"num_attention_heads": 0}, r"cannot build a qwen2 model of this config: ZeroDivisionError"),
-        ("llada", {"rope_theta": "x"}, r"here: config\.json has rope_theta = 'x'; it is a number, such as"),
-        ("llada", {"rope_theta": [1]}, r"here: config\.json has rope_theta = \[1\]; it is a number, such as"),
+        ("llada", {"rope_theta": "x"}, r"here: config\.json has rope_theta = 'x'; it is a number above 0, such as"),
+        ("llada", {"rope_theta": True}, r"here: config\.json has rope_theta = True; it is a number above 0, such as"),
+        ("llada", {"rope_theta": 0}, r"here: config\.json has rope_theta = 0; it is a number above 0, such as"),
+        ("llada", {"rope_theta": [1]}, r"here: config\.json has rope_theta = \[1\]; it is a number above 0, such as"),
         ("llama", {"rope_theta": "x"}, r"cannot build a llama model of this config: TypeError"),
     ],
 )

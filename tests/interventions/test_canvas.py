@@ -6,7 +6,7 @@ from building import plain_pass, random_ids, shared_model
 from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
 import sinklens
-from sinklens.errors import SettingError
+from sinklens.errors import PromptError, SettingError
 from sinklens.interventions import ForceTokens, MaskSinks, Remask, SinkToken
 
 DIFFUSION = ["llama", "qwen2", "qwen3", "dream"]
@@ -255,3 +255,14 @@ def test_a_model_that_names_no_special_token_asks_for_one():
             watch(model, random_ids(), [SinkToken()])
     finally:
         model.eos_token_ids = kept
+
+
+@pytest.mark.parametrize("at", ["front", "end"])
+def test_an_extra_token_needs_a_position_of_the_context(at):
+    model, settings = shared_model(), {"gen_length": 4, "steps": 2, "block_length": 4}
+    full = [int(token) for token in random_ids(1, 60)[0]]  # of 64
+    assert sinklens.generate(model, full, **settings).tokens.shape == (1, 64)
+    told = "a prompt of 61 tokens, 1 of them an intervention's, and gen_length 4 need 65 positions; .* has 64"
+    with pytest.raises(PromptError, match=told):
+        sinklens.generate(model, full, hooks=[SinkToken(at=at, token=9)], **settings)
+    assert sinklens.generate(model, full[1:], hooks=[SinkToken(at=at, token=9)], **settings).tokens.shape == (1, 64)
