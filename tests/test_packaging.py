@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sinklens": "sinklens", "hooks": "sinklens.hooks", "analyses": "sinklens.analyses"}
 HEAVY = ("transformer_lens", "datasets", "matplotlib", "circuitsvis")
+SLOW = ("transformers", "xarray", "pandas", "ray")
 
 
 def _modules() -> dict[str, Path]:
@@ -75,11 +76,25 @@ def test_importing_sinklens_loads_no_heavy_library(tmp_path):
 
 
 def test_packages_of_lazy_names_load_nothing_until_a_name_is_asked_for(tmp_path):
-    packages = "sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks"
-    slow = (*HEAVY, "transformers", "xarray", "pandas", "ray")
+    packages = "sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo"
+    slow = (*HEAVY, *SLOW)
     question = f"import sys, {packages}; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", question], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", [[], ["analyse"], ["train"], ["evaluate"]])
+def test_help_of_the_command_line_loads_nothing(command, tmp_path):
+    ask = f"""
+import sys
+from sinklens.cli import main
+try:
+    main([*{command}, "--help"])
+except SystemExit:
+    print([name for name in {(*HEAVY, *SLOW)} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("package", ["sinklens", *PROJECT["tool"]["setuptools"]["packages"][1:]])
