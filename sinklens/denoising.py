@@ -97,9 +97,8 @@ class Denoising:
                 f"prompt {row} holds the mask token ({mask}) at position {position}; it would be taken for an answer "
                 f"position. Remove it from the text or the ids."
             )
-        self._check_room(int(real.sum(dim=1).max()))
 
-    def _check_room(self, longest: int, extra: int = 0) -> None:
+    def _check_room(self, longest: int, extra: int) -> None:
         """Hold the longest row, of which `extra` tokens are an intervention's, to the model's context."""
         context, among = self.model.cfg.n_ctx, f", {extra} of them an intervention's," if extra else ""
         if longest + self.settings.gen_length > context:
@@ -118,8 +117,8 @@ class Denoising:
             if isinstance(entry, Intervention):
                 ids, real, more = entry.extend(model, ids, real)
                 behind = torch.cat([behind, more], dim=1)
-        extra = ids.shape[1] - before + behind.shape[1]
-        self._check_room(int(real.sum(dim=1).max()) + behind.shape[1], extra)
+        longest = int(real.sum(dim=1).max()) + behind.shape[1]
+        self._check_room(longest, extra=ids.shape[1] - before + behind.shape[1])
         blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
         tail = torch.cat([blank, behind], dim=1)
         return State(

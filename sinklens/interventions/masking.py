@@ -59,8 +59,8 @@ def track_of(source: "SinkTrack | Generation | Literal['itself'] | None") -> Sin
 class MaskSinks(Intervention):
     """At step t, no attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
 
-    The additive mask of the chosen keys is −∞, so the remaining attention of each query still sums to 1; a query with
-    no key left attends to nothing. A detector that finds nothing leaves the run as it was, bit for bit.
+    The additive mask of the chosen keys is −∞, so what a softmax leaves of each query's attention still sums to 1; a
+    query with no key left attends to nothing. A detector that finds nothing leaves the run as it was, bit for bit.
 
     Attributes:
         top_k: the strongest keys of each head; the paper masks 1, 5 and 10.

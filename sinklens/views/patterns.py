@@ -45,7 +45,7 @@ def generation_of(t: "Generation | Trace") -> "Generation":
 
 
 def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
-    """Attention pattern of one step and layer, on the real positions of row `row`; rows sum to 1.
+    """Attention pattern of one step and layer, on the real positions of row `row`; rows of a softmax sum to 1.
 
     Left padding is left out, and so are positions that an autoregressive run had not reached. Query i and key i are
     position ``first + i`` of the run's canvas, with ``first`` the length of the row's padding.
