@@ -1,6 +1,6 @@
 """The commands ``sinklens evaluate``, ``score`` and ``table``: from models and a task to the table of the study.
 
-They only read flags, call evaluating.py, scoring.py and tables.py, and print. Generated programs are run by ``score``
+They only read flags, call evaluating.py, scoring.py and tables.py, and print (tables: printing.py). Programs are run by ``score``
 alone, and only with ``--run-generated-code``.
 
 One way this fails: ``evaluate`` with other settings makes new runs beside the old ones. ``table`` names what differs.
@@ -19,7 +19,6 @@ from sinklens.flags import add_settings, settings_given
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
     from sinklens.evaluation.protocols import Protocol
-    from sinklens.evaluation.tables import Line
 
 
 def add_evaluation(commands: Any) -> None:
@@ -286,8 +285,7 @@ def _score_progress(run: Any, done: int, total: int) -> None:
 
 def run_table(options: argparse.Namespace) -> None:
     """`sinklens table`."""
-    from rich.console import Console
-
+    from sinklens.evaluation.printing import show
     from sinklens.evaluation.tables import frame, read_lines
     from sinklens.views import accuracy_curves
     from sinklens.writing import whole
@@ -302,105 +300,5 @@ def run_table(options: argparse.Namespace) -> None:
     for suffix in ("png", "svg"):
         with whole(out / f"accuracy.{suffix}") as part:
             figure.savefig(part, dpi=160, bbox_inches="tight")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    for protocol in dict.fromkeys(line.protocol for line in lines):
-        own = [line for line in lines if line.protocol == protocol]
-        console.print(_first_table(protocol, own))
-        for model in dict.fromkeys(line.model for line in own):
-            of_model = [line for line in own if line.model == model]
-            console.print(_second_table(model, of_model), _third_table(model, of_model))
-    console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
-    if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
-        console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
-    for note in noted:
-        console.print(f"{note.message}", markup=False, soft_wrap=True)
-    console.print(f"Written: {', '.join(str(out / name) for name in ('table.csv', 'accuracy.png', 'accuracy.svg'))}.")
-
-
-WIDE = 400  # columns of a table that goes into a file or a pipe, where nothing should be cut
-LEGEND = (
-    "Brackets: 95 % intervals (Wilson; of differences, bootstrap over samples: one of no width says that these samples "
-    "all do the same, not that others would). p: McNemar's exact test, two-sided, "
-    "corrected by Holm's method over the conditions of a model. 'vs random': the sinks masked less as many random "
-    "keys, on the samples that both have. Shares of answers: empty; with masks left over; with no end token. "
-    "sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of a guess."
-)
-ESCAPING = (
-    "A key that was masked at one step drew no attention there, is no sink, and so is spared at the next: "
-    "--of-unmasked adds masks by the sinks of the unmasked run, which do not let them escape."
-)
-
-
-def _first_table(protocol: str, lines: Sequence["Line"]) -> Any:
-    """The layout of the paper's Table 1: a row per condition, a column per model."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    models = list(dict.fromkeys(line.model for line in lines))
-    theirs = {line.model for line in lines if line.paper is not None}
-    table = Table(title=f"{escape(protocol)}: accuracy", title_justify="left")
-    table.add_column("masked")
-    for model in models:
-        table.add_column(escape(model), justify="right")
-        if model in theirs:
-            table.add_column("in the paper", justify="right")
-    for condition in dict.fromkeys(line.condition for line in lines):
-        cells = []
-        for model in models:
-            line = next((one for one in lines if (one.model, one.condition) == (model, condition)), None)
-            most = max(one.accuracy.total for one in lines if one.model == model)
-            cells.append("" if line is None else _share(line, most))
-            if model in theirs:
-                cells.append("" if line is None or line.paper is None else f"{line.paper:.2f}")
-        table.add_row("nothing" if condition == "unmasked" else escape(condition), *cells)
-    return table
-
-
-def _share(line: "Line", most: int) -> str:
-    low, high = line.accuracy.interval
-    unfinished = f" ({line.accuracy.total} of {most})" if line.accuracy.total < most else ""
-    return f"{line.accuracy.share:.3f} [{low:.3f}, {high:.3f}]{unfinished}"
-
-
-def _second_table(model: str, lines: Sequence["Line"]) -> Any:
-    """Differences that stand behind it."""
-    table = _table(f"{model}: compared on the same samples", ("samples", "vs unmasked", "vs random"))
-    for line in lines:
-        differences = (_difference(line.against_unmasked), _difference(line.against_random))
-        table.add_row(_masked(line), str(line.accuracy.total), *differences)
-    return table
-
-
-def _third_table(model: str, lines: Sequence["Line"]) -> Any:
-    """Odd answers, sinks and throughput."""
-    table = _table(f"{model}: its answers", ("empty", "masks left", "no end", "sinks/head", "samples/s", "guess"))
-    for line in lines:
-        shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
-        numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
-        table.add_row(_masked(line), *shares, *numbers)
-    return table
-
-
-def _table(title: str, numbers: Sequence[str]) -> Any:
-    """A column for the condition, which a narrow terminal breaks, and some for numbers, which it does not."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("masked")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _masked(line: "Line") -> str:
-    from rich.markup import escape
-
-    return "nothing" if line.condition == "unmasked" else escape(line.condition)
-
-
-def _difference(pair: Any) -> str:
-    if pair is None:
-        return ""
-    p = "<0.0001" if pair.p < 1e-4 else f"{pair.p:.4f}"
-    return f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]\np {p}"
+    show(lines, [str(note.message) for note in noted])
+    print(f"Written: {', '.join(str(out / name) for name in ('table.csv', 'accuracy.png', 'accuracy.svg'))}.")

@@ -177,13 +177,22 @@ def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[
     figure, axes = panels(len(places), columns=len({number for _, number in places}), size=(5.2, 2.8))
     for (model, number), ax in zip(places, axes, strict=True):
         rows = table[(table["model"] == model) & (table["top_k"] == number)]
-        interval_dots(rows.assign(model=[keys[pick] for pick in rows["pick"]]), "order", ax, names=orders, line=0.0)
-        ax.set(
-            xlabel=wrapped(label, 40), title=f"{short(model)}: {number:.0f} {'key' if number == 1 else 'keys'} per head"
-        )
-        ax.legend().remove()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(keys), fontsize="small")
+        _by_pick(rows, "order", ax, orders, keys)
+        told = f"{number:.0f} {'key' if number == 1 else 'keys'} per head"
+        ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {told}")
+    _legend_below(figure, axes[0])
     return figure
+
+
+def _by_pick(rows: "DataFrame", along: str, ax: "Axes", names: Mapping[Any, str], picks: Mapping[str, str]) -> None:
+    """Costs along a column, a colour per pick; the legend is left to the figure."""
+    interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), along, ax, names=names, line=0.0)
+    ax.legend().remove()
+
+
+def _legend_below(figure: "Figure", ax: "Axes") -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
 
 
 def costs_by_part(
@@ -207,14 +216,13 @@ def costs_by_part(
         rows = table[(table["model"] == model) & (table["measure"] == measure)]
         told = shares[shares["model"] == model].set_index("part")["estimate"]
         names = {part: f"{name}\n({told[part]:.0%} of them)" if part != "all" else name for part, name in parts.items()}
-        interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), "part", ax, names=names, line=0.0)
+        _by_pick(rows, "part", ax, names, picks)
         ax.set(xlabel=wrapped(meanings[measure], 40), title=short(model))
-        ax.legend().remove()
     for column in (axes[::2], axes[1::2]):  # one scale for all models
         ends = [ax.get_xlim() for ax in column]
         for ax in column:
             ax.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(picks), fontsize="small")
+    _legend_below(figure, axes[0])
     return figure
 
 
