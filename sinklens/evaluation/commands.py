@@ -1,7 +1,7 @@
 """The commands ``sinklens evaluate``, ``score`` and ``table``: from models and a task to the table of the study.
 
-They only read flags, call evaluating.py, scoring.py and tables.py, and print (tables: printing.py). Programs are run by ``score``
-alone, and only with ``--run-generated-code``.
+They only read flags, call evaluating.py, scoring.py and tables.py, and print, tables by printing.py. Generated programs
+are run by ``score`` alone, and only with ``--run-generated-code``.
 
 One way this fails: ``evaluate`` with other settings makes new runs beside the old ones. ``table`` names what differs.
 """
