@@ -119,6 +119,19 @@ _SKILLS: dict[str, Any] = {
     "problems_first": 2,
 }
 _FIRST_FOUR: dict[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
+
+
+def _of_seed(seed: int) -> tuple[Recipe, ...]:
+    """tiny-llada, tiny-llama and tiny-dream, trained completely from another seed; the last starts from the second."""
+    causal = Recipe(f"tiny-llama-seed-{seed}", "causal", seed=seed)
+    start = f"runs/{causal.name}/checkpoint"
+    return (
+        Recipe(f"tiny-llada-seed-{seed}", "masked", seed=seed),
+        causal,
+        Recipe(f"tiny-dream-seed-{seed}", "shifted", seed=seed, cycles=(2000,), start_from=start, learning_rate=1e-3),
+    )
+
+
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -144,5 +157,6 @@ RECIPES = {
         Recipe("off-by-one", "masked", cycles=_FIRST_CYCLE, attention="off-by-one"),
         Recipe("seed-2", "masked", cycles=_FIRST_CYCLE, seed=2),
         Recipe("seed-3", "masked", cycles=_FIRST_CYCLE, seed=3),
+        *(recipe for seed in (2, 3) for recipe in _of_seed(seed)),
     )
 }

@@ -71,7 +71,18 @@ def test_a_cycle_peaks_at_half_the_one_before_unless_the_recipe_says_otherwise()
 def test_every_recipe_has_the_size_of_the_others_and_the_family_it_is_saved_as():
     sizes = {(r.d_model, r.n_layers, r.n_heads, r.d_mlp, r.context) for r in RECIPES.values()}
     assert len(sizes) == 1
-    named = {name: RECIPES[name].family for name in RECIPES if name.startswith("tiny-") and "skills" not in name}
+    shipped = [name for name in RECIPES if name.startswith("tiny-") and "skills" not in name and "seed" not in name]
+    named = {name: RECIPES[name].family for name in shipped}
     assert named == {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
-    others = {r.family for name, r in RECIPES.items() if name not in (*named, "tiny-llama-skills")}
+    others = {
+        r.family for name, r in RECIPES.items() if name not in (*named, "tiny-llama-skills") and "-seed-" not in name
+    }
     assert others == {"llada"}
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream"])
+def test_a_run_from_another_seed_is_the_complete_recipe(name, seed):
+    recipe = RECIPES[f"{name}-seed-{seed}"]
+    start = f"runs/tiny-llama-seed-{seed}/checkpoint" if name == "tiny-dream" else None
+    assert recipe == replace(RECIPES[name], name=recipe.name, seed=seed, start_from=start)
