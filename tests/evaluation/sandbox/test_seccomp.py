@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sinklens.evaluation import confinement
-from sinklens.evaluation.confinement import (
+from sinklens.evaluation.sandbox import seccomp
+from sinklens.evaluation.sandbox.seccomp import (
     ALLOW,
     ARCHITECTURES,
     CALLS,
@@ -102,6 +102,6 @@ def test_files_are_changed_by_name_only_in_a_tree_of_ones_own(machine):
 
 
 def test_a_machine_the_filter_does_not_know_is_named(monkeypatch):
-    monkeypatch.setattr(confinement, "ARCHITECTURES", {"sparc": (0, 2)})
+    monkeypatch.setattr(seccomp, "ARCHITECTURES", {"sparc": (0, 2)})
     with pytest.raises(UnavailableError, match="the filter knows sparc, this is"):
         filter_calls(shared_files=True)

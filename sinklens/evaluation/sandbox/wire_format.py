@@ -1,13 +1,13 @@
-"""Python values as plain data on a pipe, between two processes of which one is not trusted.
+"""The wire format: Python values as plain data on a pipe to a process that is not trusted.
 
-A value travels as JSON, each node either null, true, false or a list ``[tag, ...]``: integers in hexadecimal and floats
-by `float.hex`, so that none is rounded; containers recursively. Reading makes built-in types only, never an object of
-the sender's choice, so a value cannot carry code or an ``__eq__`` of its own. Subclasses arrive as what they derive
-from. Anything else arrives as an `Opaque`, which tells its type and its truth and equals nothing but itself.
+A value travels as JSON. Each node is null, true, false or a list ``[tag, ...]``; integers travel in hexadecimal and
+floats as `float.hex`, so nothing is rounded; containers are encoded recursively. Decoding creates built-in types only,
+so a value cannot carry code or its own ``__eq__``. Instances of subclasses arrive as their base type. Everything else
+arrives as an `Opaque`, which knows its type's name and its truth value and equals only itself.
 
-One way this misleads: it copies. What a function does to its arguments stays in its own process.
+Known limit: values are copied, so a function's changes to its arguments stay in its own process.
 
-A frame is four bytes of length, big end first, and that much JSON.
+A frame is a four-byte big-endian length followed by that many bytes of JSON.
 """
 
 import json
@@ -23,23 +23,23 @@ LENGTH = struct.Struct(">I")
 
 
 class UnsendableError(TypeError):
-    """A value that has no plain form was to be sent as an argument.
+    """An argument has no plain form and cannot be sent.
 
     Attributes:
-        value: the one that has none.
+        value: the value without a plain form.
     """
 
     def __init__(self, value: object) -> None:
-        super().__init__(f"a {type(value).__name__} cannot be handed to a program in another process")
+        super().__init__(f"a {type(value).__name__} cannot be passed to a program in another process")
         self.value = value
 
 
 class MalformedError(ValueError):
-    """What came through the pipe is no frame, or no value."""
+    """The bytes received are not a valid frame or value."""
 
 
 class Opaque:
-    """What stands for a value that has no plain form: equal to nothing but itself, and as true as the value was."""
+    """Stands for a value without a plain form: equal only to itself, with the value's truth."""
 
     def __init__(self, kind: str, truth: bool) -> None:
         self.kind, self.truth = kind, truth
@@ -56,11 +56,11 @@ def encode(value: object, strict: bool = False) -> Any:
 
     Args:
         value: anything.
-        strict: refuse what has no plain form, instead of sending it as opaque.
+        strict: refuse values without a plain form instead of sending them as opaque.
 
     Raises:
         UnsendableError: `strict`, and something in `value` has no plain form.
-        RecursionError: `value` holds itself.
+        RecursionError: `value` contains itself.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -117,12 +117,12 @@ def decode(data: Any) -> Any:
     """The value of a plain form, in built-in types.
 
     Raises:
-        MalformedError: `data` is no plain form.
+        MalformedError: `data` is not a plain form.
     """
     try:
         return _decode(data)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError, RecursionError) as error:
-        raise MalformedError(f"what was sent is no plain value ({type(error).__name__})") from error
+        raise MalformedError(f"the data received are not a plain value ({type(error).__name__})") from error
 
 
 def _decode(data: Any) -> Any:
@@ -143,7 +143,7 @@ def send(pipe: int, data: Any) -> None:
 
     Raises:
         MalformedError: it would be longer than `FRAME_LIMIT`.
-        OSError: the other end is gone.
+        OSError: the other end was closed.
     """
     body = json.dumps(data).encode()
     if len(body) > FRAME_LIMIT:
@@ -157,8 +157,8 @@ def receive(pipe: int) -> Any:
     """Read one frame.
 
     Raises:
-        EOFError: the other end is gone.
-        MalformedError: it is too long, or no JSON.
+        EOFError: the other end was closed.
+        MalformedError: it is too long, or not JSON.
     """
     (length,) = LENGTH.unpack(_exactly(pipe, LENGTH.size))
     if length > FRAME_LIMIT:
@@ -166,7 +166,7 @@ def receive(pipe: int) -> Any:
     try:
         return json.loads(_exactly(pipe, length))
     except (ValueError, RecursionError) as error:
-        raise MalformedError("a frame that is no JSON") from error
+        raise MalformedError("a frame that is not JSON") from error
 
 
 def _exactly(pipe: int, length: int) -> bytes:
@@ -174,6 +174,6 @@ def _exactly(pipe: int, length: int) -> bytes:
     while len(parts) < length:
         part = os.read(pipe, length - len(parts))
         if not part:
-            raise EOFError("the other end of the pipe is gone")
+            raise EOFError("the other end of the pipe was closed")
         parts += part
     return bytes(parts)

@@ -1,12 +1,12 @@
-"""What runs in the two jailed processes: the candidate's program in one, the tests in the other.
+"""What runs in the two sandboxed processes: the candidate's program in one, the tests in the other.
 
-The *candidate* executes the program and then answers calls: arguments come by one pipe, results leave by another, as
-plain values (literals.py). The *checker* executes the tests and hands their ``check`` a stand-in that makes such calls.
-It alone can write to the report, and it says "passed" after ``check`` returned, with a key that only it was given. So
-whatever the program does to its own process, it can answer calls, rightly or wrongly, and no more.
+The *candidate* executes the program, then answers calls: arguments arrive on one pipe and results leave on another, as
+plain values (wire_format.py). The *checker* executes the tests and passes their ``check`` a stand-in that makes such
+calls. Only the checker can write to the report, and it sends "passed" after ``check`` returned, with a key that only it
+knows. Whatever the program does to its own process, it can only answer calls, correctly or not.
 
-One way this differs from running both together: the tests see copies. A function that is to change its argument in
-place cannot be tested so, and the tests' helpers come from the task's own prompt, not from the program.
+Known difference from running both in one process: the tests see copies. A function that modifies its argument in place
+cannot be tested, and the tests' helpers come from the task's own prompt, not from the program.
 """
 
 import builtins
@@ -19,21 +19,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from sinklens.evaluation.literals import MalformedError, Opaque, UnsendableError, decode, encode, receive, send
+from sinklens.evaluation.sandbox.wire_format import (
+    MalformedError,
+    Opaque,
+    UnsendableError,
+    decode,
+    encode,
+    receive,
+    send,
+)
 
 TEXT_LIMIT = 2000  # characters of an error's text that are kept
 Report = Callable[..., None]
 
 
 def candidate(task: dict[str, Any], calls: int, replies: int) -> None:
-    """Execute ``task["program"]`` and answer calls of ``task["entry_point"]`` until the caller hangs up."""
+    """Execute ``task["program"]`` and answer calls of ``task["entry_point"]`` until the caller closes the pipe."""
     random.seed(0)
     module = types.ModuleType("program")
     sys.modules["program"] = module
     try:
         exec(compile(task["program"], "program.py", "exec"), module.__dict__)
         function = _defined(module.__dict__, task["entry_point"], "the program")
-    except BaseException as error:  # noqa: BLE001 whatever a program raises is its answer, SystemExit too
+    except BaseException as error:  # noqa: BLE001 whatever a program raises is its answer, even SystemExit
         send(replies, _raised(error))
         return
     send(replies, ["ready"])
@@ -61,18 +69,18 @@ def _call(function: Any, arguments: Any) -> Any:
 
 
 def _raised(error: BaseException) -> list[str]:
-    """An exception as a reply; the traceback goes to the error output for whoever reads that."""
+    """An exception as a reply; its traceback goes to standard error."""
     text = "".join(traceback.format_exception(error, limit=-5))
     sys.stderr.write(text if len(text) <= TEXT_LIMIT else f"{text[:TEXT_LIMIT]}...\n")
     return ["raised", type(error).__name__, _text(error)]
 
 
 class GoneError(BaseException):
-    """The candidate's process is gone; no ``except Exception`` in a test may swallow that."""
+    """The candidate's process has exited; a BaseException, so no ``except Exception`` in a test swallows it."""
 
 
 class CandidateError(Exception):
-    """The candidate raised something that is no ordinary built-in exception."""
+    """The candidate raised something other than a built-in exception."""
 
 
 class StandIn:
@@ -80,7 +88,7 @@ class StandIn:
 
     Attributes:
         gone: the candidate's process ended while it was needed.
-        raised: exceptions that the candidate, not the tests, gave rise to.
+        raised: exceptions caused by the candidate, not by the tests.
     """
 
     def __init__(self, calls: int, replies: int) -> None:
@@ -98,7 +106,7 @@ class StandIn:
         except UnsendableError as error:
             if not isinstance(error.value, Opaque):
                 raise
-            raise self._blame(TypeError(str(error))) from error  # an odd result, handed back in
+            raise self._blame(TypeError(str(error))) from error  # an opaque result, passed back as an argument
         try:
             send(self._calls, arguments)
         except OSError as error:
@@ -123,7 +131,7 @@ class StandIn:
             case ["raised", str(kind), str(text)]:
                 raise self._blame(_rebuilt(kind[:100], text[:TEXT_LIMIT]))
             case _:
-                raise self._blame(MalformedError("a reply of no known form"))
+                raise self._blame(MalformedError("a reply of unknown form"))
 
     def _blame(self, error: BaseException) -> BaseException:
         self.raised.append(error)
@@ -138,7 +146,7 @@ def _rebuilt(kind: str, text: str) -> Exception:
     """The exception named `kind` if it is an ordinary built-in one, else a `CandidateError` that names it."""
     known = getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
-        with suppress(TypeError):  # a few want more than a text
+        with suppress(TypeError):  # a few need more than a text
             return known(text)
     return CandidateError(f"{kind}: {text}")
 
@@ -147,7 +155,7 @@ def checker(task: dict[str, Any], calls: int, replies: int, report: Report) -> N
     """Execute ``task["test"]`` and its ``check``; report one verdict.
 
     Verdicts: "passed" with the key; "failed", with what happened and, if the candidate raised, the name of that error;
-    "gone" if the candidate's process ended; "broken" if the tests cannot be run, whatever the candidate does.
+    "gone" if the candidate's process ended; "broken" if the tests fail to run regardless of the candidate.
     """
     random.seed(0)
     function = StandIn(calls, replies)
@@ -157,8 +165,8 @@ def checker(task: dict[str, Any], calls: int, replies: int, report: Report) -> N
         space[task["entry_point"]] = function
         exec(compile(task["test"], "tests.py", "exec"), space)
         check = _defined(space, "check", "the source of the tests")
-    except BaseException as error:  # noqa: BLE001 whatever it is, the task is unusable
-        return report(verdict="broken", detail=_told(error, task["test"]))
+    except BaseException as error:  # noqa: BLE001 any error makes the task unusable
+        return report(verdict="broken", detail=_describe(error, task["test"]))
     try:
         function.wait()
         check(function)
@@ -167,14 +175,14 @@ def checker(task: dict[str, Any], calls: int, replies: int, report: Report) -> N
     except BaseException as error:  # noqa: BLE001 any error of a test is a verdict
         ours = not any(error is known for known in function.raised)
         verdict = "broken" if ours and isinstance(error, NameError | UnsendableError) else "failed"
-        return report(verdict=verdict, kind=type(error).__name__, detail=_told(error, task["test"]))
+        return report(verdict=verdict, kind=type(error).__name__, detail=_describe(error, task["test"]))
     if function.gone:  # a test swallowed everything
         return report(verdict="gone")
     return report(verdict="passed", key=task["key"])
 
 
-def _told(error: BaseException, test: str) -> str:
-    """An error in one line, with the line of the tests at which it rose."""
+def _describe(error: BaseException, test: str) -> str:
+    """An error in one line, with the line of the tests that raised it."""
     lines = test.splitlines()
     numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
     text = f"{type(error).__name__}: {_text(error)}".rstrip(": ")
@@ -186,13 +194,13 @@ def _told(error: BaseException, test: str) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)[:TEXT_LIMIT]
-    except Exception:  # noqa: BLE001 an error may hold what cannot be printed, a number of a million digits say
+    except Exception:  # noqa: BLE001 its str() may fail, e.g. on an integer of a million digits
         return "(a text that cannot be printed)"
 
 
 def finish() -> None:
-    """Leave at once, past exit handlers and threads."""
+    """Exit at once, skipping exit handlers and threads."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by something else
+        with suppress(OSError, ValueError, AttributeError):  # closed or replaced
             stream.flush()
     os._exit(0)

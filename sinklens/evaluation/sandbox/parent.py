@@ -1,10 +1,10 @@
-"""The parent's side of a jail (jail.py): start it, give it its orders, hear its reports, end it.
+"""The parent's side of the sandbox: start a child process (child.py), send its orders, read its reports, kill it.
 
-A jail starts as a fresh Python with a clean environment in a session of its own, and waits. So several start at the
-same time, and each gets its orders when its turn has come. It ends with the parent, even one that is killed.
+A child starts as a fresh Python with a clean environment in its own session, and waits. Several can therefore start at
+the same time and receive their orders later. A child ends when its parent ends, even if the parent was killed.
 
-One way this fails: the interpreter does not start with a clean environment, because it needs a variable that is not
-passed on. `wait_until_ready` then says what it printed.
+Known failure: the interpreter needs an environment variable that is not passed on and does not start.
+`wait_until_ready` then reports what it printed.
 """
 
 import json
@@ -25,41 +25,41 @@ from typing import IO, Any
 
 from sinklens.errors import SinklensError
 
-START_LIMIT = 60.0  # seconds for a jail to come up, on a busy machine
-# Starts jail.py without the package around it, whose import takes seconds and needs what a jail does not have.
+START_LIMIT = 60.0  # seconds a child may take to start on a busy machine
+# Starts child.py without importing the package around it, which takes seconds and needs files the child cannot see.
 BOOT = """
 import sys, types
-for name, folder in zip(("sinklens", "sinklens.evaluation"), sys.argv[1:]):
+for name, folder in zip(("sinklens", "sinklens.evaluation", "sinklens.evaluation.sandbox"), sys.argv[1:]):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from sinklens.evaluation.jail import main
+from sinklens.evaluation.sandbox.child import main
 main()
 """
 
 
-class Jail:
-    """A jail as its parent sees it.
+class Child:
+    """A sandboxed process, seen from its parent.
 
     Attributes:
         process: its first process.
-        listen: where its reports come from.
-        ready: the report with which the inmate began; empty before.
+        listen: the pipe its reports arrive on.
+        ready: the report sent when the worker started; empty before that.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", listen: IO[bytes], orders: bytes) -> None:
         self.process, self.listen = process, listen
         self.ready: dict[str, Any] = {}
         self._orders, self._rest = orders, b""
-        self._early: list[dict[str, Any]] = []  # reports that came with the one that it is ready
+        self._early: list[dict[str, Any]] = []  # reports that arrived together with "ready"
 
     def begin(self) -> None:
-        """Give it its orders."""
+        """Send its orders."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as pipe:  # why it is gone, the report says
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # the report says why it exited
             pipe.write(self._orders)
 
     def wait_until_ready(self) -> None:
-        """Wait until all limits are in force and the inmate begins.
+        """Wait until all limits are in force and the worker starts.
 
         Raises:
             SinklensError: a step of the set-up failed.
@@ -69,18 +69,20 @@ class Jail:
             selector.register(self.listen, selectors.EVENT_READ)
             while not self.ready:
                 if not selector.select(max(0.0, until - time.monotonic())):
-                    raise SinklensError(f"a jail was not ready after {START_LIMIT:.0f} s; is the machine overloaded?")
+                    raise SinklensError(
+                        f"a sandboxed process was not ready after {START_LIMIT:.0f} s; is the machine overloaded?"
+                    )
                 lines = self.reports()
                 if lines is None:
-                    raise SinklensError(f"a jail ended before it was ready: {self._complaint()}")
+                    raise SinklensError(f"a sandboxed process ended before it was ready: {self._complaint()}")
                 self.ready = next((line for line in lines if "ready" in line), {})
-                self._early = [line for line in lines if "ready" not in line]  # it may have ended by now
+                self._early = [line for line in lines if "ready" not in line]  # it may have ended already
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Reports that have come; None when no more will.
+        """Reports received so far; None when no more will arrive.
 
         Raises:
-            SinklensError: one of them tells of a step that failed.
+            SinklensError: one of them reports a failed step.
         """
         data = os.read(self.listen.fileno(), 2**16)
         early, self._early = self._early, []
@@ -96,18 +98,18 @@ class Jail:
     def _complaint(self) -> str:
         self.end()
         said = self.process.stderr.read(2000) if self.process.stderr else b""
-        return said.decode(errors="replace").strip()[-500:] or "it said nothing"
+        return said.decode(errors="replace").strip()[-500:] or "it printed nothing"
 
     def end(self) -> None:
-        """Kill all of it."""
-        if self.process.returncode is None:  # else the number may be another's by now
+        """Kill the child and all its processes."""
+        if self.process.returncode is None:  # otherwise the process id may have been reused
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """A report; empty if it is none, which then nobody of ours wrote."""
+    """A parsed report; empty for a line that is not one of ours."""
     try:
         report = json.loads(line)
     except ValueError:
@@ -116,17 +118,17 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def jailed(
-    role: str, task: Mapping[str, Any], settings: Mapping[str, Any], ends: tuple[IO[bytes], IO[bytes]], heard: bool
-) -> Iterator[Jail]:
-    """Start a jail; end it, and throw its working folder away, with the block.
+def start_child(
+    role: str, task: Mapping[str, Any], settings: Mapping[str, Any], ends: tuple[IO[bytes], IO[bytes]], capture: bool
+) -> Iterator[Child]:
+    """Start a sandboxed process; kill it and delete its working folder when the block ends.
 
     Args:
         role: "candidate", "checker" or "nobody".
-        task: what that role is given (roles.py).
-        settings: "level", "limits" and "left_out" (jail.py).
+        task: the role's input (programs.py).
+        settings: "level" and "limits" (child.py).
         ends: its ends of the pipes for calls and replies.
-        heard: whether its output is wanted.
+        capture: whether to read its output.
     """
     folder = tempfile.mkdtemp(prefix="sinklens-")
     try:
@@ -135,13 +137,13 @@ def jailed(
             places = {"report": report.fileno(), "calls": ends[0].fileno(), "replies": ends[1].fileno()}
             orders = {"role": role, "task": task, "folder": folder, "parent": os.getpid(), "readable": readable()}
             text = json.dumps({**orders, **settings, **places}).encode()
-            inmate = Jail(_start(tuple(places.values()), heard), listen, text)
-            stack.callback(_close, inmate.process)
-            stack.callback(inmate.end)
+            child = Child(_start(tuple(places.values()), capture), listen, text)
+            stack.callback(_close, child.process)
+            stack.callback(child.end)
             report.close()
-            yield inmate
+            yield child
     finally:
-        _throw_away(folder)
+        _delete(folder)
 
 
 def pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
@@ -150,22 +152,22 @@ def pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
     return stack.enter_context(open(read, "rb", 0)), stack.enter_context(open(write, "wb", 0))
 
 
-def _start(ends: tuple[int, ...], heard: bool) -> "subprocess.Popen[bytes]":
+def _start(ends: tuple[int, ...], capture: bool) -> "subprocess.Popen[bytes]":
     here = Path(__file__).resolve().parent
     environment = {
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # sets in the same order every time, so the same verdict
-        "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MiB of address space
+        "PYTHONHASHSEED": "0",  # sets iterate in the same order every time, so verdicts repeat
+        "MALLOC_ARENA_MAX": "1",  # otherwise each thread takes 64 MiB of address space
     }
-    if libraries := os.environ.get("LD_LIBRARY_PATH"):  # some Pythons do not start without
+    if libraries := os.environ.get("LD_LIBRARY_PATH"):  # some Python builds do not start without it
         environment["LD_LIBRARY_PATH"] = libraries
     return subprocess.Popen(
-        # no packages, no path but the standard library's
-        [sys.executable, "-s", "-S", "-P", "-c", BOOT, str(here.parent), str(here)],
+        # no packages: only the standard library is importable
+        [sys.executable, "-s", "-S", "-P", "-c", BOOT, *map(str, (here.parent.parent, here.parent, here))],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if heard else subprocess.DEVNULL,
-        stderr=subprocess.PIPE if heard else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
+        stderr=subprocess.PIPE if capture else subprocess.DEVNULL,
         cwd="/",
         env=environment,
         pass_fds=ends,
@@ -175,10 +177,10 @@ def _start(ends: tuple[int, ...], heard: bool) -> "subprocess.Popen[bytes]":
 
 @cache
 def readable() -> tuple[str, ...]:
-    """What Python reads when it imports from its standard library."""
+    """The paths Python reads when it imports from its standard library."""
     paths = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/nix/store", "/gnu/store"]
     paths += [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
-    bases = {"base": sys.base_prefix, "installed_base": sys.base_prefix}  # not those of a virtual environment
+    bases = {"base": sys.base_prefix, "installed_base": sys.base_prefix}  # not the virtual environment's
     bases |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
     paths += [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
     paths += [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/")]
@@ -194,12 +196,12 @@ def readable() -> tuple[str, ...]:
 def _close(process: "subprocess.Popen[bytes]") -> None:
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
-            with suppress(OSError):  # orders that nobody read
+            with suppress(OSError):  # unread orders
                 stream.close()
 
 
-def _throw_away(folder: str) -> None:
-    """Remove a working folder; a process that is just ending may still hold it for a moment."""
+def _delete(folder: str) -> None:
+    """Delete a working folder; an ending process may hold it for a moment."""
     for _ in range(100):
         try:
             shutil.rmtree(folder)

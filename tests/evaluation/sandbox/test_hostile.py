@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from sinklens.errors import SinklensError
-from sinklens.evaluation import sandbox
 from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
+from sinklens.evaluation.sandbox import run as sandbox
 
 TIGHT = Limits(seconds=5, memory_mb=128, processes=8, file_mb=4, output_kb=16)
 SHORT = Limits(seconds=0.7, memory_mb=96, processes=8)  # for what never ends by itself
@@ -29,7 +29,7 @@ TEST = (
 )
 LAYERS = {
     "all": ("namespaces", ()),
-    "namespaces": ("namespaces", ("filter of system calls", "Landlock")),
+    "namespaces": ("namespaces", ("system-call filter", "Landlock")),
     "process": ("process", ()),
 }
 pytestmark = pytest.mark.skipif(available_isolation().level == "none", reason=str(available_isolation()))
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(available_isolation().level == "none", reason=st
 
 @cache
 def isolation(name):
-    """What a set of layers gives here, or why it cannot be had; `LEFT_OUT` is set."""
+    """What a set of layers gives here, or why it cannot be had; the layers to skip are set."""
     level, _ = LAYERS[name]
     try:
         return sandbox._probe(level)
@@ -45,9 +45,16 @@ def isolation(name):
         return f"{level}: {error}"
 
 
+def skip_layers(monkeypatch, name):
+    """Run without the layers that `LAYERS` names, to see that the others hold alone."""
+    settings = sandbox._settings
+    skipped = {"skipped_layers": LAYERS[name][1]}
+    monkeypatch.setattr(sandbox, "_settings", lambda *given: settings(*given) | skipped)
+
+
 @pytest.fixture(params=list(LAYERS))
 def layers(request, monkeypatch):
-    monkeypatch.setattr(sandbox, "LEFT_OUT", LAYERS[request.param][1])
+    skip_layers(monkeypatch, request.param)
     found = isolation(request.param)
     if isinstance(found, str):
         pytest.skip(found)
@@ -86,7 +93,7 @@ def test_an_endless_program_runs_out_of_time(layers, source):
     assert outcome.exit_code is None
 
 
-def test_a_fork_bomb_ends_with_its_jail(layers):
+def test_a_fork_bomb_ends_with_its_sandbox(layers):
     source = """
         import os
         count = 0
@@ -137,7 +144,7 @@ def test_memory_that_no_limit_counts_is_not_to_be_had(layers):
         print("shm", libc.shmget(0, 2**20, 0o1600))
     """
     outcome = hostile(source)
-    if layers != "namespaces":  # there the private IPC namespace takes it down with the jail
+    if layers != "namespaces":  # there the private IPC namespace takes it down with the sandbox
         assert outcome.stdout.split()[:4] == ["memfd", "-1", "shm", "-1"]
 
 
@@ -286,7 +293,7 @@ def wait_until(condition, seconds=10.0):
 
 
 def test_a_daemon_that_is_left_behind_is_gone_afterwards(monkeypatch):
-    monkeypatch.setattr(sandbox, "LEFT_OUT", LAYERS["namespaces"][1])  # else it cannot be made in the first place
+    skip_layers(monkeypatch, "namespaces")  # else it cannot be made in the first place
     if available_isolation().level != "namespaces":
         pytest.skip(str(available_isolation()))
     name = f"d{secrets.token_hex(5)}"
@@ -362,10 +369,10 @@ FORGERIES = {
     """,
     "patches the roles": """
         import sys
-        roles = sys.modules["sinklens.evaluation.roles"]
-        roles.encode = lambda *_: True
-        roles.StandIn.__call__ = lambda *_: 2
-        roles.checker = lambda *_: None
+        roles = sys.modules["sinklens.evaluation.sandbox.programs"]
+        programs.encode = lambda *_: True
+        programs.StandIn.__call__ = lambda *_: 2
+        programs.checker = lambda *_: None
         def f(x): return 2
     """,
     "swallows errors by hooks": """

@@ -1,18 +1,19 @@
-"""The child's side of sandbox.py: from an ordinary process to one that has nothing.
+"""The child's side of the sandbox: turn an ordinary process into one that can reach nothing.
 
-Started by sandbox.py as a Python of its own, it reads its orders from the standard input, and is up to three processes:
+The parent (parent.py) starts it as a fresh Python. It reads its orders from standard input and becomes up to three
+processes:
 
-- the *keeper*, in which new namespaces are asked for. It waits.
-- the *first process* of those namespaces. It leaves the system's files for a small tree in memory, gives up its rights,
-  starts the inmate and reports how that ended. With it ends every process of its namespace, whoever started it.
-- the *inmate*, which takes on limits, the filter of system calls and Landlock, and then its role (roles.py).
+- the *outer process* requests the new namespaces, then waits.
+- the *first process* of those namespaces swaps the file system for a small tree in memory, drops its privileges, starts
+  the worker and reports how the worker ended. When it ends, the kernel ends every process of the namespace.
+- the *worker* applies the resource limits, the system-call filter and Landlock, then plays its role (programs.py).
 
-Without namespaces keeper and first process are one; the filter then keeps the inmate a single process.
+Without namespaces, the outer and the first process are the same one, and the filter keeps the worker from forking.
 
-Reports are lines of JSON: {"trouble": text} if a step failed; {"ready": layers, "missing": reasons} when the inmate
-begins; {"exit": code, "why": limit} when it ended, negative for a signal; and the checker's {"verdict": ...}.
+Reports are lines of JSON: {"trouble": text} when a step failed; {"ready": layers, "missing": reasons} when the worker
+starts; {"exit": code, "why": limit} when it ended (a negative code is a signal); and the checker's {"verdict": ...}.
 
-One way this fails: a system call of the set-up that some container forbids. The report says which.
+Known failure: a container may forbid one of the set-up's system calls. The report names the call.
 """
 
 import errno
@@ -27,8 +28,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from sinklens.evaluation import roles
-from sinklens.evaluation.confinement import (
+from sinklens.evaluation.sandbox import programs
+from sinklens.evaluation.sandbox.seccomp import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
     UnavailableError,
@@ -41,48 +42,48 @@ from sinklens.evaluation.confinement import (
 NEW_MOUNTS, NEW_NAMES, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_PROGRAMS, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2
-RELATIVE_TIMES = (os.ST_RELATIME, 1 << 21)  # the one flag whose number differs between asking and setting
-BOX = "/box"  # the working folder, as the inmate sees it in namespaces
+RELATIVE_TIMES = (os.ST_RELATIME, 1 << 21)  # the only flag that statvfs and mount number differently
+BOX = "/box"  # the working folder, as the worker sees it in namespaces
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-FILES = 64  # that may be open, and that may lie in a working folder on the system's own disk
-OVERTIME = 5.0  # seconds after which the first process ends the inmate itself, were there nobody else to do so
-CHECK = 0.05  # seconds between looks at time and working folder
+FILES = 64  # open files, and files in a working folder on the system's own disk
+OVERTIME = 5.0  # seconds past the limit after which the first process kills the worker itself
+CHECK = 0.05  # seconds between checks of time and working folder
 
 
 class Report:
-    """Lines of JSON to the parent."""
+    """Sends lines of JSON to the parent."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
 
     def __call__(self, **line: Any) -> None:
-        """Send one line; a parent that is gone is no trouble here."""
+        """Send one line; ignore a parent that has exited."""
         with suppress(OSError):
             os.write(self.pipe, json.dumps(line).encode() + b"\n")
 
 
 def main() -> None:
-    """Read the orders, become what they say, and end."""
+    """Read the orders, carry them out, and exit."""
     with suppress(OSError):
-        _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, this goes first
+        _write("/proc/self/oom_score_adj", "1000")  # the kernel kills this process first when memory runs out
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # other processes of this user cannot look inside
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     sys.dont_write_bytecode = True
     text = sys.stdin.buffer.read()
-    if not text:  # the parent ended, or changed its mind
+    if not text:  # the parent exited or closed the pipe
         os._exit(1)
     orders = json.loads(text)
     report = Report(orders["report"])
     try:
         if os.getppid() != orders["parent"]:
             os._exit(1)
-        _jail(orders, report)
-    except BaseException as error:  # noqa: BLE001 whatever it is, the parent has to hear of it
-        report(trouble=_said(error))
+        _isolate(orders, report)
+    except BaseException as error:  # noqa: BLE001 the parent has to learn of every error
+        report(trouble=_describe(error))
     os._exit(1)
 
 
-def _jail(orders: dict[str, Any], report: Report) -> None:
+def _isolate(orders: dict[str, Any], report: Report) -> None:
     layers: list[str] = []
     inside = orders["level"] == "namespaces"
     if inside:
@@ -97,24 +98,24 @@ def _jail(orders: dict[str, Any], report: Report) -> None:
     else:
         os.chdir(orders["folder"])
     drop_privileges()
-    inmate = os.fork()
-    if not inmate:
+    worker = os.fork()
+    if not worker:
         _become(orders, report, layers)
-    _watch(inmate, orders, report, None if inside else orders["folder"])
+    _watch(worker, orders, report, None if inside else orders["folder"])
 
 
 def _leave_namespaces(layers: list[str]) -> int:
-    """Ask for namespaces of our own; the user that the inmate is to be."""
+    """Enter new namespaces; return the user id that the worker will run under."""
     kinds = NEW_MOUNTS | NEW_NAMES | NEW_IPC | NEW_PIDS | NEW_NET
     layers += ["mount, process, network, IPC and host name namespaces"]
     user, group = os.geteuid(), os.getegid()
-    unused = 62_000 + os.getpid() % 3000  # nobody's, and for as long as this process lives nobody else's
+    unused = 62_000 + os.getpid() % 3000  # belongs to nobody, and stays unique while this process lives
     if user == 0 and _exists(unused):
         call("unshare", kinds)
         layers += ["a user of its own"]
         return unused
     call("unshare", kinds | NEW_USER)
-    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else these files belong to root
+    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root owns these files
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{user} {user} 1")
     _write("/proc/self/gid_map", f"{group} {group} 1")
@@ -124,13 +125,13 @@ def _leave_namespaces(layers: list[str]) -> int:
 
 
 def _exists(user: int) -> bool:
-    """Whether there are users up to this number; inside a user namespace there may be fewer."""
+    """Whether this user id exists; a user namespace may map fewer."""
     spans = [[int(number) for number in line.split()] for line in _lines("/proc/self/uid_map")]
     return any(first <= user < first + count for first, _, count in spans)
 
 
 def _leave_files(orders: dict[str, Any], user: int) -> None:
-    """Exchange the system's files for a tree in memory: what Python reads, three devices and the working folder."""
+    """Replace the file system by a tree in memory: what Python reads, three devices and the working folder."""
     root = orders["folder"]
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     _mount("tmpfs", root, "tmpfs", NO_SETUID, "size=1m,nr_inodes=1k,mode=755")
@@ -173,7 +174,7 @@ def _show(path: str, root: str, read_only: bool = True) -> None:
 
 
 def _mounts_in(target: str) -> list[str]:
-    """`target` and the mounts that came along below it."""
+    """`target` and every mount below it."""
     places = []
     for line in _lines("/proc/self/mountinfo"):
         place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4])  # blanks come as \040
@@ -183,7 +184,7 @@ def _mounts_in(target: str) -> list[str]:
 
 
 def _flags(place: str) -> int:
-    """Flags of a mount, which an ordinary user may not take off."""
+    """The mount flags that an ordinary user may not remove."""
     flags = os.statvfs(place).f_flag
     kept = flags & (NO_SETUID | NO_DEVICES | NO_PROGRAMS | os.ST_NOATIME | os.ST_NODIRATIME)
     asked, setting = RELATIVE_TIMES
@@ -199,27 +200,27 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _become(orders: dict[str, Any], report: Report, layers: list[str]) -> None:
-    """Take on every limit, then the role; never returns."""
+    """Apply every limit, then play the role; never returns."""
     try:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if orders["level"] == "namespaces":
-            os.setsid()  # a signal to its own group then reaches none of those above
+            os.setsid()  # so a signal to its own group cannot reach its ancestors
         missing = _confine(orders, layers)
-    except BaseException as error:  # noqa: BLE001 the parent has to hear of it
-        report(trouble=_said(error))
+    except BaseException as error:  # noqa: BLE001 the parent has to learn of every error
+        report(trouble=_describe(error))
         os._exit(1)
     report(ready=layers, missing=missing)
     calls, replies = orders["calls"], orders["replies"]
     if orders["role"] == "checker":
-        roles.checker(orders["task"], calls, replies, report)
+        programs.checker(orders["task"], calls, replies, report)
     elif orders["role"] == "candidate":
         os.close(report.pipe)
-        roles.candidate(orders["task"], calls, replies)
-    roles.finish()
+        programs.candidate(orders["task"], calls, replies)
+    programs.finish()
 
 
 def _confine(orders: dict[str, Any], layers: list[str]) -> list[str]:
-    """Limits, Landlock, filter; what could not be had of them."""
+    """Apply limits, Landlock and filter; return what was unavailable, with reasons."""
     limits, inside = orders["limits"], orders["level"] == "namespaces"
     others = 2 if inside else _threads_of(os.getuid())
     cpu, megabyte = math.ceil(limits["seconds"]), 2**20
@@ -238,23 +239,23 @@ def _confine(orders: dict[str, Any], layers: list[str]) -> list[str]:
     missing = []
     steps = {
         "Landlock": lambda: limit_files(orders["readable"], BOX if inside else orders["folder"], DEVICES),
-        "filter of system calls": lambda: filter_calls(shared_files=not inside),
+        "system-call filter": lambda: filter_calls(shared_files=not inside),
     }
     for name, step in steps.items():
         try:
-            if name in orders["left_out"]:
-                raise UnavailableError(errno.ECANCELED, "left out")
+            if name in orders.get("skipped_layers", ()):
+                raise UnavailableError(errno.ECANCELED, "skipped")
             step()
             layers.append(name)
         except UnavailableError as error:
-            if name.startswith("filter") and not inside:
+            if name == "system-call filter" and not inside:
                 raise
             missing.append(f"{name}: {error.strerror}")
     return missing
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    """Set a limit, or leave a tighter one that is already there."""
+    """Set a limit; keep a tighter one that is already in force."""
     _, ceiling = resource.getrlimit(kind)
     if ceiling != resource.RLIM_INFINITY:
         soft, hard = min(soft, ceiling), min(hard, ceiling)
@@ -262,7 +263,7 @@ def _limit(kind: int, soft: int, hard: int) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Threads that this user runs now, all of which the limit on processes counts."""
+    """Threads that this user runs now; RLIMIT_NPROC counts all of them."""
     total = 0
     for place in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):
@@ -271,7 +272,7 @@ def _threads_of(user: int) -> int:
     return total
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return repr(error)
     return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
@@ -287,8 +288,8 @@ def _lines(path: str) -> list[str]:
         return file.read().splitlines()
 
 
-def _watch(inmate: int, orders: dict[str, Any], report: Report, folder: str | None) -> None:
-    """Wait for the inmate; end it if nobody else does, or if it fills a working folder on the system's disk."""
+def _watch(worker: int, orders: dict[str, Any], report: Report, folder: str | None) -> None:
+    """Wait for the worker; kill it when it runs over time or overfills a working folder on the system's disk."""
     for pipe in (orders["calls"], orders["replies"]):
         os.close(pipe)
     until, most = time.monotonic() + orders["limits"]["seconds"] + OVERTIME, orders["limits"]["file_mb"] * 2**20
@@ -302,12 +303,12 @@ def _watch(inmate: int, orders: dict[str, Any], report: Report, folder: str | No
             why = "files"
         if why:
             with suppress(ProcessLookupError):
-                os.kill(inmate, signal.SIGKILL)
+                os.kill(worker, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, CHECK, CHECK)
     ended = 0
-    while ended != inmate:  # the first process of a namespace is handed every orphan
+    while ended != worker:  # the first process of a namespace inherits every orphan
         ended, status = os.waitpid(-1, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
     report(exit=os.waitstatus_to_exitcode(status), why=why)
@@ -315,7 +316,7 @@ def _watch(inmate: int, orders: dict[str, Any], report: Report, folder: str | No
 
 
 def _overflows(folder: str, most: int) -> bool:
-    """Whether more bytes, or more files, lie in a flat folder than allowed."""
+    """Whether a flat folder holds more bytes or files than allowed."""
     total = 0
     with os.scandir(folder) as entries:
         for count, entry in enumerate(entries):

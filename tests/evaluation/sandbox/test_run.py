@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.evaluation import sandbox
 from sinklens.evaluation.sandbox import Isolation, Limits, Outcome, available_isolation, run_program
-from sinklens.evaluation.warden import jailed, pipe
+from sinklens.evaluation.sandbox import run as sandbox
+from sinklens.evaluation.sandbox.parent import pipe, start_child
 
 SMALL = Limits(seconds=5, memory_mb=128, file_mb=4, output_kb=16)
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -57,7 +57,7 @@ def test_other_systems_run_nothing_and_say_what_is_missing(monkeypatch, platform
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(sandbox, "available_isolation", available_isolation.__wrapped__)
     assert sandbox.available_isolation().level == "none"
-    with pytest.raises(SinklensError, match=f"not run here: namespaces, filter of system calls, Landlock: {name} has"):
+    with pytest.raises(SinklensError, match=f"not run here: namespaces, system-call filter, Landlock: {name} has"):
         run_program(RIGHT, TEST, "add", require="process")
 
 
@@ -159,11 +159,11 @@ def test_the_programs_own_version_of_a_helper_is_not_the_one_that_tests_use():
         ("def check(candidate)", "SyntaxError"),
         ("def checks(candidate): pass", "the source of the tests defines no 'check'"),
         ("def check(candidate):\n    assert poly(candidate(1, 2)) == 0", "NameError: name 'poly'"),
-        ("def check(candidate):\n    candidate(len, 2)", "a builtin_function_or_method cannot be handed"),
+        ("def check(candidate):\n    candidate(len, 2)", "a builtin_function_or_method cannot be passed"),
     ],
 )
 def test_tests_that_cannot_run_are_an_error_and_no_verdict(test, detail):
-    with pytest.raises(SinklensError, match=f"do not run, whatever the program does: .*{detail}.*helpers="):
+    with pytest.raises(SinklensError, match=f"fail to run regardless of the program: .*{detail}.*helpers="):
         run(RIGHT, test)
 
 
@@ -204,7 +204,7 @@ def descendants(pid):
 
 
 @NEED_SANDBOX
-def test_jails_end_with_a_parent_that_is_killed(tmp_path):
+def test_sandboxed_processes_end_with_a_parent_that_is_killed(tmp_path):
     code = """
         from sinklens.evaluation.sandbox import Limits, run_program
         test = "def check(candidate): candidate()"
@@ -228,7 +228,7 @@ def test_jails_end_with_a_parent_that_is_killed(tmp_path):
 @NEED_SANDBOX
 def test_a_verdict_without_the_checkers_key_counts_for_nothing():
     with ExitStack() as stack:
-        nobody = stack.enter_context(jailed("nobody", {}, {}, pipe(stack), heard=False))
+        nobody = stack.enter_context(start_child("nobody", {}, {}, pipe(stack), capture=False))
         watch = sandbox._Watch(nobody, nobody, Limits(), "the key")
     watch._verdict = {"verdict": "passed", "key": "the kez"}
     assert watch._status() == ("failed", "a verdict that is not the checker's")

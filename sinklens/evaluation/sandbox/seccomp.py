@@ -1,13 +1,13 @@
-"""What a process on Linux can give up for good, without any rights: privileges, system calls, files.
+"""What an unprivileged Linux process can give up permanently: privileges, system calls, files.
 
-Three layers, each of which a process puts on itself and cannot take off:
+Three layers, each of which a process applies to itself and cannot remove:
 
-- `drop_privileges`: no capability now, none through any program it might start.
-- `filter_calls` (seccomp): calls that make processes, sockets or memory that no limit counts, or that reach other
-  processes, fail. Threads work. Programs for another instruction set are killed at their first call.
-- `limit_files` (Landlock, Linux 5.13): nothing but the named paths can be opened. Without it the other two still hold.
+- `drop_privileges`: drops every capability, and the ability to gain one by starting a program.
+- `filter_calls` (seccomp): calls that create processes, sockets or uncounted memory, or that reach other processes,
+  fail. Threads work. Programs for another instruction set are killed at their first call.
+- `limit_files` (Landlock, Linux 5.13): only the named paths can be opened. The other two layers work without it.
 
-One way this fails: the filter lists what is forbidden. A call that a later kernel adds is allowed until it is listed.
+Known limit: the filter is a deny list. A system call added by a later kernel is allowed until it is listed.
 """
 
 import ctypes
@@ -65,7 +65,7 @@ Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if fals
 
 
 class UnavailableError(OSError):
-    """The system has no such layer."""
+    """The system does not offer this layer."""
 
 
 def call(name: str, *arguments: object) -> int:
@@ -83,9 +83,9 @@ def call(name: str, *arguments: object) -> int:
 
 
 def drop_privileges() -> None:
-    """Give up every capability, and the way to gain one by starting a program."""
+    """Drop every capability, and the ability to gain one by starting a program."""
     for capability in range(64):
-        if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:  # the last one is past, or an ordinary user
+        if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:  # past the last one, or an ordinary user
             break
     header = struct.pack("=II", 0x20080522, 0)  # version 3, this process
     call("capset", header, bytes(24))
@@ -93,12 +93,12 @@ def drop_privileges() -> None:
 
 
 def filter_calls(shared_files: bool) -> None:
-    """Forbid the system calls in `CALLS` to this process for good.
+    """Permanently forbid the system calls in `CALLS` to this process.
 
-    Signals to itself and limits of its own stay allowed; so do new threads.
+    Signals to itself, its own limits and new threads stay allowed.
 
     Args:
-        shared_files: files are the system's own, so that calls that change files by name are forbidden too.
+        shared_files: the process sees the system's own files, so calls that change files by name are forbidden too.
 
     Raises:
         UnavailableError: the machine is neither x86-64 nor arm64, or the kernel has no filters.
@@ -113,11 +113,11 @@ def filter_calls(shared_files: bool) -> None:
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         call("prctl", PR_SET_SECCOMP, 2, handle, 0, 0)
     except OSError as error:
-        raise UnavailableError(error.errno, f"the kernel takes no filter of system calls ({error.strerror})") from error
+        raise UnavailableError(error.errno, f"the kernel accepts no system-call filter ({error.strerror})") from error
 
 
 def _filter(column: int, architecture: int, shared_files: bool) -> Iterator[Instruction]:
-    """The filter as a program of the kernel's packet-filter machine; it runs top down and every jump goes forward."""
+    """The filter as a BPF program; it runs top to bottom and jumps only forward."""
     yield from [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     if column == 0:
         yield from [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERROR | errno.ENOSYS)]
@@ -126,7 +126,9 @@ def _filter(column: int, architecture: int, shared_files: bool) -> Iterator[Inst
     rules: dict[str, list[Instruction]] = {
         "fork": [(RETURN, 0, 0, ERROR | errno.EAGAIN)],
         "vfork": [(RETURN, 0, 0, ERROR | errno.EAGAIN)],
-        "clone3": [(RETURN, 0, 0, ERROR | errno.ENOSYS)],  # its flags cannot be read from here; libraries use clone
+        "clone3": [
+            (RETURN, 0, 0, ERROR | errno.ENOSYS)
+        ],  # a filter cannot read its flags; libraries fall back to clone
         "clone": [_argument(0), (ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, ERROR | errno.EAGAIN)],
         "kill": [_argument(0), (EQUAL, 1, 0, myself), refuse],
         "tgkill": [_argument(0), (EQUAL, 1, 0, myself), refuse],
@@ -149,7 +151,7 @@ def _argument(index: int) -> Instruction:
 
 
 def _unless(values: Sequence[int]) -> list[Instruction]:
-    """Go on to the next instruction if the argument is one of `values`, else past it."""
+    """Continue with the next instruction if the argument is one of `values`, else skip it."""
     last = len(values) - 1
     return [(EQUAL, last - place, int(place == last), value) for place, value in enumerate(values)]
 
@@ -162,7 +164,7 @@ TCP, SCOPES = 0b11, 0b11  # bind and connect; abstract sockets and signals to th
 
 
 def limit_files(readable: Sequence[str], writable: str, devices: Sequence[str]) -> None:
-    """Open nothing from now on but these paths and what lies below them.
+    """From now on, only these paths and what lies below them can be opened.
 
     Args:
         readable: files and folders to read.
@@ -191,7 +193,7 @@ def limit_files(readable: Sequence[str], writable: str, devices: Sequence[str]) 
 
 def _allow(rules: int, path: str, rights: int) -> None:
     if not os.path.isdir(path):
-        rights &= 1 << 2 | WRITE  # the kernel refuses rights of folders on a file
+        rights &= 1 << 2 | WRITE  # the kernel refuses folder rights on a file
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,26 +1,26 @@
-"""Running a generated program against a task's tests, so that neither system nor verdict depends on its good will.
+"""Run a generated program against a task's tests so that it can harm neither the system nor its own verdict.
 
-The program and the tests run in two processes, each in a jail of its own (jail.py), joined by two pipes on which plain
-values travel (literals.py). The tests call the program's function by pipe, and only the tests' process can write to the
+The program and the tests run in two sandboxed processes (child.py), joined by two pipes that carry plain values
+(wire_format.py). The tests call the program's function through the pipe, and only the tests' process can write to the
 report. **A program passes only if the tests' ``check`` returned, in a process that the program cannot reach.** Printing
-a success marker, leaving with status 0, replacing what ``assert`` relies on, objects that equal everything: all that
-happens in the program's own process and comes to nothing.
+a success marker, exiting with status 0, replacing what ``assert`` relies on, objects that equal everything: all of that
+happens in the program's own process and has no effect on the verdict.
 
-The jail gives no network, no process but its own (threads count), no files but Python's own library and an empty
-folder, no inherited environment, and limits of time, memory, files and output. Two levels:
+The sandbox gives no network, no other processes (threads count), no files but Python's own library and an empty folder,
+no inherited environment, and limits on time, memory, files and output. There are two levels:
 
-- "namespaces": Linux namespaces of users, mounts, processes, network, IPC; made by root or by an ordinary user. The
-  system's files, processes and sockets are not there at all, and whatever was started ends with the jail. The filter
-  of system calls and Landlock hold besides.
-- "process": where namespaces are forbidden (many containers, Ubuntu 24.04 and later). The filter alone keeps the
-  program to one process without sockets or signals, and Landlock keeps it from files; without Landlock, which
-  `Isolation.missing` then says, it can read and write what you can, the memory of your processes included.
+- "namespaces": Linux namespaces for users, mounts, processes, network and IPC, created by root or by an ordinary user.
+  The system's files, processes and sockets do not exist inside, and everything the program started ends with it. The
+  system-call filter and Landlock apply as well.
+- "process": used where namespaces are forbidden (many containers, Ubuntu 24.04 and later). The filter alone keeps the
+  program to one process without sockets or signals, and Landlock blocks files. Without Landlock, which
+  `Isolation.missing` then reports, the program can read and write what you can, your processes' memory included.
 
-macOS and Windows have neither; there nothing is run. Programs import the standard library and nothing else, so that a
-verdict does not depend on what is installed; they get the same random numbers and the same order of sets every time.
+macOS and Windows have neither; nothing runs there. Programs can import the standard library only, so a verdict does not
+depend on what is installed; random numbers and set order are the same every time.
 
-What this does not do: it is no virtual machine. Who knows a hole in the kernel's own interfaces can leave. And tests
-are trusted with the verdict (not with the system): tests that execute what a program returns give it theirs.
+Limits of this design: it is not a virtual machine, so a program that exploits a kernel bug can escape. And tests are
+trusted with the verdict (not with the system): tests that execute what a program returns give their verdict away.
 """
 
 import os
@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.evaluation.warden import Jail, jailed, pipe
+from sinklens.evaluation.sandbox.parent import Child, pipe, start_child
 
 Level = Literal["namespaces", "process", "none"]
 Status = Literal["passed", "failed", "timeout", "memory", "output", "files", "killed", "exited"]
 
-LEFT_OUT: tuple[str, ...] = ()  # layers that tests leave out, to see that the others hold by themselves
-LAST_WORDS = 1.0  # seconds after the verdict, for output that is under way
-CHECKER_MEMORY = 512  # MiB at least for the tests' own process
+LAST_WORDS = 1.0  # seconds after the verdict in which late output is still read
+CHECKER_MEMORY = 512  # least MiB for the tests' own process
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,12 @@ class Limits:
     """What one program may use.
 
     Attributes:
-        seconds: on the clock, from the program's first line to the end of the tests; its processor time too.
-        memory_mb: MiB of address space, Python's own 30 or so included.
-        processes: threads and processes; where the filter of system calls works, further processes are refused
-            outright, so these are threads.
-        file_mb: MiB of a file, and of the whole working folder.
-        output_kb: KiB printed, both streams together.
+        seconds: wall-clock time from the program's first line to the end of the tests, and its processor time.
+        memory_mb: MiB of address space, including about 30 for Python itself.
+        processes: threads and processes. Where the system-call filter works, new processes are refused, so this
+            counts threads.
+        file_mb: MiB per file, and of the working folder in total.
+        output_kb: KiB printed to both streams together.
     """
 
     seconds: float | int = 10.0
@@ -80,7 +79,7 @@ class Isolation:
     Attributes:
         level: "namespaces", "process", or "none" where nothing is run.
         layers: what is in force.
-        missing: what is not, each with its reason.
+        missing: what is unavailable, each with its reason.
     """
 
     level: Level
@@ -94,16 +93,16 @@ class Isolation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """The result of running one program.
 
     Attributes:
-        status: "passed", the tests ran to their end and held; "failed", a test did not hold or the program raised;
-            "timeout"; "memory"; "output" and "files", it printed or wrote more than allowed; "killed", by a signal;
-            "exited", it ended before the tests did.
-        detail: what happened in a line; empty if passed.
-        exit_code: of the program's process, negative for a signal; None if it had to be ended from outside.
+        status: "passed": the tests ran to completion without an error; "failed": a test failed or the program raised;
+            "timeout"; "memory"; "output" and "files": it printed or wrote more than allowed; "killed": by a signal;
+            "exited": it ended before the tests did.
+        detail: one line on what happened; empty if passed.
+        exit_code: of the program's process, negative for a signal; None if it was killed from outside.
         stdout, stderr: what it printed, up to the limit.
-        seconds: on the clock, from the program's first line.
+        seconds: wall-clock time from the program's first line.
         isolation: what was in force.
     """
 
@@ -117,18 +116,18 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the tests ran to their end and held."""
+        """Whether the tests ran to completion without an error."""
         return self.status == "passed"
 
 
 @cache
 def available_isolation() -> Isolation:
-    """The strongest isolation this system gives, tried out once, and why not more."""
+    """The strongest isolation this system offers, probed once, and why it is not stronger."""
     if sys.platform != "linux":
         system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
         reason = (
-            f"namespaces, filter of system calls, Landlock: {system} has none of them, so a program could reach the "
-            f"network, your files and other processes; on macOS the memory limit does not bind either"
+            f"namespaces, system-call filter, Landlock: {system} has none of them, so a program could reach the "
+            f"network, your files and other processes; on macOS the memory limit is not enforced either"
         )
         return Isolation("none", (), (reason,))
     reasons: list[str] = []
@@ -143,13 +142,13 @@ def available_isolation() -> Isolation:
 
 
 def _probe(level: Level) -> Isolation:
-    """Isolation of a jail in which nothing happens.
+    """The isolation of a sandboxed process that does nothing.
 
     Raises:
         SinklensError: it could not be set up.
     """
     with ExitStack() as stack:
-        probe = stack.enter_context(jailed("nobody", {}, _settings(level, Limits()), pipe(stack), heard=True))
+        probe = stack.enter_context(start_child("nobody", {}, _settings(level, Limits()), pipe(stack), capture=True))
         probe.begin()
         try:
             probe.wait_until_ready()
@@ -159,19 +158,19 @@ def _probe(level: Level) -> Isolation:
 
 
 def _settings(level: Level, limits: Limits) -> dict[str, Any]:
-    return {"level": level, "limits": asdict(limits), "left_out": LEFT_OUT}
+    return {"level": level, "limits": asdict(limits)}
 
 
-def _isolation(level: Level, inmate: Jail) -> Isolation:
-    return Isolation(level, tuple(inmate.ready["ready"]), tuple(inmate.ready["missing"]))
+def _isolation(level: Level, child: Child) -> Isolation:
+    return Isolation(level, tuple(child.ready["ready"]), tuple(child.ready["missing"]))
 
 
 def _hint() -> str:
-    """Why an ordinary user gets no namespaces here, if the system says so."""
+    """Why an ordinary user cannot create namespaces here, if the system says so."""
     switches = {
-        "kernel/apparmor_restrict_unprivileged_userns": ("1", "AppArmor keeps them from ordinary users (Ubuntu)"),
-        "kernel/unprivileged_userns_clone": ("0", "they are switched off for ordinary users"),
-        "user/max_user_namespaces": ("0", "they are switched off"),
+        "kernel/apparmor_restrict_unprivileged_userns": ("1", "AppArmor forbids them to ordinary users (Ubuntu)"),
+        "kernel/unprivileged_userns_clone": ("0", "they are disabled for ordinary users"),
+        "user/max_user_namespaces": ("0", "they are disabled"),
     }
     for name, (value, meaning) in switches.items():
         with suppress(OSError):
@@ -189,19 +188,19 @@ def run_program(
     limits: Limits | None = None,
     require: str = "namespaces",
 ) -> Outcome:
-    """Run `program`, and `test` against its function.
+    """Run `program`, then `test` against its function.
 
     Args:
         program: Python source that defines the function: a prompt joined with its completion.
         test: Python source that defines ``check(candidate)``, which raises if the function is wrong.
         entry_point: the function's name. The tests may also call it by that name.
-        helpers: Python source that the tests need besides: the task's prompt, whose other functions they call.
-            Trusted like the tests, so never a completion.
+        helpers: more Python source that the tests need, such as the task's prompt, whose other functions they call.
+            It is trusted like the tests, so it must never be a completion.
         limits: what the program may use.
-        require: the weakest isolation to accept, "namespaces" or "process"; the strongest there is gets used.
+        require: the weakest isolation to accept, "namespaces" or "process"; the strongest available is used.
 
     Raises:
-        SinklensError: the isolation cannot be had, or the tests do not run, whatever the program does.
+        SinklensError: the isolation is unavailable, or the tests fail to run regardless of the program.
         SettingError: `require` is unknown.
     """
     limits = limits or Limits()
@@ -210,23 +209,25 @@ def run_program(
     tests = {"test": test, "helpers": helpers, "entry_point": entry_point, "key": key}
     with _pair(level, limits, {"program": program, "entry_point": entry_point}, tests) as (candidate, checker):
         checker.begin()
-        checker.wait_until_ready()  # so the key is out of reach before the program begins
+        checker.wait_until_ready()  # so the key is out of reach before the program starts
         candidate.begin()
         candidate.wait_until_ready()
         return _Watch(checker, candidate, limits, key).outcome(_isolation(level, candidate))
 
 
 @contextmanager
-def _pair(level: Level, limits: Limits, program: dict[str, Any], tests: dict[str, Any]) -> Iterator[tuple[Jail, Jail]]:
-    """Two jails that can talk to each other and are still waiting for their orders."""
+def _pair(
+    level: Level, limits: Limits, program: dict[str, Any], tests: dict[str, Any]
+) -> Iterator[tuple[Child, Child]]:
+    """Two connected sandboxed processes that wait for their orders."""
     own = _settings(level, limits)
     theirs = _settings(level, replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY)))
     with ExitStack() as stack:
         calls, replies = pipe(stack), pipe(stack)
-        checker = stack.enter_context(jailed("checker", tests, theirs, (calls[1], replies[0]), heard=False))
-        candidate = stack.enter_context(jailed("candidate", program, own, (calls[0], replies[1]), heard=True))
+        checker = stack.enter_context(start_child("checker", tests, theirs, (calls[1], replies[0]), capture=False))
+        candidate = stack.enter_context(start_child("candidate", program, own, (calls[0], replies[1]), capture=True))
         for end in (*calls, *replies):
-            end.close()  # so that either side sees when the other is gone
+            end.close()  # so that either side notices when the other exits
         yield candidate, checker
 
 
@@ -241,38 +242,32 @@ def _granted(require: str) -> Level:
         )
     if require == "namespaces" and found.level != "namespaces":
         raise SinklensError(
-            f"namespaces were required, and this system gives isolation by {found}. Allow namespaces, or accept the "
+            f"namespaces were required, but this system offers isolation by {found}. Allow namespaces, or accept the "
             f"weaker isolation with require='process'."
         )
     return found.level
 
 
-def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """A pipe's reading and writing end, closed with the stack."""
-    read, write = os.pipe()
-    return stack.enter_context(open(read, "rb", 0)), stack.enter_context(open(write, "wb", 0))
-
-
 class _Watch:
-    """Waits for a verdict, for a limit to be passed, or for the time to run out, whichever is first."""
+    """Waits for a verdict, an exceeded limit or the end of the time, whichever comes first."""
 
-    def __init__(self, checker: Jail, candidate: Jail, limits: Limits, key: str) -> None:
+    def __init__(self, checker: Child, candidate: Child, limits: Limits, key: str) -> None:
         self._checker, self._candidate, self._limits, self._key = checker, candidate, limits, key
         self._verdict: dict[str, Any] | None = None
         self._ends: dict[str, dict[str, Any]] = {}
         self._printed = {"stdout": bytearray(), "stderr": bytearray()}
 
     def outcome(self, isolation: Isolation) -> Outcome:
-        """What became of the program.
+        """The program's outcome.
 
         Raises:
             SinklensError: the tests do not run.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         with selectors.DefaultSelector() as selector:
             self._register(selector)
-            self._listen(selector, begun + self._limits.seconds, lambda: self._verdict is None)
-            seconds = time.monotonic() - begun
+            self._listen(selector, started + self._limits.seconds, lambda: self._verdict is None)
+            seconds = time.monotonic() - started
             if self._verdict is not None:
                 self._listen(selector, time.monotonic() + LAST_WORDS, lambda: True)
         status, detail = self._status()
@@ -292,7 +287,7 @@ class _Watch:
             selector.register(cast(IO[bytes], source), selectors.EVENT_READ, name)
 
     def _listen(self, selector: selectors.BaseSelector, until: float, wanted: Callable[[], bool]) -> None:
-        """Take in what comes until that time, or until it is not wanted, or too much, or all has come."""
+        """Read until that time, until nothing more is wanted, until it is too much, or until all has arrived."""
         while wanted() and selector.get_map() and not self._overflowed():
             events = selector.select(max(0.0, until - time.monotonic()))
             if not events:
@@ -302,7 +297,7 @@ class _Watch:
                     selector.unregister(event.fileobj)
 
     def _take(self, name: str, place: int) -> bool:
-        """Take in what has come from one source; False when no more will."""
+        """Read from one source; False when it is exhausted."""
         if name in self._printed:
             data = os.read(place, 2**16)
             self._printed[name] += data
@@ -331,8 +326,8 @@ class _Watch:
                 return "passed", ""
             case "broken":
                 raise SinklensError(
-                    f"the tests do not run, whatever the program does: {detail}. They need a `check` that takes the "
-                    f"function; what else they call is given by helpers="
+                    f"the tests fail to run regardless of the program: {detail}. They need a `check` that takes the "
+                    f"function; pass other functions they call as helpers="
                 )
             case "failed" if self._verdict.get("kind") == "MemoryError":
                 return "memory", detail
@@ -342,10 +337,10 @@ class _Watch:
                 return self._gone("candidate", "the program")
             case "lost":
                 return self._gone("checker", "the tests' own process")
-        return "failed", "a verdict that is not the checker's"
+        return "failed", "a verdict that the checker did not send"
 
     def _gone(self, name: str, who: str) -> tuple[Status, str]:
-        """How a process ended that should not have."""
+        """How a process ended that should still be running."""
         end = self._ends.get(name, {})
         code = end.get("exit")
         if end.get("why") == "files":
