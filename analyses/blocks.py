@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import xarray as xr
 
+from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import SINK, Study
-from sinklens.analyses.swept import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.sampling import LladaSettings, make_settings
 from sinklens.sinks import motion
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import xarray as xr
 
+from sinklens.analyses.answers import MEANINGS, each_prompt, effects, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
-from sinklens.analyses.swept import MEANINGS, each_prompt, effects, unchanged
 from sinklens.interventions import Intervention, KeepKeys, WindowAttention
 from sinklens.sampling import make_settings
 from sinklens.sinks import SinkTrack

@@ -30,19 +30,19 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.analyses.answers import is_right
 from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.runs import own_steps
 from sinklens.analyses.study import SINK, Study
-from sinklens.analyses.swept import is_right
 from sinklens.sinks import SinkTrack, motion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.generation import Generation
     from sinklens.hooks.points import Point
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 Hooks = list[tuple[Any, Any]]
 FIRST = 4  # positions

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
+from sinklens.analyses.answers import MEANINGS, each_prompt, effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
-from sinklens.analyses.swept import MEANINGS, each_prompt, effects, masked, unchanged
+from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, HeadOutputs
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import training
@@ -86,7 +87,7 @@ class Heads(Study):
         """One per way, layer and head, in that order; then all heads at once, one per way of `TOGETHER`."""
         if model not in self._outputs:
             problems = [problem.prompt for problem in training(self.seed, self.reference)]
-            self._outputs[model] = HeadOutputs.of(model, problems, seed=self.seed, **settings)
+            self._outputs[model] = head_outputs(model, problems, seed=self.seed, **settings)
         alone: dict[tuple[str, int, int], Any] = {}
         for layer, head in np.ndindex(model.cfg.n_layers, model.cfg.n_heads):
             place: dict[str, Any] = {"layers": [layer], "heads": [head]}

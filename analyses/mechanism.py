@@ -30,19 +30,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 import sinklens
+from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.study import Study
-from sinklens.analyses.swept import KEYS, each_prompt, free_effects, masked, unchanged
-from sinklens.interventions import MaskedLogits, attention_to, compare
+from sinklens.experiments import attention_to, compare
+from sinklens.interventions import MaskedLogits
 from sinklens.sampling import AutoregressiveSettings, LladaSettings, make_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.generation import Generation
     from sinklens.hooks.points import Point
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 PICKS = tuple(KEYS)
 TOP_K = (1, 5)  # keys masked for the costs

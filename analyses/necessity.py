@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import xarray as xr
 
+from sinklens.analyses.answers import MEANINGS, each_prompt, effects, unchanged
 from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.study import Study
-from sinklens.analyses.swept import MEANINGS, each_prompt, effects, unchanged
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack
 

@@ -37,9 +37,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 import sinklens
+from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
-from sinklens.analyses.swept import each_prompt
 from sinklens.errors import SettingError
 from sinklens.sampling import AutoregressiveSettings, make_settings
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.generation import Generation
     from sinklens.hooks.points import Point
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 GROUPS = {"number": "the number", "prompt": "rest of the prompt", "answer": "answer"}
 STARTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)  # of the steps that the corrupted run took

@@ -18,13 +18,13 @@ from jaxtyping import Bool
 
 import sinklens
 from sinklens.sinks import Record, SinkTrack
-from sinklens.sinks.own import holds_end, own_steps
+from sinklens.sinks.active import holds_end, own_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sinklens.generation import Generation
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 __all__ = ["OwnRun", "own_run", "own_steps"]
 

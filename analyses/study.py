@@ -31,11 +31,11 @@ from torch import Tensor
 import sinklens
 from sinklens.analyses.intervals import RESAMPLES
 from sinklens.analyses.runs import OwnRun, own_run
+from sinklens.atomic import whole
 from sinklens.errors import SettingError, SinklensError, nearest
 from sinklens.sampling.settings import BY_SAMPLER, make_settings
 from sinklens.tasks.word_problems import held_out
 from sinklens.versions import versions
-from sinklens.writing import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

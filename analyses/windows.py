@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
+from sinklens.analyses.answers import MEANINGS, each_prompt, effects
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
-from sinklens.analyses.swept import MEANINGS, each_prompt, effects
 from sinklens.interventions import WindowAttention
 
 if TYPE_CHECKING:

@@ -29,9 +29,11 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinklens
-from sinklens.denoising import Hooks
-from sinklens.interventions import AblateHeads, MaskSinks, sweep
-from sinklens.sinks import Record, recorder
+from sinklens.experiments import sweep
+from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.runs import recorder
+from sinklens.runs.denoising import Hooks
+from sinklens.sinks import Record
 from sinklens.sinks.stores import ZarrStore
 from sinklens.tasks.word_problems import held_out
 from sinklens.zoo.tokenizer import train_tokenizer

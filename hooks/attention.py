@@ -28,8 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinklens.errors import ReadOnlyHookError
 from sinklens.hooks.column_sums import column_sums, log_sum_exp
+from sinklens.hooks.normalizers import Visible, Weigh, softmax, way_of
 from sinklens.hooks.points import at
-from sinklens.hooks.weighing import Visible, Weigh, softmax, way_of
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import AttentionPoints

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import SinklensError
 
 if TYPE_CHECKING:
-    from sinklens.generation import Answer, Generation
     from sinklens.model import Model, load
+    from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
     from sinklens.tracing import Trace, generate, trace
 
@@ -24,8 +24,8 @@ __version__ = "0.1.0"
 __all__ = ["Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "generate", "load", "trace"]
 
 _HOMES = {
-    "Answer": "sinklens.generation",
-    "Generation": "sinklens.generation",
+    "Answer": "sinklens.runs.result",
+    "Generation": "sinklens.runs.result",
     "Model": "sinklens.model",
     "SinkTrack": "sinklens.sinks.track",
     "Trace": "sinklens.tracing",
@@ -34,7 +34,8 @@ _HOMES = {
     "trace": "sinklens.tracing",
 }
 _MODULES = (
-    "analyses", "checkpoints", "errors", "evaluation", "hooks", "interventions", "sampling", "sinks", "tasks", "views",
+    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "sampling", "sinks",
+    "tasks", "views", "zoo",
 )  # fmt: skip
 
 

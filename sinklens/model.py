@@ -21,8 +21,8 @@ from torch import Tensor
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
 from sinklens.errors import CheckpointError, PromptError
 from sinklens.hooks.architectures import architecture_of
+from sinklens.hooks.normalizers import way_named
 from sinklens.hooks.tree import HookTree, Sizes
-from sinklens.hooks.weighing import way_named
 from sinklens.selfcheck import check as run_check
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SelfCheckError
+from sinklens.hooks.normalizers import softmax, way_of
 from sinklens.hooks.tree import HookTree
-from sinklens.hooks.weighing import softmax, way_of
 
 TOKENS = 6
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}

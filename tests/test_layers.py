@@ -1,4 +1,7 @@
-"""The floors of the house: a file imports from its own floor or a lower one only."""
+"""The floors: a file imports from its own folder or from lower floors, and no files import each other in a circle.
+
+Every import of every file counts, also those inside functions and those for type checkers.
+"""
 
 import ast
 from pathlib import Path
@@ -6,56 +9,99 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = [
-    ("errors", "writing", "versions"),
-    ("hooks", "checkpoints"),
-    ("sampling", "sinks", "tasks"),
-    ("views", "selfcheck", "model", "progress", "flags"),
-    ("generation", "denoising", "steps", "tracing", "interventions"),
-    ("zoo", "evaluation"),
+FLOORS = [  # from the ground up; a name is a folder, or a file at the top of the package
+    ("errors", "progress", "atomic", "versions"),
+    ("hooks",),
+    ("checkpoints",),
+    ("model", "selfcheck"),
+    ("sampling",),
+    ("sinks",),
+    ("identity",),
+    ("runs",),
+    ("tracing",),
+    ("interventions",),
+    ("experiments",),
+    ("views",),
+    ("tasks",),
+    ("evaluation",),
+    ("zoo",),
     ("analyses",),
     ("cli",),
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
-APART = {("sampling", "sinks"), ("sinks", "sampling")}  # on one floor, and yet they never meet
-DOORS = {("sinks", "views")}  # SinkTrack.plot, the one way from a track to a picture
-
-
-def imports(file):
-    """First part below sinklens of every import that runs; imports for type checkers do not count."""
-    tree = ast.parse(file.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "sinklens" else [f"sinklens.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "sinklens" and len(parts) > 1 and parts[1] in FLOOR:
-                yield parts[1]
-
-
 FILES = sorted([*ROOT.glob("hooks/*.py"), *ROOT.glob("analyses/*.py"), *ROOT.glob("sinklens/**/*.py")])
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_no_file_imports_from_a_higher_floor(file):
-    parts = file.relative_to(ROOT).parts
-    here = parts[0] if parts[0] in ("hooks", "analyses") else parts[1].removesuffix(".py")
-    if here == "__init__":
-        return
-    assert here in FLOOR, f"{here} has no floor yet; say where it belongs"
-    for there in imports(file):
-        if (here, there) in DOORS:
-            continue
-        assert FLOOR[there] <= FLOOR[here], f"{here} imports from the higher floor of {there}"
-        assert (here, there) not in APART
+def module_name(file: Path) -> str:
+    """Dotted name under which a file is imported."""
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    parts = parts if parts[0] == "sinklens" else ["sinklens", *parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+def imported(file: Path) -> set[str]:
+    """Modules of sinklens that a file names in any import statement, wherever it stands."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            while name and name not in MODULES:
+                name = name.rpartition(".")[0]
+            found |= {name} if name else set()
+    return found - {module_name(file)}
+
+
+IMPORTS = {name: imported(file) for name, file in MODULES.items()}
+
+
+def floor_name(module: str) -> str:
+    """The folder or top-level file that a module belongs to; "" for the package itself, which is above all."""
+    return (module.split(".") + [""])[1]
+
+
+def test_every_file_has_a_floor():
+    assert {floor_name(module) for module in MODULES} - {""} == set(FLOOR)
+
+
+@pytest.mark.parametrize("name", FLOOR)
+def test_no_file_imports_from_a_higher_floor(name):
+    upward = [
+        f"{module} -> {target}"
+        for module, targets in IMPORTS.items()
+        for target in targets
+        if floor_name(module) == name and FLOOR.get(floor_name(target), len(FLOORS)) > FLOOR[name]
+    ]
+    beside = [
+        f"{module} -> {target}"
+        for module, targets in IMPORTS.items()
+        for target in targets
+        if floor_name(module) == name
+        and FLOOR.get(floor_name(target)) == FLOOR[name]
+        and floor_name(target) != name
+        and MODULES[target].parent != MODULES[module].parent
+    ]
+    assert upward + beside == []
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """What is left when files that import nothing left, and files that nothing left imports, are taken away."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while True:
+        pointed = {target for targets in left.values() for target in targets}
+        free = {name for name, targets in left.items() if not targets or name not in pointed}
+        if not free:
+            return [sorted(left)] if left else []
+        left = {name: targets - free for name, targets in left.items() if name not in free}
+
+
+def test_the_search_for_circles_finds_one():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circles(IMPORTS) == []

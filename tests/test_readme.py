@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sinklens import cli
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
@@ -20,10 +22,22 @@ def test_a_block_of_the_readme_runs(number, tmp_path, monkeypatch):
 
 
 def test_the_readme_opens_with_the_two_commands():
-    lines = README.read_text().splitlines()
-    assert lines[2].strip().startswith("make demo")
-    assert lines[3].strip().startswith("make test")
+    indented = [line.strip() for line in README.read_text().splitlines() if line.startswith("    make ")]
+    assert [line.partition("#")[0].strip() for line in indented] == ["make demo", "make test"]
+    assert README.read_text().index("make demo") < 300
     assert len(BLOCKS) >= 4
+
+
+def test_the_readme_has_at_most_700_words_besides_code():
+    prose = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
+    assert len(re.findall(r"\w[\w'-]*", prose)) <= 700
+
+
+def test_every_command_the_pages_show_exists():
+    shown = set(re.findall(r"(?m)^(?:    |\| `)sinklens (\w+)", (README.parent / "docs" / "commands.md").read_text()))
+    named = re.findall(r"\bsinklens \((.+?)\)|``sinklens (.+?)``", cli.__doc__ or "")
+    known = {word.strip() for found in named for part in found for word in part.split("|") if word.strip()}
+    assert shown == known
 
 
 def test_every_name_the_readme_uses_exists(tiny_llada):

@@ -18,7 +18,7 @@ import torch
 
 import sinklens
 from sinklens.errors import HookOrderError
-from sinklens.interventions import of_step
+from sinklens.experiments import of_step
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 torch.set_grad_enabled(True)  # the default; gradients are read below
@@ -355,7 +355,7 @@ print("logit of ' 6' minus logit of ' 7', with 7 in the prompt:", round(float(va
 
 # %% [markdown]
 # Times the difference between the clean and the corrupted stream, the gradient estimates what patching each place would
-# do (attribution patching; `sinklens.interventions.attribution_patching` does it for all points, and says how far it
+# do (attribution patching; `sinklens.experiments.attribution_patching` does it for all points, and says how far it
 # can be trusted).
 
 # %%

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.checkpoints.registry import register_installed
 from sinklens.errors import CheckpointError, nearest
-from sinklens.hooks import weighing
+from sinklens.hooks import normalizers as weighing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

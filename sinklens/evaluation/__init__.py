@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking
     from sinklens.evaluation.distributed import OnRay
-    from sinklens.evaluation.evaluating import Estimate, estimate, evaluate
     from sinklens.evaluation.ledger import Run, Writer
     from sinklens.evaluation.protocols import PROTOCOLS, Protocol
+    from sinklens.evaluation.runner import Estimate, estimate, evaluate
     from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
     from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired

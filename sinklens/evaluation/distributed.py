@@ -23,8 +23,8 @@ from typing import Any
 
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import Condition
-from sinklens.evaluation.evaluating import InProcess, Job
 from sinklens.evaluation.ledger import Record
+from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 
 # For a cluster that is started here: nothing is reported to anybody, and no warnings about what is set on purpose.

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from sinklens.atomic import whole
 from sinklens.errors import LedgerError
-from sinklens.writing import whole
 
 FORMAT = "sinklens ledger 1"
 Record = dict[str, Any]

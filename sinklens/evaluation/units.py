@@ -33,8 +33,8 @@ from sinklens.tasks import Sample, Task
 from sinklens.versions import versions
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, refuse
+from sinklens.runs.intervention import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, refuse
 
 if TYPE_CHECKING:
     from sinklens.model import Model

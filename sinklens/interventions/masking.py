@@ -24,14 +24,14 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, within
-from sinklens.interventions.previous import PreviousSinks, planned_steps
+from sinklens.interventions.previous_sinks import PreviousSinks, planned_steps
 from sinklens.interventions.selection import Pick, Scope, Selection, as_tuple
+from sinklens.runs.intervention import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, within
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
     from sinklens.sinks.detectors import Detector
 
 Reach = Literal["newest", "all"]

@@ -8,7 +8,7 @@ One way this fails: two prompts of different length have different positions. Pa
 ``source_positions=`` that say which belongs to which; guessing would put values where they never were.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.base import (
+from sinklens.runs.caches import StepCaches, chosen_points
+from sinklens.runs.intervention import (
     Intervention,
     Pairs,
     Part,
@@ -34,43 +35,7 @@ from sinklens.interventions.base import (
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
 
-    from sinklens.hooks.tree import HookTree
     from sinklens.model import Model
-
-
-class StepCaches(Mapping[int, "ActivationCache"]):
-    """Values of points by step: ``caches[step]`` is an `ActivationCache`, ``caches[step]["blocks.0.hook_z"]`` a value.
-
-    Steps that did not run are not there.
-    """
-
-    def __init__(self, tree: "HookTree") -> None:
-        self._tree = tree
-        self._values: dict[int, dict[str, Tensor]] = {}
-
-    def keep(self, value: Tensor, point: Point) -> None:
-        """Keep a copy of what passes `point` in the step being run."""
-        self._values.setdefault(point.step or 0, {})[str(point.name)] = value.detach().clone()
-
-    def __getitem__(self, step: int) -> "ActivationCache":
-        from transformer_lens import ActivationCache
-
-        if step not in self._values:
-            raise SettingError(f"nothing was kept at step {step}; kept: {sorted(self._values) or 'no step'}.")
-        return ActivationCache(self._values[step], self._tree)
-
-    def __contains__(self, step: object) -> bool:
-        return step in self._values
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._values))
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        points = sorted({name for kept in self._values.values() for name in kept})
-        return f"StepCaches(steps {sorted(self._values)}, points {points})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,24 +68,6 @@ class Activations(Intervention):
                 self.caches[hook.step or 0] = kept[hook.step or 0]
 
         return [(name, keep) for name in chosen_points(self.names, model, self.layers)]
-
-
-def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> list[str]:
-    """Points that a name, a list of names or a predicate means, below a block only those of `layers`.
-
-    Raises:
-        HookNameError: an unknown name, or a predicate that matches nothing.
-        SettingError: a layer that does not exist, or no point left.
-    """
-    listed = [wanted] if isinstance(wanted, str) or callable(wanted) else list(wanted)
-    known, size = model.hook_names(), model.cfg.n_layers
-    found = {point for entry in listed for point in names.select(entry, known, size)}
-    if layers is not None:
-        numbers = {str(layer) for layer in within("layer", layers, size)}
-        found = {name for name in found if not name.startswith("blocks.") or name.split(".")[1] in numbers}
-    if not found:
-        raise SettingError(f"no point is left of {wanted!r} in layers {layers}; name one at least.")
-    return [name for name in known if name in found]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError, nearest
-from sinklens.interventions.base import Surroundings
+from sinklens.runs.intervention import Surroundings
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.sinks.track import SinkTrack, build_track
 

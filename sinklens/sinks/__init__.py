@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         over_others,
     )
     from sinklens.sinks.quantities import Quantity
-    from sinklens.sinks.recorder import Record
+    from sinklens.sinks.record import Record
     from sinklens.sinks.track import SinkTrack, Unit, build_track
 
 _HOMES = {
@@ -27,7 +27,7 @@ _HOMES = {
     "MeanPlusStd": "detectors",
     "NoOp": "detectors",
     "Quantity": "quantities",
-    "Record": "recorder",
+    "Record": "record",
     "ResidualPeak": "detectors",
     "SinkRate": "detectors",
     "SinkTrack": "track",

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from sinklens.atomic import whole
 from sinklens.errors import SinklensError, TrackError
-from sinklens.sinks.own import nothing
+from sinklens.sinks.active import nothing
 from sinklens.sinks.stores import FINISHED, FORMAT, WIDE, WRITTEN
-from sinklens.writing import whole
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack

@@ -21,8 +21,8 @@ import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.errors import TrackError
+from sinklens.sinks.active import running
 from sinklens.sinks.detectors import Detector
-from sinklens.sinks.own import running
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:

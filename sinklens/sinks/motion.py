@@ -18,7 +18,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
-from sinklens.sinks.own import running
+from sinklens.sinks.active import running
 from sinklens.sinks.track import SinkTrack, Unit
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from sinklens.atomic import whole
 from sinklens.errors import TrackError
-from sinklens.views.documents import HEADS, circuitsvis_chunk, json_block, token_texts
+from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, recorded
-from sinklens.writing import whole
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation
+    from sinklens.runs.result import Generation
     from sinklens.tracing import Trace
 
 CELLS = 24_000  # what CircuitsVis draws in about a second

@@ -18,7 +18,7 @@ from torch import Tensor
 from sinklens.errors import SinklensError, TrackError
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation
+    from sinklens.runs.result import Generation
     from sinklens.tracing import Trace
 
 # Share of a head's attention that may lie elsewhere than in the run, by the type the model computes in. The explicit

@@ -19,17 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sinklens.atomic import whole
 from sinklens.errors import SettingError
 from sinklens.sinks.track import SinkTrack
 from sinklens.views.attention import CELLS
-from sinklens.views.budget import Patterns, Scores, fit_patterns, fit_scores, wanted_of
-from sinklens.views.documents import HEADS, REPORT, circuitsvis_chunk, json_block, spelled
-from sinklens.views.numbers import Material, Numbers
+from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block, spelled
 from sinklens.views.patterns import generation_of, patterns_at, recorded
-from sinklens.writing import whole
+from sinklens.views.report_budget import Patterns, Scores, fit_patterns, fit_scores, wanted_of
+from sinklens.views.report_data import Material, Numbers
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation
+    from sinklens.runs.result import Generation
     from sinklens.tracing import Trace
 
 SPARE = 40_000  # bytes kept for what is written last

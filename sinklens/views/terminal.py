@@ -15,8 +15,8 @@ from sinklens.sinks.motion import jumps
 from sinklens.views.figures import has_sink, most_moving_head
 
 if TYPE_CHECKING:
-    from sinklens.generation import Generation
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 BLANK = "░"
 

@@ -17,8 +17,8 @@ import torch
 
 from sinklens.errors import SinklensError
 from sinklens.zoo.export import LAST_WRITTEN, write_checkpoint
-from sinklens.zoo.keeping import append_record, read_records, read_tensors
 from sinklens.zoo.recipes import Recipe
+from sinklens.zoo.run_files import append_record, read_records, read_tensors
 
 RESULT = "accuracy.jsonl"
 

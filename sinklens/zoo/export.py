@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
-from sinklens.hooks import weighing
+from sinklens.hooks import normalizers as weighing
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
-from sinklens.zoo.keeping import read_records, read_tensors
 from sinklens.zoo.recipes import Recipe
+from sinklens.zoo.run_files import read_records, read_tensors
 from sinklens.zoo.scores import Score
 from sinklens.zoo.training import build_model, make_tokenizer
 

@@ -36,7 +36,7 @@ class Recipe:
         start_from: the checkpoint whose weights the run begins with, by shipped name or folder; None draws them.
         start_token: before every prompt stands a start token that is never masked ("kept"), one that is masked like
             any prompt token ("maskable"), or none ("absent").
-        attention: how scores become attention weights, a name in `sinklens.hooks.weighing`.
+        attention: how scores become attention weights, a name in `sinklens.hooks.normalizers`.
         pictures: size of a second training set, captioned pictures (`pictures.training`); each is two rows, one per
             direction, and a step draws its rows from all of them and the problems' alike. 0 for none.
         code: size of a training set of small functions (`tiny_code.training`). 0 for none.

@@ -27,10 +27,10 @@ from torch import Tensor
 from sinklens.checkpoints import files
 from sinklens.checkpoints.translate import family_named, family_of
 from sinklens.errors import SettingError
-from sinklens.hooks import weighing
+from sinklens.hooks import normalizers as weighing
 from sinklens.zoo.corpus import ANSWER_LENGTH, Corpus, build_corpus
-from sinklens.zoo.keeping import append_record, read_tensors, write_tensors
 from sinklens.zoo.recipes import DEFAULTS, Recipe
+from sinklens.zoo.run_files import append_record, read_tensors, write_tensors
 from sinklens.zoo.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:

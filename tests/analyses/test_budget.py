@@ -6,7 +6,7 @@ import torch
 
 import sinklens
 from sinklens.analyses.budget import BUDGETS, KINDS, Budget, restricted
-from sinklens.interventions import effect
+from sinklens.experiments import effect
 from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 

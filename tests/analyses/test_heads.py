@@ -5,9 +5,10 @@ import pytest
 import xarray as xr
 
 import sinklens
+from sinklens.analyses.answers import unchanged
 from sinklens.analyses.heads import WAYS, Heads
-from sinklens.analyses.swept import unchanged
-from sinklens.interventions import AblateHeads, HeadOutputs, MaskSinks, effect
+from sinklens.experiments import effect, head_outputs
+from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks.word_problems import held_out, training
 
 PROMPT = held_out(1)[0].prompt
@@ -22,7 +23,7 @@ def measured(tiny_llada):
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 5)])
 def test_every_number_stands_at_its_way_layer_and_head(tiny_llada, measured, layer, head):
     place = {"layers": [layer], "heads": [head]}
-    reference = HeadOutputs.of(tiny_llada, [problem.prompt for problem in training(0, 3)], **SETTINGS)
+    reference = head_outputs(tiny_llada, [problem.prompt for problem in training(0, 3)], **SETTINGS)
     made = {
         "strongest": MaskSinks(top_k=2, **place),
         "zero": AblateHeads(**place),

@@ -5,9 +5,10 @@ import pytest
 import xarray as xr
 from tracks import made, planted
 
+from sinklens.analyses.answers import unchanged
 from sinklens.analyses.necessity import MEASURES, PARTS, PICKS, Necessity, StrongestKey
-from sinklens.analyses.swept import unchanged
-from sinklens.interventions import MaskSinks, effect
+from sinklens.experiments import effect
+from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean
 from sinklens.tasks.word_problems import held_out
 

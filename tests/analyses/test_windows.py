@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sinklens.analyses.windows import WIDTHS, Windows
-from sinklens.interventions import WindowAttention, effect
+from sinklens.experiments import effect
+from sinklens.interventions import WindowAttention
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt

@@ -13,8 +13,8 @@ import torch
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
 from sinklens.evaluation.distributed import OnRay, _here, _Tally, _Worker
-from sinklens.evaluation.evaluating import InProcess, Job, evaluate
 from sinklens.evaluation.protocols import find
+from sinklens.evaluation.runner import InProcess, Job, evaluate
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
 from sinklens.tasks.tiny_gsm import TinyGsm

@@ -10,8 +10,8 @@ import pytest
 import sinklens
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.evaluating import InProcess, Job
 from sinklens.evaluation.protocols import find
+from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import MaskSinks
 from sinklens.tasks.base import cut

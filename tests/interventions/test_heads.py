@@ -7,7 +7,8 @@ from watching import LONG, PADDED, SHORT, again, entered, logits_of, unwatched, 
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.experiments import head_outputs
+from sinklens.interventions import AblateHeads, AblateSinkAttention
 from sinklens.tasks.word_problems import held_out
 
 WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
@@ -19,7 +20,7 @@ RESULT, Z = "blocks.1.attn.hook_result", "blocks.1.attn.hook_z"
 @pytest.fixture(scope="module")
 def reference(worded):
     """Head outputs of other prompts, by kind of model."""
-    return {causal: HeadOutputs.of(worded("llama", causal), ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
+    return {causal: head_outputs(worded("llama", causal), ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
             for causal in (False, True)}  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def test_resampling_a_causal_model_draws_once_for_a_position(worded, reference):
 @pytest.mark.parametrize(("architecture", "causal", "settings"), [*ONE_OF_EACH, ("dream", False, {})])
 def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, architecture, causal, settings):
     model = worded(architecture, causal)
-    found = HeadOutputs.of(model, PADDED, gen_length=4, **settings)
+    found = head_outputs(model, PADDED, gen_length=4, **settings)
     watched = watch(model, PADDED, points=["hook_z"], gen_length=4, **settings)
     for layer in range(3):
         outputs = []
@@ -145,8 +146,8 @@ def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, a
 
 def test_a_reference_reads_prompts_through_the_chat_template_that_the_run_does(tiny_llada):
     template = "{% for m in messages %}{{ bos_token }}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
-    asked = HeadOutputs.of(tiny_llada, ["Tom has 2 apples."], chat_template=template, gen_length=4)
-    plain = HeadOutputs.of(tiny_llada, ["Question: Tom has 2 apples.\nAnswer:"], gen_length=4)
+    asked = head_outputs(tiny_llada, ["Tom has 2 apples."], chat_template=template, gen_length=4)
+    plain = head_outputs(tiny_llada, ["Question: Tom has 2 apples.\nAnswer:"], gen_length=4)
     torch.testing.assert_close(asked.mean, plain.mean)
 
 
@@ -243,7 +244,7 @@ def test_places_that_do_not_exist_are_refused(worded, intervention, text):
     ("make", "text"),
     [
         (lambda: AblateHeads(by="noise"), "by is 'zero', 'mean' or 'resample'; got 'noise'"),
-        (lambda: AblateHeads(by="resample"), r"resampling needs reference=HeadOutputs.of\(model, prompts\)"),
+        (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
         (lambda: AblateSinkAttention(mass="keep"), "mass is 'spread' or 'drop'; got 'keep'"),
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
         (lambda: AblateSinkAttention(top_k=-1), "top_k is a number of keys, 0 or more; got -1"),
@@ -279,8 +280,8 @@ def test_ablating_no_head_is_the_base_run_bit_for_bit(worded):
 def test_a_reference_counts_no_step_in_which_a_row_waits_for_its_batch(name, settings, request):
     model = request.getfixturevalue(name)
     prompts = [problem.prompt for problem in held_out(3)]
-    together = HeadOutputs.of(model, prompts, **settings)
-    alone = [HeadOutputs.of(model, [prompt], **settings) for prompt in prompts]
+    together = head_outputs(model, prompts, **settings)
+    alone = [head_outputs(model, [prompt], **settings) for prompt in prompts]
     runs = [sinklens.generate(model, prompt, record_sinks=False, **settings) for prompt in prompts]
     counts = [positions(run, settings) for run in runs]
     assert len({run.steps_run for run in runs}) > 1

@@ -8,7 +8,7 @@ from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
 from sinklens.errors import HookNameError, SettingError
 from sinklens.interventions import Activations, FreezePattern, PatchHooks, WindowAttention
-from sinklens.interventions.patching import StepCaches
+from sinklens.runs.caches import StepCaches
 
 WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]

@@ -12,7 +12,7 @@ import sinklens
 from sinklens.errors import SinklensError, TrackError
 from sinklens.tasks.word_problems import held_out
 from sinklens.views.attention import CELLS, AttentionView, attention, block_size, pooled
-from sinklens.views.documents import visible
+from sinklens.views.html import visible
 from sinklens.views.patterns import pattern_at
 
 HOSTILE = [

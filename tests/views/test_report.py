@@ -19,10 +19,10 @@ from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.sinks import EpsilonOverMean, Record, build_track
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import most_moving_head
-from sinklens.views.documents import visible
-from sinklens.views.numbers import Numbers
+from sinklens.views.html import visible
 from sinklens.views.patterns import pattern_at
 from sinklens.views.report import Material, build, material, report
+from sinklens.views.report_data import Numbers
 
 HOSTILE = [
     "</script>", "<img src=x onerror='window.bad=1'>", "<b>", '"', "'", "&amp;", "\u2028", "\u202e", "\x00", "\x1b[31m",
@@ -141,7 +141,7 @@ def test_a_head_that_attends_to_nothing_has_no_strongest_key():
 @pytest.mark.parametrize(("coarse", "dtype"), [(False, np.uint16), (True, np.uint8)])
 def test_maps_keep_scores_as_closely_as_the_page_says(monkeypatch, coarse, dtype):
     if coarse:
-        monkeypatch.setattr("sinklens.views.numbers.FINE", 0)
+        monkeypatch.setattr("sinklens.views.report_data.FINE", 0)
     given = planted(spread=2.0)
     numbers = Numbers(given.track, given.canvas)
     kept = [0, 2, 5]

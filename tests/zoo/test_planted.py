@@ -24,8 +24,8 @@ from sinklens.sinks import (
 )
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.views import report, sink_path, sink_paths
-from sinklens.views.numbers import Numbers
 from sinklens.views.report import material
+from sinklens.views.report_data import Numbers
 from sinklens.zoo import planted_checkpoint, planted_paths, planted_scores, planted_sinks
 from sinklens.zoo.planted import CODE, HEADS, PLACING, TURNS
 

@@ -1,0 +1,8 @@
+"""``python -m sinklens.cli``."""
+
+import sys
+
+from sinklens.cli.app import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""The command line: ``sinklens demo | trace | analyse | evaluate | score | table | hooks | models | train``.
+
+Exit codes: 0 done; 1 an error that the message explains; 2 a wrong call; 130 interrupted. Files are written whole or
+not at all.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.cli.options import add_settings, settings_given
+from sinklens.errors import SinklensError, nearest
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+DEMO_PROBLEM = 14
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        known = re.findall(r"--[a-z0-9-]+", options.parser.format_usage())
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0], known)}")
+    try:
+        options.command(options)
+    except SinklensError as error:
+        print(f"sinklens: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sinklens: interrupted; files that were not finished were not kept.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `sinklens demo | head`: the files are written before anything is shown
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from sinklens.cli.evaluation import add_evaluation
+
+    parser = argparse.ArgumentParser(
+        prog="sinklens", description="Look inside diffusion language models while they denoise.",
+        epilog="sinklens COMMAND --help tells more of a command. From Python: sinklens.load, sinklens.trace.",
+    )  # fmt: skip
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_trace(commands)
+    _add_analyse(commands)
+    add_evaluation(commands)
+    _add_hooks(commands)
+    _add_models(commands)
+    _add_train(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # an unknown option is told with the usage of its command
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    text = "trace the shipped models on a held-out problem: watch the answer fill in and its sinks move"
+    demo = commands.add_parser("demo", help=text, description=text)
+    demo.add_argument("--out", type=Path, default=Path("sinklens-demo"), help="folder for the results (%(default)s)")
+    demo.add_argument(
+        "--problem", type=int, default=DEMO_PROBLEM, metavar="N", help="held-out problem, 0 to 499 (%(default)s)"
+    )
+    demo.set_defaults(command=run_demo)
+
+
+def _add_trace(commands: Any) -> None:
+    text = "run a model on a prompt; write its answer, its sink track and a picture of it"
+    trace = commands.add_parser("trace", help=text, description=text)
+    trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
+    trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from a file")
+    trace.add_argument(
+        "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
+    )
+    trace.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
+    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
+    trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
+    trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
+    add_settings(trace)
+    trace.set_defaults(command=run_trace)
+
+
+def _add_analyse(commands: Any) -> None:
+    from sinklens.analyses import questions
+
+    text = "ask a question of one or several models; write tables, figures and a manifest"
+    asked = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
+    analyse = commands.add_parser(
+        "analyse", help=text, description=text, epilog=f"studies:\n{asked}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    analyse.add_argument("name", metavar="NAME", help="a study of those below, or STUDY.py, a file of your own")
+    analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
+    analyse.add_argument(
+        "--out", type=Path, help="folder for the results (analyses-NAME); an interrupted study goes on"
+    )
+    analyse.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="one prompt per line, or JSON Lines with a 'prompt' in each; by default the shipped held-out problems",
+    )  # fmt: skip
+    analyse.add_argument("--number", type=int, metavar="N", help="the first N prompts (100 of the shipped ones)")
+    analyse.add_argument("--batch", type=int, default=10, metavar="N", help="prompts per run (%(default)s)")
+    analyse.add_argument("--seed", type=int, default=0, help="of the runs and of the intervals (%(default)s)")
+    add_settings(analyse)
+    analyse.set_defaults(command=run_analyse)
+
+
+def _add_hooks(commands: Any) -> None:
+    text = "list the hook points of a model, with shapes; weights are not loaded"
+    hooks = commands.add_parser("hooks", help=text, description=text)
+    hooks.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder")
+    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all")
+    hooks.set_defaults(command=run_hooks)
+
+
+def _add_models(commands: Any) -> None:
+    text = "list what can be loaded, and how far each family was verified"
+    commands.add_parser("models", help=text, description=text).set_defaults(command=run_models)
+
+
+def _add_train(commands: Any) -> None:
+    from sinklens.zoo.recipes import RECIPES
+
+    text = "train a shipped model again, or a variant of one; an interrupted run goes on where it stopped"
+    train = commands.add_parser("train", help=text, description=text)
+    train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: sinks set by hand")
+    train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
+    train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
+    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")
+    train.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="train nothing; write what the run has kept so far, as NAME@STEP",
+    )
+    train.add_argument(
+        "--run-generated-code",
+        action="store_true",
+        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them",
+    )
+    train.set_defaults(command=run_train)
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """`sinklens demo`: both twins on one held-out problem."""
+    from rich.console import Console
+
+    import sinklens
+    from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
+    from sinklens.views import report, sink_paths, terminal
+
+    if not 0 <= options.problem < HELD_OUT_SIZE:
+        raise SinklensError(f"--problem lies between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
+    problem = held_out()[options.problem]
+    runs = []
+    for name in ("tiny-llada", "tiny-llama"):
+        model = sinklens.load(name)
+        with sinklens.trace(model, problem.prompt) as t:
+            pass
+        assert t.generation.sinks is not None
+        t.generation.sinks.save(options.out / f"{name}.sinks.nc")
+        runs.append((model, t.generation))
+        report(t, options.out / f"{name}.html")
+    _write_figure(options.out / "sinks.png", sink_paths([run.sinks for _, run in runs if run.sinks is not None]))
+    answers = [f"{model.name}: {run.text.strip()}\n" for model, run in runs]
+    _write_text(options.out / "answers.txt", "\n".join([f"{problem.prompt}\n", *answers]))
+    console = Console(highlight=False)
+    for (model, run), kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
+        console.rule(f"{model.name} ({kind}, {run.steps_run} steps)")
+        console.print(problem.prompt, markup=False)
+        terminal.show(model, run, console)
+        console.print(f"Answer: {run.text.strip()}   (right: {problem.result})\n", markup=False)
+    console.print(
+        f"Written to {options.out}/: answers.txt, sinks.png (where the sinks are at every step, both models), the sink "
+        f"tracks (sinklens.SinkTrack.open), and a page for each model to step through:", markup=False,
+    )  # fmt: skip
+    for model, _ in runs:
+        console.print(f"  open {(options.out / f'{model.name}.html').resolve().as_uri()}", markup=False, soft_wrap=True)
+
+
+def run_trace(options: argparse.Namespace) -> None:
+    """`sinklens trace`."""
+    from rich.console import Console
+
+    import sinklens
+    from sinklens.views import most_moving_head, report, sink_path, terminal
+
+    prompt = _prompt(options.prompt)
+    model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
+    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings_given(options))
+    assert run.sinks is not None
+    _write_text(options.out / "answer.txt", f"{run.text}\n")
+    run.sinks.save(options.out / "sinks.nc")
+    _write_figure(options.out / "sinks.png", sink_path(run.sinks, *most_moving_head(run.sinks)).figure)
+    report(run, options.out / "report.html")
+    terminal.show(model, run, Console(highlight=False))
+    print(f"\n{run.text}")
+    _tell(run, model)
+    print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png, report.html.")
+
+
+def run_analyse(options: argparse.Namespace) -> None:
+    """`sinklens analyse`."""
+    from sinklens.analyses import find
+    from sinklens.analyses.study import read_prompts
+    from sinklens.tasks.word_problems import held_out
+
+    kind = find(options.name)
+    if options.number is not None and options.number < 1:
+        raise SinklensError(f"--number is at least 1; got {options.number}.")
+    if options.prompts is None:
+        prompts = [problem.prompt for problem in held_out(options.number or 100)]
+    else:
+        prompts = read_prompts(options.prompts, options.number)
+    study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
+    findings = study.run(options.models, prompts, options.out or Path(f"analyses-{kind.name}"))
+    print(f"{kind.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
+    print("\n".join(f"  {file}" for file in findings.files))
+
+
+def _prompt(given: str) -> str:
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SinklensError(f"could not read the prompt from {given[1:]}: {error}") from error
+
+
+def _tell(run: "Generation", model: "Model") -> None:
+    """Say what is odd about an answer."""
+    for answer in run.answers:
+        if answer.empty:
+            print("The answer is empty.")
+        if answer.masks:
+            print(f"{answer.masks} positions are still masked at the end.")
+        if not answer.ended:
+            print("No end-of-sequence token was generated; a larger --gen-length may be needed.")
+
+
+def run_hooks(options: argparse.Namespace) -> None:
+    """`sinklens hooks`."""
+    from sinklens.checkpoints import build_empty, family_of, translate
+    from sinklens.checkpoints.files import find, read_config
+    from sinklens.hooks import architecture_of, table
+    from sinklens.hooks.tree import HookTree
+
+    folder = find(options.model, None)
+    raw = read_config(folder)
+    family = family_of(raw, str(folder))
+    config = translate(raw, family, str(folder))
+    tree = HookTree(build_empty(config), architecture_of(config.model_type))
+    cfg = tree.cfg
+    sizes = {
+        "head": cfg.n_heads, "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head,
+        "d_mlp": cfg.d_mlp, "vocab": cfg.d_vocab,
+    }  # fmt: skip
+    print(f"{options.model}: family {family.name}, {cfg.n_layers} layers, {len(tree.point_names())} hook points")
+    print("\n".join(_hook_lines(table(), sizes, cfg.n_layers, options.all)))
+
+
+def _hook_lines(rows: Any, sizes: dict[str, int], layers: int, every: bool) -> list[str]:
+    def line(name: str, spec: Any) -> str:
+        shape = " ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in spec.axes.split())
+        return f"{name:36s} [{shape:44s}] {spec.meaning}"
+
+    if not every:
+        return [f"l: layer, 0 to {layers - 1}", *(line(name, spec) for name, spec in rows)]
+    block = [row for row in rows if "{l}" in row[0]]
+    first = rows.index(block[0])
+    lines = [line(name, spec) for name, spec in rows[:first]]
+    for layer in range(layers):
+        lines += [line(name.replace("{l}", str(layer)), spec) for name, spec in block]
+    return lines + [line(name, spec) for name, spec in rows[first + len(block) :]]
+
+
+def run_models(options: argparse.Namespace) -> None:
+    """`sinklens models`."""
+    from sinklens.checkpoints import FAMILIES, shipped_names
+    from sinklens.checkpoints.registry import register_installed
+
+    register_installed()
+    print("Shipped checkpoints (by name):")
+    for name in shipped_names():
+        print(f"  {name}")
+    print(
+        "\nFamilies (from a hub name or a folder with config.json and *.safetensors; no code of a checkpoint is run):"
+    )
+    for family in FAMILIES:
+        kinds = ", ".join(family.model_types)
+        print(f"  {family.name:10s} model_type {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """`sinklens train`."""
+    import dataclasses
+
+    from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
+    from sinklens.zoo.export import export, write_card
+    from sinklens.zoo.scores import on_the_way, scores
+
+    if options.name == "planted":
+        out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
+        print(f"Checkpoint in {out}; its weights are set by hand, nothing was trained.")
+        return
+    if options.name not in RECIPES:
+        known = [*RECIPES, "planted"]
+        raise SinklensError(
+            f"no recipe is called {options.name!r}; known: {', '.join(known)}.{nearest(options.name, known)}"
+        )
+    recipe = RECIPES[options.name]
+    if options.steps is not None:
+        recipe = dataclasses.replace(recipe, cycles=(options.steps,))
+    folder = options.run or Path("runs") / recipe.name
+    if options.checkpoints is not None:
+        for checkpoint in curve.write_checkpoints(recipe, folder, options.checkpoints):
+            print(checkpoint)
+        return
+    for record in train(recipe, folder):
+        print(
+            f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s",
+            flush=True,
+        )
+    out = export(recipe, folder, options.out or folder / "checkpoint")
+    for record in curve.accuracy_curve(recipe, folder, on_the_way):
+        print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
+    found = []
+    for score in scores(recipe, out, run_generated_code=options.run_generated_code):
+        print(f"{score.what}: {score.accuracy}", flush=True)
+        found.append(score)
+    write_card(recipe, folder, out, found, curve.read(folder))
+    print(f"Checkpoint in {out}")
+
+
+def _write_text(path: Path, text: str) -> None:
+    from sinklens.atomic import whole
+
+    with whole(path) as part:
+        part.write_text(text)
+
+
+def _write_figure(path: Path, figure: Any) -> None:
+    from sinklens.atomic import whole
+
+    with whole(path) as part:
+        figure.savefig(part, dpi=150)

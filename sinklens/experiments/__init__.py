@@ -1,0 +1,27 @@
+"""Questions that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
+
+`compare` and `effect` put two runs side by side; `sweep` runs many interventions in few passes; `attribution_patching`
+and `patching_effects` ask which point matters; `logit_lens` reads the stream of every step;
+`head_outputs` captures what heads write, as a reference for ablations.
+"""
+
+from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects
+from sinklens.experiments.captured import head_outputs
+from sinklens.experiments.comparison import Effect, attention_to, compare, effect
+from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.sweeps import sweep
+
+__all__ = [
+    "Effect",
+    "LogitLens",
+    "agreement",
+    "attention_to",
+    "attribution_patching",
+    "compare",
+    "effect",
+    "head_outputs",
+    "logit_lens",
+    "of_step",
+    "patching_effects",
+    "sweep",
+]

@@ -1,0 +1,323 @@
+"""Attribution patching: what patching every point would do, estimated from gradients instead of a pass each.
+
+Put the value v of a point from a *clean* run into a *corrupted* one, and a metric m changes. To first order
+
+    m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v,
+
+with the gradient taken in the corrupted run (Nanda, "Attribution patching", 2023; Syed et al., 2310.10348).
+`attribution_patching` gives the right side for all points at once, `patching_effects` the left one by a copy of the
+run per layer, head and position, and `agreement` compares the two. All are about a single pass; `of_step` takes the ids
+of a denoising step. Effects are summed over features (d_model, d_head, d_mlp) and over the rows of a batch: each is the
+change of the metric if that place is patched in all rows.
+
+One way this fails: where the metric bends between the two runs, the estimate is off, and its sign may be wrong. A model
+that copies a number does so with saturated attention, whose gradient says nothing of another number. With ``path=`` the
+gradient is averaged between the two inputs; compare with `patching_effects` before believing either.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks import names
+from sinklens.hooks.points import Point
+from sinklens.interventions.patching import axes_of
+from sinklens.runs.caches import chosen_points
+from sinklens.runs.intervention import Pairs, within
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+Metric = Callable[[Tensor], Tensor]
+SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes that an effect does not have
+EMBED = "hook_embed"
+ORDER = ("layer", "head", "kv_head", "query", "pos", "key")
+
+
+class StepIds(NamedTuple):
+    """What a step works on: ids, and False on left padding."""
+
+    ids: Int[Tensor, "batch pos"]
+    attention_mask: Bool[Tensor, "batch pos"]
+
+    def row(self, number: int) -> "StepIds":
+        """One row, without its padding."""
+        keep = self.attention_mask[number]
+        return StepIds(self.ids[number][keep][None], keep[keep][None])
+
+
+def of_step(run: "Generation", step: int) -> StepIds:
+    """The canvas that a step of a run worked on, for a pass of its own; of an autoregressive run the text so far.
+
+    Raises:
+        SettingError: the step did not run; negative ones count from the last that did.
+    """
+    step = within("step", [step], run.steps_run)[0]
+    end = run.prompt_length + step if run.model.record.causal else run.canvas.shape[2]
+    device = run.model.cfg.device
+    return StepIds(run.canvas[:, step, :end].to(device), run.real[:, :end].to(device))
+
+
+def attribution_patching(
+    model: "Model",
+    clean_ids: Int[Tensor, "batch pos"],
+    corrupted_ids: Int[Tensor, "_ _"],
+    metric: Metric,
+    names: Any,
+    attention_mask: Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | None = None,
+    *,
+    path: int = 0,
+) -> xr.Dataset:
+    """Estimate m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v for every point.
+
+    Args:
+        metric: logits [batch, pos, vocab] (float32 at least) -> a tensor of one number. As at ``denoise.hook_logits``
+            a diffusion model's logits at i are of the token at i (Dream's are shifted); an autoregressive model's are
+            of the token at i + 1.
+        names: points, in any accepted spelling, or a predicate on names. `hook_pattern` and `hook_attn_scores` make the
+            map explicit in the layers where they are asked for.
+        attention_mask: False (or 0) on left padding, the same for both.
+        path: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
+            corrupted + (i + ½)/k · (clean − corrupted), i = 0 … k − 1 (EAP-IG; Hanna et al., 2403.17806).
+
+    Returns:
+        A variable per kind of point, named as below its block (``attn.hook_z``, ``hook_resid_post``), over ``layer``,
+        ``head`` (or ``kv_head``) and ``pos`` (or ``query`` and ``key``), as far as the point has them; NaN at layers
+        not asked for. Attributes ``clean`` and ``corrupted`` are the metric in the two runs.
+
+    Raises:
+        SettingError: ids of different shape, a metric that gives no number or has no gradient, a point that carries no
+            value of its own, `path` below 0, or weights made under ``torch.inference_mode()``.
+    """
+    if path < 0:
+        raise SettingError(f"path is 0 (the corrupted run alone) or the number of gradients averaged; got {path}.")
+    points, pair = _points(names, model), _Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    slope: dict[str, Tensor] = {}
+    with _differentiable(model):
+        clean, clean_logits = pair.values(pair.clean, {*points, EMBED})
+        corrupted, corrupted_logits = pair.values(pair.corrupted, points)
+        for share in [(number + 0.5) / path for number in range(path)] or [0.0]:
+            mix: Pairs = [(EMBED, lambda value, hook, share=share: torch.lerp(value, clean[EMBED], share))]
+            for name, part in pair.gradients(metric, points, mix if path else []).items():
+                slope[name] = slope.get(name, 0.0) + _wide(part) / max(1, path)
+        found = {}
+        for name in points:
+            new, old = _wide(clean[name]), _wide(corrupted[name])
+            effect = torch.where(new == old, 0.0, new - old) * slope[name]  # two infinite scores differ by 0
+            effect = effect.sum(dim=[axis for axis, kind in enumerate(axes_of(name)) if kind in SUMMED])
+            found[name] = _array(name, effect, [range(size) for size in effect.shape])
+        return _dataset(found, _number(metric, clean_logits), _number(metric, corrupted_logits))
+
+
+@torch.no_grad()
+def patching_effects(
+    model: "Model",
+    clean_ids: Int[Tensor, "batch pos"],
+    corrupted_ids: Int[Tensor, "_ _"],
+    metric: Metric,
+    names: Any,
+    attention_mask: Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    at_once: int = 32,
+) -> xr.Dataset:
+    """The true m(corrupted with v_clean) − m(corrupted), of one layer, head and position after the other.
+
+    Arguments, result and errors are those of `attribution_patching`; the metric needs no gradient. Patterns are
+    patched weight by weight, [head, query, key].
+
+    Args:
+        heads: to patch (key/value heads where the point has those); None means all, here and below.
+        positions: to patch; of queries, for scores and patterns.
+        at_once: places patched in one pass, each in a copy of the batch.
+    """
+    pair = _Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    if at_once < 1:
+        raise SettingError(f"at_once is 1 or more; got {at_once}.")
+    kept, logits = pair.values(pair.clean, _points(names, model))
+    clean, corrupted = _number(metric, logits), _number(metric, pair.values(pair.corrupted, [])[1])
+    found = {}
+    for name, value in kept.items():
+        places = _places(name, value, heads, positions)
+        cells = list(product(*places))
+        parts = [cells[start : start + at_once] for start in range(0, len(cells), at_once)]
+        effects = torch.cat([pair.patched(metric, name, value, part) for part in parts]) - corrupted
+        found[name] = _array(name, effects.view([len(numbers) for numbers in places]), places)
+    return _dataset(found, clean, corrupted)
+
+
+class Agreement(NamedTuple):
+    """How an estimate agrees with the truth, over the places of one kind of point.
+
+    Attributes:
+        correlation: Pearson's r; NaN where one of the two is constant.
+        relative_error: |estimate − truth| / |truth|, Euclidean norms; NaN where the truth is 0.
+        places: how many were compared.
+    """
+
+    correlation: float
+    relative_error: float
+    places: int
+
+
+def agreement(estimate: xr.Dataset, truth: xr.Dataset) -> dict[str, Agreement]:
+    """Compare what `attribution_patching` and `patching_effects` found, by kind of point, at the places of both."""
+    found = {}
+    for name in [name for name in estimate if name in truth]:
+        both = np.stack([np.ravel(part) for part in xr.align(estimate[name], truth[name], join="inner")])
+        ours, true = both[:, np.isfinite(both).all(axis=0)].astype(float)
+        varies = len(ours) > 1 and min(np.ptp(ours), np.ptp(true)) > 0
+        size, error = np.linalg.norm(true), np.linalg.norm(ours - true)
+        correlation = float(np.corrcoef(ours, true)[0, 1]) if varies else np.nan
+        found[str(name)] = Agreement(correlation, float(error / size) if size else np.nan, len(ours))
+    return found
+
+
+class _Pair(NamedTuple):
+    """A clean and a corrupted pass of one model."""
+
+    model: "Model"
+    clean: Tensor
+    corrupted: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, model: "Model", clean: Tensor, corrupted: Tensor, real: Tensor | None) -> "_Pair":
+        """The pair on the model's device, of one shape."""
+        given = [clean, corrupted, torch.ones_like(clean) if real is None else real]
+        if any(ids.shape != clean.shape for ids in given):
+            shapes = ", ".join(str(list(ids.shape)) for ids in given)
+            raise SettingError(
+                f"clean ids, corrupted ids and attention mask have one shape; got {shapes}. No position of a prompt is "
+                f"that of a longer one: choose words of as many tokens."
+            )
+        return cls(model, *(ids.to(model.cfg.device) for ids in given))
+
+    def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
+        """The final norm's output of one pass under hooks."""
+        with self.model.tree.hooks(fwd_hooks=[*pairs]):
+            return self.model.tree.hidden(ids.repeat(copies, 1), self.real.repeat(copies, 1))
+
+    def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
+        """What the metric gets."""
+        if self.model.record.shift:  # as State.logits
+            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        return _wide(self.model.tree.head(hidden))
+
+    def values(
+        self, ids: Tensor, points: Iterable[str], before: Sequence[tuple[str, Any]] = (), leaves: bool = False
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Values of `points` in a pass under the hooks `before`, as copies or as leaves of a graph, and its logits."""
+        values: dict[str, Tensor] = {}
+
+        def keep(value: Tensor, hook: Point) -> Tensor | None:
+            if not leaves:
+                values[str(hook.name)] = value.clone()
+                return None
+            return values.setdefault(str(hook.name), value if value.requires_grad else value.detach().requires_grad_())
+
+        return values, self.logits(self.hidden(ids, [*before, *((name, keep) for name in points)]))
+
+    def gradients(self, metric: Metric, points: Sequence[str], before: Pairs) -> dict[str, Tensor]:
+        """∂m/∂v at every point of the corrupted pass under the hooks `before`."""
+        with torch.enable_grad():
+            leaves, logits = self.values(self.corrupted, points, before, leaves=True)
+            number = _number(metric, logits)
+            if not number.requires_grad:
+                raise SettingError("the metric has no gradient: compute it from the logits by torch operations alone.")
+            found = torch.autograd.grad(number, [leaves[name] for name in points], materialize_grads=True)
+        return dict(zip(points, found, strict=True))
+
+    def patched(self, metric: Metric, name: str, new: Tensor, cells: Sequence[Sequence[int]]) -> Float[Tensor, " cell"]:
+        """The metric with `new` put at one place of the point, each of `cells` in a copy of the corrupted batch."""
+        sizes = [1 if kind in SUMMED else size for kind, size in zip(axes_of(name), new.shape, strict=True)]
+        here = torch.zeros(len(cells), *sizes[1:], dtype=torch.bool, device=new.device)
+        for copy, cell in zip(here, cells, strict=True):
+            copy[tuple(cell)] = True  # features, which stand last, are summed
+        here, put = here.repeat_interleave(len(new), dim=0), torch.cat([new] * len(cells))
+        patch: Pairs = [(name, lambda value, hook: torch.where(here, put, value))]
+        hidden = self.hidden(self.corrupted, patch, copies=len(cells))
+        return torch.stack([_number(metric, self.logits(copy)) for copy in hidden.split(len(new))])
+
+
+@contextmanager
+def _differentiable(model: "Model") -> Iterator[None]:
+    """Activations may have gradients and weights have none; afterwards the weights ask for theirs as before."""
+    weights = [*model.tree.hf.parameters(), *model.tree.hf.buffers()]
+    if any(weight.is_inference() for weight in weights):
+        raise SettingError(
+            f"{model.name} was made under torch.inference_mode(), so it has no gradients; load it outside."
+        )
+    asking = [weight for weight in weights if weight.requires_grad]
+    try:
+        for weight in asking:
+            weight.requires_grad_(False)
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        for weight in asking:
+            weight.requires_grad_(True)
+
+
+def _points(wanted: Any, model: "Model") -> list[str]:
+    points = chosen_points(wanted, model, None)
+    for name in points:
+        if name.startswith("denoise.") or name.endswith(("hook_attn_mask", "hook_sink_scores")):
+            raise SettingError(f"{name} is nothing that one pass could hand to another; leave it out.")
+    return points
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In float32, or as it is if it is wider."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _number(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
+    value = metric(logits)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise SettingError(
+            f"a metric takes logits [batch, pos, vocab] and gives a tensor of one number; got {type(value).__name__} "
+            f"of shape {list(getattr(value, 'shape', []))}."
+        )
+    return value.reshape(())
+
+
+def _places(
+    name: str, value: Tensor, heads: Sequence[int] | None, positions: Sequence[int] | None
+) -> list[Sequence[int]]:
+    """The numbers to patch along each axis that an effect has."""
+    axes = axes_of(name)
+    asked = {"head": heads, "kv_head": heads, axes[names.position_axis(name)]: positions}
+    return [
+        within("head" if "head" in axis else "position", asked.get(axis), size)
+        for axis, size in zip(axes, value.shape, strict=True)
+        if axis not in SUMMED
+    ]
+
+
+def _array(name: str, values: Tensor, places: Sequence[Sequence[int]]) -> xr.DataArray:
+    axes = [axis for axis in axes_of(name) if axis not in SUMMED]
+    return xr.DataArray(values.cpu().numpy(), [(axis, list(n)) for axis, n in zip(axes, places, strict=True)])
+
+
+def _dataset(found: dict[str, xr.DataArray], clean: Tensor, corrupted: Tensor) -> xr.Dataset:
+    """Points of one kind as one variable, by layer."""
+    kinds: dict[str, list[xr.DataArray]] = {}
+    for name, array in found.items():
+        below = name.split(".", 2) if name.startswith("blocks.") else ("", "", name)
+        kinds.setdefault(below[2], []).append(array.assign_coords(layer=int(below[1])) if below[1] else array)
+    whole = {
+        kind: xr.concat(parts, "layer") if "layer" in parts[0].coords else parts[0] for kind, parts in kinds.items()
+    }
+    ordered = [array.transpose(*ORDER, missing_dims="ignore").rename(kind) for kind, array in whole.items()]
+    return xr.merge(ordered, join="outer").assign_attrs(clean=clean.item(), corrupted=corrupted.item())

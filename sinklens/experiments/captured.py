@@ -1,0 +1,83 @@
+"""Head outputs captured over a reference set of prompts, for ablating heads by their mean or by resampling.
+
+One way this misleads: the mean of a reference that is unlike the prompt under study is no more typical than a zero.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.hooks.points import Point
+from sinklens.interventions.heads import HeadOutputs
+from sinklens.model import Model
+from sinklens.runs.intervention import Canvas, Pairs, layer_of
+from sinklens.tracing import generate
+
+POOL = 4096  # outputs per head that are kept for resampling
+
+
+def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> HeadOutputs:
+    """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps.
+
+    Every pass of a row's own run counts: an autoregressive run with a key/value cache sees each position once, a
+    diffusion run at every step. Passes in which a row waits for others of its batch, because it has ended or has
+    nothing left to decide, do not count.
+    """
+    seen = _Collected(model, model.encode(prompts, settings.get("chat_template", False))[1], seed)
+    generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen.pairs(), **settings)
+    return HeadOutputs(seen.mean(), seen.pool())
+
+
+class _Collected:
+    """The outputs of every head, step by step, of the rows that work at the step."""
+
+    def __init__(self, model: Model, real: Bool[Tensor, "batch pos"], seed: int) -> None:
+        layers = range(model.cfg.n_layers)
+        self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(seed)
+        self._canvas = Canvas()
+        self._pass: dict[int, Tensor] = {}
+        self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._total = {layer: torch.zeros(()) for layer in layers}
+        self._count = dict.fromkeys(layers, 0)
+
+    def pairs(self) -> Pairs:
+        """The hooks that collect."""
+        points = [(f"blocks.{layer}.attn.hook_z", self._hold) for layer in self._kept]
+        return [("denoise.hook_canvas", self._canvas.hook), *points, ("denoise.hook_confidence", self._take)]
+
+    def _hold(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        self._pass[layer_of(hook)] = value.detach()
+
+    def _take(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
+        """The step is decided: which rows worked at it is known."""
+        working = self._working(confidence)
+        for layer, value in self._pass.items():
+            missing = value.shape[1] - self._real.shape[1]
+            mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
+            z = value[mask & working[:, None]].float().cpu()
+            self._total[layer] = self._total[layer] + z.sum(dim=0)
+            self._count[layer] += len(z)
+            self._kept[layer].append(z[torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]])
+        self._pass.clear()
+
+    def _working(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows that have something to decide: in an autoregressive run, those without an end token."""
+        if not bool(self._model.config.is_causal):
+            return (confidence > -torch.inf).any(dim=1)
+        assert self._canvas.ids is not None
+        ids = self._canvas.ids[:, self._real.shape[1] :]
+        ends = torch.tensor(self._model.eos_token_ids, dtype=ids.dtype, device=ids.device)
+        return ~torch.isin(ids, ends).any(dim=1)
+
+    def mean(self) -> Float[Tensor, "layer head d_head"]:
+        """Over all that was taken."""
+        return torch.stack([self._total[layer] / self._count[layer] for layer in self._kept])
+
+    def pool(self) -> Float[Tensor, "layer sample head d_head"]:
+        """Some of it, from the same places in all layers."""
+        pools = [torch.cat(parts) for parts in self._kept.values()]
+        drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
+        return torch.stack([pool[drawn % len(pool)] for pool in pools])

@@ -1,0 +1,301 @@
+"""What an intervention did: two runs of the same prompts, put side by side.
+
+Two ways to compare. *Free-running*: both runs go their own way; after the first difference they work on different
+canvases, and what follows is consequence, not effect. *Under replay* (``replay=`` the base run): the changed run
+computes everything itself, but every step begins on the base run's canvas, so each step's effect stands alone.
+
+`compare` reads canvases, and logits where both runs kept them with `MaskedLogits`; `effect` makes the runs and both
+comparisons in one call.
+
+A row of an autoregressive run that has ended waits for the others of its batch; what it is given then is no part of
+its run and counts nowhere.
+
+One way this misleads: a confidence of 1 cannot rise. Means over positions hide that near the end of a run most
+positions are certain; look at the steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.interventions.logits import MaskedLogits
+from sinklens.runs.denoising import Hooks
+from sinklens.runs.intervention import Intervention
+from sinklens.runs.result import Generation
+from sinklens.tracing import generate
+
+
+def compare(
+    base: Generation,
+    changed: Generation,
+    base_logits: Mapping[int, Tensor] | None = None,
+    changed_logits: Mapping[int, Tensor] | None = None,
+    attended: Bool[np.ndarray, "batch step pos"] | None = None,
+) -> xr.Dataset:
+    """Two runs of the same prompts and settings.
+
+    Per [batch, step], over the positions masked in both, or the one being decoded (NaN without logits or positions):
+        ``kl``: mean of Σ_v p(v) log(p(v)/q(v)) in nats, p the base run's distribution and q the changed run's;
+        ``top1_agreement``: share of positions whose likeliest token is the same;
+        ``confidence``, ``confidence_changed``: mean probability of the likeliest token;
+        with `attended` also ``change_attended`` and ``change_rest``: mean change of that probability at the positions
+        marked there, and at the others.
+    Per [batch]:
+        ``order``: Kendall's τ-b of the steps at which the answer's positions got their tokens, in an autoregressive run
+        up to the earlier end; NaN where all are equal;
+        ``first_divergent_step``: the first step that leaves another canvas than in the base run (0 also where it
+        begins on another); -1 if none does;
+        ``changed_share``: share of the answer's positions that hold another token in the end, those behind an end token
+        too; in an autoregressive run of the positions up to the later end;
+        ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
+        ``same_answer``: whether that is 0.
+
+    Args:
+        base_logits, changed_logits: `MaskedLogits.kept` of the two runs.
+        attended: positions to tell apart, e.g. those that attended to a masked sink; see `attention_to`.
+
+    Raises:
+        SettingError: runs of different prompts or lengths, or `attended` without logits.
+    """
+    _check_same_prompts(base, changed)
+    return compared(base, changed, base_logits, changed_logits, attended)
+
+
+def compared(
+    base: Generation,
+    changed: Generation,
+    base_logits: Mapping[int, Tensor] | None = None,
+    changed_logits: Mapping[int, Tensor] | None = None,
+    attended: Bool[np.ndarray, "batch step pos"] | None = None,
+) -> xr.Dataset:
+    """`compare` for runs whose prompts are known to be the same, though an intervention may have changed them."""
+    if attended is not None and (base_logits is None or changed_logits is None):
+        raise SettingError("attended= splits a change of confidence; give the logits of both runs, too.")
+    found = answers_compared(base, changed)
+    found["first_divergent_step"] = ("batch", np.array([_first_difference(base, changed, r) for r in _rows(base)]))
+    if base_logits is None or changed_logits is None:
+        return xr.Dataset(found)
+    steps = max(base.steps_run, changed.steps_run)
+    found |= _of_steps(base, changed, base_logits, changed_logits, attended, steps)
+    return xr.Dataset(found, coords={"step": np.arange(steps)})
+
+
+def _check_same_prompts(base: Generation, changed: Generation) -> None:
+    if base.canvas.shape[0] != changed.canvas.shape[0] or base.canvas.shape[2] != changed.canvas.shape[2]:
+        raise SettingError(
+            f"runs that are compared have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
+            f"{list(changed.canvas.shape[::2])} (rows, positions)."
+        )
+    same = base.prompt_length == changed.prompt_length and torch.equal(base.real, changed.real)
+    if not same or not torch.equal(base.canvas[:, 0, : base.prompt_length], changed.canvas[:, 0, : base.prompt_length]):
+        raise SettingError("runs that are compared have the same prompts; these do not.")
+
+
+def _rows(run: Generation) -> range:
+    return range(len(run.answers))
+
+
+def answers_compared(base: Generation, changed: Generation) -> dict[str, Any]:
+    """The part of `compare` that asks for the answers alone; the prompts may be of different lengths."""
+    from rapidfuzz.distance import Levenshtein
+    from scipy.stats import kendalltau
+
+    order, changes, distance = [], [], []
+    for row in _rows(base):
+        steps = [_unmask_steps(run, row) for run in (base, changed)]
+        shared = min(map(len, steps))
+        order.append(kendalltau(steps[0][:shared], steps[1][:shared]).statistic if shared > 1 else np.nan)
+        pairs = list(zip_longest(*(_own_tokens(run, row) for run in (base, changed))))
+        changes.append(sum(ours != theirs for ours, theirs in pairs) / len(pairs))
+        distance.append(Levenshtein.distance(*(_answer(run, row) for run in (base, changed))))
+    return {
+        "order": ("batch", np.array(order, dtype=float)),
+        "changed_share": ("batch", np.array(changes)),
+        "edit_distance": ("batch", np.array(distance)),
+        "same_answer": ("batch", np.array(distance) == 0),
+    }
+
+
+def _positions(run: Generation) -> slice:
+    """The answer's."""
+    return slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
+
+
+def _answer(run: Generation, row: int) -> list[int]:
+    """Tokens up to the first end token; masks that were left over are tokens, what was not decoded is none."""
+    return [token for token in run.tokens[row, _positions(run)].tolist()[: _length(run, row)] if token >= 0]
+
+
+def _own_tokens(run: Generation, row: int) -> list[int]:
+    """Tokens of the answer; of an autoregressive one those it has, its end too."""
+    tokens = run.tokens[row, _positions(run)].tolist()
+    return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.model.config.is_causal else tokens
+
+
+def _length(run: Generation, row: int) -> int:
+    """Positions of the answer before its first end token."""
+    ends = _is_end(run, run.tokens[row, _positions(run)]).nonzero()
+    return int(ends[0]) if len(ends) else run.settings.gen_length
+
+
+def _unmask_steps(run: Generation, row: int) -> Int[np.ndarray, " pos"]:
+    """At which step each position of the answer got its token; of an autoregressive one those it has, its end too."""
+    steps = run.unmask_step[row, _positions(run)].numpy()
+    return steps[: len(_own_tokens(run, row))]
+
+
+def _first_difference(base: Generation, changed: Generation, row: int) -> int:
+    ours, theirs = (run.canvas[row, : _last_change(run, row) + 2] for run in (base, changed))
+    shared = min(len(ours), len(theirs))
+    differs = (ours[:shared] != theirs[:shared]).any(dim=1).nonzero()
+    if len(differs):
+        return max(0, int(differs[0]) - 1)
+    return -1 if len(ours) == len(theirs) else shared - 1
+
+
+def _last_change(run: Generation, row: int) -> int:
+    """The last step that changed the row's canvas before it ended; -1 if none did."""
+    if run.model.config.is_causal:
+        return min(_length(run, row), run.steps_run - 1)
+    changes = (run.canvas[row, 1:] != run.canvas[row, :-1]).any(dim=1).nonzero()
+    return int(changes[-1]) if len(changes) else -1
+
+
+def _of_steps(
+    base: Generation,
+    changed: Generation,
+    base_logits: Mapping[int, Tensor],
+    changed_logits: Mapping[int, Tensor],
+    attended: Bool[np.ndarray, "batch step pos"] | None,
+    steps: int,
+) -> dict[str, Any]:
+    rows = len(base.answers)
+    names = ["kl", "top1_agreement", "confidence", "confidence_changed"]
+    names += [] if attended is None else ["change_attended", "change_rest"]
+    found = {name: np.full((rows, steps), np.nan) for name in names}
+    for step in sorted(set(base_logits) & set(changed_logits)):
+        ours, theirs = _places(base, step), _places(changed, step)
+        both = ours & theirs & _going_on(base, step) & _going_on(changed, step)
+        p = base_logits[step][both[ours]].double().log_softmax(-1)
+        q = changed_logits[step][both[theirs]].double().log_softmax(-1)
+        sure, sure_changed = p.amax(-1).exp().numpy(), q.amax(-1).exp().numpy()
+        values = {
+            "kl": torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1).numpy(),
+            "top1_agreement": (p.argmax(-1) == q.argmax(-1)).double().numpy(),
+            "confidence": sure,
+            "confidence_changed": sure_changed,
+        }
+        row_of = both.nonzero()[:, 0].numpy()
+        for name, value in values.items():
+            found[name][:, step] = _row_means(value, row_of, rows)
+        if attended is not None:
+            marked = attended[:, step][both.numpy()]
+            found["change_attended"][:, step] = _row_means((sure_changed - sure)[marked], row_of[marked], rows)
+            found["change_rest"][:, step] = _row_means((sure_changed - sure)[~marked], row_of[~marked], rows)
+    return {name: (("batch", "step"), value) for name, value in found.items()}
+
+
+def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    sums, numbers = np.bincount(rows, values, count), np.bincount(rows, minlength=count)
+    return np.where(numbers > 0, sums / np.maximum(numbers, 1), np.nan)
+
+
+def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
+    """Where `MaskedLogits` kept logits: the masked positions; in an autoregressive run the position being decoded."""
+    canvas = run.canvas[:, step]
+    if run.model.mask_token_id is not None:
+        return (canvas == run.model.mask_token_id) & run.real
+    place = torch.zeros_like(canvas, dtype=torch.bool)
+    place[:, run.prompt_length + step] = True
+    return place
+
+
+def _going_on(run: Generation, step: int) -> Bool[Tensor, "batch 1"]:
+    """False at rows of an autoregressive run that had ended before `step`."""
+    if not run.model.config.is_causal:
+        return torch.ones(len(run.answers), 1, dtype=torch.bool)
+    return ~_is_end(run, run.canvas[:, step, _positions(run)]).any(dim=1, keepdim=True)
+
+
+def _is_end(run: Generation, ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*rows pos"]:
+    return torch.isin(ids, torch.tensor(run.model.eos_token_ids, dtype=ids.dtype))
+
+
+def attention_to(
+    run: Generation, keys: Bool[xr.DataArray, "batch step layer head pos"], steps: Sequence[int] | None = None
+) -> Float[np.ndarray, "batch step pos"]:
+    """Attention that each query of `run` gives to `keys`, averaged over layers and heads; NaN at other `steps`.
+
+    Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
+    it tells which positions had attended to the sinks that were taken away.
+    """
+    found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]
+    device = run.model.cfg.device
+    for step in range(run.steps_run) if steps is None else steps:
+        exists = int((run.canvas[0, step] >= 0).sum())
+        ids, real = run.canvas[:, step, :exists].to(device), run.real[:, :exists].to(device)
+        seen = run.model.tree.look(ids, real, names)
+        wanted = torch.from_numpy(keys.isel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
+        mass = torch.zeros(ids.shape)
+        for layer, name in enumerate(names):
+            mask = wanted[:, layer, :, :exists, None].to(seen[name])
+            mass += (seen[name] @ mask)[..., 0].mean(dim=1).float().cpu()
+        found[:, step, :exists] = (mass / len(names)).numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Effect:
+    """An intervention's effect, made by `effect`.
+
+    Attributes:
+        base, free, replayed: the run without it, with it, and with it on the base run's canvases.
+        free_running, under_replay: `compare` of base with the two.
+    """
+
+    base: Generation
+    free: Generation
+    replayed: Generation
+    free_running: xr.Dataset
+    under_replay: xr.Dataset
+
+    def __repr__(self) -> str:
+        same, kl = self.free_running["same_answer"], self.under_replay["kl"]
+        return (
+            f"Effect({int(same.sum())} of {same.size} answers stay the same, "
+            f"mean KL under replay {float(kl.mean()):.3g} nats over {kl.sizes['step']} steps)"
+        )
+
+
+def effect(model: Any, prompt: Any, hooks: Hooks, *, seed: int = 0, **settings: Any) -> Effect:
+    """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
+
+    Args:
+        prompt: as in `sinklens.generate`; of several, each measure is [batch, …] (`analyses.intervals.bootstrap` gives
+            its interval over them).
+        hooks: an intervention, or a list of interventions and (name, function) pairs.
+        seed, **settings: as in `sinklens.generate`.
+    """
+    listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
+    kept = [MaskedLogits() for _ in range(3)]
+    base = generate(model, prompt, seed=seed, hooks=[kept[0]], progress=False, **settings)
+    free = generate(base.model, prompt, seed=seed, hooks=[*listed, kept[1]], progress=False, **settings)
+    replayed = generate(
+        base.model, prompt, seed=seed, hooks=[*listed, kept[2]], replay=base, progress=False, **settings
+    )
+    return Effect(
+        base,
+        free,
+        replayed,
+        compare(base, free, kept[0].kept, kept[1].kept),
+        compare(base, replayed, kept[0].kept, kept[2].kept),
+    )

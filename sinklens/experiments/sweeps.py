@@ -1,0 +1,348 @@
+"""Many interventions on many prompts in few forward passes.
+
+`sweep` puts the same prompts into one batch several times, once for each intervention, and lets each act on its own
+rows. The result is that of running them one after the other: hooks see their rows alone, random numbers are drawn per
+row, and every row is its own canvas. How many rows go into a pass follows from a memory budget.
+
+One way this fails: a matrix product rounds differently in another batch size, so logits agree to about 1e-5 and not
+bit for bit. Where two tokens are that close, a stacked run can choose the other one. And with ``threshold=`` a row
+waits for the slowest of its batch, so that the numbers of its steps depend on what else is in the batch.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Int
+from torch import Tensor
+
+from sinklens.atomic import whole
+from sinklens.errors import HookFunctionError, SettingError
+from sinklens.experiments.comparison import answers_compared, compared
+from sinklens.hooks import names
+from sinklens.hooks.points import Point
+from sinklens.identity import mark
+from sinklens.interventions.logits import MaskedLogits
+from sinklens.model import Model, load
+from sinklens.runs.denoising import Denoising
+from sinklens.runs.intervention import HookFunction, Intervention, Pairs, Surroundings
+from sinklens.runs.result import Generation
+from sinklens.sampling import AnySettings, AutoregressiveSettings, LladaSettings, make_settings
+
+if TYPE_CHECKING:
+    from sinklens.runs.denoising import Hooks
+
+FORMAT = "sinklens sweep 2"
+Group = dict[str, list[Any]]
+
+
+def sweep(
+    model: Any,
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[list[int]] | Int[Tensor, "*batch pos"],
+    interventions: "Mapping[str, Hooks]",
+    *,
+    replay: bool = False,
+    memory_gb: float | int = 2.0,
+    rows: int | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> xr.Dataset:
+    """Run every intervention on every prompt, and compare each with the run without.
+
+    Args:
+        model: what `sinklens.load` takes.
+        prompts: one or several, as in `sinklens.generate`.
+        interventions: name -> intervention, or list of interventions and (name, function) pairs.
+        replay: force the base run's canvas at every step, so that each step's effect stands alone; adds ``kl`` and
+            the other measures of `compare` by step. Answers and canvases are then the base run's, whatever was changed.
+        memory_gb: budget for what a pass holds beside the weights, in 10⁹ bytes; see `bytes_per_row`.
+        rows: rows per pass instead; one intervention on one prompt is one row.
+        out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
+            and settings goes on there. What is the same is told by `marks.mark`.
+        progress: show a progress bar; by default on a terminal.
+        seed, chat_template, **settings: as in `sinklens.generate`.
+
+    Returns:
+        [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and what `compare` gives; for an
+        intervention that makes the canvas longer what it tells of answers, NaN elsewhere.
+
+    Raises:
+        SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
+            under replay, or with `out` one that another process could not tell apart.
+    """
+    model = load(model)
+    listed = {
+        name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
+    }
+    prompts = _rows(prompts)
+    if not listed or not len(prompts):
+        raise SettingError("a sweep needs at least one intervention and one prompt.")
+    longer = [name for name, hooks in listed.items() if _goes_alone(hooks)]
+    if replay and longer:
+        raise SettingError(f"{longer[0]} makes the canvas longer; nothing replays it: sweep it with replay=False.")
+    work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
+    limit = work.rows_within(prompts, memory_gb) if rows is None else rows
+    if limit < 1:
+        raise SettingError(f"rows is the number of rows per pass, at least 1; got {limit}.")
+    size = min(len(prompts), limit)
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    groups = _groups(listed, max(1, limit // size))
+    parts: list[list[xr.Dataset]] = [[] for _ in batches]
+    base = None
+    for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
+        found = work.kept(batches[number], group)
+        if found is None:
+            if base is None or base[0] != number:
+                base = number, *work.base(batches[number])
+            found = work.keep(batches[number], group, work.run(batches[number], group, *base[1:]))
+        parts[number].append(found)
+    whole_batches = [xr.concat(found, dim="intervention", join="outer") for found in parts]
+    found = xr.concat(whole_batches, dim="prompt", join="outer").sel(intervention=list(listed))
+    found = found.assign_coords(intervention=list(listed))  # parts from files cut each other's names short
+    return found.assign_attrs(model=model.name, replay=int(replay))
+
+
+def _rows(prompts: Any) -> Any:
+    """Prompts as something whose entries are prompts; a single one becomes the only entry."""
+    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return prompts[None] if isinstance(prompts, Tensor) and prompts.ndim == 1 else prompts
+
+
+def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:
+    """What one row holds while it is run, in bytes: an estimate from above, meant to be too high rather than too low.
+
+    In a pass hidden states, one layer's MLP and explicit map, and logits; under guidance twice that. Under replay also
+    the logits of the whole canvas, and those of all steps at the positions still masked, which are compared afterwards.
+
+    Args:
+        length: positions of the canvas.
+    """
+    cfg, item = model.cfg, model.cfg.dtype.itemsize
+    causal = isinstance(settings, AutoregressiveSettings)
+    decided = 1 if causal else settings.gen_length  # positions that a pass has logits of
+    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * item
+    maps = 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
+    logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
+    cache = 2 * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item if causal else 0
+    kept = 0
+    if replay:
+        logits += (1 if causal else length) * cfg.d_vocab * item
+        kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
+    twice = 2 if isinstance(settings, LladaSettings) and settings.cfg_scale > 0 else 1
+    return twice * (stream + maps + logits + cache) + kept
+
+
+def _goes_alone(hooks: Sequence[Any]) -> bool:
+    """Whether the canvas becomes longer, so that other interventions cannot share its run."""
+    return any(type(entry).extend is not Intervention.extend for entry in hooks if isinstance(entry, Intervention))
+
+
+def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
+    """Interventions in groups of `size`; those that make the canvas longer go alone."""
+    alone = {name for name, hooks in listed.items() if _goes_alone(hooks)}
+    others = [name for name in listed if name not in alone]
+    shared = [others[start : start + size] for start in range(0, len(others), size)]
+    return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]
+
+
+def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    shown = console.is_terminal if progress is None else progress
+    if not shown:  # another bar may be on the screen, and two are not possible
+        yield from parts
+        return
+    yield from track(parts, "sweep", console=console, transient=True)
+
+
+class _Sweep:
+    """What the parts of one sweep share."""
+
+    def __init__(
+        self,
+        model: Model,
+        seed: int,
+        chat_template: bool | str,
+        settings: Mapping[str, Any],
+        replay: bool,
+        out: Path | None,
+    ) -> None:
+        self._model, self._seed, self._template, self._given = model, seed, chat_template, dict(settings)
+        self._settings = make_settings(model.record.sampler, self._given, model.checkpoint.defaults)
+        self._replay, self._out = replay, out
+        self._weights = model.fingerprint if out is not None else ""
+
+    def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
+        """Rows per pass that the budget allows."""
+        length = self._model.encode(prompts, self._template)[0].shape[1] + self._settings.gen_length
+        row = bytes_per_row(self._model, length, self._settings, self._replay)
+        if memory_gb * 1e9 < row:
+            raise SettingError(
+                f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Give more memory_gb."
+            )
+        return int(memory_gb * 1e9 // row)
+
+    def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
+        """The run without intervention, its logits kept under replay."""
+        kept = MaskedLogits()
+        denoising = self._denoising(batch, [kept] if self._replay else [], None, 1)
+        denoising.carry_out()
+        return denoising.result(), kept
+
+    def _denoising(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
+        return Denoising(
+            self._model, batch, given=dict(self._given), seed=self._seed, chat_template=self._template, hooks=hooks,
+            record_sinks=False, replay=replay, progress=False, copies=copies,
+        )  # fmt: skip
+
+    def run(self, batch: Any, group: Mapping[str, list[Any]], base: Generation, logits: MaskedLogits) -> xr.Dataset:
+        """All interventions of `group` in one run."""
+        count = len(base.answers)
+        kept = MaskedLogits()
+        hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
+        repeated = base.canvas.repeat(len(group), 1, 1) if self._replay else None
+        denoising = self._denoising(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
+        denoising.carry_out()
+        result = denoising.result()
+        found = []
+        for number in range(len(group)):
+            rows = slice(number * count, (number + 1) * count)
+            changed = _rows_of(result, rows)
+            if self._replay:
+                part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
+            elif changed.canvas.shape[2] == base.canvas.shape[2]:
+                part = compared(base, changed)
+            else:
+                part = xr.Dataset(answers_compared(base, changed))
+            answers = [
+                answer.text if answer.text is not None else str(ids.tolist())
+                for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
+            ]
+            found.append(part.assign(answer=("batch", np.array(answers, dtype=object))))
+        stacked = xr.concat(found, dim="intervention", join="outer").rename(batch="prompt")
+        return stacked.assign_coords(intervention=list(group))
+
+    def _part(self, batch: Any, group: Mapping[str, list[Any]]) -> Path | None:
+        if self._out is None:
+            return None
+        ids, real = self._model.encode(batch, self._template)
+        what = {
+            "format": FORMAT,
+            "model": [self._model.name, self._weights, str(self._model.cfg.dtype)],
+            "prompts": [row[keep].tolist() for row, keep in zip(ids, real, strict=True)],
+            "interventions": {name: mark(hooks) for name, hooks in group.items()},
+            "settings": [type(self._settings).__name__, asdict(self._settings), self._seed, self._replay],
+        }
+        return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
+
+    def kept(self, batch: Any, group: Mapping[str, list[Any]]) -> xr.Dataset | None:
+        """What an earlier start has left of this part."""
+        part = self._part(batch, group)
+        return xr.load_dataset(part, engine="h5netcdf") if part is not None and part.exists() else None
+
+    def keep(self, batch: Any, group: Mapping[str, list[Any]], found: xr.Dataset) -> xr.Dataset:
+        """Keep a finished part."""
+        part = self._part(batch, group)
+        if part is not None:
+            with whole(part) as file:
+                file.write_bytes(found.to_netcdf(engine="h5netcdf"))
+        return found
+
+
+def _rows_of(run: Generation, rows: slice) -> Generation:
+    return replace(
+        run, canvas=run.canvas[rows], unmask_step=run.unmask_step[rows], real=run.real[rows], answers=run.answers[rows]
+    )
+
+
+def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict[int, Tensor]:
+    """The part of `MaskedLogits.kept` that belongs to some rows."""
+    found = {}
+    for step, values in kept.items():
+        if run.model.mask_token_id is None:
+            found[step] = values[rows]
+            continue
+        row_of = ((run.canvas[:, step] == run.model.mask_token_id) & run.real).nonzero()[:, 0]
+        found[step] = values[(row_of >= rows.start) & (row_of < rows.stop)]
+    return found
+
+
+class Stacked(Intervention):
+    """Several interventions in one run, each on its own rows: the first on the first ``rows / count``, and so on.
+
+    Args:
+        listed: for each part of the batch, its interventions and (name, function) pairs.
+    """
+
+    def __init__(self, listed: Sequence[Sequence[Any]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "listed", listed)
+
+    def on(self, model: Model, run: Surroundings | None = None) -> Pairs:
+        """See `Intervention.on`.
+
+        Raises:
+            SettingError: in a single pass, or a batch that does not divide.
+        """
+        listed: Sequence[Sequence[Any]] = self.__dict__["listed"]
+        if run is None or len(run.real) % len(listed):
+            raise SettingError(f"{len(listed)} stacked interventions need a run whose rows they can share evenly.")
+        count = len(run.real) // len(listed)
+        known, layers = model.hook_names(), model.cfg.n_layers
+        by_point: dict[str, list[list[HookFunction]]] = {}
+        for number, hooks in enumerate(listed):
+            own = slice(number * count, (number + 1) * count)
+            around = replace(run, real=run.real[own], row_keys=run.row_keys[own])
+            for entry in hooks:
+                pairs = entry.on(model, around) if isinstance(entry, Intervention) else [entry]
+                for name, function in pairs:
+                    for point in names.select(name, known, layers):
+                        by_point.setdefault(point, [[] for _ in listed])[number].append(function)
+        return [(point, _on_rows(functions, count)) for point, functions in by_point.items()]
+
+
+def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:
+    """One hook function that calls each list of functions on its own rows."""
+
+    def call(value: Tensor, hook: Point) -> Tensor | None:
+        parts, changed = [], False
+        for number, own in enumerate(functions):
+            part = value[number * count : (number + 1) * count]
+            for function in own:
+                given = function(part, hook=hook)
+                if given is not None:
+                    _check_rows(given, part, function, hook)
+                    part, changed = given, True
+            parts.append(part)
+        if not changed:
+            return None
+        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        return torch.cat([part.expand(-1, *longest) for part in parts])
+
+    return call
+
+
+def _check_rows(given: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
+    """What a function gives back for its rows can stand beside the others'.
+
+    Raises:
+        HookFunctionError: it is no tensor, or has another number of rows or axes.
+    """
+    if not isinstance(given, Tensor) or given.ndim != part.ndim or len(given) != len(part):
+        back = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise HookFunctionError(
+            f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step {hook.step}) got a "
+            f"value of shape {list(part.shape)} and gave back {back}; return the same shape, or None to change nothing."
+        )

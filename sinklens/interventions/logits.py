@@ -1,0 +1,48 @@
+"""Keeping the logits of a run, for comparisons between runs.
+
+One way this misleads: a step's positions differ between runs that went different ways, so rows of `MaskedLogits.kept`
+belong together only where the same positions are masked; `sinklens.experiments.compare` sees to that.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, Surroundings
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLogits(Intervention):
+    """Keeps the logits of every step at the positions still masked, and changes none. Listed last, it sees all edits.
+
+    Attributes:
+        kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; of an autoregressive run
+            [batch, vocab], the logits of the token being decoded. A second run replaces them. For LLaDA-8B with 256
+            masked positions a step takes 130 MB: keep `steps` few there.
+    """
+
+    kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
+        """See `Intervention.on`."""
+        if run is None:
+            raise SettingError("a single pass returns its logits; MaskedLogits belongs to a run of several steps.")
+        in_step = self.step_test(run)
+        canvas = Canvas()
+        self.kept.clear()
+
+        def keep(value: Float[Tensor, "batch pos vocab"], hook: Point) -> None:
+            if not in_step(hook.step):
+                return
+            assert canvas.ids is not None
+            masked = value[:, 0] if run.causal else value[(canvas.ids == run.mask_id) & run.real]
+            self.kept[hook.step or 0] = masked.detach().float().cpu()
+
+        return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", keep)]

@@ -1,0 +1,265 @@
+"""The keys that the step before points to, for interventions that act on its sinks.
+
+`PreviousSinks` collects the scores of every step while a run goes on and, when the next one begins, chooses keys by
+them. In a diffusion run the scores are the column sums that ``hook_sink_scores`` shows. In an autoregressive run they
+are the last token's attention, which is computed here from its query, all keys and the additive mask.
+
+One way this fails: in an autoregressive run, that last row does not know what other hooks do behind this one to
+``hook_attn_mask``, or to the scores and the pattern. List interventions on the mask before this one.
+"""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.normalizers import way_of
+from sinklens.hooks.points import Point
+from sinklens.interventions.selection import Keys, Scores, Selection
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, Surroundings, layer_of, place_mask, row_key
+from sinklens.sinks.track import SinkTrack
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+
+class Chosen(NamedTuple):
+    """Keys that a pass treats apart.
+
+    Attributes:
+        keys: [batch, head, query, key], or one row for all queries.
+        rows: queries of each row of the batch that they hold for; the others are left alone.
+    """
+
+    keys: Bool[Tensor, "batch head query key"]
+    rows: Bool[Tensor, "batch query"]
+
+
+class Evidence(NamedTuple):
+    """What keys are chosen by.
+
+    Attributes:
+        scores: by layer; empty where there are none yet.
+        canvas: the token ids that they belong to.
+        track: the recorded step that they come from, if any.
+        there: keys that have a score; None for all that are no padding.
+    """
+
+    scores: dict[int, Scores]
+    canvas: Int[Tensor, "batch key"] | None = None
+    track: SinkTrack | None = None
+    there: Bool[Tensor, "batch key"] | None = None
+
+
+class PreviousSinks:
+    """The keys chosen by the scores of the step before, in one run.
+
+    Args:
+        place: whose steps, layers, heads and positions (of keys) hold.
+        every_query: in an autoregressive run, the keys of step t hold for all queries of the pass of step t.
+
+    Attributes:
+        layers, heads: as numbers from 0.
+        causal: whether the run is autoregressive.
+    """
+
+    def __init__(
+        self,
+        place: Intervention,
+        model: "Model",
+        run: Surroundings | None,
+        selection: Selection,
+        same_step: bool,
+        source: SinkTrack | None,
+        every_query: bool = False,
+    ) -> None:
+        if run is None:
+            raise SettingError(
+                f"{type(place).__name__} acts on the sinks of an earlier step, and a single pass has none; use it in "
+                f"sinklens.trace or sinklens.generate."
+            )
+        self.layers, self.heads, self.causal = place.chosen_layers(model), place.chosen_heads(model), run.causal
+        self._in_step, self._among = place.step_test(run), place_mask(place.positions, run.real)
+        self._run, self._selection, self._same_step, self._source = run, selection, same_step, source
+        self._every_query = every_query
+        self._canvas = Canvas()
+        self._now: dict[int, Scores] = {}
+        self._chosen: dict[int, dict[int, Keys]] = {}  # by step; of a diffusion run only the step being run
+        self._told: dict[int, Bool[Tensor, " batch"]] = {}  # rows of these steps that the scores tell of
+        self._prompts_checked = source is None
+        self._scale = model.cfg.d_head**-0.5
+        self._query: Tensor | None = None
+        self._key: Tensor | None = None
+        if same_step and source is None and run.causal:
+            raise SettingError("same_step needs a second pass over the canvas, which autoregressive runs do not make.")
+        if source is not None:
+            self._check_source(source)
+
+    def _check_source(self, source: SinkTrack) -> None:
+        rows, length = self._run.real.shape
+        cfg = self._run.tree.cfg
+        here = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}
+        for axis, size in here.items():
+            if source.data.sizes[axis] != size:
+                raise SettingError(
+                    f"source holds {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
+                    f"and these prompts."
+                )
+
+    def _check_prompts(self, source: SinkTrack, ids: Int[Tensor, "batch pos"]) -> None:
+        """Each row's prompt is the source's, as it was given or as it stands on the canvas."""
+        length = self._run.prompt_length
+        theirs = torch.from_numpy(source.data["token_id"].isel(step=0).to_numpy()[:, :length]).to(ids)
+        real = torch.from_numpy(source.data["real"].to_numpy()[:, :length])
+        either = (real | self._run.real[:, :length].cpu()).to(ids.device) & (theirs >= 0)  # a row may be missing here
+        for row in ((theirs != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
+            if row_key(theirs[row].cpu()[real[row]].tolist()) != self._run.row_keys[row]:
+                raise SettingError(
+                    f"source was recorded with another prompt in row {row} than this run has; record it with these "
+                    f"prompts, in this order."
+                )
+
+    def pairs(self, forbid: Callable[..., Any]) -> Pairs:
+        """All hooks: what is watched, and `forbid` on every chosen layer's mask."""
+        watching = self._source is None and not self._same_step
+        found: Pairs = [("denoise.hook_canvas", self._begin)]
+        for layer in self.layers:
+            at = f"blocks.{layer}.attn"
+            if self.causal:
+                found += [(f"{at}.hook_rot_q", self._keep_query), (f"{at}.hook_rot_k", self._keep_key)]
+            found.append((f"{at}.hook_attn_mask", forbid))
+            if watching and self.causal:
+                found.append((f"{at}.hook_attn_mask", self._last_row))
+            elif watching:
+                found.append((f"{at}.hook_sink_scores", self._keep_scores))
+        return found
+
+    def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
+        """A step begins: what was collected are the scores of the step before."""
+        self._canvas.hook(value, hook)
+        if self._source is not None and not self._prompts_checked:
+            self._check_prompts(self._source, value)
+            self._prompts_checked = True
+        step, seen = int(hook.step or 0), self._now
+        self._now = {}
+        if not self.causal:
+            self._chosen.clear()
+            self._told.clear()
+        if not self._in_step(step):
+            return
+        scores, canvas, track, there = self._evidence(step, value, seen)
+        if not scores:
+            return
+        keys = next(iter(scores.values())).shape[-1]
+        real, among = self._run.real[:, :keys], self._among[:, :keys]
+        among = among if there is None else among & there
+        found = self._selection.choose(scores, real, self._run, canvas, step, among=among, track=track)
+        self._told[step] = (real if there is None else there).any(dim=1)
+        self._chosen[step] = {layer: self._heads_only(mask) for layer, mask in found.items()}
+
+    def _evidence(self, step: int, ids: Tensor, seen: dict[int, Scores]) -> Evidence:
+        if self._source is not None:
+            place = place_of(self._source, step if self._same_step else step - 1)
+            return Evidence({}) if place is None else self._recorded(self._source, place, ids.device)
+        if self._same_step:
+            names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in self.layers]
+            looked = self._run.tree.look(ids, self._run.real, names)
+            return Evidence({layer: looked[name] for layer, name in zip(self.layers, names, strict=True)}, ids)
+        return Evidence(seen, self._canvas.before)
+
+    def _recorded(self, source: SinkTrack, place: int, device: torch.device) -> Evidence:
+        """What was recorded at one place of the step axis; rows that had ended by then have no score there."""
+        track = source.isel(step=place, layer=self.layers)
+        token, score = track.data["token_id"].to_numpy()[:, 0], torch.from_numpy(track.scores().to_numpy()[:, 0])
+        there = ~score.isnan().all(dim=2).all(dim=1)
+        if not bool(there.any()):
+            return Evidence({})
+        length = int(there.any(dim=0).nonzero().max()) + 1  # an autoregressive run has decoded so many
+        score, there = score[..., :length].nan_to_num(0.0).to(device), there[:, :length].to(device)
+        canvas = torch.from_numpy(token[:, :length]).to(device)
+        return Evidence({layer: score[:, at] for at, layer in enumerate(self.layers)}, canvas, track, there)
+
+    def _heads_only(self, mask: Keys) -> Keys:
+        if len(self.heads) == mask.shape[1]:
+            return mask
+        kept = torch.zeros_like(mask)
+        kept[:, self.heads] = mask[:, self.heads]
+        return kept
+
+    def at(self, hook: Point, value: Tensor) -> Chosen | None:
+        """The chosen keys of this layer and pass, with the additive mask `value`; None if nothing is to be done."""
+        layer, step = layer_of(hook), int(hook.step or 0)
+        if self.causal:
+            return self._rows(layer, step, value)
+        if step not in self._chosen:
+            return None
+        keys = self._chosen[step][layer]
+        return Chosen(keys[:, :, None], self._told[step][:, None])
+
+    def _rows(self, layer: int, step: int, value: Tensor) -> Chosen | None:
+        """In a causal pass, each token is forbidden what it was when it was decoded, also if it is computed again."""
+        assert self._query is not None
+        queries = self._query.shape[1]
+        if self._every_query:
+            return self._all_rows(layer, step, queries, value)
+        found = torch.zeros(*value.shape[:2], queries, value.shape[-1], dtype=torch.bool, device=value.device)
+        rows = torch.zeros(len(value), queries, dtype=torch.bool, device=value.device)
+        for part in self._run.parts(step, queries):
+            if part.step in self._chosen:
+                keys = self._chosen[part.step][layer]
+                found[:, :, part.stop - 1, : keys.shape[-1]] = keys  # of the prompt, only its last token decodes one
+                rows[:, part.stop - 1] = self._told[part.step]
+        return Chosen(found, rows) if bool(rows.any()) else None
+
+    def _all_rows(self, layer: int, step: int, queries: int, value: Tensor) -> Chosen | None:
+        """In a causal pass over everything, what holds for its newest token holds for all."""
+        if queries < value.shape[-1]:
+            raise SettingError(
+                "queries='all' changes what earlier tokens computed, which a key/value cache has kept from before; "
+                "run with use_cache=False."
+            )
+        if step not in self._chosen:
+            return None
+        keys = self._chosen[step][layer]
+        found = torch.zeros(*value.shape[:2], 1, value.shape[-1], dtype=torch.bool, device=value.device)
+        found[..., : keys.shape[-1]] = keys[:, :, None]
+        return Chosen(found, self._told[step][:, None])
+
+    def _keep_scores(self, value: Scores, hook: Point) -> None:
+        self._now[layer_of(hook)] = value
+
+    def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        self._query = value
+
+    def _keep_key(self, value: Float[Tensor, "batch key kv_head d_head"], hook: Point) -> None:
+        self._key = value
+
+    def _last_row(self, value: Float[Tensor, "batch head query key"], hook: Point) -> None:
+        """The attention of the last token, from its query, all keys and the mask as it was used."""
+        assert self._query is not None
+        assert self._key is not None
+        query, key = self._query[:, -1].float(), self._key.float()
+        key = key.repeat_interleave(query.shape[1] // key.shape[2], dim=2)
+        scores = torch.einsum("bhd,bkhd->bhk", query, key) * self._scale + value[:, :, -1].float()
+        real = self._run.real[:, : scores.shape[-1]]
+        scores = scores.masked_fill(~real[:, None], -torch.inf)
+        counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
+        weights = way_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
+        self._now[layer_of(hook)] = weights * counts
+
+
+def place_of(track: SinkTrack, step: int) -> int | None:
+    """Where a run's step stands on the step axis of `track`, which may hold some of them; None if it does not."""
+    places = (track.data["step"].to_numpy() == step).nonzero()[0]
+    return int(places[0]) if len(places) else None
+
+
+def planned_steps(track: SinkTrack) -> int:
+    """Steps that the run of `track` had planned, from which negative numbers count; as many as were recorded where
+    the track does not say."""
+    planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps")
+    return int(track.data["step"].to_numpy().max()) + 1 if planned is None else int(planned)

@@ -1,0 +1,73 @@
+"""Values of hook points kept by step, as TransformerLens `ActivationCache` objects.
+
+One way this fails: a cache keeps a copy of every value on the device, which a complete run of a large model exceeds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks import names
+from sinklens.hooks.points import Point
+from sinklens.runs.intervention import within
+
+if TYPE_CHECKING:
+    from transformer_lens import ActivationCache
+
+    from sinklens.hooks.tree import HookTree
+    from sinklens.model import Model
+
+
+class StepCaches(Mapping[int, "ActivationCache"]):
+    """Values of points by step: ``caches[step]`` is an `ActivationCache`, ``caches[step]["blocks.0.hook_z"]`` a value.
+
+    Steps that did not run are not there.
+    """
+
+    def __init__(self, tree: "HookTree") -> None:
+        self._tree = tree
+        self._values: dict[int, dict[str, Tensor]] = {}
+
+    def keep(self, value: Tensor, point: Point) -> None:
+        """Keep a copy of what passes `point` in the step being run."""
+        self._values.setdefault(point.step or 0, {})[str(point.name)] = value.detach().clone()
+
+    def __getitem__(self, step: int) -> "ActivationCache":
+        from transformer_lens import ActivationCache
+
+        if step not in self._values:
+            raise SettingError(f"nothing was kept at step {step}; kept: {sorted(self._values) or 'no step'}.")
+        return ActivationCache(self._values[step], self._tree)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._values
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        points = sorted({name for kept in self._values.values() for name in kept})
+        return f"StepCaches(steps {sorted(self._values)}, points {points})"
+
+
+def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> list[str]:
+    """Points that a name, a list of names or a predicate means, below a block only those of `layers`.
+
+    Raises:
+        HookNameError: an unknown name, or a predicate that matches nothing.
+        SettingError: a layer that does not exist, or no point left.
+    """
+    listed = [wanted] if isinstance(wanted, str) or callable(wanted) else list(wanted)
+    known, size = model.hook_names(), model.cfg.n_layers
+    found = {point for entry in listed for point in names.select(entry, known, size)}
+    if layers is not None:
+        numbers = {str(layer) for layer in within("layer", layers, size)}
+        found = {name for name in found if not name.startswith("blocks.") or name.split(".")[1] in numbers}
+    if not found:
+        raise SettingError(f"no point is left of {wanted!r} in layers {layers}; name one at least.")
+    return [name for name in known if name in found]

@@ -1,0 +1,351 @@
+"""One run, from prompt to result: what `trace`, `generate` and `sweep` share.
+
+`Denoising` encodes the prompt, makes the settings, binds the hooks and interventions, records, and carries the steps
+out. Hooks are on the model while the run goes on, and never after it.
+
+One way this fails: two runs of one model at a time would fire each other's hooks; `tracing` refuses a run inside a
+trace block of the same model.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinklens.errors import HookFunctionError, HookNameError, PromptError, SinklensError
+from sinklens.hooks import names
+from sinklens.hooks.normalizers import way_named
+from sinklens.hooks.points import Point
+from sinklens.model import Model
+from sinklens.runs.intervention import HookFunction, Intervention, Surroundings, row_key
+from sinklens.runs.recorder import SinkRecorder, step_canvases
+from sinklens.runs.result import Answer, Generation, Replayable, canvases_of
+from sinklens.sampling import LladaSettings, make_settings
+from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.loop import Course, Listener, course, run
+from sinklens.sampling.state import State
+from sinklens.sinks.record import Record
+from sinklens.sinks.track import SinkTrack
+from sinklens.versions import versions
+
+Hooks = Intervention | Sequence[tuple[names.HookName, HookFunction] | Intervention]
+
+
+class Denoising:
+    """One run, from prompt to `Generation`.
+
+    Attributes:
+        model: the model it runs.
+        settings: as used.
+        copies: the prompts stand in the batch this many times, one copy behind the other (`sweep`).
+        state: the sampler's state; its canvas is the start until `carry_out`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Any,
+        *,
+        given: dict[str, Any],
+        seed: int,
+        chat_template: bool | str,
+        hooks: Hooks,
+        record_sinks: bool | Record,
+        replay: "Replayable | Tensor | None",
+        progress: bool | None,
+        copies: int = 1,
+    ) -> None:
+        model.tree.refuse_compiled()
+        self.model, self.seed, self.progress = model, seed, progress
+        self.settings = make_settings(model.record.sampler, given, model.checkpoint.defaults)
+        ids, real = model.encode(prompt, chat_template)
+        ids, real = ids.repeat(copies, 1), real.repeat(copies, 1)
+        self.copies = copies
+        listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
+        self._check_prompt(ids, real)
+        self.single = isinstance(prompt, str)
+        self.state = self._start(ids, real, listed)
+        self._vocabulary: dict[int, str] = {}
+        self.hooks = self._resolve(listed)
+        tokens = range(min(0, self.state.mask_id), model.cfg.d_vocab)
+        self.state.replay = None if replay is None else canvases_of(replay, tokens)
+        self._canvases: list[Tensor] = []
+        self._told = -1  # size of the vocabulary that the recorder knows
+        self._recorder = self._make_recorder(record_sinks)
+
+    @property
+    def rows(self) -> int:
+        """Prompts in the batch."""
+        return self.state.canvas.shape[0]
+
+    @property
+    def guided(self) -> bool:
+        """Whether a pass holds unconditional rows behind the conditional ones."""
+        return isinstance(self.settings, LladaSettings) and self.settings.cfg_scale > 0
+
+    def _check_prompt(self, ids: Tensor, real: Tensor) -> None:
+        mask = self.model.mask_token_id
+        if mask is not None and bool(((ids == mask) & real).any()):
+            row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
+            raise PromptError(
+                f"prompt {row} holds the mask token ({mask}) at position {position}; it would be taken for an answer "
+                f"position. Remove it from the text or the ids."
+            )
+
+    def _check_room(self, longest: int, extra: int) -> None:
+        """Hold the longest row, of which `extra` tokens are an intervention's, to the model's context."""
+        context, among = self.model.cfg.n_ctx, f", {extra} of them an intervention's," if extra else ""
+        if longest + self.settings.gen_length > context:
+            raise PromptError(
+                f"a prompt of {longest} tokens{among} and gen_length {self.settings.gen_length} need "
+                f"{longest + self.settings.gen_length} positions; {self.model.name} has {context}. "
+                f"Shorten the prompt or give gen_length of at most {max(0, context - longest)}."
+            )
+
+    def _start(self, ids: Tensor, real: Tensor, listed: Sequence[Any]) -> State:
+        model, length, eot = self.model, self.settings.gen_length, self.model.record.eot_token_id
+        mask = -1 if model.mask_token_id is None else model.mask_token_id
+        noise = self._noise([row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
+        behind, before = ids[:, :0], ids.shape[1]
+        for entry in listed:
+            if isinstance(entry, Intervention):
+                ids, real, more = entry.extend(model, ids, real)
+                behind = torch.cat([behind, more], dim=1)
+        longest = int(real.sum(dim=1).max()) + behind.shape[1]
+        self._check_room(longest, extra=ids.shape[1] - before + behind.shape[1])
+        blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
+        tail = torch.cat([blank, behind], dim=1)
+        return State(
+            tree=model.tree,
+            canvas=torch.cat([ids, tail], dim=1),
+            real=torch.cat([real, torch.ones_like(tail, dtype=torch.bool)], dim=1),
+            prompt_length=ids.shape[1],
+            mask_id=mask,
+            eos_ids=model.eos_token_ids,
+            eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
+            noise=noise,
+            shift=model.record.shift,
+        )
+
+    def _noise(self, prompts: list[list[int]]) -> RowNoise:
+        """Random generators of the rows; each copy of the prompts has the same."""
+        own = len(prompts) // self.copies
+        noise = RowNoise(self.seed, prompts[:own])
+        for _ in range(1, self.copies):
+            noise.generators += RowNoise(self.seed, prompts[:own]).generators
+        return noise
+
+    def _surroundings(self) -> Surroundings:
+        """What interventions are told."""
+        state = self.state
+        prompts = state.canvas[:, : state.prompt_length]
+        keep = state.real[:, : state.prompt_length]
+        return Surroundings(
+            tree=self.model.tree,
+            real=state.real,
+            prompt_length=state.prompt_length,
+            steps=self.settings.steps,
+            mask_id=state.mask_id,
+            seed=self.seed,
+            row_keys=tuple(row_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
+            vocabulary=self._texts,
+            special=self.model.special_tokens,
+        )
+
+    def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
+        """Text of token ids; decoded once each."""
+        if self.model.tokenizer is None:
+            return {}
+        new = {token for token in tokens if token >= 0} - self._vocabulary.keys()
+        self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
+        return {token: self._vocabulary[token] for token in tokens if token >= 0}
+
+    def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
+        if record is False:
+            return None
+        chosen = Record() if record is True else record
+        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
+
+    def _resolve(self, listed: Sequence[Any]) -> list[tuple[str, HookFunction]]:
+        """(point, function) pairs; interventions give theirs."""
+        known, layers = self.model.hook_names(), self.model.cfg.n_layers
+        found = []
+        for entry in listed:
+            if isinstance(entry, Intervention):
+                found += entry.on(self.model, self._surroundings())
+                continue
+            if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
+                raise HookNameError(
+                    f"hooks= is a list of (name or predicate, function) pairs and of interventions, "
+                    f"[(name, fn), MaskSinks(top_k=1), …]; got {entry!r}."
+                )
+            points = names.select(entry[0], known, layers)
+            if not _takes_hook(entry[1]):
+                raise HookFunctionError(
+                    f"{_called(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
+                    f"and, under the name `hook`, the point: def fn(value, hook): ..."
+                )
+            found += [(point, entry[1]) for point in points]
+        return found
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """The run's hooks on their points; afterwards the model is as it was."""
+        tree = self.model.tree
+        handles = []
+        try:
+            for name, function in self.hooks:
+                point: Point = tree.hook_dict[name]  # type: ignore[assignment]
+                handles.append((point, point.add_hook(self._checked(function))))
+            with nullcontext() if self._recorder is None else self._recorder.attached():
+                yield
+        finally:
+            for point, handle in handles:
+                handle.hook.remove()
+                point.fwd_hooks.remove(handle)
+            tree.watch.step = None
+
+    def _checked(self, function: HookFunction) -> HookFunction:
+        """`function`, held to the shape it got; under guidance it sees the conditional rows alone."""
+
+        def call(value: Tensor, hook: Point) -> Tensor | None:
+            guided = self.guided and value.shape[0] == 2 * self.rows
+            seen = value[: self.rows] if guided else value
+            changed = function(seen, hook=hook)
+            if changed is None:
+                return None
+            free = 2 if hook.name is not None and hook.name.endswith("hook_attn_mask") else None  # one query or all
+            if _sizes(changed, free) != _sizes(seen, free):
+                back = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+                raise HookFunctionError(
+                    f"{_called(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
+                    f"and gave back {back}; return the same shape, or None to change nothing."
+                )
+            if not guided:
+                return changed
+            rest = value[self.rows :]  # a mask may have got a row for every query
+            sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
+            return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)])
+
+        return call
+
+    def carry_out(self, listeners: Sequence[Listener] = ()) -> Course:
+        """Run all steps."""
+        from sinklens.progress import Progress
+
+        with self._hooked(), Progress(self.settings.steps, self.progress) as bar:
+            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._canvases)
+
+    def result(self) -> Generation:
+        """What is left, after all steps or after those that ran until it was stopped."""
+        if not self._canvases:
+            raise SinklensError("the run stopped before it began; nothing was generated.")
+        done = course(self.state, self._canvases)
+        end = self.state.prompt_length + self.settings.gen_length
+        answers = tuple(self._answer(row) for row in done.canvas[:, -1, self.state.prompt_length : end])
+        real = self.state.real.cpu()
+        return Generation(
+            done.canvas, done.unmask_step, real, self.state.prompt_length, answers, self.settings, self.seed,
+            self._track(done), self.single, self.model, self._recorder.patterns if self._recorder else {},
+        )  # fmt: skip
+
+    def _answer(self, ids: Int[Tensor, " pos"]) -> Answer:
+        ids = ids[ids >= 0]
+        ends = torch.isin(ids, torch.tensor(self.model.eos_token_ids, dtype=ids.dtype)).nonzero()
+        kept = ids[: int(ends[0])] if len(ends) else ids
+        masks = 0 if self.model.mask_token_id is None else int((ids == self.model.mask_token_id).sum())
+        text = None
+        if self.model.tokenizer is not None:
+            text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
+        return Answer(text, bool(len(ends)), len(kept), masks)
+
+    def _track(self, done: Course) -> SinkTrack | None:
+        if self._recorder is None or done.steps == 0:
+            return None
+        self.describe(unmask_step=done.unmask_step.numpy())
+        data = self._recorder.store.dataset()
+        return None if data is None else SinkTrack(data)
+
+    def record_step(self, step: int) -> None:
+        """Hand the step that just ended to the recorder."""
+        if self._recorder is None:
+            return
+        assert self.state.entered is not None
+        self.describe()  # first: a step that is in the store can be read
+        canvases = step_canvases(self.state.entered, self.state.canvas, self.state.mask_id)
+        self._recorder.end_step(step, self.state.partial, canvases)
+
+    def describe(self, **whole_run: np.ndarray) -> None:
+        """Tell the recorder's store what run this is, and every token's text so far; nothing if it knows already."""
+        assert self._recorder is not None
+        assert self.state.entered is not None
+        if self.model.tokenizer is not None:
+            seen = torch.cat([self.state.entered, self.state.canvas])  # they differ under a replay
+            self._texts(torch.unique(seen).tolist())
+        if self._told == len(self._vocabulary) and not whole_run:
+            return
+        self._told = len(self._vocabulary)
+        words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
+        real = self.state.real.cpu().numpy()
+        self._recorder.store.describe(self._provenance() | words, {"real": real, **whole_run})
+
+    def _provenance(self) -> dict[str, Any]:
+        kept = {name: value for name, value in asdict(self.settings).items() if value is not None}
+        return {
+            "model": self.model.name,
+            "revision": self.model.checkpoint.revision or "",
+            "family": self.model.family,
+            "causal": int(self.model.config.is_causal),
+            "attention": way_named(self.model.config),
+            "settings": json.dumps(kept),
+            "seed": self.seed,
+            "prompt_length": self.state.prompt_length,
+            "dtype": str(self.model.cfg.dtype),
+            "device": str(self.model.cfg.device),
+            "versions": json.dumps(versions("torch", "transformers", "nnsight")),
+        }
+
+
+def _takes_hook(function: HookFunction) -> bool:
+    """Whether `function` can be called with a value and ``hook=``; functions that hide their signature may try."""
+    try:
+        inspect.signature(function).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _called(function: HookFunction) -> str:
+    return f"hook function {getattr(function, '__name__', repr(function))}"
+
+
+def _sizes(value: Any, free: int | None) -> list[int] | None:
+    """The shape of `value` without axis `free`; None if it is no tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    return [size for axis, size in enumerate(value.shape) if axis != free]
+
+
+class _Recording:
+    """Tells the recorder when a step begins and ends."""
+
+    def __init__(self, denoising: Denoising) -> None:
+        self._denoising = denoising
+
+    def before(self, step: int, state: State) -> None:
+        """Watch what is wanted in this step."""
+        if self._denoising._recorder is not None:
+            self._denoising._recorder.begin_step(step)
+
+    def after(self, step: int, state: State) -> None:
+        """Keep the step."""
+        self._denoising.record_step(step)

@@ -1,0 +1,179 @@
+"""Records the sinks of every step while a run goes on.
+
+A `Record` says what is recorded and where to; `SinkRecorder` does it, through PyTorch hooks on the hook points, so that
+it sees what hooks and trace blocks have left there. When a step ends, its variables move to a store: main memory, or a
+Zarr store on disk that grows by one chunk per step.
+
+For an autoregressive run with a key/value cache, a step computes new positions only; what a quantity keeps of earlier
+ones is carried along, and the recorded values equal those of a run without a cache.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError, SinklensError
+from sinklens.sinks.quantities import Quantity, Scores
+from sinklens.sinks.record import Place, Record
+from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
+
+if TYPE_CHECKING:
+    from sinklens.hooks.points import Point
+    from sinklens.hooks.tree import HookTree
+
+
+class SinkRecorder:
+    """Collects the variables of a step layer by layer, and hands them to a store when the step ends.
+
+    Attributes:
+        patterns: recorded whole patterns, by (step, layer): [batch, head, query, key].
+        store: where the steps are.
+    """
+
+    def __init__(self, record: Record, tree: "HookTree", real: Bool[Tensor, "batch pos"], steps: int) -> None:
+        self._tree, self._real, self._rows = tree, real, real.shape[0]
+        quantities, layers = record.chosen(), tree.cfg.n_layers
+        self._points = [  # resolved now: a wrong name must not wait for the run
+            (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
+            for layer in range(layers)
+            for part in quantities
+        ]
+        self._wanted = {_within(place, steps, layers) for place in record.patterns}
+        self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
+        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._before: dict[tuple[str, int], Tensor] = {}
+        self._rows_of: dict[int, Tensor] = {}
+        self._watching: list[Any] = []
+        axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
+        self.store: Store = MemoryStore(axes) if record.to is None else ZarrStore(record.to, axes, steps, record.dtype)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The recorder's hooks on the tree's points."""
+        handles = []
+        try:
+            for part, layer, name in self._points:
+                point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
+                handles.append(after(point, self._keeper(part, layer)))
+            yield
+        except BaseException:
+            with suppress(SinklensError):  # what broke the run off is what should be told
+                self.store.flush()
+            raise
+        finally:
+            for handle in [*handles, *self._watching]:
+                handle.remove()
+            self._watching.clear()
+
+    def _keeper(self, quantity: Quantity, layer: int) -> Callable[[Tensor], None]:
+        def keep(value: Tensor) -> None:
+            self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
+
+        return keep
+
+    def begin_step(self, step: int) -> None:
+        """Watch the patterns wanted in this step; with a cache, a later pattern needs the rows of earlier steps."""
+        causal = self._tree.hf.config.is_causal
+        for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
+            point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
+
+            def keep(value: Tensor, layer: int = layer) -> None:
+                self._rows_of[layer] = value[: self._rows].detach().clone()
+
+            self._watching.append(after(point, keep))
+
+    def end_step(self, step: int, extends: bool, canvases: dict[str, np.ndarray]) -> None:
+        """Hand the step to the store.
+
+        Args:
+            extends: the pass computed only new positions.
+            canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos].
+
+        Raises:
+            SettingError: a `Quantity` gave something else than the variables it declares.
+        """
+        for handle in self._watching:
+            handle.remove()
+        self._watching.clear()
+        variables: dict[str, list[Tensor]] = {}
+        for part, layer, _ in self._points:
+            for name, value in self._finished(part, layer, extends).items():
+                variables.setdefault(name, []).append(value)
+        for layer in range(self._tree.cfg.n_layers):
+            self._keep_pattern(step, layer, extends)
+        if not self._tree.hf.config.is_causal:
+            self._before.clear()
+        arrays = {  # layers may be on several devices
+            name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
+            for name, layers in variables.items()
+        }
+        self.store.append(arrays | canvases)
+
+    def _finished(self, part: Quantity, layer: int, extends: bool) -> dict[str, Tensor]:
+        """The variables of one quantity in one layer, as long as the canvas."""
+        kept = self._kept.pop((part.name, layer))
+        if extends and (part.name, layer) in self._before:
+            kept = part.join(self._before[part.name, layer], kept)
+        self._before[part.name, layer] = kept
+        exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
+        found = part.finish(kept, self._real[:, :exists].to(kept.device), self._tree.cfg.n_heads)
+        shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
+        if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
+            told = {name: list(value.shape) for name, value in found.items()}
+            raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish gave {told}.")
+        return {name: _filled(value, shapes[name], self._real.shape[1]) for name, value in found.items()}
+
+    def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
+        rows = self._rows_of.pop(layer, None)
+        if rows is None:
+            return
+        before = self._before.get(("pattern", layer))
+        if extends and before is not None:
+            rows = torch.cat([torch.nn.functional.pad(before, (0, rows.shape[-1] - before.shape[-1])), rows], dim=2)
+        self._before["pattern", layer] = rows
+        if (step, layer) in self._wanted:
+            self.patterns[step, layer] = rows.cpu()
+
+
+def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
+    """Call `function` with what leaves `point`, after its TransformerLens hooks and after nnsight's handover."""
+    return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
+
+
+def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
+    """`value` as long as the canvas; positions that do not exist yet are NaN, or -1 among integers, or False."""
+    if value.is_floating_point():
+        value, nothing = value.float(), torch.nan
+    else:
+        nothing = False if value.dtype is torch.bool else -1
+    if "pos" not in axes:
+        return value
+    axis = axes.index("pos")
+    missing = length - value.shape[axis]
+    return torch.nn.functional.pad(value.movedim(axis, -1), (0, missing), value=nothing).movedim(-1, axis)
+
+
+def _within(place: Place, steps: int, layers: int) -> Place:
+    step, layer = place
+    if not (-steps <= step < steps and -layers <= layer < layers):
+        raise SettingError(
+            f"patterns holds (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers."
+        )
+    return step % steps, layer % layers
+
+
+def step_canvases(
+    entered: Int[Tensor, "batch pos"], left: Int[Tensor, "batch pos"], mask_id: int
+) -> dict[str, np.ndarray]:
+    """``token_id``, ``masked`` and ``committed`` of a step from the canvases before and after it."""
+    masked = entered == mask_id
+    return {
+        "token_id": entered.to(torch.int32).cpu().numpy(),
+        "masked": masked.cpu().numpy(),
+        "committed": (masked & (left != mask_id)).cpu().numpy(),
+    }

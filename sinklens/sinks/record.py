@@ -1,0 +1,78 @@
+"""What a run records of its sinks, and where to.
+
+One way this fails: patterns of many steps and layers are kept in memory, [batch, head, query, key] each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinklens.errors import SettingError, nearest
+from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
+from sinklens.sinks.stores import CANVASES, refuse_existing
+
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run records: ``sinklens.trace(..., record_sinks=Record(["values"], to="run.zarr"))``.
+
+    Attributes:
+        quantities: beside the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable rank of head
+            outputs), or `Quantity` objects of your own.
+        patterns: whole attention patterns of these (step, layer) places, kept in ``run.patterns``; negative numbers
+            count from the end. Watching a pattern makes it explicit, which can change logits in their last bits.
+        to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
+            the number of steps; a run that is killed leaves the steps it finished. None keeps the track in memory.
+        dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits, up to 65,504; the
+            ones of "stream", which can be larger, stay in float32).
+
+    Raises:
+        SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are no (step,
+            layer) pairs, or a place to append to that is no new ``*.zarr`` folder.
+    """
+
+    quantities: Sequence[str | Quantity] = ()
+    patterns: Sequence[Place] = ()
+    to: str | Path | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.quantities, str):
+            raise SettingError(f"quantities is a list of names; write quantities=[{self.quantities!r}].")
+        for quantity in self.quantities:
+            if not isinstance(quantity, Quantity) and quantity not in BY_NAME:
+                raise SettingError(
+                    f"no quantity is called {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
+                )
+        self._refuse_twice()
+        if not all(isinstance(place, Sequence) and len(place) == 2 for place in self.patterns):
+            raise SettingError(f"patterns is a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
+        if self.dtype not in ("float32", "float16"):
+            raise SettingError(f"dtype of a recording is 'float32' or 'float16'; got {self.dtype!r}.")
+        if self.to is not None and Path(self.to).suffix != ".zarr":
+            raise SettingError(
+                f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. To get one file, call "
+                f"run.sinks.save('sinks.nc') afterwards."
+            )
+        if self.to is not None:
+            refuse_existing(self.to)
+
+    def _refuse_twice(self) -> None:
+        chosen = self.chosen()
+        for what, names in (
+            ("are called", [part.name for part in chosen]),
+            (
+                "fill the variable",
+                [*CANVASES, "real", "unmask_step", *(name for part in chosen for name in part.variables)],
+            ),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise SettingError(f"two of a track's quantities {what} {twice[0]!r}; give yours another name.")
+
+    def chosen(self) -> list[Quantity]:
+        """The scores, then what was asked for, each once."""
+        asked = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
+        return list({(part.name, type(part)): part for part in [Scores(), *asked]}.values())

@@ -1,0 +1,6 @@
+"""Open a denoising run as a block (`trace`), or carry one out (`generate`)."""
+
+from sinklens.tracing.session import Trace, generate, trace
+from sinklens.tracing.steps import Steps
+
+__all__ = ["Steps", "Trace", "generate", "trace"]

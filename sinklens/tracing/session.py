@@ -1,0 +1,349 @@
+"""`trace` and `generate`: open a denoising run, or just carry it out.
+
+The body of ``with sinklens.trace(model, prompt) as t:`` does not run where it stands. nnsight captures it and runs it
+in step with the model: it pauses wherever it asks for a value, the model runs until it has computed that value, and the
+body goes on, perhaps after changing it. sinklens adds the steps (steps.py): before each step the sampler offers the
+step's number at a location of its own; ``for step in t.steps`` waits there, and after the last step it is told that the
+run is over, so the loop ends and the statements after it run.
+
+One way this fails: points must be asked for in the order a step reaches them. nnsight would serve a point asked for too
+late from the *next* step, silently. At the end of every step sinklens looks who still waits for a point, and raises
+`HookOrderError` on the line that asked.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from types import CodeType, FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+from nnsight.intervention.batching import Batcher
+from nnsight.intervention.interleaver import Mediator
+from nnsight.intervention.tracer import InterleavingTracer
+from nnsight.tracing.util import push
+from torch import Tensor
+
+from sinklens.errors import HookOrderError, SinklensError
+from sinklens.hooks.points import Point
+from sinklens.model import Model, load
+from sinklens.runs.caches import StepCaches, chosen_points
+from sinklens.runs.denoising import Denoising, Hooks
+from sinklens.runs.intervention import within
+from sinklens.runs.recorder import after
+from sinklens.runs.result import Generation, Replayable
+from sinklens.sampling import Settings
+from sinklens.sinks.record import Record
+from sinklens.tracing.steps import Steps, StepServer
+
+
+def trace(
+    model: Any,
+    prompt: Any,
+    *,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    hooks: Hooks = (),
+    record_sinks: bool | Record = True,
+    replay: Replayable | Tensor | None = None,
+    progress: bool | None = None,
+    **settings: Unpack[Settings],
+) -> "Trace":
+    """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
+
+    Inside the block, `t` gives and takes the values of every step by name:
+
+        for step in t.steps:                                  # or t.steps[8:], t.steps[[0, 5]], t.steps[-1]
+            pattern = t["blocks.2.attn.hook_pattern"]         # [batch, head, query, key]
+            t["blocks.2.attn.hook_pattern"][:, 3] = 0         # changes what the model computes
+
+    After it, `t` holds what `Generation` holds: ``t.text``, ``t.tokens``, ``t.canvas``, ``t.unmask_step``, ``t.sinks``.
+    Names that the block assigns are available after it.
+
+    Args:
+        model: a `Model`, or anything `sinklens.load` takes.
+        prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
+        seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
+            three exceptions: with ``threshold=`` a row waits for the slowest, in steps that change nothing of it; a
+            waiting step counts for interventions that act on the step before or on given steps; and at a temperature
+            above 0 copies of one prompt in one batch are drawn different random numbers.
+        chat_template: True puts text through the tokenizer's chat template; a string is used as the template.
+        hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
+            the step. They are removed when the run ends.
+        record_sinks: keep the sink scores of every step, layer and head; a `sinks.Record` says what else, and where to.
+        replay: an earlier run of the same prompts; its canvas is forced at every step, so that each step's effect of
+            an intervention stands alone. Or canvases [batch, steps + 1, pos] as ``run.canvas`` holds them, changed as
+            one likes from the second on; the run ends early where one of them leaves nothing to decide.
+        progress: show a progress bar; by default on a terminal, after a few seconds.
+        **settings: of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or `AutoregressiveSettings`. Those
+            left out are the checkpoint's own, then the sampler's defaults; with ``gen_length=``, the checkpoint's own
+            ``steps`` and ``block_length`` are dropped, because the three belong together.
+
+    Raises:
+        PromptError: the prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer.
+        SettingError: an unknown setting, or one out of range.
+        HookNameError: a name in `hooks` (or in the block) that no point bears.
+        HookOrderError: the block asked for a point that the step had passed.
+    """
+    return Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
+
+
+def generate(
+    model: Any,
+    prompt: Any,
+    *,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    hooks: Hooks = (),
+    record_sinks: bool | Record = True,
+    replay: Replayable | Tensor | None = None,
+    progress: bool | None = None,
+    **settings: Unpack[Settings],
+) -> Generation:
+    """Carry out a run without a block.
+
+        run = sinklens.generate(model, prompts, gen_length=64, hooks=[("blocks.1.attn.hook_z", fn)])
+        run.text, run.canvas, run.unmask_step, run.sinks
+
+    `trace` says more of each argument, and of what is raised.
+
+    Args:
+        model: a `Model`, or anything `sinklens.load` takes.
+        prompt: a string, a list of strings, or token ids [pos] or [batch, pos].
+        seed: of the random numbers, which are each row's own.
+        chat_template: True for the tokenizer's chat template; or a template.
+        hooks: ``[(name or predicate, fn(value, hook)), …]`` and interventions.
+        record_sinks: keep sink scores; a `sinks.Record` says what else.
+        replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
+        progress: show a progress bar; None shows it on a terminal, after a few seconds.
+        **settings: of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
+
+    Returns:
+        What is left of the run: text, canvases, when each token was decided, sinks.
+    """
+    denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
+    _refuse_nesting(denoising.model)
+    denoising.carry_out()
+    return denoising.result()
+
+
+def _denoising(
+    model: Any,
+    prompt: Any,
+    settings: Any,
+    seed: int,
+    chat_template: bool | str,
+    hooks: Hooks,
+    record_sinks: bool | Record,
+    replay: Replayable | Tensor | None,
+    progress: bool | None,
+) -> Denoising:
+    held = load(model)
+    if held._edits:
+        raise SinklensError(
+            "this model carries edits of model.edit(), which act in single traces (model.trace) and not in runs. Give "
+            "the change as hooks=[(name, fn)], or write it into the block of sinklens.trace; model.clear_edits() takes "
+            "edits away."
+        )
+    return Denoising(
+        held,
+        prompt,
+        given=dict(settings),
+        seed=seed,
+        chat_template=chat_template,
+        hooks=hooks,
+        record_sinks=record_sinks,
+        replay=replay,
+        progress=progress,
+    )
+
+
+def _refuse_nesting(model: Model) -> None:
+    """A run inside a block of the same model would serve its own values to that block.
+
+    Raises:
+        HookOrderError: a block of `model` is running.
+    """
+    if model.interleaver.interleaving:
+        raise HookOrderError(
+            f"a trace block of {model.name} is running; another run of the same model cannot begin inside it. Run it "
+            f"before or after the block, or on a second model (sinklens.load again)."
+        )
+
+
+class Trace(InterleavingTracer):
+    """An open run; see `trace`. It is an nnsight tracer, so ``t.stop()``, ``t.cache()`` and ``.save()`` work."""
+
+    def __init__(self, denoising: Denoising) -> None:
+        super().__init__(denoising.model, "__call__")
+        self._denoising = denoising
+        self.info: InterleavingTracer.Info | None
+        self._generation: Generation | None = None
+        self._handles: list[Any] = []  # of the points that `cache` keeps
+        self.steps = Steps(self)
+
+    def __repr__(self) -> str:
+        return f"Trace({self._generation!r})" if self._generation is not None else "Trace(not run yet)"
+
+    @property
+    def generation(self) -> Generation:
+        """What is left of the run, as `generate` would return it."""
+        if self._generation is None:
+            raise HookOrderError("t.generation is known after the run; read it below the `with` block.")
+        return self._generation
+
+    @property
+    def step(self) -> int | None:
+        """The step being run; None outside the block."""
+        return self._denoising.model.tree.watch.step
+
+    def stop(self) -> None:
+        """End the run here; what follows in the block is not run.
+
+        The steps before this one are kept, the one in which it stands is not: in step 6, ``t.steps_run`` is 6. In step
+        0 nothing but the start is left: every answer position is a mask, and ``t.sinks`` is None.
+
+        Raises:
+            SinklensError: no step has begun, as before the loop over ``t.steps``; raised where the block ends.
+            HookOrderError: it stands outside the block.
+        """
+        if not self._denoising.model.interleaver.interleaving:
+            raise HookOrderError("t.stop() ends a run from inside its `with sinklens.trace(...)` block; there is none.")
+        super().stop()
+
+    def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:
+        """Keep the values of points from here on, as TransformerLens `ActivationCache` objects by step.
+
+            caches = t.cache(["blocks.2.hook_resid_post"], steps=[0, 5])    # in the block
+            caches[5]["blocks.2.hook_resid_post"]                           # after it
+
+        What is kept is what the block's edits have left. Without names, or with nnsight modules instead of names, this
+        is nnsight's own ``cache``.
+
+        Args:
+            names: points in any accepted spelling, one or a list, or a predicate on names.
+            steps: numbers of steps; negative ones count from the end. None means all.
+
+        Raises:
+            HookNameError: no such point.
+            SettingError: no such step.
+        """
+        if names is None:
+            return super().cache(**options)
+        if not _names_points(names):
+            return super().cache(names, **options)
+        tree, total = self._denoising.model.tree, self._denoising.settings.steps
+        chosen = frozenset(within("step", steps, total))
+        kept = StepCaches(tree)
+
+        def keep(point: Point, value: Tensor) -> None:
+            if point.step in chosen:
+                kept.keep(value[: self._denoising.rows], point)
+
+        for name in chosen_points(names, self._denoising.model, None):
+            self._handles.append(after(tree.hook_dict[name], partial(keep, tree.hook_dict[name])))  # type: ignore[arg-type]
+        return kept
+
+    def __getitem__(self, name: str) -> Any:
+        """The value at the hook point `name` in this step; an in-place edit of it takes effect."""
+        return self._point(name).output
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Replace the value at the hook point `name` in this step."""
+        self._point(name).output = value
+
+    def _point(self, name: str) -> Any:
+        model: Model = self._denoising.model
+        resolved = model.tree.resolve(name)
+        if not model.interleaver.interleaving:
+            raise HookOrderError(
+                f"t[{name!r}] has a value only while the run goes on: read it inside the `with sinklens.trace(...)` "
+                f"block and keep it in a variable. After the block, t.canvas, t.sinks and t.text remain."
+            )
+        return model.get(resolved)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in Generation.__dataclass_fields__ or name in ("tokens", "text", "steps_run"):
+            if self._generation is None:
+                raise HookOrderError(f"t.{name} is known after the run; read it below the `with` block.")
+            return getattr(self._generation, name)
+        model = self._denoising.model
+        if name in model._child_map:
+            return getattr(model, name)
+        raise AttributeError(
+            f"a trace has no attribute {name!r}; hook points are read as t['blocks.0.hook_resid_pre']."
+        )
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> "Trace": ...
+
+    @staticmethod
+    def source(filename: str) -> str:
+        """nnsight's reader of the source that a block stands in.
+
+        Raises:
+            SinklensError: there is none, as in a plain REPL or exec'd code.
+        """
+        text = InterleavingTracer.source(filename)
+        if not text:
+            raise SinklensError(
+                f"the body of a trace is read as source, and {filename} has none (a plain REPL, or code run by exec). "
+                f"Write it in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]): it needs none."
+            )
+        return text
+
+    def execute(self, code: CodeType) -> None:
+        """Run the captured body in step with the sampler, then hand the names it assigned back to its frame."""
+        if self._generation is not None:
+            raise SinklensError("this trace has run already; call sinklens.trace(...) again for another run.")
+        assert self.info is not None
+        frame, model = self.info.frame, self._denoising.model
+        _refuse_nesting(model)
+        self.batcher = _ConditionalRows(model, self._denoising)
+        mediator = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
+        mediator.batch_group = [0, self._denoising.rows]
+        model.interleaver.mediators.append(mediator)
+        try:
+            model.interleave(self._run, batcher=self.batcher)
+        except Exception as error:  # noqa: BLE001 — whatever it is, only its traceback is shortened
+            raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
+        finally:
+            model.interleaver.cancel()
+            self.info = None
+            for handle in self._handles:
+                handle.remove()
+        self._generation = self._denoising.result()
+        push(frame, mediator.lcls.writes())
+
+    def _run(self) -> None:
+        listener = StepServer(self._denoising.model)
+        self._denoising.carry_out([listener])
+        listener.close()
+
+
+def _block_frames(error: Exception, filename: str) -> TracebackType | None:
+    """The traceback of an error, from the first line of the block on; whole if no line of the block is in it."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename != filename:
+        entry = entry.tb_next
+    return entry if entry is not None else error.__traceback__
+
+
+def _names_points(names: Any) -> bool:
+    """Whether `names` are hook points rather than nnsight's modules."""
+    listed = names if isinstance(names, list | tuple) else [names]
+    return all(isinstance(entry, str | FunctionType) for entry in listed)
+
+
+class _ConditionalRows(Batcher):
+    """Under guidance, a block sees the conditional rows of a pass; otherwise all rows."""
+
+    def __init__(self, model: Model, denoising: Denoising) -> None:
+        super().__init__(model)
+        self._guided = denoising.guided
+        self.total = 2 * denoising.rows
+
+    @property
+    def batching(self) -> bool:
+        return self._guided

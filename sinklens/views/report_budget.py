@@ -1,0 +1,223 @@
+"""What of a run fits into a page of limited weight.
+
+Scores come first, at most `SCORES_SHARE` of the room: every page holds the canvas, the paths and the mean over all
+heads; maps of whole layers are added while they fit. When not even one layer fits, steps are left out. Attention
+patterns get the rest: those that have to be there, pooled until they fit, and then further layers at the same steps.
+
+One way this fails: how far a pattern compresses is known only by trying. A very small budget is refused after the
+patterns have been computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import UInt8
+
+from sinklens.errors import SettingError, TrackError
+from sinklens.views.attention import pooled
+from sinklens.views.html import chunk
+from sinklens.views.report_data import Material, Numbers
+
+Place = tuple[int, int]
+
+DEFAULT_STEPS = 4  # steps whose attention a page holds
+SCORES_SHARE = 0.35  # of the room, where attention patterns want some too
+FEWEST = 24  # blocks along an edge; a pattern pooled further shows nothing
+AT_ONCE = 1 << 30  # bytes of patterns computed in one pass
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which attention patterns a page should hold.
+
+    Attributes:
+        places: (step, layer) that have to be in it.
+        more: layers to add at the same steps while there is room.
+        named: the caller named steps or layers, so that not having them is an error.
+    """
+
+    places: list[Place]
+    more: list[int] = field(default_factory=list)
+    named: bool = False
+
+    def steps(self) -> list[int]:
+        """Each step once, in order."""
+        return sorted({step for step, _ in self.places})
+
+    def layers(self) -> list[int]:
+        """Each layer once, as wanted."""
+        return list(dict.fromkeys(layer for _, layer in self.places))
+
+
+def wanted_of(
+    material: Material, numbers: Numbers, steps: Sequence[int] | None, layers: Sequence[int] | None
+) -> Wanted:
+    """The caller's steps and layers; else what the run recorded; else some steps and the most moving layer.
+
+    Raises:
+        TrackError: no such step or layer.
+    """
+    track, sizes = material.track, material.track.data.sizes
+    for step in steps or ():
+        track.require(step=step)
+    for layer in layers or ():
+        track.require(layer=layer)
+    named = steps is not None or layers is not None
+    if not named and material.kept:
+        return Wanted(list(material.kept))
+    total = sizes["step"]
+    spread = np.linspace(0, total - 1, min(DEFAULT_STEPS, total)).round().astype(int).tolist()
+    chosen = spread if steps is None else sorted({step % total for step in steps})
+    order = numbers.layers_by_motion()
+    first = order[:1] if layers is None else list(dict.fromkeys(layer % sizes["layer"] for layer in layers))
+    more = order[1:] if layers is None else []
+    return Wanted([(step, layer) for layer in first for step in chosen], more, named)
+
+
+@dataclass
+class Scores:
+    """Scores that are in the page.
+
+    Attributes:
+        steps: whose.
+        layers: whose.
+        peaks: per layer (and "all"), the largest score of each map, by which its values are scaled.
+        blocks: what goes into the page.
+    """
+
+    steps: list[int]
+    layers: list[int] = field(default_factory=list)
+    peaks: dict[str, list[float]] = field(default_factory=dict)
+    blocks: dict[str, str] = field(default_factory=dict)
+
+    def weight(self) -> int:
+        """Bytes in the page."""
+        return sum(map(len, self.blocks.values()))
+
+    def add(self, numbers: Numbers, layer: int | None, room: int) -> bool:
+        """Add the maps of `layer` (None: the mean over all) if they fit; whether they did."""
+        name = "all" if layer is None else str(layer)
+        values, sinks, peaks = numbers.maps(layer, self.steps)
+        blocks = {kind: chunk(f"{kind}-{name}", part) for kind, part in (("scores", values), ("sinks", sinks))}
+        if self.weight() + sum(map(len, blocks.values())) > room:
+            return False
+        self.blocks |= {f"{kind}-{name}": text for kind, text in blocks.items()}
+        self.peaks[name] = peaks
+        if layer is not None:
+            self.layers.append(layer)
+        return True
+
+
+def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> Scores:
+    """Scores of as many layers as fit; if not even one does, of fewer steps.
+
+    Raises:
+        SettingError: not even one layer at the fewest steps fits.
+    """
+    room = int(room * (SCORES_SHARE if wanted.places else 1))
+    first, *others = dict.fromkeys([*wanted.layers(), *numbers.layers_by_motion()])
+    for every in range(1, numbers.steps + 1):
+        kept = sorted({*range(0, numbers.steps, every), numbers.steps - 1, *wanted.steps()})
+        scores = Scores(kept)
+        scores.blocks = {name: chunk(name, content) for name, content in numbers.whole(kept).items()}
+        if scores.add(numbers, None, room) and scores.add(numbers, first, room):
+            for layer in others:
+                if not scores.add(numbers, layer, room):
+                    break
+            scores.layers.sort()
+            return scores
+    raise SettingError(
+        f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the scores of one layer, which need more "
+        f"even at {len(kept)} of {numbers.steps} steps. Give a larger budget."
+    )
+
+
+@dataclass
+class Patterns:
+    """Attention patterns that are in the page.
+
+    Attributes:
+        block: neighbouring positions put together; 1 is none.
+        sides: positions or blocks along an edge, by place.
+        blocks: what goes into the page.
+        left_out: layers that were wanted as well and did not fit.
+        why: why there are none, or no more.
+    """
+
+    block: int = 1
+    sides: dict[Place, int] = field(default_factory=dict)
+    blocks: dict[Place, str] = field(default_factory=dict)
+    left_out: int = 0
+    why: str = ""
+
+    def weight(self) -> int:
+        """Bytes in the page."""
+        return sum(map(len, self.blocks.values()))
+
+    def add(self, patterns: Mapping[Place, UInt8[np.ndarray, "head query key"]], room: int) -> bool:
+        """Add all `patterns` if they fit; whether they did."""
+        blocks, sides, weight = {}, {}, self.weight()
+        for (step, layer), pattern in patterns.items():
+            small = pooled(pattern, self.block)
+            blocks[step, layer] = chunk(f"pattern-{step}-{layer}", np.ascontiguousarray(small).tobytes())
+            sides[step, layer] = small.shape[1]
+            weight += len(blocks[step, layer])
+            if weight > room:
+                return False
+        self.blocks |= blocks
+        self.sides |= sides
+        return True
+
+
+def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
+    """Patterns of the wanted places, pooled until they fit, and then of more layers.
+
+    Raises:
+        SettingError: what has to be there does not fit however pooled.
+        TrackError: patterns that the caller named cannot be had.
+    """
+    if not wanted.places or material.patterns is None:
+        return Patterns(why="No attention patterns were asked for, or there are none to be had.")
+    try:
+        first = _quantised(material, wanted.places)
+    except TrackError as error:
+        if wanted.named:
+            raise
+        return Patterns(why=f"There are no attention patterns in this page: {error}")
+    longest = max(pattern.shape[1] for pattern in first.values())
+    held = Patterns()
+    while not held.add(first, room):
+        held.block += 1
+        if -(-longest // held.block) < min(FEWEST, longest):
+            raise SettingError(
+                f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the attention patterns of "
+                f"{len(first)} steps and layers, which need more even with {held.block - 1} × {held.block - 1} "
+                f"positions in one cell. Name fewer steps or layers, or give a larger budget."
+            )
+    each = held.weight() / len(wanted.layers())
+    likely = wanted.more[: int(1.25 * (room - held.weight()) / each)]  # some may weigh less than the first
+    try:
+        more = _quantised(material, [(step, layer) for layer in likely for step in wanted.steps()]) if likely else {}
+    except TrackError as error:
+        return replace(held, why=f"The attention of other layers is not in this page: {error}")
+    for layer in likely:
+        if not held.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
+            break
+    held.left_out = len(wanted.more) + len(wanted.layers()) - len({layer for _, layer in held.sides})
+    return held
+
+
+def _quantised(material: Material, places: Sequence[Place]) -> dict[Place, UInt8[np.ndarray, "head query key"]]:
+    """Attention a as round(255 √a), eight bits that tell 1/512 from 2/512; the error is at most √a / 255."""
+    assert material.patterns is not None
+    sizes = material.track.data.sizes
+    together = max(1, AT_ONCE // (4 * sizes["head"] * sizes["pos"] ** 2))
+    found = {}
+    for step in sorted({step for step, _ in places}):
+        layers = [layer for at, layer in places if at == step]
+        for start in range(0, len(layers), together):
+            for layer, pattern in material.patterns(step, layers[start : start + together]).items():
+                root = pattern.float().clamp(0, 1).sqrt().mul(255).round()
+                found[step, layer] = root.nan_to_num().byte().numpy()
+    return found

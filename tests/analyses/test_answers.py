@@ -1,0 +1,87 @@
+"""What the studies measure of an intervention, against runs made one by one."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.analyses.answers import KEYS, each_prompt, effects, free_effects, is_right, masked, unchanged
+from sinklens.analyses.heads import Heads
+from sinklens.experiments import effect
+from sinklens.interventions import AblateHeads, WindowAttention
+from sinklens.tasks.word_problems import held_out
+
+PROBLEM = held_out(2)[1]
+SETTINGS = {"gen_length": 8}
+LISTED = {"none": [], "window": WindowAttention(width=4), "heads": AblateHeads(layers=[0, 1])}
+
+
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_effects_are_those_of_runs_made_one_by_one(name, request):
+    model = request.getfixturevalue(name)
+    found = effects(Heads(), model, PROBLEM.prompt, SETTINGS, LISTED)
+    assert found["intervention"].to_numpy().tolist() == list(LISTED)
+    for key, hooks in LISTED.items():
+        one, got = effect(model, [PROBLEM.prompt], hooks, **SETTINGS), found.sel(intervention=key)
+        assert float(got["kl"]) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
+        np.testing.assert_allclose(got["kl_step"], one.under_replay["kl"][0], atol=1e-4)
+        assert float(got["agreement"]) == pytest.approx(float(one.under_replay["top1_agreement"].mean()))
+        moved = float((one.under_replay["confidence_changed"] - one.under_replay["confidence"]).mean())
+        assert float(got["confidence"]) == pytest.approx(moved, abs=1e-4)
+        assert float(got["changed"]) == float(not one.free_running["same_answer"].item())
+        assert float(got["edits"]) == one.free_running["edit_distance"].item()
+        assert float(got["right"]) == is_right(PROBLEM.prompt, one.free.text[0])
+    assert float(found["kl"].sel(intervention="heads")) > 0.05
+    assert float(found["changed"].sel(intervention="none")) == 0
+
+
+def test_an_answer_is_right_by_its_number_and_unknown_for_another_prompt():
+    assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result}") == 1
+    assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result + 1}") == 0
+    assert math.isnan(is_right("What?", "#### 3"))
+
+
+def test_a_right_answer_is_counted(tiny_llama):
+    found = free_effects(Heads(), tiny_llama, PROBLEM.prompt, {}, {"none": []})
+    assert float(found["right"].item()) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_steady_masking_hides_at_every_step_the_unchanged_runs_strongest_keys_of_the_step_before(name, request):
+    """The paper's masking of a lasting sink takes another key at every other step."""
+    model, study = request.getfixturevalue(name), Heads()
+    track = unchanged(study, model, PROBLEM.prompt, SETTINGS)
+    base = sinklens.generate(model, [PROBLEM.prompt], **SETTINGS)
+    strongest, seen = track.top(1).isel(batch=0, rank=0).to_numpy(), {}
+    assert list(masked(track)) == list(KEYS)
+    for way, mask in masked(track, layers=[1, 2], heads=[0, 5]).items():
+        for step, layer in np.ndindex(track.steps, model.cfg.n_layers):
+            seen[way, step, layer] = None
+
+        def keep(bias, hook, way=way):
+            seen[way, hook.step, hook.layer()] = bias[0, :, -1] == -torch.inf
+
+        hooks = [mask, (lambda name: name.endswith("hook_attn_mask"), keep)]
+        sinklens.generate(model, [PROBLEM.prompt], hooks=hooks, replay=base, record_sinks=False, **SETTINGS)
+    for step, layer in np.ndindex(track.steps, model.cfg.n_layers):
+        for head in range(model.cfg.n_heads):
+            hidden = {way: seen[way, step, layer][head].nonzero()[:, 0].tolist() for way in KEYS}
+            if step == 0 or layer not in (1, 2) or head not in (0, 5):
+                assert hidden == {way: [] for way in KEYS}
+            else:
+                assert hidden["steady"] == [strongest[step - 1, layer, head]]
+                assert len(hidden["strongest"]) == len(hidden["random"]) == 1
+    again = [seen["strongest", step, 1][0].nonzero().item() for step in range(1, track.steps)]
+    assert all(one != following for one, following in pairwise(again))
+
+
+def test_prompts_of_different_length_stand_side_by_side(tiny_llama):
+    """Each has its own steps; what the shorter run does not have is NaN."""
+    prompts = [problem.prompt for problem in held_out(2)]
+    data = each_prompt(prompts, lambda prompt: effects(Heads(), tiny_llama, prompt, {}, {"none": []}))
+    steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False).steps_run for prompt in prompts]
+    assert data["kl_step"].notnull().sum("step").to_numpy().ravel().tolist() == steps
+    assert len(set(steps)) == 2

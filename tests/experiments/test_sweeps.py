@@ -1,0 +1,351 @@
+"""Sweeps: what stacked runs give is what the runs give one at a time, within the budget, and goes on after a kill."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from building import random_hf
+
+import sinklens
+from sinklens.errors import HookFunctionError, SettingError
+from sinklens.experiments import compare, head_outputs, sweep, sweeps
+from sinklens.experiments.comparison import answers_compared
+from sinklens.interventions import (
+    AblateHeads,
+    ForceTokens,
+    MaskedLogits,
+    MaskSinks,
+    SinkToken,
+    WindowAttention,
+)
+from sinklens.sampling import make_settings
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(3)]
+SHORT = {"gen_length": 6}
+BY_STEP = ("kl", "top1_agreement", "confidence", "confidence_changed")
+BY_ROW = ("order", "edit_distance", "same_answer")
+
+
+def halve(value, hook):
+    """Changes its value in place and gives nothing back, as TransformerLens functions may."""
+    if hook.step != 1:
+        value.mul_(0.5)
+
+
+def double(value, hook):
+    return value * 2
+
+
+MIXED = {
+    "random keys": MaskSinks(top_k=2, pick="random"),
+    "a head": AblateHeads(layers=[1], heads=[2]),
+    "nothing": [],
+    "window": WindowAttention(width=4),  # its additive mask has a row for each query
+    "functions": [("blocks.2.attn.hook_z", halve), (lambda name: name.endswith("mlp.hook_post"), double)],
+    "token": ForceTokens(tokens={-5: 40}),
+    "two": [MaskSinks(top_k=1, layers=[0]), WindowAttention(width=8, layers=[1])],
+    "resampled": None,  # filled in by `mixed`
+}
+WAYS = {"greedy": {}, "drawn": {"temperature": 0.7}, "replay": {"replay": True}}
+
+
+@pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def mixed(model):
+    reference = head_outputs(model, PROMPTS[:1], gen_length=4)
+    return MIXED | {"resampled": AblateHeads(by="resample", reference=reference, layers=[3])}
+
+
+def one_at_a_time(model, hooks, base, base_logits, replay=False, **settings):
+    """The comparison of `hooks` with the run without, from a run of the prompts alone, and its answers."""
+    listed, kept = hooks if isinstance(hooks, list) else [hooks], MaskedLogits()
+    changed = sinklens.generate(
+        model, PROMPTS, hooks=[*listed, kept], record_sinks=False, replay=base if replay else None, **SHORT, **settings
+    )
+    return compare(base, changed, base_logits, kept.kept), [answer.text for answer in changed.answers]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sweep_gives_what_its_runs_give_one_at_a_time(model, mixed, way):
+    """Three prompts of different lengths, three interventions a pass, the last pass half empty."""
+    settings, kept = WAYS[way], MaskedLogits()
+    drawn = {name: value for name, value in settings.items() if name != "replay"}
+    base = sinklens.generate(model, PROMPTS, hooks=[kept], record_sinks=False, **SHORT, **drawn)
+    swept = sweep(model, PROMPTS, mixed, rows=9, **SHORT, **settings)
+    assert swept["intervention"].to_numpy().tolist() == list(mixed)
+    assert swept.sizes["prompt"] == 3
+    assert (set(BY_STEP) <= set(swept.data_vars)) is (way == "replay")
+    different = 0
+    for name, hooks in mixed.items():
+        found, answers = one_at_a_time(model, hooks, base, kept.kept, **settings)
+        got = swept.sel(intervention=name)
+        assert got["answer"].to_numpy().tolist() == answers, name
+        for measure in (*BY_ROW, "first_divergent_step"):
+            np.testing.assert_array_equal(got[measure], found[measure], err_msg=f"{name}: {measure}")
+        for measure in BY_STEP if way == "replay" else ():
+            np.testing.assert_allclose(got[measure], found[measure], atol=1e-4, err_msg=f"{name}: {measure}")
+        different += float(found["kl"].max()) > 1e-3 if way == "replay" else int((~found["same_answer"]).sum())
+    assert different > 3
+
+
+def test_random_numbers_are_those_of_the_prompt_in_every_copy(tiny_llada):
+    """Also in a run that draws its tokens, doing nothing twice gives the base run twice."""
+    swept = sweep(tiny_llada, PROMPTS, {"once": [], "again": []}, temperature=3.0, seed=3, **SHORT)
+    assert swept["same_answer"].all()
+    base = sinklens.generate(tiny_llada, PROMPTS, temperature=3.0, seed=3, record_sinks=False, **SHORT)
+    assert swept["answer"].sel(intervention="again").to_numpy().tolist() == base.text
+    other = sinklens.generate(tiny_llada, PROMPTS, temperature=3.0, seed=4, record_sinks=False, **SHORT)
+    assert other.text != base.text
+
+
+def test_what_makes_the_canvas_longer_goes_alone_and_its_answers_are_compared(model):
+    swept = sweep(model, PROMPTS, {"window": WindowAttention(width=4), "longer": SinkToken(), "none": []}, **SHORT)
+    base = sinklens.generate(model, PROMPTS, record_sinks=False, **SHORT)
+    changed = sinklens.generate(model, PROMPTS, hooks=[SinkToken()], record_sinks=False, **SHORT)
+    longer = swept.sel(intervention="longer")
+    assert longer["answer"].to_numpy().tolist() == changed.text
+    for measure, (_, values) in answers_compared(base, changed).items():
+        np.testing.assert_array_equal(longer[measure], values)
+    assert longer["first_divergent_step"].isnull().all()
+    assert swept.sel(intervention="none")["first_divergent_step"].to_numpy().tolist() == [-1] * 3
+    with pytest.raises(SettingError, match="longer makes the canvas longer; nothing replays it"):
+        sweep(model, PROMPTS, {"longer": SinkToken()}, replay=True, **SHORT)
+
+
+def test_a_token_of_the_prompt_can_be_changed(tiny_llada):
+    """The prompts of such a run are no longer those of the base run, and yet it is of the same prompts."""
+    swept = sweep(tiny_llada, PROMPTS[:1], {"corrupted": ForceTokens(tokens={5: 77}), "none": []}, replay=True, **SHORT)
+    assert float(swept["kl"].sel(intervention="corrupted").max()) > 1e-3
+    assert swept["first_divergent_step"].to_numpy().ravel().tolist() == [0, -1]
+
+
+def test_batches_of_prompts_that_end_at_different_steps_stand_side_by_side(tiny_llama):
+    swept = sweep(tiny_llama, PROMPTS, {"head": AblateHeads(layers=[1], heads=[0])}, replay=True, rows=1, gen_length=24)
+    steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False, gen_length=24).steps_run for prompt in PROMPTS]
+    assert len(set(steps)) > 1
+    assert swept["kl"].notnull().sum("step").to_numpy()[0].tolist() == steps
+    assert swept["step"].to_numpy().tolist() == list(range(max(steps)))
+
+
+class Rows:
+    """How many rows each run of a sweep held."""
+
+    def __init__(self, monkeypatch):
+        self.seen = []
+        real = sweeps.Denoising
+
+        def noted(*args, **kwargs):
+            made = real(*args, **kwargs)
+            self.seen.append(made.rows)
+            return made
+
+        monkeypatch.setattr(sweeps, "Denoising", noted)
+
+
+def test_rows_per_pass_follow_the_memory_budget(tiny_llada, monkeypatch):
+    settings = make_settings("llada", {"gen_length": 4}, {})
+    length = tiny_llada.encode(PROMPTS)[0].shape[1] + 4
+    row = sweeps.bytes_per_row(tiny_llada, length, settings)
+    heads = {str(head): AblateHeads(layers=[0], heads=[head]) for head in range(5)}
+    for budget, expected in ((6.5, [3, 6, 6, 3]), (3.2, [3, 3, 3, 3, 3, 3]), (1.1, [1, 1, 1, 1, 1, 1] * 3)):
+        rows = Rows(monkeypatch)
+        swept = sweep(tiny_llada, PROMPTS, heads, memory_gb=budget * row / 1e9, gen_length=4)
+        assert rows.seen == expected
+        assert swept["answer"].shape == (5, 3)
+        monkeypatch.undo()
+    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is .* GB. Give more memory_gb"):
+        sweep(tiny_llada, PROMPTS, heads, memory_gb=0.9 * row / 1e9, gen_length=4)
+    with pytest.raises(SettingError, match="at least 1; got 0"):
+        sweep(tiny_llada, PROMPTS, heads, rows=0, gen_length=4)
+
+
+def test_guidance_and_replay_take_their_part_of_the_budget(tiny_llada):
+    plain, guided = (make_settings("llada", {"gen_length": 4, "cfg_scale": scale}, {}) for scale in (0.0, 1.0))
+    row = sweeps.bytes_per_row(tiny_llada, 40, plain)
+    assert sweeps.bytes_per_row(tiny_llada, 40, guided) == 2 * row
+    kept = 4 * 5 // 2 * 643 * 4
+    assert sweeps.bytes_per_row(tiny_llada, 40, plain, replay=True) == row + kept + 40 * 643 * 4
+
+
+MEASURE = """
+import gc, resource, sys, torch
+torch.set_num_threads(1)
+import sinklens
+from sinklens.experiments import sweep
+from sinklens.interventions import AblateHeads, WindowAttention
+from sinklens.tasks.word_problems import held_out
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+model, settings = sinklens.load("tiny-llada"), {"gen_length": 24, "steps": 2}
+prompt = max((problem.prompt for problem in held_out(100)), key=len)
+listed = {f"head {n}": AblateHeads(layers=[n % 4], heads=[n // 4 % 6]) for n in range(400)}
+listed["window"] = WindowAttention(width=4)
+sweep(model, [prompt], dict(list(listed.items())[-9:]), replay=True, **settings)
+for replay, budget in ((False, 0.25), (True, 0.6)):
+    gc.collect()
+    before, highest = resident(), peak()
+    found = sweep(model, [prompt], listed, replay=replay, memory_gb=budget, **settings)
+    assert peak() > highest, "what came before the sweep had taken more"
+    print((peak() - before) / (budget * 1e9))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes, and /proc/self there, on Linux alone")
+def test_the_peak_stays_within_the_budget_and_is_not_far_below():
+    """The highest resident memory of a process of its own, beyond what it held before; free-running and replayed."""
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    free, replayed = map(float, done.stdout.split())
+    assert 0.35 < free < 1.0
+    assert 0.35 < replayed < 1.0
+
+
+KILLED = """
+import os, signal, sys
+import sinklens
+from sinklens.experiments import sweep
+from sinklens.experiments import head_outputs, sweeps
+from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.tasks.word_problems import held_out
+model, prompts = sinklens.load("tiny-llada"), [problem.prompt for problem in held_out(2)]
+track = sinklens.generate(model, prompts, gen_length=4).sinks
+done, real = [], sweeps._Sweep.run
+
+def run(self, batch, group, *rest):
+    if len(done) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(",".join(group))
+    return real(self, batch, group, *rest)
+
+def twice(value, hook):
+    return value * 2
+
+sweeps._Sweep.run = run
+listed = {
+    "masked": MaskSinks(source=track),
+    "mean": AblateHeads(by="mean", reference=head_outputs(model, prompts, gen_length=4), heads=[0]),
+    "function": [("blocks.1.hook_mlp_out", twice)],
+    "zero": AblateHeads(layers=[2]),
+}
+found = sweep(model, prompts, listed, rows=2, replay=True, out=sys.argv[1], gen_length=4, progress=False)
+found.to_netcdf(sys.argv[1] + "/all.nc", engine="h5netcdf")
+print(";".join(done))
+"""
+
+
+def test_a_killed_sweep_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
+    """By another process, with interventions that hold tracks, tensors and functions."""
+
+    def started(folder, kill_at):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / folder), str(kill_at)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    def here(folder):
+        monkeypatch.setattr(sweeps._Sweep, "run", sweeps._Sweep.run)
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / folder), "9"])
+        exec(KILLED, {"__name__": "__main__"})
+        monkeypatch.undo()
+        return xr.load_dataset(tmp_path / folder / "all.nc"), capsys.readouterr().out.strip()
+
+    assert started("a", 2).returncode == -9
+    assert len(list((tmp_path / "a").glob("sweep-*.nc"))) == 2
+    again = started("a", 9)
+    assert (again.returncode, again.stdout.strip()) == (0, "function;zero")
+    (resumed, nothing), (whole, everything) = here("a"), here("b")
+    assert (nothing, everything) == ("", "masked;mean;function;zero")
+    assert resumed.identical(whole)
+
+
+def test_parts_are_taken_for_the_same_question_alone(tiny_llada, monkeypatch, tmp_path):
+    tracks = [sinklens.generate(tiny_llada, PROMPTS[:1], gen_length=4, seed=seed).sinks for seed in (0, 0)]
+    tracks.append(sinklens.generate(tiny_llada, PROMPTS[:1], gen_length=4, temperature=2.0).sinks)
+    factors = [0.5, 0.5, 2.0]
+
+    def scaled(factor):
+        return [("blocks.0.hook_mlp_out", lambda value, hook: value * factor)]
+
+    def ran(hooks, prompts=PROMPTS[:1], **settings):
+        rows = Rows(monkeypatch)
+        sweep(tiny_llada, prompts, {"it": hooks}, out=tmp_path, **({"gen_length": 4} | settings))
+        monkeypatch.undo()
+        return len(rows.seen) > 0
+
+    assert [ran(MaskSinks(source=track)) for track in tracks] == [True, False, True]
+    assert [ran(scaled(factor)) for factor in factors] == [True, False, True]
+    asked = [MaskSinks(), MaskSinks(), [MaskSinks(), MaskSinks()]]
+    assert [ran(hooks) for hooks in asked] == [True, False, True]
+    others = [{"gen_length": 2}, {"seed": 1}, {"replay": True}, {"prompts": PROMPTS[1:2]}, {"temperature": 1.0}]
+    assert [ran(MaskSinks(), **other) for other in others] == [True] * 5
+    assert [ran(MaskSinks(), **other) for other in others] == [False] * 5
+
+
+def test_two_checkpoints_of_one_name_do_not_share_parts(monkeypatch, tmp_path):
+    ids = torch.tensor([[3, 4, 5]])
+    for number, seen in ((0, True), (0, False), (1, True)):
+        hf = random_hf()
+        hf.lm_head.weight.data += number
+        rows = Rows(monkeypatch)
+        sweep(sinklens.load(hf), ids, {"it": AblateHeads(layers=[0])}, out=tmp_path, gen_length=4)
+        assert (len(rows.seen) > 0) is seen
+        monkeypatch.undo()
+
+
+def test_answers_without_a_tokenizer_are_ids(tmp_path):
+    model, ids = sinklens.load(random_hf()), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    swept = sweep(model, ids, {"none": []}, gen_length=4)
+    run = sinklens.generate(model, ids, gen_length=4)
+    assert swept["answer"].to_numpy()[0].tolist() == [str(row.tolist()) for row in run.tokens[:, 3:]]
+
+
+def test_one_prompt_may_be_given_as_it_is_and_through_a_template(tiny_llada):
+    swept = sweep(tiny_llada, PROMPTS[0], {"none": []}, **SHORT)
+    assert swept["answer"].to_numpy().tolist() == [[sinklens.generate(tiny_llada, PROMPTS[0], **SHORT).text]]
+    template = "Question: {{ messages[0]['content'] }}\nAnswer:"
+    asked = {"chat_template": template} | SHORT
+    swept = sweep(
+        tiny_llada, ["Tom has 5 pens. He buys 2 more. How many pens does Tom have now?"], {"none": []}, **asked
+    )
+    run = sinklens.generate(tiny_llada, ["Tom has 5 pens. He buys 2 more. How many pens does Tom have now?"], **asked)
+    assert swept["answer"].to_numpy().tolist() == [run.text]
+
+
+@pytest.mark.parametrize(("prompts", "listed"), [([], {"none": []}), (PROMPTS, {})])
+def test_a_sweep_over_nothing_is_refused(tiny_llada, prompts, listed):
+    with pytest.raises(SettingError, match="at least one intervention and one prompt"):
+        sweep(tiny_llada, prompts, listed)
+
+
+@pytest.mark.parametrize("given", [list, torch.tensor])
+def test_token_ids_of_one_prompt_are_one_prompt(tiny_llada, given):
+    ids = tiny_llada.encode(PROMPTS[0])[0][0].tolist()
+    swept = sweep(tiny_llada, given(ids), {"none": []}, rows=1, **SHORT)
+    assert swept.sizes["prompt"] == 1
+    assert swept["answer"].item() == sinklens.generate(tiny_llada, PROMPTS[0], **SHORT).text
+
+
+def test_a_function_that_gives_back_another_shape_is_named(tiny_llada):
+    def first_row(value, hook):
+        return value[:1]
+
+    listed = {"bad": [("blocks.0.hook_mlp_out", first_row)], "none": []}
+    with pytest.raises(HookFunctionError, match=r"hook function first_row at blocks.0.hook_mlp_out \(step 0\) got"):
+        sweep(tiny_llada, PROMPTS, listed, **SHORT)
+
+
+def test_stacked_interventions_share_rows_evenly(tiny_llada):
+    with pytest.raises(SettingError, match="2 stacked interventions need a run whose rows they can share evenly"):
+        sinklens.generate(tiny_llada, PROMPTS, hooks=[sweeps.Stacked([[], []])], **SHORT)

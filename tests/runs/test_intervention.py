@@ -1,0 +1,404 @@
+"""What holds for every intervention: rows stand alone, a cache changes nothing, nothing stays behind, all combine."""
+
+import numpy as np
+import pytest
+import torch
+from building import random_ids, shared_model
+from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
+
+import sinklens
+from sinklens.errors import HookNameError, SettingError
+from sinklens.experiments import head_outputs
+from sinklens.interventions import (
+    AblateHeads,
+    AblateSinkAttention,
+    Activations,
+    ForceTokens,
+    FreezePattern,
+    KeepKeys,
+    MaskSinks,
+    PatchHooks,
+    Remask,
+    SinkToken,
+    Surroundings,
+    WindowAttention,
+)
+from sinklens.runs.intervention import Part, Queries, place_mask, within
+from sinklens.sinks import EpsilonOverMean
+
+Z = "blocks.1.attn.hook_z"
+OUTPUTS = torch.sin(torch.arange(8 * 2 * 6 * 4.0)).view(8, 1, 2, 6, 4)
+"""Values for `Z`, of two positions at each of eight steps."""
+
+BOTH = {
+    "mask sinks": MaskSinks(top_k=3),
+    "mask the paper's": MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=0.7)),
+    "mask at some places": MaskSinks(
+        top_k=2, scope="layer", layers=[0, 2], heads=[0, 3], steps=[1, 3], positions=[0, 2, -1]
+    ),
+    "mask the prompt's": MaskSinks(top_k=2, only="prompt", scope="model"),
+    "mask random keys": MaskSinks(top_k=3, pick="random", seed=3),
+    "mask the weakest": MaskSinks(top_k=3, pick="weakest", steps=[2]),
+    "keep keys": KeepKeys(top_k=3, window=1),
+    "keep keys at some places": KeepKeys(top_k=2, steps=[1, 2], heads=[1, 2], positions=[0, 1, 2, -3]),
+    "window": WindowAttention(width=2, always=[0]),
+    "window at some places": WindowAttention(width=0, layers=[1], heads=[2, 3], steps=[0, 2], positions=[3, -1, -3]),
+    "ablate heads": AblateHeads(heads=[0, 3], layers=[0, 1]),
+    "ablate heads at some places": AblateHeads(heads=[1, 2], steps=[1, 3], positions=[0, 3, -1, -3]),
+    "the mean head": lambda reference: AblateHeads(by="mean", reference=reference, heads=[1], layers=[1]),
+    "another's head": lambda reference: AblateHeads(by="resample", reference=reference, heads=[1], seed=2),
+    "ablate attention to sinks": AblateSinkAttention(top_k=2, layers=[0, 2]),
+    "ablate at some places": AblateSinkAttention(
+        top_k=2, mass="drop", steps=[0, 3], positions=[1, 3, -2], scope="layer"
+    ),
+    "force tokens": ForceTokens(tokens={1: 41, -3: 42}, steps=[1, 2]),
+    "sink token": SinkToken(token=9),
+    "empty sink token": SinkToken(token=9, value="zero", layers=[0, 1]),
+    "patch": PatchHooks(
+        source={step: {Z: OUTPUTS[step]} for step in (0, 2)}, positions=[1, -6], source_positions=[0, 1]
+    ),
+}  # fmt: skip
+DIFFUSION = BOTH | {
+    "mask masks": MaskSinks(top_k=3, only=["masked"]),
+    "mask the same step's": MaskSinks(top_k=3, same_step=True),
+    "the row's mean head": AblateHeads(by="mean", heads=[0, 5]),
+    "freeze the pattern": FreezePattern(at=1, layers=[0, 1], positions=[0, 3, -4]),
+    "mask again": Remask(positions=[-1, -4, -6], steps=[2]),
+    "sink token behind": SinkToken(token=9, at="end"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(worded):
+    """An intervention by name, for a model."""
+    kept = {}
+
+    def make(model, name):
+        found = DIFFUSION[name]
+        if not callable(found):
+            return found
+        if model.name not in kept or kept[model.name][0] is not model:
+            kept[model.name] = model, head_outputs(model, ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
+        return found(kept[model.name][1])
+
+    return make
+
+
+def changed(watched, base):
+    """Whether an intervention did anything."""
+    return watched.run.canvas.shape != base.run.canvas.shape or not torch.equal(logits_of(watched), logits_of(base))
+
+
+@pytest.fixture(scope="module")
+def bases(worded):
+    """The run without interventions, by kind of model and prompts."""
+    return {
+        (architecture, causal): watch(worded(architecture, causal), PADDED, [], ["hook_logits"])
+        for architecture, causal in (("llama", False), ("dream", False), ("llama", True))
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "causal", "name"),
+    [*(("llama", False, name) for name in DIFFUSION), *(("llama", True, name) for name in BOTH)]
+    + [("dream", False, name) for name in ("mask sinks", "mask random keys", "window", "sink token behind", "patch")],
+)
+def test_a_prompts_result_depends_neither_on_its_batch_nor_on_its_padding(
+    worded, made, bases, architecture, causal, name
+):
+    model = worded(architecture, causal)
+    intervention = made(model, name)
+    together = watch(model, PADDED, [intervention], ["hook_logits"])
+    assert changed(together, bases[architecture, causal])
+    alone = watch(model, [SHORT], [intervention], ["hook_logits"])
+    length, steps = alone.run.canvas.shape[2], min(alone.run.steps_run, together.run.steps_run)
+    assert steps > 2
+    assert torch.equal(together.run.canvas[0, : steps + 1, -length:], alone.run.canvas[0, : steps + 1])
+    expected = logits_of(alone)[0, :steps, -8:]  # the answer's; Dream moves those of padding to a row's first token
+    found = logits_of(together)[0, :steps, -expected.shape[1] :]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_with_a_key_value_cache_and_without_an_autoregressive_run_is_the_same(worded, made, bases, name):
+    model = worded("llama", True)
+    intervention = made(model, name)
+    runs = [watch(model, PADDED, [intervention], ["hook_logits"], use_cache=cached) for cached in (True, False)]
+    assert torch.equal(runs[0].run.canvas, runs[1].run.canvas)
+    torch.testing.assert_close(logits_of(runs[0]), logits_of(runs[1]), atol=2e-4, rtol=0)
+    assert changed(runs[0], bases["llama", True])
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_after_a_run_and_after_a_failed_one_the_model_is_what_it_was_and_the_intervention_too(worded, made, name):
+    model = worded()
+    intervention, ids = made(model, name), random_ids()
+    before = model(ids)
+
+    def fail(value, hook):
+        if hook.step == 2:
+            raise ZeroDivisionError("from a hook")
+
+    first = watch(model, PADDED, [intervention], ["hook_logits"])
+    assert unwatched(model)
+    with pytest.raises(ZeroDivisionError, match="from a hook"):
+        watch(model, PADDED, [intervention, ("blocks.2.hook_mlp_out", fail)])
+    assert unwatched(model)
+    assert torch.equal(model(ids), before)
+    second = watch(model, PADDED, [intervention], ["hook_logits"])
+    assert torch.equal(second.run.canvas, first.run.canvas)
+    assert torch.equal(logits_of(second), logits_of(first))
+
+
+@pytest.mark.parametrize("name", ["mask sinks", "mask the same step's", "window", "freeze the pattern", "sink token"])
+def test_an_error_in_a_trace_block_leaves_nothing_behind(worded, made, name):
+    model, ids = worded(), random_ids()
+    before = model(ids)
+    with pytest.raises(ZeroDivisionError, match="from the block"):
+        with sinklens.trace(model, LONG, hooks=[made(model, name)], **short(model, {})) as t:
+            for step in t.steps:
+                t["blocks.1.attn.hook_pattern"][:] = 0
+                if step == 2:
+                    raise ZeroDivisionError("from the block")
+    assert unwatched(model)
+    assert torch.equal(model(ids), before)
+
+
+# --- the same edit by three roads --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch"]
+)
+def test_a_single_pass_under_on_is_the_first_step_of_a_run(worded, made, name):
+    model = worded()
+    intervention = made(model, name)
+    watched = watch(model, [LONG], [intervention], ["hook_logits"])
+    single = model.run_with_hooks(watched.run.canvas[:, 0], fwd_hooks=intervention.on(model))
+    torch.testing.assert_close(single, watched.values[0]["denoise.hook_logits"], atol=1e-5, rtol=0)
+    assert (single - model(watched.run.canvas[:, 0])).abs().max() > 0.01
+
+
+def test_a_window_and_an_ablation_by_hooks_by_a_block_and_by_run_with_hooks_give_equal_logits(worded):
+    model, by_block = worded(), []
+    listed = [WindowAttention(width=1, layers=[1]), AblateHeads(layers=[2], heads=[3])]
+    by_hooks = watch(model, [LONG], listed, ["hook_logits"])
+    far = (torch.arange(15)[:, None] - torch.arange(15)).abs() > 1
+    with sinklens.trace(model, LONG, **short(model, {})) as t:
+        for _ in t.steps:
+            t["blocks.1.attn.hook_attn_mask"] = t["blocks.1.attn.hook_attn_mask"].masked_fill(far, -torch.inf)
+            t["blocks.2.attn.hook_z"][:, :, 3] = 0
+            by_block.append(t["denoise.hook_logits"])
+    assert torch.equal(torch.stack(by_block, dim=1), logits_of(by_hooks))
+    pairs = [pair for intervention in listed for pair in intervention.on(model)]
+    for step in range(4):
+        by_pass = model.run_with_hooks(by_hooks.run.canvas[:, step], fwd_hooks=pairs)
+        torch.testing.assert_close(by_pass, by_block[step], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_masked_sinks_written_by_hand_in_a_block_are_those_of_the_intervention(worded, same_step):
+    model, logits, keys = worded(), [], None
+    by_hooks = watch(model, [LONG], [MaskSinks(top_k=2, layers=[1], same_step=same_step)], ["hook_logits"])
+    with sinklens.trace(model, LONG, **short(model, {})) as t:
+        for _ in t.steps:
+            ids = t["denoise.hook_canvas"]
+            if same_step:
+                seen = model.tree.look(ids, None, ["blocks.1.attn.hook_sink_scores"])
+                keys = seen["blocks.1.attn.hook_sink_scores"].topk(2).indices
+            if keys is not None:
+                mask = t["blocks.1.attn.hook_attn_mask"]
+                mask.scatter_(-1, keys[:, :, None], -torch.inf)
+            if not same_step:
+                keys = t["blocks.1.attn.hook_sink_scores"].topk(2).indices
+            logits.append(t["denoise.hook_logits"])
+    assert torch.equal(torch.stack(logits, dim=1), logits_of(by_hooks))
+
+
+def test_a_block_sees_and_changes_what_interventions_leave(worded):
+    """Hooks run inside a point, the block after it."""
+    model, hooks = worded(), [WindowAttention(width=1)]
+    with sinklens.trace(model, LONG, hooks=hooks, **short(model, {})) as t:
+        for _ in t.steps:
+            mask = t["blocks.1.attn.hook_attn_mask"]
+            assert (mask[0, 0, 0, 2:] == -torch.inf).all()
+            mask[:, :, 0, 5] = 0
+            pattern = t["blocks.1.attn.hook_pattern"]
+    assert (pattern[0, :, 0, 5] > 0).all()
+    assert (pattern[0, :, 0, 6:] == 0).all()
+
+
+# --- together ----------------------------------------------------------------------------------------------------
+
+
+def test_interventions_and_plain_pairs_combine_in_any_order_where_they_touch_different_points(worded):
+    model, seen = worded(), []
+
+    def halve(value, hook):
+        seen.append(hook.step)
+        return value / 2
+
+    listed = [
+        MaskSinks(top_k=2),
+        ("blocks.1.hook_mlp_out", halve),
+        AblateHeads(heads=[2], layers=[0]),
+        WindowAttention(width=6),
+    ]
+    runs = [watch(model, PADDED, order, ["hook_logits", "hook_pattern"]) for order in (listed, listed[::-1])]
+    assert torch.equal(logits_of(runs[0]), logits_of(runs[1]))
+    assert seen == [0, 1, 2, 3] * 2
+    pattern = runs[0].stacked("hook_pattern", 2)[:, 1]
+    far = (torch.arange(15)[:, None] - torch.arange(15)).abs() > 6
+    assert (pattern[..., far] == 0).all()
+    assert ((pattern == 0).all(dim=2).sum(dim=-1) >= 2).all()
+    for left_out in range(4):
+        fewer = watch(model, PADDED, listed[:left_out] + listed[left_out + 1 :], ["hook_logits"])
+        assert not torch.equal(logits_of(fewer), logits_of(runs[0]))
+
+
+def test_an_intervention_needs_no_list_around_it(worded):
+    model, settings = worded(), {"gen_length": 8, "steps": 4}
+    alone = sinklens.generate(model, LONG, hooks=MaskSinks(top_k=3), **settings)
+    listed = sinklens.generate(model, LONG, hooks=[MaskSinks(top_k=3)], **settings)
+    assert torch.equal(alone.canvas, listed.canvas)
+    with sinklens.trace(model, LONG, hooks=MaskSinks(top_k=3), **settings) as t:
+        pass
+    assert torch.equal(t.canvas, listed.canvas)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "said"),
+    [
+        ([MaskSinks], "<class 'sinklens.interventions.masking.MaskSinks'>"),
+        ([("hook_embed",)], r"\('hook_embed',\)"),
+        ("no", "'n'"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_neither_intervention_nor_pair_is_refused_by_its_name(worded, hooks, said):
+    with pytest.raises(HookNameError, match=rf"hooks= is a list of .*pairs and of interventions, .*; got {said}"):
+        sinklens.generate(worded(), LONG, hooks=hooks, gen_length=8)
+
+
+@pytest.mark.parametrize(
+    "name", ["mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern"]
+)
+def test_under_guidance_conditional_rows_alone_are_changed(worded, made, name):
+    check_guidance(worded(), made(worded(), name))
+
+
+@pytest.mark.parametrize("name", ["window", "keep keys", "sink token"])
+def test_under_guidance_masks_of_every_query_change_conditional_rows_alone(worded, made, name):
+    check_guidance(worded(), made(worded(), name))
+
+
+def check_guidance(model, intervention):
+    """The unconditional rows of a step are those of the run without the intervention, over the same canvas."""
+    seen = []
+    point = model.tree.blocks[-1].hook_resid_post
+    handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
+    try:
+        run = watch(model, [LONG], [intervention], [], cfg_scale=1.0).run
+        steps = len(seen)
+        if isinstance(intervention, SinkToken):  # a plain run over the same ids
+            watch(model, run.canvas[:, 0, : run.prompt_length], [], [], cfg_scale=1.0, replay=run)
+        else:
+            watch(model, [LONG], [], [], cfg_scale=1.0, replay=run)
+    finally:
+        handle.remove()
+    for changed_values, base in zip(seen[:steps], seen[steps:], strict=True):
+        torch.testing.assert_close(changed_values[1], base[1], atol=1e-4, rtol=0)
+    assert max((seen[step][0] - seen[steps + step][0]).abs().max() for step in range(steps)) > 0.01
+
+
+# --- positions and steps -----------------------------------------------------------------------------------------
+
+
+def test_positions_count_from_each_rows_first_token_or_from_the_end():
+    real = torch.tensor([[False, False, True, True, True], [True] * 5])
+    assert place_mask([0, -1], real).int().tolist() == [[0, 0, 1, 0, 1], [1, 0, 0, 0, 1]]
+    assert place_mask([3, -4], real).int().tolist() == [[0, 0, 0, 0, 0], [0, 1, 0, 1, 0]]
+    assert place_mask([], real).sum() == 0
+    assert place_mask(None, real).all()
+    with pytest.raises(SettingError, match=r"position 5 does not exist; there are 5, 0 to 4 \(or -5 to -1\)"):
+        place_mask([5], real)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_number_where_a_list_is_wanted_is_refused():
+    with pytest.raises(SettingError, match=r"positions is a list of numbers; write positions=\[2\]"):
+        place_mask(2, torch.ones(1, 5, dtype=torch.bool))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("chosen", [torch.tensor([3, 1, -3]), np.array([1, 3]), range(1, 5, 2), [torch.tensor(1), 3]])
+def test_arrays_and_tensors_of_whole_numbers_are_lists(chosen):
+    assert within("step", chosen, 5) == ([1, 2, 3] if len(chosen) == 3 else [1, 3])
+    real = torch.ones(1, 5, dtype=torch.bool)
+    assert place_mask(chosen, real).nonzero()[:, 1].tolist() == within("position", chosen, 5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ([1, 2.5], r"steps is a list of whole numbers; got \[1, 2.5\]"),
+        (torch.tensor([1.0, 2.0]), r"steps is a list of whole numbers; got tensor\(\[1., 2.\]\)"),
+        ("12", "steps is a list of whole numbers; got '12'"),
+        (torch.tensor(3), r"steps is a list of whole numbers; got tensor\(3\)"),
+        ([True, False], "steps is a list of whole numbers; got truth values"),
+        (torch.tensor([True, False]), "steps is a list of whole numbers; got truth values"),
+        ((step for step in (1, 2)), r"generator can be read once only. Write steps=list\(...\)"),
+    ],
+)
+def test_what_is_no_list_of_whole_numbers_is_refused(chosen, text):
+    with pytest.raises(SettingError, match=text):
+        within("step", chosen, 5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_tensor_of_steps_and_places_restricts_an_intervention_as_a_list_does(worded):
+    given = {"steps": [1, 3], "layers": [0, 2], "heads": [-1, 2], "positions": [0, -2]}
+    listed, tensors = (
+        watch(worded(), PADDED, [AblateHeads(**{name: kind(value) for name, value in given.items()})], ["hook_logits"])
+        for kind in (list, torch.tensor)
+    )
+    assert torch.equal(logits_of(listed), logits_of(tensors))
+    assert not torch.equal(logits_of(listed), logits_of(watch(worded(), PADDED, [], ["hook_logits"])))
+
+
+def surroundings(causal):
+    """What a run over 3 tokens of prompt, one of them padding in the first row, tells."""
+    real = torch.tensor([[False, True, True, True, True, True], [True] * 6])
+    return Surroundings(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
+
+
+def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_reads_it_first():
+    run = surroundings(causal=True)
+    assert run.parts(0, 3) == [Part(0, 0, 3)]
+    assert run.parts(2, 5) == [Part(0, 0, 3), Part(1, 3, 4), Part(2, 4, 5)]
+    assert run.parts(2, 1) == [Part(2, 0, 1)]
+    assert (run.first(2, 5), run.first(2, 1)) == (0, 4)
+    assert surroundings(causal=False).parts(2, 6) == [Part(2, 0, 6)]
+    assert surroundings(causal=False).first(2, 6) == 0
+
+
+def test_the_queries_touched_are_those_at_positions_that_belong_to_the_steps():
+    cpu = torch.device("cpu")
+    of_step_1 = Queries(AblateHeads(steps=[1]), surroundings(causal=True))
+    assert of_step_1.of(0, 3, cpu) is None
+    assert of_step_1.of(1, 1, cpu).int().tolist() == [[1], [1]]
+    assert of_step_1.of(2, 1, cpu) is None
+    assert of_step_1.of(2, 5, cpu).int().tolist() == [[0, 0, 0, 1, 0]] * 2
+    placed = Queries(AblateHeads(steps=[0, 2], positions=[1, -2]), surroundings(causal=True))
+    assert placed.of(2, 5, cpu).int().tolist() == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 1]]
+    assert placed.of(2, 1, cpu).int().tolist() == [[1], [1]]
+    diffusion = Queries(AblateHeads(steps=[-1], positions=[1]), surroundings(causal=False))
+    assert diffusion.of(1, 6, cpu) is None
+    assert diffusion.of(2, 6, cpu).int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
+    assert Queries(AblateHeads(positions=[-1]), None).of(None, 3, cpu).int().tolist() == [[0, 0, 1]]
+
+
+def test_restrictions_that_an_intervention_does_not_know_are_refused():
+    with pytest.raises(SettingError, match="Activations knows no heads=; leave it out"):
+        Activations(names=[Z], heads=[1])

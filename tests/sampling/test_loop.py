@@ -1,0 +1,306 @@
+"""The samplers on the trained twins: rows, seeds, thresholds, edits between the decisions."""
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.sampling.loop import unmask_steps
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(40)]
+
+
+def unequal(model, count=4):
+    """Prompts of different lengths."""
+    by_length = {len(model.tokenizer(text).input_ids): text for text in PROMPTS}
+    assert len(by_length) >= count
+    return list(by_length.values())[:count]
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}])
+def test_a_row_of_a_batch_equals_its_run_alone(name, settings):
+    model = sinklens.load(name)
+    prompts = unequal(model)
+    together = sinklens.generate(model, prompts, seed=5, record_sinks=False, **settings)
+    for row, prompt in enumerate(prompts):
+        alone = sinklens.generate(model, prompt, seed=5, record_sinks=False, **settings)
+        assert together.text[row] == alone.text
+        length = alone.canvas.shape[2]
+        steps = min(alone.steps_run, together.steps_run)
+        assert torch.equal(together.canvas[row, : steps + 1, -length:], alone.canvas[0, : steps + 1])
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_the_same_seed_gives_the_same_result_and_another_seed_another(name):
+    settings = {"temperature": 2.0, "record_sinks": False}
+    first = sinklens.generate(name, PROMPTS[:3], seed=1, **settings)
+    again = sinklens.generate(name, PROMPTS[:3], seed=1, **settings)
+    other = sinklens.generate(name, PROMPTS[:3], seed=2, **settings)
+    assert torch.equal(first.canvas, again.canvas)
+    assert not torch.equal(first.tokens, other.tokens)
+
+
+def test_watching_the_logits_does_not_change_a_sampled_result(tiny_llada):
+    settings = {"temperature": 1.0, "seed": 3, "record_sinks": False}
+    plain = sinklens.generate(tiny_llada, PROMPTS[0], **settings)
+    seen = []
+    watched = sinklens.generate(
+        tiny_llada,
+        PROMPTS[0],
+        hooks=[("denoise.hook_logits", lambda value, hook: seen.append(value.shape))],
+        **settings,
+    )
+    assert torch.equal(plain.canvas, watched.canvas)
+    assert len(seen) == 24
+    assert seen[0] == (1, plain.canvas.shape[2], tiny_llada.cfg.d_vocab)
+
+
+def test_a_low_threshold_ends_a_run_early_and_a_high_one_changes_nothing(tiny_llada):
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    fast = sinklens.generate(tiny_llada, PROMPTS[0], threshold=0.5, record_sinks=False)
+    same = sinklens.generate(tiny_llada, PROMPTS[0], threshold=1.1, record_sinks=False)
+    assert torch.equal(base.canvas, same.canvas)
+    assert fast.steps_run < base.steps_run == 24
+    assert fast.answers[0].masks == 0
+
+
+def test_a_threshold_commits_exactly_what_is_that_confident_or_next_in_line(tiny_llada):
+    confidences, commits = [], []
+    hooks = [
+        ("denoise.hook_confidence", lambda value, hook: confidences.append(value.clone())),
+        ("denoise.hook_commit", lambda value, hook: commits.append(value.clone())),
+    ]
+    sinklens.generate(tiny_llada, PROMPTS[1], threshold=0.8, hooks=hooks, record_sinks=False)
+    for confidence, commit in zip(confidences, commits, strict=True):
+        expected = confidence[0] >= 0.8
+        expected[confidence[0].argmax()] = True
+        assert torch.equal(commit[0], expected)
+
+
+def test_blocks_are_finished_from_left_to_right(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS[0], block_length=8, gen_length=24, record_sinks=False)
+    steps = run.unmask_step[0, run.prompt_length :]
+    for block in range(3):
+        part = steps[8 * block : 8 * block + 8]
+        assert sorted(part.tolist()) == list(range(8 * block, 8 * block + 8))
+
+
+def test_unmask_step_is_the_step_that_wrote_the_token(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS[:2], record_sinks=False)
+    for row in range(2):
+        for place in range(run.canvas.shape[2]):
+            step = int(run.unmask_step[row, place])
+            if place < run.prompt_length:
+                assert step == -1
+            else:
+                assert run.canvas[row, step, place] == tiny_llada.mask_token_id
+                assert run.canvas[row, step + 1, place] == run.tokens[row, place]
+
+
+def test_unmask_step_tells_leftover_masks_by_the_number_of_steps():
+    canvas = torch.tensor([[[5, 9, 9], [5, 9, 2]]])
+    assert unmask_steps(canvas, torch.ones(1, 3, dtype=torch.bool), 1, 9).tolist() == [[-1, 1, 0]]
+
+
+def test_random_remasking_still_answers_every_position(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS[0], remasking="random", seed=4, record_sinks=False)
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    assert run.answers[0].masks == 0
+    assert not torch.equal(run.unmask_step, base.unmask_step)
+
+
+def test_suppressed_end_of_sequence_is_never_proposed(tiny_llada):
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    run = sinklens.generate(tiny_llada, PROMPTS[0], logits_eos_inf=True, record_sinks=False)
+    assert base.answers[0].ended
+    assert not run.answers[0].ended
+
+
+def test_end_of_sequence_without_confidence_is_committed_last(tiny_llada):
+    """Proposals of the end token get confidence 0, so every other proposal goes first."""
+    run = sinklens.generate(tiny_llada, PROMPTS[0], confidence_eos_eot_inf=True, record_sinks=False)
+    ends = run.tokens[0] == tiny_llada.eos_token_ids[0]
+    ends[: run.prompt_length] = False
+    words = ~ends
+    words[: run.prompt_length] = False
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    assert run.unmask_step[0][words].float().mean() < base.unmask_step[0][words].float().mean()
+    assert int(run.unmask_step[0][words].min()) == 0
+
+
+def test_guidance_of_zero_is_no_guidance_and_more_changes_the_logits(tiny_llada):
+    logits = []
+    hooks = [("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))]
+    for scale in (0.0, 1.0):
+        sinklens.generate(tiny_llada, PROMPTS[0], cfg_scale=scale, hooks=hooks, steps=1, record_sinks=False)
+    ids, _ = tiny_llada.encode(PROMPTS[0])
+    canvas = torch.cat([ids, torch.full((1, 24), tiny_llada.mask_token_id)], dim=1)
+    blind = canvas.clone()
+    blind[:, : ids.shape[1]] = tiny_llada.mask_token_id
+    with torch.no_grad():
+        conditional, unconditional = tiny_llada(canvas), tiny_llada(blind)
+    torch.testing.assert_close(logits[0], conditional, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[1], unconditional + 2 * (conditional - unconditional), atol=1e-3, rtol=1e-3)
+
+
+# --- edits between the decisions ---------------------------------------------------------------------------------
+
+
+def test_a_forced_candidate_is_committed(tiny_llada):
+    forced = tiny_llada.tokenizer(" 77", add_special_tokens=False).input_ids[0]
+
+    def force(value, hook):
+        value = value.clone()
+        value[:, -1] = forced
+        return value
+
+    run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=[("denoise.hook_candidates", force)], record_sinks=False)
+    assert run.tokens[0, -1] == forced
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_confidence_is_that_of_the_candidate_that_was_put_there(name):
+    """A token that the model finds unlikely is no sure one, and the position waits."""
+    model = sinklens.load(name)
+    found = {}
+
+    def force(value, hook):
+        if hook.step == 0:
+            value = value.clone()
+            value[:, -1] = 17
+        return value
+
+    def keep(value, hook):
+        found.setdefault(hook.step, value.clone())
+
+    settings = {"alg": "maskgit_plus"} if name == "tiny-dream" else {}
+    hooks = [("denoise.hook_candidates", force), ("denoise.hook_confidence", keep)]
+    sinklens.generate(model, PROMPTS[0], hooks=hooks, record_sinks=False, **settings)
+    forced = found.pop(0)
+    found.clear()
+    sinklens.generate(model, PROMPTS[0], hooks=hooks[1:], record_sinks=False, **settings)
+    assert forced[0, -1] < 1e-3 < found[0][0, -1]
+    torch.testing.assert_close(forced[:, :-1], found[0][:, :-1])
+
+
+def test_a_canvas_edited_in_place_is_not_what_the_step_before_left(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=False) as t:
+        for step in t.steps:
+            if step == 3:
+                t["denoise.hook_canvas"][:, -1] = 17
+                t.stop()
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    assert torch.equal(t.canvas[:, -1], base.canvas[:, 3])
+
+
+def test_an_end_that_a_hook_writes_ends_an_autoregressive_row(tiny_llama):
+    """Whether the hook changes the canvas or gives back another, no token follows."""
+
+    def written(value, hook):
+        if hook.step == 3:
+            value[0, -1] = tiny_llama.eos_token_ids[0]
+
+    def given_back(value, hook):
+        written(value := value.clone(), hook)
+        return value
+
+    for hook in (written, given_back):
+        run = sinklens.generate(tiny_llama, PROMPTS[:2], hooks=[("denoise.hook_canvas", hook)], record_sinks=False)
+        ends = run.tokens[0, run.prompt_length + 2 :]
+        assert (ends[: run.steps_run - 2] == tiny_llama.eos_token_ids[0]).all()
+
+
+def test_an_edited_confidence_changes_the_order(tiny_llada):
+    """Confidence that falls with position unmasks from left to right."""
+
+    def left_first(value, hook):
+        order = -torch.arange(value.shape[1], dtype=value.dtype).expand_as(value)
+        return torch.where(value > -torch.inf, order, value)
+
+    run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=[("denoise.hook_confidence", left_first)], record_sinks=False)
+    assert run.unmask_step[0, run.prompt_length :].tolist() == list(range(24))
+
+
+def test_a_canvas_edit_remasks_a_committed_token(tiny_llada):
+    """Two steps before the end a position is masked again: it is decided again, or left over and reported."""
+    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
+    place = int((base.unmask_step[0] == 0).nonzero()[0])
+
+    def remask(value, hook):
+        if hook.step == 22:
+            value = value.clone()
+            value[0, place] = tiny_llada.mask_token_id
+        return value
+
+    run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=[("denoise.hook_canvas", remask)], record_sinks=False)
+    assert base.unmask_step[0, place] == 0
+    assert run.canvas[0, 22, place] == tiny_llada.mask_token_id
+    assert run.unmask_step[0, place] >= 22
+    assert run.answers[0].masks == 1  # 24 positions, 24 steps, one of them undone
+
+
+def test_nothing_committed_leaves_masks_and_says_so(tiny_llada):
+    hooks = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
+    run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, record_sinks=False)
+    assert run.answers[0].masks == 24
+    assert not run.answers[0].ended
+    assert "24 positions still masked" in repr(run)
+    assert "<|mdm_mask|>" in run.text
+    assert set(run.unmask_step[0, run.prompt_length :].tolist()) == {run.steps_run}
+
+
+# --- left to right -----------------------------------------------------------------------------------------------
+
+
+def test_the_cache_changes_neither_tokens_nor_sink_scores(tiny_llama):
+    prompts = unequal(tiny_llama, 3)
+    cached = sinklens.generate(tiny_llama, prompts)
+    plain = sinklens.generate(tiny_llama, prompts, use_cache=False)
+    assert torch.equal(cached.canvas, plain.canvas)
+    difference = abs(cached.sinks.data["score"] - plain.sinks.data["score"]).max().item()
+    assert difference < 1e-4
+    assert bool((cached.sinks.data["score"].isnull() == plain.sinks.data["score"].isnull()).all())
+
+
+def test_greedy_decoding_equals_transformers_own(tiny_llama):
+    ids, _ = tiny_llama.encode(PROMPTS[0])
+    theirs = tiny_llama.tree.hf.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    ours = sinklens.generate(tiny_llama, PROMPTS[0], record_sinks=False)
+    assert ours.tokens[0, : theirs.shape[1]].tolist() == theirs[0].tolist()
+    assert (ours.tokens[0, theirs.shape[1] :] == -1).all()
+
+
+def test_a_canvas_edit_reaches_the_cached_keys(tiny_llama):
+    """Changing an earlier number must change what is computed, cache or not."""
+    tokenizer = tiny_llama.tokenizer
+    old, new = (tokenizer(f" {n}", add_special_tokens=False).input_ids[0] for n in (5, 9))
+    prompt = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+
+    def swap(value, hook):
+        return torch.where(value == old, new, value) if hook.step == 2 else value
+
+    runs = [
+        sinklens.generate(
+            tiny_llama, prompt, hooks=[("denoise.hook_canvas", swap)], use_cache=cached, record_sinks=False
+        )
+        for cached in (True, False)
+    ]
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert runs[0].text != sinklens.generate(tiny_llama, prompt, record_sinks=False).text
+
+
+def test_an_autoregressive_commit_cannot_be_withheld(tiny_llama):
+    hooks = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
+    with pytest.raises(sinklens.SinklensError, match=r"hook_commit of an autoregressive model cannot be False"):
+        sinklens.generate(tiny_llama, PROMPTS[0], hooks=hooks)
+
+
+def test_rows_that_ended_are_filled_with_the_end_token_and_the_run_stops_when_all_have(tiny_llama):
+    run = sinklens.generate(tiny_llama, PROMPTS[:6], record_sinks=False)
+    end = tiny_llama.eos_token_ids[0]
+    assert all(answer.ended for answer in run.answers)
+    assert run.steps_run < 24
+    for row in run.tokens[:, run.prompt_length : run.prompt_length + run.steps_run]:
+        first = int((row == end).nonzero()[0])
+        assert (row[first:] == end).all()

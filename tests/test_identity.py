@@ -1,0 +1,132 @@
+"""Marks: the same for the same intervention, in any process, and different for any other."""
+
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.identity import mark
+from sinklens.interventions import AblateHeads, Activations, HeadOutputs, MaskSinks, PatchHooks
+from sinklens.sinks import EpsilonOverMean, TopK
+
+
+def scaled(factor, also=None):
+    def scale(value, hook):
+        return value * factor + (0 if also is None else also)
+
+    return scale
+
+
+def probe(number):
+    """A module whose repr tells its sizes alone."""
+    made = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(made.weight, number)
+    torch.nn.init.zeros_(made.bias)
+    return made
+
+
+def outputs(number):
+    """Of so many values that repr would leave out the one that differs."""
+    mean = torch.zeros(20, 20, 20)
+    mean[10, 10, 10] = number
+    return HeadOutputs(mean, torch.zeros(20, 1, 20, 20))
+
+
+class Method:
+    """Its method is a hook function; what it holds tells it apart."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __repr__(self):
+        return f"Method({self.factor})"
+
+    def hook(self, value, hook):
+        return value * self.factor
+
+
+SAME_AND_OTHER = {
+    "setting": [lambda n: MaskSinks(top_k=1 + n)],
+    "place": [lambda n: AblateHeads(layers=[n])],
+    "detector": [lambda n: MaskSinks(top_k=None, detector=EpsilonOverMean(3.0 + n))],
+    "kind of detector": [lambda n: MaskSinks(top_k=None, detector=[TopK(1), EpsilonOverMean(1.0)][n])],
+    "reference": [lambda n: AblateHeads(by="mean", reference=outputs(n))],
+    "patched values": [lambda n: PatchHooks(source={0: {"hook_embed": torch.full((1, 3, 2), float(n))}})],
+    "array": [lambda n: np.arange(3) + n],
+    "array of words": [lambda n: np.array(["a", "bc"[n]], dtype=object)],
+    "sort of number": [lambda n: torch.zeros(2, dtype=[torch.float32, torch.int32][n])],
+    "closure": [lambda n: scaled(n)],
+    "tensor in a closure": [lambda n: scaled(1, torch.full((2000,), float(n)))],
+    "default": [lambda n: lambda value, hook, by=n: value * by],
+    "keyword default": [lambda n: lambda value, hook, *, by=n: value * by],
+    "probe in a closure": [lambda n: scaled(1, probe(n))],
+    "partial": [lambda n: functools.partial(max, n)],
+    "method": [lambda n: Method(n).hook],
+    "code": [lambda n: [lambda value, hook: value * 2, lambda value, hook: value * 3][n]],
+    "global name": [lambda n: [lambda value, hook: np.sin(value), lambda value, hook: np.cos(value)][n]],
+    "predicate": [lambda n: (lambda name: name.endswith(("hook_z", "hook_q")[n]), scaled(1))],
+    "inner function": [lambda n: [lambda value, hook: (lambda: 1)(), lambda value, hook: (lambda: 2)()][n]],
+    "order": [lambda n: [MaskSinks(), AblateHeads()][:: (1, -1)[n]]],
+    "set": [lambda n: {1, 2 + n}],
+}
+
+
+@pytest.mark.parametrize("made", SAME_AND_OTHER)
+def test_a_mark_tells_what_differs_and_nothing_else(made):
+    (make,) = SAME_AND_OTHER[made]
+    assert mark(make(0)) == mark(make(0))
+    assert mark(make(0)) != mark(make(1))
+
+
+def test_tracks_are_told_by_all_they_hold(tiny_llada):
+    """Of one size, and so of one repr."""
+    tracks = [sinklens.generate(tiny_llada, "Tom has 5 pens.", gen_length=4, seed=seed).sinks for seed in (0, 0, 1)]
+    changed = tracks[0].data.copy(deep=True)
+    changed["score"][0, 2, 1, 3, 4] += 1e-3
+    other = sinklens.SinkTrack(changed)
+    assert len({repr(MaskSinks(source=track)) for track in (*tracks, other)}) == 1
+    marks = [mark(MaskSinks(source=track)) for track in (*tracks, other)]
+    assert marks[0] == marks[1]
+    assert len(set(marks)) == 3
+
+
+def test_caches_of_a_run_are_told_by_their_values(tiny_llada):
+    marks = []
+    for text in ("Tom has 5 pens.", "Tom has 5 pens.", "Tom has 6 pens."):
+        kept = Activations(names="blocks.0.hook_resid_post", steps=[1])
+        sinklens.generate(tiny_llada, text, hooks=[kept], gen_length=2, record_sinks=False)
+        marks.append(mark(PatchHooks(source=kept.caches)))
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_what_an_intervention_has_collected_is_no_part_of_it(tiny_llada):
+    kept = Activations(names="hook_embed")
+    before = mark(kept)
+    sinklens.generate(tiny_llada, "Tom has 5 pens.", hooks=[kept], gen_length=2, record_sinks=False)
+    assert mark(kept) == before
+
+
+def test_another_process_makes_the_same_mark():
+    code = "import test_marks as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.mark(m[0](0)).encode())"
+    path = f"import sys; sys.path[:0] = {[__file__.rpartition('/')[0]]!r}\n"
+    told = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True).stdout
+    ours = [str(mark(made[0](0)).replace(__name__, "test_marks").encode()) for made in SAME_AND_OTHER.values()]
+    assert told.splitlines() == ours
+
+
+class Plain:
+    """Says nothing of itself."""
+
+    def __call__(self, value, hook):
+        return value
+
+
+@pytest.mark.parametrize("value", [Plain(), [("hook_embed", Plain())], torch.zeros(1).add])
+def test_what_only_its_address_tells_is_refused(value):
+    with pytest.raises(SettingError, match="interventions that another process can tell apart"):
+        mark(value)
