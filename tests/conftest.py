@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,3 +84,32 @@ def browser() -> "Iterator[Browser]":
     window = Browser()
     yield window
     window.close()
+
+
+@pytest.fixture(scope="session")
+def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
+    """Random models that read words, so that prompts of different length can be given: ``worded("qwen3", True)``.
+
+    "dream" has Dream's sampler and shift.
+    """
+    from building import random_hf
+    from layouts import word_tokenizer, write_family
+
+    @cache
+    def make(architecture: str = "llama", causal: bool = False) -> "Model":
+        folder = tmp_path_factory.mktemp("model")
+        words = word_tokenizer(folder / "words")
+        if architecture != "dream":
+            return sinklens.load(random_hf(architecture, causal), tokenizer=words)
+        write_family(folder, "dream")
+        return sinklens.load(folder, tokenizer=words)
+
+    return make
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of an error that a user sees: without this, the test run's own type checks would raise first."""
+    import jaxtyping
+
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

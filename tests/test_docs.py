@@ -33,8 +33,9 @@ BLOCKS = [
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
 ]
 PUBLIC = (
-    "sinklens", "sinklens.analyses", "sinklens.checkpoints", "sinklens.evaluation", "sinklens.hooks",
-    "sinklens.interventions", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views", "sinklens.zoo",
+    "sinklens", "sinklens.analyses", "sinklens.checkpoints", "sinklens.evaluation", "sinklens.experiments",
+    "sinklens.hooks", "sinklens.interventions", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks",
+    "sinklens.views", "sinklens.zoo",
 )  # fmt: skip
 QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGES["errors.md"], flags=re.DOTALL | re.MULTILINE)
 

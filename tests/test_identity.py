@@ -112,7 +112,7 @@ def test_what_an_intervention_has_collected_is_no_part_of_it(tiny_llada):
 
 
 def test_another_process_makes_the_same_mark():
-    code = "import test_marks as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.mark(m[0](0)).encode())"
+    code = "import test_identity as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.mark(m[0](0)).encode())"
     path = f"import sys; sys.path[:0] = {[__file__.rpartition('/')[0]]!r}\n"
     told = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True).stdout
     ours = [str(mark(made[0](0)).replace(__name__, "test_marks").encode()) for made in SAME_AND_OTHER.values()]

@@ -61,7 +61,7 @@ IMPORTS = {name: imported(file) for name, file in MODULES.items()}
 
 def floor_name(module: str) -> str:
     """The folder or top-level file that a module belongs to; "" for the package itself, which is above all."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def test_every_file_has_a_floor():
