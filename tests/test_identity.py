@@ -115,7 +115,7 @@ def test_another_process_makes_the_same_mark():
     code = "import test_identity as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.mark(m[0](0)).encode())"
     path = f"import sys; sys.path[:0] = {[__file__.rpartition('/')[0]]!r}\n"
     told = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True).stdout
-    ours = [str(mark(made[0](0)).replace(__name__, "test_marks").encode()) for made in SAME_AND_OTHER.values()]
+    ours = [str(mark(made[0](0)).replace(__name__, "test_identity").encode()) for made in SAME_AND_OTHER.values()]
     assert told.splitlines() == ours
 
 
