@@ -211,7 +211,7 @@ def at_the_start(track: SinkTrack) -> xr.Dataset:
     step. ``places`` [prompt, place]: share per twentieth of the positions, named by where it begins.
     """
     main = motion.main_sink(track)
-    first = track.data["real"].argmax("pos")
+    first = track.data["is_real"].argmax("pos")
     behind = main - first
     some = main.notnull()
     length = motion.existing(track).any(("layer", "head")).sum("pos")

@@ -133,6 +133,6 @@ def sinks_of(track: SinkTrack) -> dict[str, np.ndarray]:
     return {
         "heads": ((track.detect() & there).any("pos").sum(axes) / exists.sum(axes)).to_numpy(),
         "main_score": score.max("pos").mean(axes).to_numpy(),
-        "start": ((main == track.data["real"].argmax("pos")).sum(axes) / exists.sum(axes)).to_numpy(),
+        "start": ((main == track.data["is_real"].argmax("pos")).sum(axes) / exists.sum(axes)).to_numpy(),
         "jump_share": (changed["changes"].sum(("layer", "head")) / changed["pairs"].sum(("layer", "head"))).to_numpy(),
     }

@@ -113,7 +113,7 @@ class MaskSinks(Intervention):
         """
         if self.pick == "random" or self.only or track_of(self.source) is not None or self.same_step or track.causal:
             raise SettingError("the keys can be told from a track where they follow from the scores alone.")
-        real, steps = torch.from_numpy(track.data["real"].to_numpy()), track.data["step"].to_numpy().tolist()
+        real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
         found = np.zeros(track.data["score"].shape, dtype=bool)
         layers = within("layer", self.layers, found.shape[2])
         heads = within("head", self.heads, found.shape[3])

@@ -73,7 +73,7 @@ class Numbers:
 
     def __init__(self, track: SinkTrack, canvas: Int[np.ndarray, "step pos"]) -> None:
         """Read `track`, of one row, and the `canvas` of its steps and after the last."""
-        sizes, real = track.data.sizes, track.data["real"].to_numpy()[0]
+        sizes, real = track.data.sizes, track.data["is_real"].to_numpy()[0]
         self.track, self.real = track, real
         self.steps, self.layers, self.heads = sizes["step"], sizes["layer"], sizes["head"]
         self.positions, self.first = int(real.sum()), int(real.argmax())

@@ -81,7 +81,7 @@ def places(track, *names):
 
 def naive_main(track):
     """Strongest key by looking at one position after the other."""
-    score, real = track.data["score"].to_numpy(), track.data["real"].to_numpy()
+    score, real = track.data["score"].to_numpy(), track.data["is_real"].to_numpy()
     main = np.full(score.shape[:4], NAN)
     for b, t, layer, h in places(track, "batch", "step", "layer", "head"):
         best = 0.0
@@ -92,7 +92,7 @@ def naive_main(track):
 
 
 def naive_existing(track):
-    score, real = track.data["score"].to_numpy(), track.data["real"].to_numpy()
+    score, real = track.data["score"].to_numpy(), track.data["is_real"].to_numpy()
     exists = np.zeros(score.shape, dtype=bool)
     for place in np.ndindex(score.shape):
         exists[place] = real[place[0], place[-1]] and not np.isnan(score[place])
