@@ -424,10 +424,10 @@ def test_a_kill_while_a_recording_is_replaced_leaves_the_earlier_one_aside(tmp_p
         store.flush()
 
     def kill(*_, **__):
-        raise Killed
+        raise Killed("in between")
 
     record(0)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed, match="in between"):
         patch.setattr("zarr.open_group", kill)
         record(1, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == [".run.old.zarr"]
