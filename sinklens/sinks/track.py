@@ -178,7 +178,7 @@ class SinkTrack:
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].
 
-        -1 where a head attends to nothing at all (its pattern was set to zero, or every key was masked), and behind the
+        -1 where a head's pattern is all zero (it was set to zero, or every key was masked), and behind the
         last where fewer than `k` positions exist.
 
         Raises:
@@ -194,7 +194,9 @@ class SinkTrack:
         return xr.DataArray(order, coords=coords, dims=(*AXES[:-1], "rank"))
 
     def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:
-        """Position of the strongest key at each step, of row `batch`; -1 where the head attends to nothing.
+        """Position of the strongest key at each step, of row `batch`; -1 where the head's pattern is all zero.
+
+        The strongest key is the one with the largest column sum; it is a sink only if a detector says so (`detect`).
 
         Raises:
             TrackError: no such layer, head or row.

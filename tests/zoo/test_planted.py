@@ -163,7 +163,7 @@ def test_the_truth_is_what_one_sees_in_the_tokens(run):
 
 
 @DTYPES
-def test_main_sinks_are_the_planted_ones(runs, dtype):
+def test_strongest_keys_are_the_planted_ones(runs, dtype):
     run = runs[dtype]
     for row, expected in enumerate(by_hand(run)):
         for name in WITH_SINK:
