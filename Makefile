@@ -47,6 +47,7 @@ notebooks: $(STAMP)  ## execute the tutorials that changed and write their noteb
 	$(BIN)/python scripts/make_notebooks.py $(ARGS)
 
 docs: $(STAMP)  ## build the documentation into site/, which opens offline
+	$(BIN)/python scripts/api_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 # The mark of an unfinished set-up becomes the stamp by a rename, last. A mark that is still there was left by a kill:

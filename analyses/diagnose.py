@@ -72,12 +72,12 @@ SIGNS = {
     "masking_changed": Sign("masking", "answer tokens that change then", np.nan, ""),
     "ordinary_cost": Sign("masking", "accuracy lost when an ordinary key is masked instead", np.nan, ""),
     "ordinary_changed": Sign("masking", "answer tokens that change then", np.nan, ""),
-    "first_four": Sign("start", f"main sinks on the first {FIRST} positions", 0.9, "ours"),
-    "first_twentieth": Sign("start", "main sinks in the first 5 % of the sequence", 0.9, "ours"),
-    "first_always": Sign("start", "heads whose main sink is the first token at every step", 0.5, "ours"),
-    "cut_same": Sign("cut", "main sinks outside the cut that stay where they were", 0.5, "ours"),
+    "first_four": Sign("start", f"strongest keys on the first {FIRST} positions", 0.9, "ours"),
+    "first_twentieth": Sign("start", "strongest keys in the first 5 % of the sequence", 0.9, "ours"),
+    "first_always": Sign("start", "heads whose strongest key is the first token at every step", 0.5, "ours"),
+    "cut_same": Sign("cut", "strongest keys outside the cut that stay where they were", 0.5, "ours"),
     "cut_overlap": Sign("cut", "overlap of the sinks with those of the uncut run", 0.5, "ours"),
-    "cut_static": Sign("cut", "heads whose main sink never moves while the middle is cut", 0.5, "ours"),
+    "cut_static": Sign("cut", "heads whose strongest key never moves while the middle is cut", 0.5, "ours"),
     "cut_cost": Sign("cut", "accuracy lost when the middle of the prompt is cut", np.nan, ""),
     "cut_changed": Sign("cut", "answer tokens that change then", np.nan, ""),
 }
@@ -204,14 +204,14 @@ def _answers(run: "Generation") -> np.ndarray:
 
 
 def at_the_start(track: SinkTrack) -> xr.Dataset:
-    """Where the main sinks are, over steps, layers and heads.
+    """Where the strongest keys are, over steps, layers and heads.
 
     ``first_four`` and ``first_twentieth`` [prompt]: share of them among the first 4 positions, and the first 5 % of the
-    positions that exist at the step. ``first_always``: share of heads whose main sink is the first position at every
-    step. ``places`` [prompt, place]: share per twentieth of the positions, named by where it begins.
+    positions that exist at the step. ``first_always``: share of heads whose strongest key is the first position at
+    every step. ``places`` [prompt, place]: share per twentieth of the positions, named by where it begins.
     """
-    main = motion.main_sink(track)
-    first = track.data["real"].argmax("pos")
+    main = motion.strongest_key(track)
+    first = track.data["is_real"].argmax("pos")
     behind = main - first
     some = main.notnull()
     length = motion.existing(track).any(("layer", "head")).sum("pos")
@@ -236,11 +236,11 @@ def anchors(
 ) -> xr.Dataset:
     """Whether the sinks of a run stay when the keys from `start` up to `end` are hidden.
 
-    ``cut_same`` [prompt]: share of (step, layer, head) with the same main sink in both runs, of those whose main sink
-    was not hidden; ``kept`` [prompt, part]: the same by tenths of the run, named by where they begin. ``cut_overlap``
+    ``cut_same`` [prompt]: share of (step, layer, head) with the same strongest key in both runs, of those whose key was
+    not hidden; ``kept`` [prompt, part]: the same by tenths of the run, named by where they begin. ``cut_overlap``
     [prompt]: Jaccard overlap of the sinks of both runs at the same step, layer and head, the hidden keys left out; keys
-    that become sinks because others are hidden lower it. ``cut_static`` [prompt]: share of heads whose main sink never
-    changes while the keys are hidden.
+    that become sinks because others are hidden lower it. ``cut_static`` [prompt]: share of heads whose strongest key
+    never changes while the keys are hidden.
 
     Args:
         track: the run as it was.
@@ -254,7 +254,7 @@ def anchors(
     alive = motion.existing(track).any(("layer", "head", "pos"))
     step = xr.DataArray(np.arange(track.steps), dims="step")
     part = np.floor(PARTS * step / alive.sum("step"))
-    before, after = (motion.main_sink(part).drop_vars("step", errors="ignore") for part in (track, hidden))
+    before, after = (motion.strongest_key(part).drop_vars("step", errors="ignore") for part in (track, hidden))
     same = (before == after).where(before.notnull() & ((before < first) | (before >= last))).astype(np.float64)
     over = ("step", "layer", "head")
     kept = xr.concat([same.where(part == at).mean(over) for at in range(PARTS)], dim="part")
@@ -293,11 +293,13 @@ def _page(measured: Mapping[str, xr.Dataset], signs: "DataFrame", seed: int) -> 
     interval_dots(right, "run", axes[1]).set(xlabel="share of word problems answered right", title="accuracy")
     shares = {name: data["places"].mean("prompt").to_numpy() for name, data in measured.items()}
     share_bars(shares, np.arange(BINS + 1) / BINS, axes[3]).set(
-        xlabel="place in the sequence (0: first token, 1: last)", ylabel="share of main sinks", title="where they are"
+        xlabel="place in the sequence (0: first token, 1: last)",
+        ylabel="share of strongest keys",
+        title="where they are",
     )
     curves(interval_table(measured, ["kept"], seed), "part", axes[5]).set(
         xlabel="share of the steps that have passed",
-        ylabel="main sinks that stay",
+        ylabel="strongest keys that stay",
         title="do they stay while the middle is cut?",
     )
     figure.suptitle(f"Warning signs: means over {max(signs['prompts'])} prompts with 95 % intervals; {SINK}")

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 MEANINGS = {
     "steps": "steps until the row ended",
-    "jumps": "changes of the main sink",
-    "jump_share": "share of steps at which the main sink changes",
+    "jumps": "changes of the strongest key",
+    "jump_share": "share of steps at which the strongest key changes",
     "sink_jump_share": "the same of steps before and after which it is a sink, all heads pooled",
     "jump_distance": "positions per change",
     "drift": "positions per step; above 0 to the right",
     "drift_r_squared": "share of the position's variance that the drift explains",
-    "static_share": "share of heads whose main sink never changes",
+    "static_share": "share of heads whose strongest key never changes",
     "sinks": "sinks per head and step",
     "lifetime": "steps that a sink lives",
     "censored": "share of lives cut off by the end",
@@ -98,7 +98,7 @@ class Dynamics(Study):
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
         shares, (ax,) = panels(1, size=(7, 3.5))
         table = interval_table(measured, DRAWN, self.seed)
-        told = wrapped(f"mean over prompts, 95 % interval; {SINK}; main sink: largest column sum", 40)
+        told = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
         interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=told)
         return {
             "map": _maps(tracks),

@@ -27,7 +27,7 @@ from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.sinks import SinkTrack
-from sinklens.sinks.motion import existing, jumps, main_sink
+from sinklens.sinks.motion import existing, jumps, strongest_key
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,12 +127,12 @@ def runs_and_steps(names: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 def sinks_of(track: SinkTrack) -> dict[str, np.ndarray]:
     """The measures of sinks [prompt], means over heads and steps."""
-    there, main, axes = existing(track), main_sink(track), ("step", "layer", "head")
+    there, main, axes = existing(track), strongest_key(track), ("step", "layer", "head")
     score, exists = track.scores().where(there), there.any("pos")
     changed = jumps(track)
     return {
         "heads": ((track.detect() & there).any("pos").sum(axes) / exists.sum(axes)).to_numpy(),
         "main_score": score.max("pos").mean(axes).to_numpy(),
-        "start": ((main == track.data["real"].argmax("pos")).sum(axes) / exists.sum(axes)).to_numpy(),
+        "start": ((main == track.data["is_real"].argmax("pos")).sum(axes) / exists.sum(axes)).to_numpy(),
         "jump_share": (changed["changes"].sum(("layer", "head")) / changed["pairs"].sum(("layer", "head"))).to_numpy(),
     }

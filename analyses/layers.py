@@ -2,8 +2,8 @@
 
     sinklens analyse layers tiny-llada tiny-llama
 
-Draws the layer × head map of the main sink's score averaged over steps (Rulli et al., 2510.15731, Fig. 5), counts the
-sinks of each layer, and fits a line through counts and strengths over the depth of every prompt.
+Draws the layer × head map of the strongest key's score averaged over steps (Rulli et al., 2510.15731, Fig. 5), counts
+the sinks of each layer, and fits a line through counts and strengths over the depth of every prompt.
 
 One way this fails: a model of four layers has no deep layers to speak of; the trend of a line through four points says
 which end is higher, not that the paper's picture of 32 layers holds.
@@ -32,7 +32,7 @@ PER_LAYER = {
     "places": "positions that are a sink to some head, per step",
     "heads": "share of (step, head) with a sink",
     "strength": "score of the sinks (column sum, uniform = 1)",
-    "main": "score of the main sink (column sum, uniform = 1)",
+    "main": "score of the strongest key (column sum, uniform = 1)",
 }
 CLAIMS = {"count": "fewer", "places": "fewer", "heads": "fewer", "strength": "stronger", "main": "stronger"}
 
@@ -89,8 +89,8 @@ class Layers(Study):
 def by_layer(track: SinkTrack) -> xr.Dataset:
     """How strong and how many sinks are, by layer.
 
-    ``main_sum`` and ``main_visible`` [prompt, layer, head]: score of the main sink, averaged over the steps that have
-    one, in the unit of that name. [prompt, layer]: ``count``, sinks per head and step; ``places``, positions that are a
+    ``main_sum`` and ``main_visible`` [prompt, layer, head]: score of the strongest key, averaged over the steps that
+    have one, in the unit of that name. [prompt, layer]: ``count``, sinks per head and step; ``places``, positions that are a
     sink to some head, per step; ``heads``, share of (step, head) with a sink; ``strength``, mean score of the sinks,
     NaN without any; ``main``, mean of ``main_sum``. ``trend_…`` [prompt]: see `trend`.
     """

@@ -7,6 +7,9 @@ transformers' attention modules hand over rotated queries, keys and values; what
 - ``hook_sink_scores``: fused attention and its log-sum-exp, from which the column sums follow (column_sums.py);
 - ``hook_attn_scores`` or ``hook_pattern``: the map is made explicit, and edits of it take effect.
 
+Padding is neither key nor query: its column and its row of the pattern are 0. What a fused kernel computes for a
+padding query is something else, and no real position reads it.
+
 In a model whose scores become weights in another way than by softmax (weighing.py) the map is always explicit.
 
 ``hook_sink_scores`` describes the attention that was used, so it comes after the pattern. An nnsight block that
@@ -197,9 +200,10 @@ def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Flo
 
 
 def _pattern(operands: Operands, scores: Tensor | None = None) -> Float[Tensor, "batch head query key"]:
-    """The map, of the operands' own scores or of edited ones."""
-    own = _scores(operands) if scores is None else scores
-    return operands.weigh(own, operands.visible()).to(operands.query.dtype)
+    """The map, of the operands' own scores or of edited ones; rows of padding queries are 0."""
+    own, real = _scores(operands) if scores is None else scores, operands.real_queries()
+    weights = operands.weigh(own, operands.visible()).to(operands.query.dtype)
+    return weights if real is None else weights.masked_fill(~real[:, None, :, None], 0.0)
 
 
 def _scores(operands: Operands) -> Float[Tensor, "batch head query key"]:

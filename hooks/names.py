@@ -48,7 +48,11 @@ ATTENTION = (
     PointSpec("hook_rot_k", "batch key kv_head d_head", "rotated keys, cached ones included"),
     PointSpec("hook_attn_mask", "batch head query|1 key", "added to the scores; zeros unless set; stays fused"),
     PointSpec("hook_attn_scores", "batch head query key", "scores after masking; watching makes the map explicit"),
-    PointSpec("hook_pattern", "batch head query key", "attention weights; watching makes the map explicit"),
+    PointSpec(
+        "hook_pattern",
+        "batch head query key",
+        "attention weights; rows of padding are 0; watching makes the map explicit",
+    ),
     PointSpec("hook_sink_scores", "batch head key", "column sums of the pattern, mean 1; read-only"),
     PointSpec("hook_z", "batch pos head d_head", "head outputs before the output projection"),
     PointSpec("hook_result", "batch pos head d_model", "head outputs after it; their sum is hook_attn_out"),

@@ -160,7 +160,7 @@ def _attention(
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / d_head**0.5
     scores = point(f"{at}.hook_attn_scores", torch.where(seen, scores + bias, -torch.inf))
     weights = _weights(scores, seen.sum(-1, keepdim=True), getattr(config, "sinklens_attention", "softmax"))
-    pattern = point(f"{at}.hook_pattern", weights)
+    pattern = point(f"{at}.hook_pattern", weights * real[:, None, :, None])
     point(f"{at}.hook_sink_scores", (pattern * real[:, None, :, None]).sum(2))
     z = point(f"{at}.hook_z", torch.einsum("bhqk,bkhd->bqhd", pattern, v))
     weight = attn.o_proj.weight.T.unflatten(0, (heads, d_head))

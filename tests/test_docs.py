@@ -1,6 +1,7 @@
 """The documentation builds without a warning, opens without a network, runs, and says what the code says."""
 
 import ast
+import dataclasses
 import importlib
 import os
 import re
@@ -20,6 +21,7 @@ import sinklens
 from sinklens import errors
 from sinklens.checkpoints import FAMILIES, shipped_names
 from sinklens.errors import SinklensError
+from sinklens.experiments import Effect
 from sinklens.hooks import names
 from sinklens.interventions import Intervention
 from sinklens.sinks import Detector
@@ -146,6 +148,29 @@ def test_the_reference_has_every_public_name(site, package):
         "sinklens.SinklensError": "sinklens.errors.SinklensError",
     }
     assert {homes.get(name, name) for name in wanted} - ids == set()
+
+
+def test_the_table_of_each_reference_page_says_what_the_code_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    tables = importlib.import_module("api_tables")
+    package = tables.load()
+    stale = [
+        page for page, text in PAGES.items() if page.startswith("api/") if tables.with_table(text, package) != text
+    ]
+    assert stale == [], "run scripts/api_tables.py"
+    for exported in PUBLIC:
+        file = "index" if exported == "sinklens" else exported.rpartition(".")[2]
+        told = {code(name).rpartition(".")[2]: said for name, said in rows(f"api/{file}.md", tables.BEGIN)}
+        elsewhere = {"SinkTrack", "SinklensError"} if exported == "sinklens" else set()
+        assert set(_exported(exported)) - elsewhere <= set(told), exported
+        assert all(told.values())
+
+
+def test_a_name_s_line_in_the_reference_is_the_first_of_its_docstring():
+    told = {code(name): said for name, said in rows("api/interventions.md", "# sinklens.interventions")}
+    module = importlib.import_module("sinklens.interventions")
+    for name in module.__all__:
+        assert told[f"interventions.{name}"] == getattr(module, name).__doc__.splitlines()[0].replace("``", "`")
 
 
 def test_habits_of_docstrings_are_rewritten_for_the_reference():
@@ -288,6 +313,11 @@ def test_a_concept_page_lists_every_kind(package, base, page):
     kinds = [getattr(module, name) for name in module.__all__]
     kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
     assert [kind.__name__ for kind in kinds if f"][{package}.{kind.__name__}]" not in PAGES[page]] == []
+
+
+def test_every_attribute_of_an_effect_is_explained():
+    told = {code(name) for name, _ in rows("concepts/interventions.md", "## What it did")}
+    assert told == {part.name for part in dataclasses.fields(Effect)}
 
 
 def test_the_floors_are_those_that_are_held():

@@ -257,7 +257,7 @@ run = sinklens.generate(tiny, prompts, record_sinks=Record([Patterns()]))
 track = run.sinks
 pattern = track.data["pattern"]
 print(dict(pattern.sizes), f"{pattern.nbytes / 1e6:.0f} MB")
-real = track.data["real"].rename(pos="query").astype(np.float32)  # 0 for the queries of the padding on the left
+real = track.data["is_real"].rename(pos="query").astype(np.float32)  # 0 for the queries of the padding on the left
 assert np.allclose(xr.dot(pattern, real, dim="query"), track.data["score"].transpose(..., "pos"), atol=1e-3)
 
 # %% [markdown]
@@ -279,7 +279,7 @@ class MaskedQueries(Detector):
     at_random: bool = False  # M are as many queries, drawn at random
 
     def queries(self, track):
-        masked, real = track.data["masked"], track.data["real"]
+        masked, real = track.data["masked"], track.data["is_real"]
         if self.at_random:
             drawn = np.random.default_rng(0).random(masked.shape) + 2.0 * ~real.to_numpy()[:, None]  # padding last
             masked = masked.copy(data=drawn.argsort(-1).argsort(-1) < masked.sum("pos").to_numpy()[..., None])
@@ -288,7 +288,7 @@ class MaskedQueries(Detector):
     def score(self, track):
         asking = self.queries(track)
         received = xr.dot(track.need("pattern")["pattern"], asking, dim="query")
-        received = received * track.data["real"].sum("pos") / asking.sum("query")
+        received = received * track.data["is_real"].sum("pos") / asking.sum("query")
         return received.transpose("batch", "step", "layer", "head", "pos")
 
     def strength(self, track):

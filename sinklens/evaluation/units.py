@@ -197,7 +197,7 @@ def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarra
 
     Returns:
         "per_head": sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"); "main_score": mean
-        over heads and steps of the largest score; "static_share": heads whose main sink never moves, in [0, 1].
+        over heads and steps of the largest score; "static_share": heads whose strongest key never moves, in [0, 1].
     """
     assert run.sinks is not None
     found: dict[str, list[float]] = {"per_head": [], "main_score": [], "static_share": []}

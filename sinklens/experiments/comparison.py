@@ -232,7 +232,9 @@ def _is_end(run: Generation, ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*ro
 def attention_to(
     run: Generation, keys: Bool[xr.DataArray, "batch step layer head pos"], steps: Sequence[int] | None = None
 ) -> Float[np.ndarray, "batch step pos"]:
-    """Attention that each query of `run` gives to `keys`, averaged over layers and heads; NaN at other `steps`.
+    """Attention that each query of `run` gives to `keys`, averaged over layers and heads.
+
+    NaN at padding, at positions that are not decoded yet, and at other `steps`.
 
     Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
     it tells which positions had attended to the sinks that were taken away.
@@ -249,7 +251,7 @@ def attention_to(
         for layer, name in enumerate(names):
             mask = wanted[:, layer, :, :exists, None].to(seen[name])
             mass += (seen[name] @ mask)[..., 0].mean(dim=1).float().cpu()
-        found[:, step, :exists] = (mass / len(names)).numpy()
+        found[:, step, :exists] = np.where(real.cpu(), mass / len(names), np.nan)
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.selection import Scope, Selection
+from sinklens.interventions.selection import Pick, Scope, Selection
 from sinklens.runs.intervention import Intervention, Pairs, Part, Queries, Surroundings, layer_of
 
 if TYPE_CHECKING:
@@ -123,23 +123,32 @@ class AblateSinkAttention(Intervention):
     for the prompt, and for each later token the keys that it attends to most itself.
 
     Attributes:
-        top_k: the strongest keys of each head.
+        top_k: how many keys of each head: the strongest, those with the largest column sums.
         mass: "spread" hands what they received to the other keys, row by row, in proportion; "drop" lets it go, so
             that rows sum to less than 1.
         scope: as in `MaskSinks`, but "model" is not possible: later layers are not known yet.
+        pick: "strongest"; or as controls the same number of "random" or of the "weakest" keys of the same heads.
+        seed: of random keys, which depend on it, the row's prompt, step, layer and head alone.
         positions: queries whose attention is changed.
     """
 
     top_k: int = 1
     mass: Literal["spread", "drop"] = "spread"
     scope: Scope = "head"
+    pick: Pick = "strongest"
+    seed: int = 0
+
+    @property
+    def selection(self) -> Selection:
+        """How keys are chosen."""
+        return Selection(self.top_k, None, self.pick, self.scope, (), self.seed)
 
     def __post_init__(self) -> None:
         if self.mass not in ("spread", "drop"):
             raise SettingError(f"mass is 'spread' or 'drop'; got {self.mass!r}.")
         if self.scope == "model":
             raise SettingError("scope='model' needs the scores of all layers; use MaskSinks(same_step=True).")
-        Selection(self.top_k, None, "strongest", self.scope, (), 0)
+        _ = self.selection
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
@@ -168,13 +177,12 @@ class AblateSinkAttention(Intervention):
     ) -> Bool[Tensor, "batch head query key"]:
         """The keys that each query loses."""
         batch, _, queries, keys = pattern.shape
-        selection = Selection(self.top_k, None, "strongest", self.scope, (), 0)
         real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys]
         found = torch.zeros_like(pattern, dtype=torch.bool)
         for part in [Part(step, 0, queries)] if run is None else run.parts(step, queries):
-            own = slice(part.start, part.stop)
+            own, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys are not there yet
             counted = real[:, keys - queries :][:, own]
-            there = real & (torch.arange(keys, device=real.device) < keys - queries + part.stop)
-            scores = (pattern[:, :, own].float() * counted[:, None, :, None]).sum(dim=2)
-            found[:, :, own] = selection.choose({layer: scores}, there, run, None, step)[layer][:, :, None]
+            scores = (pattern[:, :, own, :end].float() * counted[:, None, :, None]).sum(dim=2)
+            chosen = self.selection.choose({layer: scores}, real[:, :end], run, None, part.step)[layer]
+            found[:, :, own, :end] = chosen[:, :, None]
         return found

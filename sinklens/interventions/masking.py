@@ -9,7 +9,7 @@ compute all of them again (``use_cache=False``): what earlier tokens say to the 
 
 One way this surprises: a key that was masked at step t − 1 received nothing there, so it is no sink, and at step t
 others are masked in its place. With ``source=`` a run without masking, the sets are those of the unmasked model. A
-head that attended to nothing at step t − 1 has no sink there, and nothing is masked for it.
+head whose pattern was all zero at step t − 1 has no strongest key, and nothing is masked for it.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class MaskSinks(Intervention):
     """At step t, no attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
 
     The additive mask of the chosen keys is −∞, so what a softmax leaves of each query's attention still sums to 1; a
-    query with no key left attends to nothing. A detector that finds nothing leaves the run as it was, bit for bit.
+    query with no key left has an all-zero row. A detector that finds nothing leaves the run as it was, bit for bit.
 
     Attributes:
         top_k: the strongest keys of each head; the paper masks 1, 5 and 10.
@@ -113,7 +113,7 @@ class MaskSinks(Intervention):
         """
         if self.pick == "random" or self.only or track_of(self.source) is not None or self.same_step or track.causal:
             raise SettingError("the keys can be told from a track where they follow from the scores alone.")
-        real, steps = torch.from_numpy(track.data["real"].to_numpy()), track.data["step"].to_numpy().tolist()
+        real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
         found = np.zeros(track.data["score"].shape, dtype=bool)
         layers = within("layer", self.layers, found.shape[2])
         heads = within("head", self.heads, found.shape[3])
@@ -147,7 +147,8 @@ class KeepKeys(Intervention):
     """Attention to the strongest keys of step t − 1 and to the neighbours alone: can a context be compressed to sinks?
 
     Query i sees key j if j is among the kept keys, or |i − j| ≤ window. Everything else is as in `MaskSinks`; nothing
-    is forbidden at step 0. A head that attended to nothing at step t − 1 has no strongest key and keeps its neighbours.
+    is forbidden at step 0. A head whose pattern was all zero at step t − 1 has no strongest key and keeps its
+    neighbours.
 
     Attributes:
         top_k: keys kept per head.

@@ -114,7 +114,7 @@ class PreviousSinks:
         """Each row's prompt is the source's, as it was given or as it stands on the canvas."""
         length = self._run.prompt_length
         theirs = torch.from_numpy(source.data["token_id"].isel(step=0).to_numpy()[:, :length]).to(ids)
-        real = torch.from_numpy(source.data["real"].to_numpy()[:, :length])
+        real = torch.from_numpy(source.data["is_real"].to_numpy()[:, :length])
         either = (real | self._run.real[:, :length].cpu()).to(ids.device) & (theirs >= 0)  # a row may be missing here
         for row in ((theirs != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
             if row_key(theirs[row].cpu()[real[row]].tolist()) != self._run.row_keys[row]:

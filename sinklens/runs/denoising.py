@@ -294,7 +294,7 @@ class Denoising:
         self._told = len(self._vocabulary)
         words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
         real = self.state.real.cpu().numpy()
-        self._recorder.store.describe(self._provenance() | words, {"real": real, **whole_run})
+        self._recorder.store.describe(self._provenance() | words, {"is_real": real, **whole_run})
 
     def _provenance(self) -> dict[str, Any]:
         kept = {name: value for name, value in asdict(self.settings).items() if value is not None}

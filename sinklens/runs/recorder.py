@@ -50,7 +50,9 @@ class SinkRecorder:
         self._rows_of: dict[int, Tensor] = {}
         self._watching: list[Any] = []
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
-        self.store: Store = MemoryStore(axes) if record.to is None else ZarrStore(record.to, axes, steps, record.dtype)
+        self.store: Store = MemoryStore(axes)
+        if record.to is not None:
+            self.store = ZarrStore(record.to, axes, steps, record.dtype, record.overwrite)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

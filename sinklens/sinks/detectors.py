@@ -87,7 +87,7 @@ class EpsilonOverMean(Detector):
 class TopK(Detector):
     """The `k` strongest keys of every head and step, whatever their score; fewer where fewer exist.
 
-    A head that attends to nothing at all has none.
+    A head whose pattern is all zero has none.
 
     Attributes:
         k: how many; existing positions only.

@@ -22,7 +22,7 @@ import xarray as xr
 from sinklens.atomic import whole
 from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks.active import nothing
-from sinklens.sinks.stores import FINISHED, FORMAT, WIDE, WRITTEN
+from sinklens.sinks.stores import FINISHED, FORMAT, FORMATS, WIDE, WRITTEN, beside, is_store, restore
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # of tracks that are put together
 
 
-def save(track: "SinkTrack", path: Path, dtype: str) -> Path:
+def save(track: "SinkTrack", path: Path, dtype: str, overwrite: bool = True) -> Path:
     """See `SinkTrack.save`."""
     if dtype not in ("float32", "float16"):
         raise TrackError(f"dtype on disk is 'float32' or 'float16'; got {dtype!r}.")
+    _refuse(path, overwrite)
     data = track.data.assign_attrs(format=FORMAT).drop_encoding()
     recorded = [name for name in data.data_vars if np.issubdtype(data[name].dtype, np.floating)]
     data = data.assign({name: data[name].astype("float32" if name in WIDE else dtype) for name in recorded})
@@ -47,40 +48,50 @@ def save(track: "SinkTrack", path: Path, dtype: str) -> Path:
 
 
 def _save_store(data: xr.Dataset, path: Path) -> Path:
-    if path.exists() and not _is_store(path):
-        raise TrackError(f"{path} exists and is no sink track; choose another place.")
-    part, old = (path.with_name(f".{path.stem}.{state}.zarr") for state in ("part", "old"))
+    part, old = (beside(path, state) for state in ("part", "old"))
     chunks = {
         name: {"chunks": tuple(1 if axis == "step" else size for axis, size in values.sizes.items())}
         for name, values in data.data_vars.items()
     }
     try:
-        _restore(path, old)
+        restore(path, old)
         shutil.rmtree(part, ignore_errors=True)
-        data.to_zarr(part, mode="w", consolidated=False, encoding=chunks, write_empty_chunks=True)
+        with warnings.catch_warnings():  # that other readers of format 3 may not know consolidated metadata
+            warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
+            data.to_zarr(part, mode="w", consolidated=True, encoding=chunks, write_empty_chunks=True)
         if path.exists():
             path.replace(old)
         part.replace(path)
     except OSError as error:
         raise SinklensError(f"could not write {path}: {error}. Make room or choose another place.") from error
     finally:
-        _restore(path, old)
+        restore(path, old)
         shutil.rmtree(part, ignore_errors=True)
     return path
 
 
-def _restore(path: Path, old: Path) -> None:
-    """Undo a replacement that was interrupted before the new store was in place, and clear one that was not."""
-    if old.exists() and not path.exists():
-        old.replace(path)
-    shutil.rmtree(old, ignore_errors=True)
+def _refuse(path: Path, overwrite: bool) -> None:
+    """Refuse to replace what is no track, or what may not be replaced."""
+    if not path.exists():
+        return
+    if not (is_store(path) if path.is_dir() else _is_file(path)):
+        raise TrackError(f"{path} exists and is not a sink track; choose another place.")
+    if not overwrite:
+        raise TrackError(f"{path} exists already; pass overwrite=True to replace it, or choose another place.")
 
 
-def _is_store(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
+    """Whether `path` is a sink track's NetCDF file, or empty as a temporary file is."""
+    import h5py
+
+    if path.stat().st_size == 0:
+        return True
     try:
-        return json.loads((path / "zarr.json").read_text())["attributes"]["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError):
+        with h5py.File(path) as file:
+            told = file.attrs.get("format")
+    except OSError:
         return False
+    return (told.decode() if isinstance(told, bytes) else told) in FORMATS
 
 
 def open_dataset(path: Path) -> xr.Dataset:
@@ -88,14 +99,14 @@ def open_dataset(path: Path) -> xr.Dataset:
     if not path.exists():
         raise TrackError(f"{path} does not exist; give the path that SinkTrack.save returned.")
     data = _open_store(path) if path.is_dir() else _open_file(path)
-    if data.attrs.get("format") != FORMAT:
+    if data.attrs.get("format") not in FORMATS:
         raise TrackError(f"{path} is no sink track of this version (format {data.attrs.get('format')!r}).")
     return data
 
 
 def _open_file(path: Path) -> xr.Dataset:
     try:
-        return xr.open_dataset(path, engine="h5netcdf")
+        return _converted(xr.open_dataset(path, engine="h5netcdf"))
     except (OSError, ValueError, KeyError) as error:
         raise TrackError(f"{path} is not a whole NetCDF-4 file ({error}); it may be truncated.") from error
 
@@ -109,11 +120,11 @@ def _open_store(path: Path) -> xr.Dataset:
     try:
         with warnings.catch_warnings():  # a kill in the middle of a write leaves a *.partial, which nobody reads
             warnings.filterwarnings("ignore", r"Object at .*\.partial is not recognized")
-            data = xr.open_zarr(path, chunks=None, consolidated=False)
-            arrays = dict(zarr.open_group(path, mode="r").arrays())
+            data = _converted(xr.open_zarr(path, chunks=None, consolidated=False))
+            arrays = dict(zarr.open_group(path, mode="r", use_consolidated=False).arrays())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackError(f"{path} is not a whole Zarr store ({error}); it may be truncated.") from error
-    if data.attrs.get("format") != FORMAT:
+    if data.attrs.get("format") not in FORMATS:
         return data
     killed = WRITTEN in data.attrs and not data.attrs.get(FINISHED, 1)
     steps = int(data.attrs.pop(WRITTEN, data.sizes.get("step", 0)))
@@ -125,6 +136,11 @@ def _open_store(path: Path) -> xr.Dataset:
             raise TrackError(f"{path} lacks {lost} chunks of {name}; part of the store was lost. Copy it again, whole.")
     data = data.isel(step=slice(0, steps))
     return _unfinished(data) if killed else data
+
+
+def _converted(data: xr.Dataset) -> xr.Dataset:
+    """A track of format 1 under today's names."""
+    return data.rename(real="is_real") if data.attrs.get("format") == FORMATS[0] and "real" in data else data
 
 
 def _lost_chunks(folder: Path, array: Any, steps: int) -> int:
@@ -139,7 +155,7 @@ def _lost_chunks(folder: Path, array: Any, steps: int) -> int:
 
 def _unfinished(data: xr.Dataset) -> xr.Dataset:
     """The track of a run that was killed; the step that decided each position is read off the finished steps."""
-    token, committed, real = (data[name].to_numpy() for name in ("token_id", "committed", "real"))
+    token, committed, real = (data[name].to_numpy() for name in ("token_id", "committed", "is_real"))
     steps, prompt = token.shape[1], np.arange(token.shape[2]) < int(data.attrs["prompt_length"])
     changed = np.concatenate([token[:, 1:] != token[:, :-1], committed[:, -1:]], axis=1)
     last = np.where(changed, np.arange(steps)[None, :, None], -1).max(axis=1)

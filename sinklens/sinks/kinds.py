@@ -121,7 +121,7 @@ def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
     tokens, place = np.unique(token_id, return_inverse=True)
     codes = np.array([known.get(int(token), Kind.MISSING) for token in tokens], dtype=np.int8)[place]
     codes = codes.reshape(token_id.shape)
-    first = np.arange(token_id.shape[2]) == track.data["real"].to_numpy().argmax(axis=1)[:, None]
+    first = np.arange(token_id.shape[2]) == track.data["is_real"].to_numpy().argmax(axis=1)[:, None]
     codes[(codes == Kind.END) & first[:, None] & ~_answer(track)] = Kind.START
     ends = (codes == Kind.END) & _answer(track)
     codes[ends & (ends.cumsum(axis=-1) > 1)] = Kind.FILLING
@@ -236,7 +236,7 @@ def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "Data
 
 def _existing(track: SinkTrack) -> np.ndarray:
     """Places that are there, [batch, step, pos]: no padding, nothing still to be decoded, no row that has ended."""
-    there = track.data["real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
+    there = track.data["is_real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
     return there & running(track).to_numpy()[:, :, None]
 
 

@@ -1,10 +1,11 @@
 """How sinks move over the denoising steps: measures of a sink track, the same for every kind of run.
 
-The *main sink* of a head at a step is its strongest key. The *sinks* are what a detector finds, any number of them. A
+The *strongest key* of a head at a step is the position with the largest column sum. The *sinks* are what a detector
+finds, any number of them: a strongest key is a sink only if a detector says so. A
 position *exists* at a step where it has a score: padding never does, a token of an autoregressive run does once the
 step's text holds it, and after a row has ended nothing does, also where its batch goes on. What does not exist counts
-nowhere; a head that attends to nothing has no main sink at that step. Positions are canvas positions, left padding
-included.
+nowhere; a head whose pattern is all zero has no strongest key at that step. Positions are canvas positions, left
+padding included.
 
 One way this fails: every head has a strongest key, also one whose attention is flat, and there the strongest key jumps
 with the noise. `jumps`, `drift` and `static_share` then tell of motion where there is no sink; `lifetimes`, `overlap`
@@ -35,8 +36,8 @@ def existing(track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"
     return _scores(track).notnull()
 
 
-def main_sink(track: SinkTrack) -> Float[xr.DataArray, "batch step layer head"]:
-    """Position of the strongest key, argmax_j Ā[j]; the first of equals; NaN where a head attends to nothing.
+def strongest_key(track: SinkTrack) -> Float[xr.DataArray, "batch step layer head"]:
+    """Position of the strongest key, argmax_j Ā[j]; the first of equals; NaN where the pattern is all zero.
 
     The same as ``track.top(1)``, without sorting, until the row ends (Rulli et al., 2510.15731, Fig. 7).
     """
@@ -46,10 +47,13 @@ def main_sink(track: SinkTrack) -> Float[xr.DataArray, "batch step layer head"]:
     return position.where(score.max("pos") > 0)
 
 
-def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos"] | None = None) -> xr.Dataset:
-    """How often and how far the main sink p_t changes from one step to the next.
+main_sink = strongest_key  # its name in sinklens 0.1
 
-    Only pairs of neighbouring recorded steps that both have a main sink count (Rulli et al., 2510.15731, Figs. 4, 7).
+
+def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos"] | None = None) -> xr.Dataset:
+    """How often and how far the strongest key p_t changes from one step to the next.
+
+    Only pairs of neighbouring recorded steps that both have one count (Rulli et al., 2510.15731, Figs. 4, 7).
 
     Args:
         found: what a detector found (`track.detect`); then only pairs of steps at which the head has a sink count, so
@@ -60,7 +64,7 @@ def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos
         changes / pairs, NaN without a pair; ``distance``, the mean of |p_t − p_{t−1}| over the changes, in positions,
         NaN without a change.
     """
-    main = main_sink(track)
+    main = strongest_key(track)
     moved = (main if found is None else main.where(found.any("pos"))).diff("step")
     change = moved.where(moved != 0)
     changes, pairs = change.count("step"), moved.count("step")
@@ -70,7 +74,7 @@ def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos
 
 
 def drift(track: SinkTrack) -> xr.Dataset:
-    """Least-squares line through the main sink's position p_t over the steps t, and how well it fits.
+    """Least-squares line through the strongest key's position p_t over the steps t, and how well it fits.
 
     slope = Σ_t (t − t̄)(p_t − p̄) / Σ_t (t − t̄)², in positions per step: above 0 to the right, as LLaDA's sinks go with
     its blocks, below 0 to the left, as Dream's do (Rulli et al., 2510.15731, Fig. 7).
@@ -78,9 +82,9 @@ def drift(track: SinkTrack) -> xr.Dataset:
     Returns:
         Per [batch, layer, head]: ``slope``, NaN with fewer than two steps; ``correlation`` of position and step in
         [−1, 1] and ``r_squared``, its square: the share of the position's variance that the line explains, NaN where
-        the position never changes, 1 where there are but two steps; ``steps``, how many had a main sink.
+        the position never changes, 1 where there are but two steps; ``steps``, how many had a strongest key.
     """
-    main = main_sink(track)
+    main = strongest_key(track)
     step = main["step"].where(main.notnull())
     away, across = step - step.mean("step"), main - main.mean("step")
     spread, rise = (away**2).sum("step"), (away * across).sum("step")
@@ -96,11 +100,11 @@ def drift(track: SinkTrack) -> xr.Dataset:
 
 
 def static_share(track: SinkTrack) -> Float[xr.DataArray, " batch"]:
-    """Share of (layer, head) whose main sink is one position at every step that has one.
+    """Share of (layer, head) whose strongest key is one position at every step that has one.
 
-    Heads without a main sink at any step are left out; NaN where that is all of them. A run of one step is static.
+    Heads without a strongest key at any step are left out; NaN where that is all of them. A run of one step is static.
     """
-    main = main_sink(track)
+    main = strongest_key(track)
     still = main.min("step") == main.max("step")
     return still.sum(HEADS) / main.notnull().any("step").sum(HEADS)
 
@@ -238,12 +242,12 @@ def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataF
     Every number is a mean over the layers and heads (and steps or pairs) where it is defined, NaN where it nowhere is.
 
     Args:
-        detector: what a sink is; by default as in ``track.detect``. The columns of the main sink and the pooled ones do
-            not ask it.
+        detector: what a sink is; by default as in ``track.detect``. The columns of the strongest key and the pooled ones
+            do not ask it.
 
     Returns:
-        Indexed by ``batch``. ``steps``: until the row ended. Main sink: ``jumps``, changes; ``jump_share``, of pairs of
-        steps; ``jump_distance``, positions; ``drift``, positions per step; ``drift_r_squared``; ``static_share``, of
+        Indexed by ``batch``. ``steps``: until the row ended. Strongest key: ``jumps``, changes; ``jump_share``, of pairs
+        of steps; ``jump_distance``, positions; ``drift``, positions per step; ``drift_r_squared``; ``static_share``, of
         heads. Sinks: ``sinks``, per head and step; ``lifetime``, steps, and ``censored``, share cut off by the end,
         both over all lives of the row; ``static_sinks``, share; ``overlap_step``, ``overlap_layer``, ``overlap_head``;
         ``spatial_variance``, ``temporal_variance`` per head, and ``pooled_…`` as their source has them.
@@ -252,7 +256,7 @@ def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataF
     alive = exists.any("pos")
     measures = {
         "steps": alive.any(HEADS).sum("step"),
-        **_of_main_sink(track),
+        **_of_strongest_key(track),
         "sinks": found.sum("pos").where(alive),
         **_of_lives(found, exists),
         "static_sinks": static_sinks(found, exists),
@@ -274,7 +278,7 @@ def _scores(track: SinkTrack, unit: Unit = "sum") -> xr.DataArray:
     return score.where(running(track)) if track.causal else score
 
 
-def _of_main_sink(track: SinkTrack) -> dict[str, xr.DataArray]:
+def _of_strongest_key(track: SinkTrack) -> dict[str, xr.DataArray]:
     """The columns of `motion_table` that ask no detector."""
     moves, line = jumps(track), drift(track)
     return {

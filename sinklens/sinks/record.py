@@ -27,16 +27,19 @@ class Record:
             the number of steps; a run that is killed leaves the steps it finished. None keeps the track in memory.
         dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits, up to 65,504; the
             ones of "stream", which can be larger, stay in float32).
+        overwrite: an earlier track at `to` is replaced when the run's first step ends. Tracks that were opened from
+            there and not yet read are lost: ``track.data.load()`` keeps one.
 
     Raises:
         SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are no (step,
-            layer) pairs, or a place to append to that is no new ``*.zarr`` folder.
+            layer) pairs, or a place to append to that is not a new ``*.zarr`` folder.
     """
 
     quantities: Sequence[str | Quantity] = ()
     patterns: Sequence[Place] = ()
     to: str | Path | None = None
     dtype: str = "float32"
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.quantities, str):
@@ -57,7 +60,7 @@ class Record:
                 f"run.sinks.save('sinks.nc') afterwards."
             )
         if self.to is not None:
-            refuse_existing(self.to)
+            refuse_existing(self.to, self.overwrite)
 
     def _refuse_twice(self) -> None:
         chosen = self.chosen()
@@ -65,7 +68,7 @@ class Record:
             ("are called", [part.name for part in chosen]),
             (
                 "fill the variable",
-                [*CANVASES, "real", "unmask_step", *(name for part in chosen for name in part.variables)],
+                [*CANVASES, "is_real", "unmask_step", *(name for part in chosen for name in part.variables)],
             ),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})

@@ -12,6 +12,9 @@ One way this fails: each chunk is a file, so a run of many short steps makes man
 one file of them.
 """
 
+import json
+import shutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +33,9 @@ if TYPE_CHECKING:
 
 CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
 WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # beyond float16's 65,504 in some models
-FORMAT = "sinklens sink track 1"
+FORMAT = "sinklens sink track 2"
+FORMATS = ("sinklens sink track 1", FORMAT)  # that can be opened; 1 calls is_real "real"
+PLACES = ("batch", "step", "layer", "head", "pos")  # axes whose coordinates are their numbers
 WRITTEN = "steps_written"  # attribute of a Zarr store: steps that are whole
 FINISHED = "finished"  # attribute: 0 until the run has come to its end
 
@@ -93,7 +98,7 @@ class MemoryStore(Store):
 
 
 class ZarrStore(Store):
-    """Steps in a Zarr store at `path`, a new folder, made when the first step comes.
+    """Steps in a Zarr store at `path`, a new folder, made when the first step comes; plain xarray opens it, too.
 
     A thread of its own writes, in the order of the calls, and is one call behind at most: the next call waits for it,
     and raises what went wrong.
@@ -102,13 +107,16 @@ class ZarrStore(Store):
         axes: variable -> its axes behind batch and step.
         steps: steps planned; the arrays are that long, `WRITTEN` says how many of them there are.
         dtype: of floating-point variables on disk; those in `WIDE` stay in float32.
+        overwrite: an earlier track at `path` goes away when the first step comes.
 
     Raises:
-        SettingError: something is there already.
+        SettingError: something is there already that may not be replaced.
     """
 
-    def __init__(self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str) -> None:
-        refuse_existing(path)
+    def __init__(
+        self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str, overwrite: bool = False
+    ) -> None:
+        refuse_existing(path, overwrite)
         self.path = Path(path).absolute()
         self._axes, self._steps, self._dtype = CANVASES | dict(axes), steps, np.dtype(dtype)
         self._arrays: dict[str, Any] = {}
@@ -120,9 +128,22 @@ class ZarrStore(Store):
     def _group(self) -> Any:
         import zarr
 
+        old = beside(self.path, "old")
+        restore(self.path, old)
+        if self.path.exists():  # moved first, so that a kill leaves either the earlier track or none
+            self.path.replace(old)
         group = zarr.open_group(self.path, mode="w-")
-        group.update_attributes({WRITTEN: 0, FINISHED: 0})
+        group.update_attributes({"format": FORMAT, WRITTEN: 0, FINISHED: 0})
+        restore(self.path, old)
         return group
+
+    def _consolidate(self) -> None:
+        """List all arrays in the group's own metadata, where xarray looks for them first."""
+        import zarr
+
+        with warnings.catch_warnings():  # that other readers of format 3 may not know such lists
+            warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
+            self._group = zarr.consolidate_metadata(self._group.store)
 
     @contextmanager
     def _writing(self) -> "Iterator[None]":
@@ -152,26 +173,41 @@ class ZarrStore(Store):
 
     def _append(self, step: Mapping[str, np.ndarray]) -> None:
         with self._writing():
+            new = [name for name in step if name not in self._arrays]
             for name, value in step.items():
-                if name not in self._arrays:
-                    self._create(name, ("step", *self._axes[name]), value, (self._steps,))
+                if name in new:
+                    self._create(name, ("batch", "step", *self._axes[name]), value, (self._steps,))
                 self._arrays[name][:, self._done] = value
+            if new:
+                self._number({"step": self._steps}, step)
+                self._consolidate()
             self._group.update_attributes({WRITTEN: self._done + 1})
         self._done += 1
 
     def _create(self, name: str, axes: tuple[str, ...], value: np.ndarray, planned: tuple[int, ...] = ()) -> None:
         """An array that holds `value` once per step, or once; every chunk of it is a file, whatever is in it."""
         floating = np.issubdtype(value.dtype, np.floating)
-        batch, *sizes = value.shape
+        first, *sizes = value.shape
         self._arrays[name] = self._group.create_array(
             name,
-            shape=(batch, *planned, *sizes),
-            chunks=(batch, *(1 for _ in planned), *sizes),
+            shape=(first, *planned, *sizes),
+            chunks=(first, *(1 for _ in planned), *sizes),
             dtype=self._dtype if floating and name not in WIDE else value.dtype,
             fill_value=np.nan if floating else None,
-            dimension_names=("batch", *axes),
+            dimension_names=axes,
             config={"write_empty_chunks": True},
         )
+
+    def _number(self, sizes: Mapping[str, int], step: Mapping[str, np.ndarray]) -> None:
+        """The coordinates: numbers along each axis."""
+        found = dict(sizes)
+        for name, value in step.items():
+            found |= dict(zip(("batch", *self._axes[name]), value.shape, strict=True))
+        for axis in PLACES:
+            if axis in found and axis not in self._arrays:
+                numbers = np.arange(found[axis])
+                self._create(axis, (axis,), numbers)
+                self._arrays[axis][:] = numbers
 
     def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         """Write them."""
@@ -180,10 +216,13 @@ class ZarrStore(Store):
 
     def _describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
         with self._writing():
+            new = [name for name in whole_run if name not in self._arrays]
             for name, value in whole_run.items():
-                if name not in self._arrays:
-                    self._create(name, ("pos",), value)
+                if name in new:
+                    self._create(name, ("batch", "pos"), value)
                 self._arrays[name][:] = value
+            if new:
+                self._consolidate()
             self._group.update_attributes({"format": FORMAT, **attrs})
 
     def dataset(self) -> xr.Dataset | None:
@@ -197,11 +236,39 @@ class ZarrStore(Store):
         return data.isel(step=slice(0, data.attrs.pop(WRITTEN)))
 
 
-def refuse_existing(path: str | Path) -> None:
-    """A run appends to a new store only.
+def refuse_existing(path: str | Path, overwrite: bool = False) -> None:
+    """A run appends to a new store, or with `overwrite` in place of an earlier track.
 
     Raises:
-        SettingError: something is at `path`.
+        SettingError: something is at `path`, and either is no track or may not be replaced.
     """
-    if Path(path).exists():
-        raise SettingError(f"{path} exists already; a run never overwrites a recording. Choose another place.")
+    restore(Path(path), beside(Path(path), "old"))
+    if not Path(path).exists():
+        return
+    if not is_store(Path(path)):
+        raise SettingError(f"{path} exists and is not a sink track; choose another place.")
+    if not overwrite:
+        raise SettingError(
+            f"{path} exists already; a run replaces a recording only where Record(..., overwrite=True) says so. "
+            f"Choose another place."
+        )
+
+
+def is_store(path: Path) -> bool:
+    """Whether `path` is a sink track's Zarr store, finished or not."""
+    try:
+        return json.loads((path / "zarr.json").read_text())["attributes"]["format"] in FORMATS
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def beside(path: Path, state: str) -> Path:
+    """The hidden folder beside a store that holds its "part" or its "old" one."""
+    return path.with_name(f".{path.stem}.{state}.zarr")
+
+
+def restore(path: Path, old: Path) -> None:
+    """Undo a replacement that was interrupted before the new store was in place, and clear one that was not."""
+    if old.exists() and not path.exists():
+        old.replace(path)
+    shutil.rmtree(old, ignore_errors=True)

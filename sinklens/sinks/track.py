@@ -15,7 +15,7 @@ paper does not say in which unit its ε is meant. "sum" is the default here.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,7 +23,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from sinklens.sinks.detectors import Detector
 
 Unit = Literal["sum", "percent", "fraction", "visible"]
-REQUIRED = ("score", "token_id", "masked", "committed", "real")
+REQUIRED = ("score", "token_id", "masked", "committed", "is_real")
+AXES = ("batch", "step", "layer", "head", "pos")
 
 
 class SinkTrack:
@@ -41,19 +42,46 @@ class SinkTrack:
         data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] (NaN where a position does not exist
             yet); ``token_id`` [batch, step, pos], the ids that entered the step (-1 where undecided in an
             autoregressive run); ``masked`` and ``committed`` [batch, step, pos], still masked when the step began, and
-            given its token in it; ``real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and whatever
-            else was recorded (`quantities`). Attributes: model, revision, family, causal (0 or 1), settings, seed,
-            prompt_length, dtype, device, versions, vocabulary, special.
+            given its token in it; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and
+            whatever else was recorded (`quantities`). Each axis has the numbers of its places as coordinate.
+            Attributes: model, revision, family, causal (0 or 1), settings, seed, prompt_length, dtype, device,
+            versions, vocabulary, special.
     """
 
     def __init__(self, data: xr.Dataset) -> None:
         missing = [name for name in REQUIRED if name not in data]
         if missing:
             raise TrackError(f"this dataset is no sink track: it lacks {', '.join(missing)}.")
-        places = {name: np.arange(size) for name, size in data.sizes.items() if name not in data.coords}
         self.data = data.assign_coords(
-            {name: places[name] for name in ("step", "layer", "head", "pos") if name in places}
+            {name: np.arange(data.sizes[name]) for name in AXES if name in data.sizes and name not in data.coords}
         )
+
+    def __getitem__(self, name: str) -> xr.DataArray:
+        """A variable as it was recorded, or a coordinate; `scores` and `need` also leave padding out.
+
+        Raises:
+            TrackError: the track has none of this name.
+        """
+        if name not in self:
+            from sinklens.sinks.quantities import quantity_of
+
+            if isinstance(name, str) and quantity_of(name):
+                self.need(name)  # says how to record it
+            raise TrackError(
+                f"this track has no variable {name!r}; it holds {', '.join(map(str, self.data.variables))}."
+                f"{nearest(str(name), map(str, self.data.variables))}"
+            )
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data.variables
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, self.data.data_vars)
+
+    def to_dataset(self) -> xr.Dataset:
+        """A Dataset of its own: variables added there or taken away leave the track as it is."""
+        return self.data.copy()
 
     @property
     def steps(self) -> int:
@@ -88,7 +116,7 @@ class SinkTrack:
         """
         if unit not in get_args(Unit):
             raise TrackError(f"unit is one of {', '.join(get_args(Unit))}; got {unit!r}.")
-        score = self.data["score"].astype(np.float32).where(self.data["real"])
+        score = self.data["score"].astype(np.float32).where(self.data["is_real"])
         if unit == "sum":
             return score
         exists = score.notnull()
@@ -115,7 +143,10 @@ class SinkTrack:
                 )
         chosen = {name: self.data[name].astype(np.float32) for name in variables}
         return xr.Dataset(
-            {name: value.where(self.data["real"]) if "pos" in value.dims else value for name, value in chosen.items()}
+            {
+                name: value.where(self.data["is_real"]) if "pos" in value.dims else value
+                for name, value in chosen.items()
+            }
         )
 
     def detect(self, detector: "Detector | None" = None) -> Bool[xr.DataArray, "batch step layer head pos"]:
@@ -147,7 +178,7 @@ class SinkTrack:
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].
 
-        -1 where a head attends to nothing at all (its pattern was set to zero, or every key was masked), and behind the
+        -1 where a head's pattern is all zero (it was set to zero, or every key was masked), and behind the
         last where fewer than `k` positions exist.
 
         Raises:
@@ -159,10 +190,13 @@ class SinkTrack:
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
         exists = np.take_along_axis(values, order, axis=-1) > -np.inf
         order = np.where(exists & (values.max(axis=-1, keepdims=True) > 0), order, -1)
-        return xr.DataArray(order, dims=("batch", "step", "layer", "head", "rank"))
+        coords = {axis: self.data[axis] for axis in AXES[:-1]}
+        return xr.DataArray(order, coords=coords, dims=(*AXES[:-1], "rank"))
 
     def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:
-        """Position of the strongest key at each step, of row `batch`; -1 where the head attends to nothing.
+        """Position of the strongest key at each step, of row `batch`; -1 where the head's pattern is all zero.
+
+        The strongest key is the one with the largest column sum; it is a sink only if a detector says so (`detect`).
 
         Raises:
             TrackError: no such layer, head or row.
@@ -189,21 +223,24 @@ class SinkTrack:
 
         return sink_map(self, layer=layer, head=head, batch=batch, ax=ax)
 
-    def save(self, path: str | Path, dtype: Literal["float32", "float16"] = "float32") -> Path:
+    def save(
+        self, path: str | Path, dtype: Literal["float32", "float16"] = "float32", *, overwrite: bool = True
+    ) -> Path:
         """Write to one NetCDF-4 file, or to a Zarr store if `path` ends in ``.zarr``; nothing half-written stays.
 
         Args:
             dtype: of the recorded quantities on disk. float16 keeps three significant digits of numbers up to 65,504;
                 those of "stream" can be larger and stay in float32. Only h5netcdf and h5py read float16 from a NetCDF
                 file, since the format does not know it.
+            overwrite: replace an earlier track at `path`; False refuses. Anything else there is never replaced.
 
         Raises:
             SinklensError: it cannot be written; the track is still in memory.
-            TrackError: `path` ends in ``.zarr`` and is a folder of something else.
+            TrackError: something is at `path` that is not a sink track, or `overwrite` is False.
         """
         from sinklens.sinks.files import save
 
-        return save(self, Path(path), dtype)
+        return save(self, Path(path), dtype, overwrite)
 
     @classmethod
     def open(cls, path: str | Path) -> "SinkTrack":
@@ -245,7 +282,7 @@ def build_track(
     token_id: Any,
     masked: Any,
     committed: Any,
-    real: Any,
+    is_real: Any,
     unmask_step: Any,
     attrs: dict[str, Any],
     **recorded: Any,
@@ -272,7 +309,7 @@ def build_track(
             "token_id": (places, token_id),
             "masked": (places, masked),
             "committed": (places, committed),
-            "real": (("batch", "pos"), real),
+            "is_real": (("batch", "pos"), is_real),
             "unmask_step": (("batch", "pos"), unmask_step),
             **{name: (("batch", "step", "layer", *axes[name]), value) for name, value in recorded.items()},
         },

@@ -78,7 +78,7 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
 def layer_head_map(
     values: Float[np.ndarray, "layer head"], name: str, unit: str = "sum", ax: "Axes | None" = None
 ) -> "Axes":
-    """Layer × head map of the main sink's score averaged over steps (the paper's Fig. 5).
+    """Layer × head map of the strongest key's score averaged over steps (the paper's Fig. 5).
 
     Args:
         values: the scores.
@@ -89,7 +89,7 @@ def layer_head_map(
     image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
     ax.set(xlabel="head", ylabel="layer", title=short(name))
     ax.locator_params(integer=True)
-    ax.figure.colorbar(image, ax=ax, label=f"score of the main sink:\n{wrapped(UNITS[unit], 30)}")
+    ax.figure.colorbar(image, ax=ax, label=f"score of the strongest key:\n{wrapped(UNITS[unit], 30)}")
     return ax
 
 

@@ -72,7 +72,7 @@ def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos
     """
     row = track.data.isel(batch=batch)
     ids = row["token_id"].isel(step=-1).to_numpy() if tokens is None else tokens
-    words, masks, real = track.vocabulary, track.special["mask"], row["real"].to_numpy()
+    words, masks, real = track.vocabulary, track.special["mask"], row["is_real"].to_numpy()
 
     def label(token: int) -> str:
         if token < 0 or token in masks:

@@ -64,7 +64,7 @@ class Numbers:
         first: padding before the first position.
         prompt_positions: positions of the prompt.
         path: strongest key, [step, 1 + layer + layer · head]: of the mean over all heads, of the mean of each layer, of
-            each head; -1 where a head attends to nothing.
+            each head; -1 where a pattern is all zero.
         strength: score of the strongest key, mean over steps, [layer, head] (Rulli et al., 2510.15731, Fig. 5).
         sink_heads: heads in which each position is a sink, [step, pos].
         sunk: whether a head has a sink, [step, layer · head].
@@ -73,7 +73,7 @@ class Numbers:
 
     def __init__(self, track: SinkTrack, canvas: Int[np.ndarray, "step pos"]) -> None:
         """Read `track`, of one row, and the `canvas` of its steps and after the last."""
-        sizes, real = track.data.sizes, track.data["real"].to_numpy()[0]
+        sizes, real = track.data.sizes, track.data["is_real"].to_numpy()[0]
         self.track, self.real = track, real
         self.steps, self.layers, self.heads = sizes["step"], sizes["layer"], sizes["head"]
         self.positions, self.first = int(real.sum()), int(real.argmax())

@@ -85,7 +85,7 @@ def test_a_prompt_too_short_to_have_a_middle_loses_nothing():
     assert start.tolist() == end.tolist()
 
 
-def test_main_sinks_at_the_start_are_counted_from_the_first_real_token():
+def test_strongest_keys_at_the_start_are_counted_from_the_first_real_token():
     """Padding of 2 in row 1. Heads: on the first token always; on the fourth; on the eighth of twenty."""
     score = np.concatenate([with_sinks([[[0, 3, 7]], [[0, 3, 7]]], length=20)] * 2)
     score[1] = np.roll(score[1], 2, axis=-1)

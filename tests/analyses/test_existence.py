@@ -19,7 +19,7 @@ def real_track(tiny_llada):
 def test_histogram_and_thresholds_are_those_of_counting(real_track):
     data = sink_shares(real_track)
     score = real_track.data["score"].to_numpy().astype(np.float64)
-    real = real_track.data["real"].to_numpy()
+    real = real_track.data["is_real"].to_numpy()
     for row in range(2):
         bins, no_sink, total = np.zeros(100), {0: 0, 3: 0}, 0
         for pattern in score[row].reshape(-1, score.shape[-1]):

@@ -24,7 +24,7 @@ def test_fewer_and_stronger_sinks_are_told_as_planted():
     assert float(data["trend_strength"]) == pytest.approx(8)  # 4 more over half of the depth
 
 
-def test_a_causal_main_sink_is_averaged_over_the_queries_that_see_it():
+def test_a_causal_strongest_key_is_averaged_over_the_queries_that_see_it():
     """Key 3 of 5 is seen by queries 3 and 4: a column sum of 1.6 is a mean of 0.8."""
     data = by_layer(planted([[[[[1.0, 0.9, 0.8, 1.6, 0.7]]]]], causal=True))
     assert float(data["main_visible"][0, 0, 0]) == pytest.approx(0.8)

@@ -40,6 +40,11 @@ def bent(logits):
     return (weights * logits.log_softmax(dim=-1)).sum() / 50
 
 
+def at_real(real):
+    """`bent` of the logits of real positions: at padding they mean nothing."""
+    return bent if real is None else lambda logits: bent(torch.where(real[..., None], logits, 0.0))
+
+
 def cells(kind, seed, count=3):
     """Places of a kind of point, drawn at random: layer and numbers along the axes that an effect has."""
     sizes = {"head": 6, "kv_head": 2, "pos": LENGTH, "query": LENGTH, "key": LENGTH}
@@ -58,7 +63,7 @@ def at_cell(kind, shape, place):
 
 
 def metric_of(model, ids, real, name=None, edit=None):
-    return bent(plain_pass(model, ids, real, {} if name is None else {name: edit}).logits).item()
+    return at_real(real)(plain_pass(model, ids, real, {} if name is None else {name: edit}).logits).item()
 
 
 @pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["whole", "padded"])
@@ -66,7 +71,7 @@ def metric_of(model, ids, real, name=None, edit=None):
 def test_estimates_are_slopes_towards_the_clean_value_at_every_point(architecture, causal, real):
     """Central differences of a pass in plain torch: (m(v + hΔ) − m(v − hΔ)) / 2h, Δ the change at one place."""
     model, (clean, corrupted) = random_double(architecture, causal), pair()
-    found = attribution_patching(model, clean, corrupted, bent, every_value, real)
+    found = attribution_patching(model, clean, corrupted, at_real(real), every_value, real)
     values = [plain_pass(model, ids, real).values for ids in (clean, corrupted)]
     compared = []
     for kind in KINDS:
@@ -92,7 +97,7 @@ def random_double(architecture, causal):
 def test_real_patching_is_a_pass_with_one_value_replaced(architecture, causal, real):
     model, (clean, corrupted) = shared_model(architecture, causal), pair()
     names = [name for name in model.hook_names() if every_value(name)][:30]
-    found = patching_effects(model, clean, corrupted, bent, names, real, at_once=29)
+    found = patching_effects(model, clean, corrupted, at_real(real), names, real, at_once=29)
     values, base = plain_pass(model, clean, real).values, metric_of(model, corrupted, real)
     assert found.clean == pytest.approx(metric_of(model, clean, real), abs=1e-3)
     assert found.corrupted == pytest.approx(base, abs=1e-3)

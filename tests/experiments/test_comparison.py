@@ -387,6 +387,8 @@ def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_mo
                     total += (pattern * keys.to_numpy()[row, step, layer]).sum()
                 assert found[row, step, query] == pytest.approx(total / 24, abs=1e-6)
     assert np.isnan(found[:, [0, 1, 2, 4, 5, 7]]).all()
+    assert not run.real.all()
+    assert np.isnan(found[:, 3][~run.real.numpy()]).all()
     assert np.nanmax(found) > 0.05
 
 

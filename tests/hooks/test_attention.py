@@ -85,9 +85,30 @@ def test_watching_anything_but_the_map_leaves_the_logits_bit_for_bit(architectur
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
 def test_watching_the_map_changes_the_logits_by_rounding_only(architecture, causal, real, point):
     model, ids = shared_model(architecture, causal), random_ids()
-    torch.testing.assert_close(
-        watch(model, ids, point, real=real)[0], model(ids, attention_mask=real), atol=1e-5, rtol=0
-    )
+    counted = slice(None) if real is None else real
+    watched, unwatched = watch(model, ids, point, real=real)[0], model(ids, attention_mask=real)
+    torch.testing.assert_close(watched[counted], unwatched[counted], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_rows_of_padding_queries_are_zero_so_its_column_sums_are_the_sink_scores(architecture, causal):
+    model, ids, real = shared_model(architecture, causal), random_ids(), left_padding()
+    sinks, pattern = watch(model, ids, "hook_sink_scores", "hook_pattern", real=real)[1:]
+    torch.testing.assert_close(pattern.sum(-1), real.float()[:, None].expand(2, pattern.shape[1], 7))
+    torch.testing.assert_close(pattern.sum(2), sinks, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_a_padding_query_attends_to_changes_no_bit_of_a_real_position(causal):
+    model, ids, real = shared_model("llama", causal), random_ids(), left_padding()
+
+    def uniform_for_padding(pattern):
+        return torch.where(real[:, None, :, None], pattern, 1 / 7)
+
+    zeros = watch(model, ids, "hook_pattern", real=real)[0]
+    others = watch(model, ids, real=real, edits={"hook_pattern": uniform_for_padding})[0]
+    assert not torch.equal(zeros, others)
+    assert torch.equal(zeros[real], others[real])
 
 
 # The last is odd and longer than a block of the fused kernel, and than a block of the sums.
@@ -102,9 +123,8 @@ def test_sink_scores_are_the_column_sums_of_the_pattern(architecture, causal, re
     fused = watch(model, ids, "hook_sink_scores", real=real)[1]
     explicit, pattern = watch(model, ids, "hook_sink_scores", "hook_pattern", real=real)[1:]
     plain = plain_pass(model, ids, real).values
-    counted = pattern.double() if real is None else pattern.double() * real[:, None, :, None]
     for scores in (fused, explicit):
-        torch.testing.assert_close(scores.double(), counted.sum(2), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(scores.double(), pattern.double().sum(2), atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(scores, plain[f"{AT}.hook_sink_scores"], atol=1e-5, rtol=1e-4)
 
 
@@ -126,8 +146,7 @@ def test_in_bfloat16_sink_scores_agree_with_the_pattern_to_its_rounding(causal):
     assert torch.equal(logits, model(ids, attention_mask=left_padding()))
     assert fused.dtype == torch.float32
     assert pattern.dtype == torch.bfloat16
-    counted = pattern.float() * left_padding()[:, None, :, None]
-    torch.testing.assert_close(fused, counted.sum(2), atol=0.03, rtol=0)
+    torch.testing.assert_close(fused, pattern.float().sum(2), atol=0.03, rtol=0)
     torch.testing.assert_close(fused.sum(-1), torch.tensor([[4.0], [7.0]]).expand(2, 6), atol=0.03, rtol=0)
 
 

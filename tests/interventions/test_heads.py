@@ -1,5 +1,9 @@
 """Ablated heads add nothing to the stream and leave the others alone; means, samples and sinks against loops."""
 
+import hashlib
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from building import KINDS, plain_pass, random_ids, random_model, shared_model
@@ -204,6 +208,43 @@ def test_attention_to_sinks_is_taken_away_as_a_loop_does(worded, architecture, c
         torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
 
 
+def drawn(prompt, places, seed, step, layer, head, count=2):
+    """`count` of `places` at random, by the numbers that seed, step and layer, and the row's prompt, give each head."""
+    numbers = [hashlib.sha256(repr(given).encode()).digest()[:8] for given in ((seed, step, layer), prompt)]
+    noise = np.random.default_rng([int.from_bytes(number, "little") for number in numbers]).random((6, len(places)))
+    return [place for _, place in sorted(zip(noise[head].tolist(), places, strict=True), reverse=True)[:count]]
+
+
+@pytest.mark.parametrize("mass", ["spread", "drop"])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_random_keys_are_as_many_in_the_same_heads_and_drawn_per_row_and_step(
+    worded, architecture, causal, settings, mass
+):
+    before, name = {}, "blocks.1.attn.hook_pattern"
+    ablate = AblateSinkAttention(top_k=2, mass=mass, pick="random", seed=3, layers=[1], heads=[1, 4])
+    hooks = [(name, lambda value, hook: before.update({hook.step: value.clone()})), ablate]
+    watched = watch(worded(architecture, causal), PADDED, hooks, **settings)
+    run, taken = watched.run, set()
+    for step in range(run.steps_run):
+        wanted, after = before[step].clone(), watched.values[step][name]
+        first = after.shape[3] - after.shape[2]
+        for row, head, query in itertools.product(range(2), (1, 4), range(after.shape[2])):
+            of_prompt = causal and first + query < run.prompt_length
+            end = (run.prompt_length if of_prompt else first + query + 1) if causal else after.shape[3]
+            own = (0 if of_prompt else first + query - run.prompt_length + 1) if causal else step
+            places = [place for place in range(end) if run.real[row, place]]
+            prompt = [int(run.canvas[row, 0, place]) for place in places if place < run.prompt_length]
+            keys = drawn(prompt, places, 3, own, 1, head)
+            taken.add((row, own, head, *sorted(keys)))
+            weights = wanted[row, head, query]
+            total = weights.sum()
+            weights[keys] = 0
+            if mass == "spread" and weights.sum() > 0:
+                weights *= total / weights.sum()
+        torch.testing.assert_close(after, wanted, atol=1e-6, rtol=1e-5)
+    assert len({entry[3:] for entry in taken}) > 0.5 * len(taken), "rows, steps and heads share their keys"
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_in_a_single_pass_the_same_edits_are_made(causal):
     model, ids = shared_model("llama", causal), random_ids()
@@ -230,6 +271,7 @@ def test_in_a_single_pass_the_same_edits_are_made(causal):
         (AblateHeads(steps=[4]), "step 4 does not exist; there are 4, 0 to 3"),
         (AblateHeads(positions=[15]), "position 15 does not exist; there are 15, 0 to 14"),
         (AblateSinkAttention(positions=[-16]), "position -16 does not exist; there are 15"),
+        (AblateSinkAttention(pick="random", top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
         (AblateSinkAttention(top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
     ],
 )
@@ -247,6 +289,7 @@ def test_places_that_do_not_exist_are_refused(worded, intervention, text):
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
         (lambda: AblateSinkAttention(mass="keep"), "mass is 'spread' or 'drop'; got 'keep'"),
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
+        (lambda: AblateSinkAttention(pick="some"), "pick is 'strongest', 'weakest' or 'random'; got 'some'"),
         (lambda: AblateSinkAttention(top_k=-1), "top_k is a number of keys, 0 or more; got -1"),
         (lambda: AblateHeads(heads=3).on(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
         (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= belongs to a run of several steps"),

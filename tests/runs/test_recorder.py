@@ -102,7 +102,7 @@ def test_a_row_is_recorded_alike_alone_and_in_a_batch(run):
     width, steps = alone.data.sizes["pos"], alone.steps
     assert width < run.sinks.data.sizes["pos"]
     for name, mine in alone.data.data_vars.items():
-        if name not in ("real", "unmask_step", "stream_channel"):
+        if name not in ("is_real", "unmask_step", "stream_channel"):
             theirs = run.sinks.data[name].isel(batch=[0], step=slice(0, steps))
             theirs = theirs.isel(pos=slice(-width, None)) if "pos" in theirs.dims else theirs
             np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4, err_msg=str(name))
@@ -180,11 +180,13 @@ def test_a_recorded_pattern_is_the_one_that_the_scores_are_sums_of(tiny_llada):
     record = Record([Entropy()], patterns=[(0, 0), (-1, -1), (3, 2)])
     run = sinklens.generate(tiny_llada, PROMPTS, gen_length=8, steps=6, block_length=8, record_sinks=record)
     assert set(run.patterns) == {(0, 0), (5, 3), (3, 2)}
-    real = run.real[:, None, :, None]
+    real = run.real[:, None].float().expand(-1, tiny_llada.cfg.n_heads, -1)
+    assert not run.real.all()
     for (step, layer), pattern in run.patterns.items():
-        torch.testing.assert_close(pattern.sum(-1), torch.ones(pattern.shape[:3]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(pattern.sum(-1), real, rtol=0, atol=1e-5)
         score = run.sinks.data["score"].isel(step=step, layer=layer).to_numpy()
-        np.testing.assert_allclose((pattern * real).sum(2), score, atol=1e-5)
+        np.testing.assert_allclose(pattern.sum(2), score, atol=1e-5)
+        assert torch.equal(pattern.sum(2).argmax(-1), torch.from_numpy(score).argmax(-1)), "another key is strongest"
         entropy = -(pattern * pattern.clamp(min=1e-30).log()).sum(-1).numpy()
         np.testing.assert_allclose(run.sinks.data["entropy"].isel(step=step, layer=layer), entropy, atol=1e-4)
         np.testing.assert_allclose(passed(run, step)[0][f"blocks.{layer}.attn.hook_pattern"], pattern, atol=1e-5)
@@ -211,7 +213,7 @@ def plant(value):
 
 
 def flatten(value):
-    value[:, :, 2] = value[:, :1, 2]
+    value[:, :, 2] = value[:, -1:, 2]
 
 
 def shut(value):
@@ -298,7 +300,7 @@ class Wrong(Entropy):
 class Taken(Odd):
     """Would fill a variable that every track has."""
 
-    variables = {"real": ("pos",)}  # noqa: RUF012
+    variables = {"is_real": ("pos",)}  # noqa: RUF012
 
 
 class Lost(Entropy):
@@ -317,14 +319,14 @@ class Lost(Entropy):
             r"is called 'value'; known: values, stream, outputs\. Nearest: val",
         ),
         (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two of a track's quantities are called 'entropy'"),
-        (lambda _: Record([Taken()]), SettingError, r"two of a track's quantities fill the variable 'real'"),
+        (lambda _: Record([Taken()]), SettingError, r"two of a track's quantities fill the variable 'is_real'"),
         (lambda _: Record(dtype="float64"), SettingError, r"a recording is 'float32' or 'float16'; got 'float64'"),
         (lambda tmp: Record(to=tmp / "run.nc"), SettingError, r"run\.nc' does not end in \.zarr.*run\.sinks\.save"),
         (lambda tmp: Record(to=tmp), SettingError, r"does not end in \.zarr"),
         (
             lambda tmp: Record(to=str(tmp / "old.zarr")),
             SettingError,
-            r"old\.zarr exists already; a run never overwrites",
+            r"old\.zarr exists and is not a sink track; choose another place",
         ),
         (lambda _: Record(patterns=[(24, 0)]), SettingError, r"\(24, 0\) is outside this run of 24 steps and 4 layers"),
         (lambda _: Record(patterns=[(0, 0), (0, -5)]), SettingError, r"\(0, -5\) is outside this run"),

@@ -36,7 +36,7 @@ class Cell:
         (b, t, layer, h), self.data = place, data
         self.causal, self.place = bool(data.attrs["causal"]), place
         score = data["score"].to_numpy()[b, t, layer, h]
-        real = data["real"].to_numpy()[b]
+        real = data["is_real"].to_numpy()[b]
         self.there = [j for j in range(LENGTH) if real[j] and not math.isnan(score[j])]
         self.score = {j: float(score[j]) for j in self.there}
 

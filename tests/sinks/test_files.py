@@ -147,7 +147,7 @@ def break_json(path, name, content):
         (lambda path: (path / "score/c/0/2/0/0/0").unlink(), r"lacks 1 chunks of score; part of the store was lost"),
         (lambda path: shutil.rmtree(path / "token_id/c/0"), r"lacks 5 chunks of token_id"),
         (lambda path: (path / "value_norm/c/0/4/0/0/0").unlink(), r"lacks 1 chunks of value_norm"),
-        (lambda path: shutil.rmtree(path / "real/c"), r"lacks 1 chunks of real"),
+        (lambda path: shutil.rmtree(path / "is_real/c"), r"lacks 1 chunks of is_real"),
         (lambda path: shutil.rmtree(path / "unmask_step/c"), r"lacks 1 chunks of unmask_step"),
         (lambda path: shutil.rmtree(path / "score"), r"lacks score"),
         (lambda path: shutil.rmtree(path / "committed"), r"lacks committed"),
@@ -209,13 +209,17 @@ def test_a_truncated_or_foreign_file_or_folder_is_refused(tmp_path):
 def test_a_place_that_holds_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine.zarr").mkdir()
     (tmp_path / "mine.zarr" / "thesis.txt").write_text("")
-    (tmp_path / "file.zarr").write_text("")
+    (tmp_path / "file.zarr").write_text("mine")
+    (tmp_path / "notes.nc").write_text("mine")
+    xr.Dataset({"score": ("pos", [1.0])}).to_netcdf(tmp_path / "data.nc", engine="h5netcdf")
+    others = ["data.nc", "file.zarr", "mine.zarr", "notes.nc", "other.zarr"]
     made(False).track.data.drop_attrs().to_zarr(tmp_path / "other.zarr", consolidated=False)
-    for name in ("mine.zarr", "file.zarr", "other.zarr"):
-        with pytest.raises(TrackError, match=rf"{name} exists and is no sink track; choose another place"):
+    for name in others:
+        with pytest.raises(TrackError, match=rf"{name} exists and is not a sink track; choose another place"):
             made(False).track.save(tmp_path / name)
     assert (tmp_path / "mine.zarr" / "thesis.txt").exists()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file.zarr", "mine.zarr", "other.zarr"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == others
+    assert (tmp_path / "notes.nc").read_text() == "mine"
     with pytest.raises(TrackError, match=r"dtype on disk is 'float32' or 'float16'; got 'int8'"):
         files.save(made(False).track, tmp_path / "sinks.nc", "int8")
 
@@ -345,7 +349,7 @@ def assert_row(together, row, alone):
     size, steps = alone.data.sizes["pos"], alone.steps
     before = together.data.isel(batch=row, pos=slice(0, -size))
     after = together.data.isel(batch=row, step=slice(steps, None))
-    assert not before["real"].any()
+    assert not before["is_real"].any()
     for missing in (before, after):
         assert not missing["masked"].any()
         assert not missing["committed"].any()
@@ -471,4 +475,49 @@ def test_parts_with_the_same_steps_keep_their_numbers():
     assert together.data["step"].to_numpy().tolist() == [1, 2]
     assert together.data["head"].to_numpy().tolist() == [2]
     assert together.data["pos"].to_numpy().tolist() == list(range(LENGTH))
-    xr.testing.assert_equal(together.isel(batch=[2, 3]).data["score"], parts[1].data["score"])
+    assert together.data["batch"].to_numpy().tolist() == [0, 1, 2, 3]
+    again = together.isel(batch=[2, 3]).data["score"].assign_coords(batch=[0, 1])
+    xr.testing.assert_equal(again, parts[1].data["score"])
+
+
+def saved_as_format_1(track, path):
+    """`track` as sinklens 0.1 wrote it: `is_real` was called `real`, and a store had no coordinate of its rows."""
+    old = track.data.rename(is_real="real").drop_vars("batch").assign_attrs(format="sinklens sink track 1")
+    if path.suffix == ".nc":
+        old.to_netcdf(path, engine="h5netcdf")
+    else:
+        old.to_zarr(path, consolidated=False, write_empty_chunks=True)
+
+
+@kinds
+def test_a_track_of_format_1_opens_under_today_s_names(tmp_path, suffix):
+    track = made(True).track
+    saved_as_format_1(track, tmp_path / f"old{suffix}")
+    opened = SinkTrack.open(tmp_path / f"old{suffix}")
+    assert_equal(opened, track)
+    assert_equal(SinkTrack.open(opened.save(tmp_path / f"old{suffix}")), track)
+
+
+@kinds
+def test_plain_xarray_opens_a_saved_track_without_a_warning(tmp_path, suffix):
+    track = made(False).track
+    path = track.save(tmp_path / f"sinks{suffix}")
+    openers = [xr.open_dataset] if suffix == ".nc" else [xr.open_dataset, xr.open_zarr]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for opener in openers:
+            with opener(path) as data:
+                assert set(data.coords) == {"batch", "step", "layer", "head", "pos"}
+                np.testing.assert_array_equal(data["score"], track.data["score"])
+                np.testing.assert_array_equal(data.is_real, track.data["is_real"])
+
+
+@kinds
+def test_an_earlier_track_is_replaced_unless_that_is_refused(tmp_path, suffix):
+    first, second = (made(False, seed=seed).track for seed in (0, 1))
+    path = first.save(tmp_path / f"sinks{suffix}", overwrite=False)
+    with pytest.raises(TrackError, match=rf"sinks{suffix} exists already; pass overwrite=True to replace it"):
+        second.save(path, overwrite=False)
+    assert_equal(SinkTrack.open(path), first)
+    second.save(path, overwrite=True)
+    assert_equal(SinkTrack.open(path), second)

@@ -81,7 +81,7 @@ def places(track, *names):
 
 def naive_main(track):
     """Strongest key by looking at one position after the other."""
-    score, real = track.data["score"].to_numpy(), track.data["real"].to_numpy()
+    score, real = track.data["score"].to_numpy(), track.data["is_real"].to_numpy()
     main = np.full(score.shape[:4], NAN)
     for b, t, layer, h in places(track, "batch", "step", "layer", "head"):
         best = 0.0
@@ -92,7 +92,7 @@ def naive_main(track):
 
 
 def naive_existing(track):
-    score, real = track.data["score"].to_numpy(), track.data["real"].to_numpy()
+    score, real = track.data["score"].to_numpy(), track.data["is_real"].to_numpy()
     exists = np.zeros(score.shape, dtype=bool)
     for place in np.ndindex(score.shape):
         exists[place] = real[place[0], place[-1]] and not np.isnan(score[place])
@@ -113,9 +113,9 @@ def same(found, expected):
 
 
 @every_random
-def test_the_main_sink_is_the_strongest_key(kind, seed):
+def test_the_strongest_key_is_that_of_the_pattern(kind, seed):
     track = random_track(kind, seed)
-    main = motion.main_sink(track)
+    main = motion.strongest_key(track)
     assert main.dims == ("batch", "step", "layer", "head")
     same(main, naive_main(track))
     same(main.fillna(-1), track.top(1).isel(rank=0))
@@ -356,7 +356,7 @@ def test_left_padding_changes_no_number():
     junk = np.full((*score.shape[:4], 3), 50.0)
     padded = built(np.concatenate([junk, score], axis=-1), real=[[False] * 3 + [True] * 8])
     assert numbers(padded) == pytest.approx(numbers(built(score)), nan_ok=True)
-    assert motion.main_sink(padded).to_numpy().ravel().tolist() == [4, 5, 8, 8]
+    assert motion.strongest_key(padded).to_numpy().ravel().tolist() == [4, 5, 8, 8]
 
 
 def test_a_step_at_which_a_head_attends_to_nothing_is_no_jump_and_has_no_sink():
@@ -491,9 +491,9 @@ def test_sinks_move_in_the_diffusion_model_and_stay_in_its_autoregressive_twin(t
     assert (diffusion["pooled_spatial_variance"] < autoregressive["pooled_spatial_variance"]).all()
 
 
-def test_the_main_sink_and_the_lives_of_a_real_run_agree_with_the_track(tracks):
+def test_the_strongest_key_and_the_lives_of_a_real_run_agree_with_the_track(tracks):
     for track in tracks:
-        main, found = motion.main_sink(track), track.detect()
+        main, found = motion.strongest_key(track), track.detect()
         exists = motion.existing(track)
         steps = int(exists.any(("layer", "head", "pos"))[3].sum())  # an autoregressive row ends before its batch
         path = main.sel(layer=2, head=1)[3].to_numpy()

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import warnings
 import weakref
 from threading import Event, Thread
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from tracks import Killed, disk_full_beyond, killed_at_write
 
 import sinklens
@@ -170,11 +172,11 @@ def recorded(path, steps=4):
     store = ZarrStore(path, AXES, steps + 1, "float32")  # planned for one more than there will be
     real = np.array([[True] * 4])
     for step in range(steps):
-        store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"real": real})
+        store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"is_real": real})
         store.append(small_step(step))
         store.flush()
         yield step + 1
-    store.describe(ATTRS, {"real": real, "unmask_step": np.array([[-1, 0, 1, 2]])})
+    store.describe(ATTRS, {"is_real": real, "unmask_step": np.array([[-1, 0, 1, 2]])})
     assert store.dataset().sizes["step"] == steps
     yield steps
 
@@ -203,7 +205,7 @@ def test_a_run_killed_at_any_write_leaves_the_steps_it_had_finished(tmp_path, mo
             for name, value in small_step(step).items():
                 np.testing.assert_array_equal(track.data[name].isel(step=step), value)
         assert track.data["unmask_step"].to_numpy().tolist() == [[-1, *(min(step, done) for step in range(3))]]
-        assert track.data["real"].all()
+        assert track.data["is_real"].all()
         outcomes.append(done)
     assert set(outcomes) == {1, 2, 3, 4}
     assert number > 30
@@ -334,18 +336,18 @@ def test_a_store_has_no_dataset_before_its_first_step_and_takes_no_taken_place(t
     assert MemoryStore(AXES).dataset() is None
     assert ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32").dataset() is None
     (tmp_path / "run.zarr").write_text("")
-    with pytest.raises(SettingError, match=r"run\.zarr exists already"):
+    with pytest.raises(SettingError, match=r"run\.zarr exists and is not a sink track"):
         ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32")
 
 
 def test_a_later_description_takes_the_place_of_an_earlier_one(tmp_path):
     for store in (MemoryStore(AXES), ZarrStore(tmp_path / "run.zarr", AXES, 1, "float32")):
         for real in (False, True):
-            store.describe(ATTRS | {"seed": int(real)}, {"real": np.full((1, 4), real)})
+            store.describe(ATTRS | {"seed": int(real)}, {"is_real": np.full((1, 4), real)})
         store.append(small_step(0))
         data = store.dataset()
         assert data.attrs["seed"] == 1
-        assert data["real"].all()
+        assert data["is_real"].all()
         assert torch.from_numpy(data["score"].to_numpy()).shape == (1, 1, 1, 1, 4)
 
 
@@ -362,3 +364,73 @@ def test_a_step_is_written_while_the_next_is_computed_and_no_more_than_one_waits
     second.join(30)
     assert not second.is_alive()
     assert store.dataset().sizes["step"] == 2
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "killed"])
+def test_plain_xarray_opens_a_recording_without_a_warning(tmp_path, stopped):
+    store = ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32")
+    for step in range(2):
+        store.describe(ATTRS, {"is_real": np.ones((1, 4), bool)})
+        store.append(small_step(step))
+    store.flush()
+    if not stopped:
+        store.describe(ATTRS, {"unmask_step": np.array([[-1, 0, 1, 2]])})
+        store.dataset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for opener in (xr.open_dataset, xr.open_zarr):
+            data = opener(tmp_path / "run.zarr")
+            assert {name: data[name].to_numpy().tolist() for name in data.coords} == {
+                "batch": [0], "step": [0, 1, 2, 3], "layer": [0], "head": [0], "pos": [0, 1, 2, 3],
+            }  # fmt: skip
+            assert ("unmask_step" in data) != stopped
+            for step in range(2):
+                np.testing.assert_array_equal(data["score"].sel(step=step), small_step(step)["score"])
+            assert data["score"].sel(step=[2, 3]).isnull().all()
+
+
+def test_a_run_replaces_an_earlier_recording_only_where_that_is_asked_for(tiny_llada, tmp_path):
+    path = tmp_path / "run.zarr"
+    first = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3, record_sinks=Record(to=path)).sinks
+    path_of_first = first.trajectory(0, 0).tolist()
+    with pytest.raises(SettingError, match=r"run\.zarr exists already; a run replaces .* overwrite=True"):
+        Record(to=path)
+    with pytest.raises(SinklensError, match="holds the mask token"):
+        sinklens.generate(tiny_llada, [[1]], record_sinks=Record(to=path, overwrite=True))
+    assert SinkTrack.open(path).trajectory(0, 0).tolist() == path_of_first
+    second = sinklens.generate(tiny_llada, PROMPTS[1], gen_length=2, record_sinks=Record(to=path, overwrite=True)).sinks
+    assert_equal(SinkTrack.open(path), second)
+    assert SinkTrack.open(path).steps == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
+
+
+def test_overwrite_replaces_nothing_but_a_track(tmp_path):
+    (tmp_path / "mine.zarr").mkdir()
+    (tmp_path / "mine.zarr" / "thesis.txt").write_text("all of it")
+    with pytest.raises(SettingError, match=r"mine\.zarr exists and is not a sink track; choose another place"):
+        Record(to=tmp_path / "mine.zarr", overwrite=True)
+    with pytest.raises(SettingError, match="is not a sink track"):
+        ZarrStore(tmp_path / "mine.zarr", AXES, 4, "float32", overwrite=True)
+    assert (tmp_path / "mine.zarr" / "thesis.txt").read_text() == "all of it"
+
+
+def test_a_kill_while_a_recording_is_replaced_leaves_the_earlier_one_aside(tmp_path, monkeypatch):
+    """The next run that records there puts it back before it does anything else."""
+
+    def record(step, **kwargs):
+        store = ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32", **kwargs)
+        store.describe(ATTRS | {"seed": step}, {"is_real": np.ones((1, 4), bool)})
+        store.append(small_step(step))
+        store.flush()
+
+    def kill(*_, **__):
+        raise Killed("in between")
+
+    record(0)
+    with monkeypatch.context() as patch, pytest.raises(Killed, match="in between"):
+        patch.setattr("zarr.open_group", kill)
+        record(1, overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == [".run.old.zarr"]
+    with pytest.raises(SettingError, match=r"run\.zarr exists already"):
+        record(2)
+    assert SinkTrack.open(tmp_path / "run.zarr").data.attrs["seed"] == 0

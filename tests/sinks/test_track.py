@@ -134,8 +134,34 @@ def test_a_track_is_built_of_known_variables_only():
         TrackError, match=r"value_norms: no such variable; known: value_norm, stream_peak, .*output_rank"
     ):
         build_track(*arrays, {"prompt_length": 1}, value_norms=np.zeros((1, 2, 1, 1, 3)))
-    with pytest.raises(TrackError, match=r"no sink track: it lacks score, real"):
-        SinkTrack(build_track(*arrays, {"prompt_length": 1}).data.drop_vars(["score", "real"]))
+    with pytest.raises(TrackError, match=r"no sink track: it lacks score, is_real"):
+        SinkTrack(build_track(*arrays, {"prompt_length": 1}).data.drop_vars(["score", "is_real"]))
+
+
+def test_a_track_gives_its_variables_by_name():
+    track = made(False, unlike=["value_norm"]).track
+    assert track["score"].identical(track.data["score"])
+    assert track["step"].to_numpy().tolist() == [0, 1, 2]
+    assert ("score" in track, "is_real" in track, "value_norm" in track, "real" in track) == (True, True, False, False)
+    assert set(track) == set(track.data.data_vars)
+    with pytest.raises(TrackError, match=r"no variable 'real'; it holds .*score.* Nearest: is_real"):
+        track["real"]
+    with pytest.raises(TrackError, match=r"holds no value_norm\. Record it .*Record\(\['values'\]\)"):
+        track["value_norm"]
+
+
+def test_a_dataset_of_a_track_is_its_own():
+    track = made(False).track
+    data = track.to_dataset()
+    assert data.identical(track.data)
+    data["mine"] = data["score"] * 2
+    assert "mine" not in track
+
+
+def test_no_variable_of_a_track_is_hidden_by_a_method_of_xarray():
+    track = made(False).track
+    for name in track:
+        assert getattr(track.data, name).identical(track[name]), name
 
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
@@ -207,3 +233,12 @@ def test_masked_and_committed_follow_the_canvas(run):
     np.testing.assert_array_equal(masked[:, 1:], masked[:, :-1] & ~committed[:, :-1])
     np.testing.assert_array_equal(data["token_id"].to_numpy(), run.canvas[:, :-1].numpy())
     np.testing.assert_array_equal(data["unmask_step"].to_numpy(), run.unmask_step.numpy())
+
+
+def test_every_axis_has_its_numbers(run):
+    for axis in ("batch", "step", "layer", "head", "pos"):
+        numbers = np.arange(run.sinks.data.sizes[axis])
+        np.testing.assert_array_equal(run.sinks.data[axis], numbers)
+        if axis != "pos":
+            np.testing.assert_array_equal(run.sinks.top(1)[axis], numbers)
+    assert run.sinks.isel(batch=1).top(1)["batch"].to_numpy().tolist() == [1]

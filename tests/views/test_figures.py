@@ -244,7 +244,7 @@ def test_curves_and_bars_show_the_table():
     assert "uniform = 1" in ax.get_xlabel()
     ax = layer_head_map(np.arange(6.0).reshape(2, 3), "m", "visible")
     np.testing.assert_array_equal(ax.get_images()[0].get_array(), [[0, 1, 2], [3, 4, 5]])
-    assert colour_bar(ax) == "score of the main sink: mean attention of the queries that see the key"
+    assert colour_bar(ax) == "score of the strongest key: mean attention of the queries that see the key"
     assert nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"
 
 

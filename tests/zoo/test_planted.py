@@ -79,7 +79,7 @@ def run(runs):
 
 def tokens(track):
     """What the truth is told from."""
-    return track.data["token_id"].to_numpy(), track.data["real"].to_numpy()
+    return track.data["token_id"].to_numpy(), track.data["is_real"].to_numpy()
 
 
 def of(values, name):
@@ -163,7 +163,7 @@ def test_the_truth_is_what_one_sees_in_the_tokens(run):
 
 
 @DTYPES
-def test_main_sinks_are_the_planted_ones(runs, dtype):
+def test_strongest_keys_are_the_planted_ones(runs, dtype):
     run = runs[dtype]
     for row, expected in enumerate(by_hand(run)):
         for name in WITH_SINK:
@@ -174,7 +174,7 @@ def test_main_sinks_are_the_planted_ones(runs, dtype):
 def test_column_sums_are_the_planted_ones(runs, dtype, error):
     track = runs[dtype].sinks
     np.testing.assert_allclose(track.scores(), planted_scores(*tokens(track)), atol=error)
-    size = track.data["real"].sum("pos").to_numpy()[:, None]
+    size = track.data["is_real"].sum("pos").to_numpy()[:, None]
     for name in ("start", *MOVING, "newline"):
         assert (of(track.scores(), name).max("pos") > 0.9999 * size).all()
     fading = of(track.scores(), "fading").max("pos") / size
@@ -334,7 +334,7 @@ def test_a_sink_that_stays_is_masked_every_second_step(model, run, name):
         there.isel(step=slice(0, None, 2)) == of(planted_sinks(*tokens(run.sinks)), name).isel(step=slice(0, None, 2))
     ).all()
     assert not there.isel(step=slice(1, None, 2)).any()
-    size = track.data["real"].sum("pos").to_numpy()[:, None]
+    size = track.data["is_real"].sum("pos").to_numpy()[:, None]
     bare = of(track.scores(), name).isel(step=slice(1, None, 2)).max("pos")
     np.testing.assert_allclose(bare, np.broadcast_to(size / (size - 1), bare.shape), rtol=1e-4)
 

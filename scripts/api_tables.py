@@ -1,0 +1,86 @@
+"""Write the table of names at the top of each page of docs/api, so that a clone can be read without building the site.
+
+The names are those that the page's mkdocstrings directives (``::: sinklens.sinks`` with its ``members``) ask for: the
+members listed, the public functions and classes of a module whose members are not, or the one object named. Beside each
+stands the first line of its docstring, read from the sources without importing them. `make docs` runs this before it
+builds; tests/test_docs.py compares.
+"""
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+import yaml
+from check_types import ROOT, link_tree
+
+PAGES = ROOT / "docs" / "api"
+BEGIN, END = "<!-- names: written by scripts/api_tables.py -->", "<!-- end of names -->"
+SHAPES = {"{": "dict", "[": "list", "(": "tuple"}
+DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", flags=re.MULTILINE)
+
+
+def load() -> Any:
+    """The package, as griffe reads it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        link_tree(Path(scratch))
+        return griffe.load("sinklens", search_paths=[scratch], resolve_aliases=True, try_relative_path=False)
+
+
+def with_table(text: str, package: Any) -> str:
+    """A page's text with its table in place, below the page's heading and what introduces it."""
+    bare = re.sub(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n\n", "", text, flags=re.DOTALL)
+    first = DIRECTIVE.search(bare)
+    if first is None:
+        return bare
+    lines = [f"| `{name}` | {said} |" for name, said in _rows(bare, package)]
+    table = "\n".join([BEGIN, "", "| name | what it is |", "|---|---|", *lines, "", END])
+    return f"{bare[: first.start()]}{table}\n\n{bare[first.start() :]}"
+
+
+def _rows(text: str, package: Any) -> Iterator[tuple[str, str]]:
+    """Names below `sinklens.` and the first lines of their docstrings, in the page's order."""
+    for target, options in DIRECTIVE.findall(text):
+        members = (yaml.safe_load(options) or {}).get("options", {}).get("members") if options else None
+        found = _object(package, target)
+        if members is None and found.is_module:
+            members = [name for name, one in found.members.items() if _is_public(name, one)]
+        names = [target] if not members else [f"{target}.{name}" for name in members]
+        yield from ((name.removeprefix("sinklens."), summary(_object(package, name))) for name in names)
+
+
+def _object(package: Any, path: str) -> Any:
+    found = package if path == "sinklens" else package[path.removeprefix("sinklens.")]
+    return found.final_target if found.is_alias else found
+
+
+def _is_public(name: str, one: Any) -> bool:
+    return not name.startswith("_") and not one.is_alias and (one.is_function or one.is_class)
+
+
+def summary(one: Any) -> str:
+    """The first line of an object's docstring as Markdown for a cell; of a constant without one its value or type."""
+    if one.docstring is not None:
+        line = one.docstring.value.strip().splitlines()[0]
+        return line.replace("``", "`").replace("|", "\\|")
+    value = " ".join(str(one.value).split())
+    shown = value if len(value) <= 100 else str(one.annotation or SHAPES.get(value[0], "…"))
+    return "`" + shown.replace("|", "\\|") + "`"
+
+
+def main() -> int:
+    """Rewrite the pages; prints those that changed."""
+    package = load()
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text()
+        if (written := with_table(text, package)) != text:
+            page.write_text(written)
+            print(page.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
