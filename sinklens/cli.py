@@ -25,6 +25,7 @@ DEMO_PROBLEM = 14
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options, unknown = _parser().parse_known_args(arguments)
+    options.call = sys.argv[1:] if arguments is None else list(arguments)
     if unknown:
         known = re.findall(r"--[a-z0-9-]+", options.parser.format_usage())
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0], known)}")
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from sinklens.analyses.commands import add_analyse, add_table
     from sinklens.evaluation.commands import add_evaluation
 
     parser = argparse.ArgumentParser(
@@ -52,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_trace(commands)
-    _add_analyse(commands)
+    add_analyse(commands)
     add_evaluation(commands)
+    add_table(commands)
     _add_hooks(commands)
     _add_models(commands)
     _add_train(commands)
@@ -86,31 +89,6 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
     add_settings(trace)
     trace.set_defaults(command=run_trace)
-
-
-def _add_analyse(commands: Any) -> None:
-    from sinklens.analyses import questions
-
-    text = "ask a question of one or several models; write tables, figures and a manifest"
-    asked = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
-    analyse = commands.add_parser(
-        "analyse", help=text, description=text, epilog=f"studies:\n{asked}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    analyse.add_argument("name", metavar="NAME", help="a study of those below, or STUDY.py, a file of your own")
-    analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
-    analyse.add_argument(
-        "--out", type=Path, help="folder for the results (analyses-NAME); an interrupted study goes on"
-    )
-    analyse.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="one prompt per line, or JSON Lines with a 'prompt' in each; by default the shipped held-out problems",
-    )  # fmt: skip
-    analyse.add_argument("--number", type=int, metavar="N", help="the first N prompts (100 of the shipped ones)")
-    analyse.add_argument("--batch", type=int, default=10, metavar="N", help="prompts per run (%(default)s)")
-    analyse.add_argument("--seed", type=int, default=0, help="of the runs and of the intervals (%(default)s)")
-    add_settings(analyse)
-    analyse.set_defaults(command=run_analyse)
 
 
 def _add_hooks(commands: Any) -> None:
@@ -205,25 +183,6 @@ def run_trace(options: argparse.Namespace) -> None:
     print(f"\n{run.text}")
     _tell(run, model)
     print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png, report.html.")
-
-
-def run_analyse(options: argparse.Namespace) -> None:
-    """`sinklens analyse`."""
-    from sinklens.analyses import find
-    from sinklens.analyses.study import read_prompts
-    from sinklens.tasks.word_problems import held_out
-
-    kind = find(options.name)
-    if options.number is not None and options.number < 1:
-        raise SinklensError(f"--number is at least 1; got {options.number}.")
-    if options.prompts is None:
-        prompts = [problem.prompt for problem in held_out(options.number or 100)]
-    else:
-        prompts = read_prompts(options.prompts, options.number)
-    study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
-    findings = study.run(options.models, prompts, options.out or Path(f"analyses-{kind.name}"))
-    print(f"{kind.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
-    print("\n".join(f"  {file}" for file in findings.files))
 
 
 def _prompt(given: str) -> str:

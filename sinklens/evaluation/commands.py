@@ -1,4 +1,4 @@
-"""The commands ``sinklens evaluate``, ``score`` and ``table``: from models and a task to the table of the study.
+"""The commands ``sinklens evaluate`` and ``score``, and what ``table`` does with their ledger (`write_table`).
 
 They only read flags, call evaluating.py, scoring.py and tables.py, and print, tables by printing.py. Generated programs
 are run by ``score`` alone, and only with ``--run-generated-code``.
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def add_evaluation(commands: Any) -> None:
-    """Add the three commands."""
+    """Add ``evaluate`` and ``score``."""
     _add_evaluate(commands)
     _add_score(commands)
-    _add_table(commands)
 
 
 def _add_evaluate(commands: Any) -> None:
@@ -34,6 +33,11 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     command.add_argument("--task", help="e.g. tiny-gsm, tiny-code, gsm8k, humaneval (that of the protocol)")
     command.add_argument("--protocol", help="all settings under one name, e.g. llada-gsm8k (the task's plain one)")
+    command.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="in place of a task: JSON Lines, in each an object with 'prompt' and 'expected', texts or lists of token "
+        "ids; an answer is right if it is exactly what is expected (none)",
+    )  # fmt: skip
     command.add_argument("--out", type=Path, required=True, help="folder of the records, made or gone on with")
     command.add_argument("--data", type=Path, help="local file or folder of a published task; else it is downloaded")
     masks = command.add_argument_group("what is done to the models")
@@ -99,20 +103,10 @@ def _add_score(commands: Any) -> None:
     command.set_defaults(command=run_score)
 
 
-def _add_table(commands: Any) -> None:
-    text = "tables and a picture of what `sinklens evaluate` measured, with intervals and paired differences"
-    command = commands.add_parser("table", help=text, description=text)
-    command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder that `sinklens evaluate` wrote")
-    command.add_argument("--out", type=Path, help="folder for table.csv, accuracy.png and accuracy.svg (RESULTS)")
-    command.add_argument(
-        "--mixed-devices", action="store_true", help="pair runs of different device types, whose last bits differ"
-    )
-    command.set_defaults(command=run_table)
-
-
 def run_evaluate(options: argparse.Namespace) -> None:
     """`sinklens evaluate`."""
     from sinklens.evaluation.conditions import masking
+    from sinklens.evaluation.counting import Counts
     from sinklens.evaluation.evaluating import estimate, evaluate
 
     asked = _protocol(options)
@@ -121,21 +115,26 @@ def run_evaluate(options: argparse.Namespace) -> None:
         of_unmasked=options.of_unmasked, seed=options.seed,
     )  # fmt: skip
     shared: dict[str, Any] = {
-        "task": asked.make_task(options.data), "limit": options.limit, "batch": options.batch, "seed": options.seed,
-        "shard": _shard(options.shard), "load": {"dtype": options.dtype, "device": options.device},
+        "task": asked.make_task(options.prompts or options.data), "limit": options.limit, "batch": options.batch,
+        "seed": options.seed, "shard": _shard(options.shard),
+        "load": {"dtype": options.dtype, "device": options.device},
     }  # fmt: skip
     for name in options.models:
         if options.dry_run:
             told = estimate(name, asked, conditions, options.out, **shared)
             print(_told(name, told))
             continue
-        try:
-            with _Bar(name) as bar:
-                evaluate(name, asked, conditions, options.out, engine=_engine(options), progress=bar, **shared)
-        except KeyboardInterrupt:
-            kept = f"what was finished is kept in {options.out}, and the same command goes on from there"
-            print(f"sinklens: interrupted; {kept}.", file=sys.stderr)
-            raise SystemExit(130) from None
+        with Counts("samples") as counts:
+
+            def report(
+                condition: "Condition", done: int, total: int, name: str = name, counts: Counts = counts
+            ) -> None:
+                counts(f"{name}: {condition.name}", done, total)
+
+            try:
+                evaluate(name, asked, conditions, options.out, engine=_engine(options), progress=report, **shared)
+            except KeyboardInterrupt:
+                counts.stop(options.out, options.call)
     if not options.dry_run:
         _tell_rest(options.out)
 
@@ -144,8 +143,13 @@ def _protocol(options: argparse.Namespace) -> "Protocol":
     from sinklens.evaluation.protocols import PROTOCOLS, find
     from sinklens.tasks import NAMES
 
+    if options.prompts is not None:
+        _refuse_beside_prompts(options)
+        options.task = "prompts"
     if options.protocol is None and options.task is None:
-        raise SinklensError("name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k).")
+        raise SinklensError(
+            "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file (--prompts FILE)."
+        )
     if options.protocol is None and options.task not in NAMES:
         raise SinklensError(
             f"no task is called {options.task!r}; known: {', '.join(NAMES)}.{nearest(options.task, NAMES)}"
@@ -157,6 +161,12 @@ def _protocol(options: argparse.Namespace) -> "Protocol":
     given = settings_given(options)
     _refuse_idle(given, options.models)
     return asked.with_settings(given)
+
+
+def _refuse_beside_prompts(options: argparse.Namespace) -> None:
+    for name in ("task", "protocol", "data"):
+        if getattr(options, name) not in (None, "prompts"):
+            raise SinklensError(f"--prompts takes the place of --{name}; give one of the two.")
 
 
 def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
@@ -213,39 +223,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-class _Bar:
-    """A progress bar per condition on the error output, or a line per batch where that is no terminal."""
-
-    def __init__(self, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._name, self._tasks = name, dict[str, Any]()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, console=Console(file=sys.stderr))
-        self._shown = sys.stderr.isatty()
-
-    def __enter__(self) -> "_Bar":
-        if self._shown:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._shown:
-            self._bars.stop()
-
-    def __call__(self, condition: "Condition", done: int, total: int) -> None:
-        if not self._shown:
-            print(f"{self._name}: {condition.name}: {done} of {total} samples done", file=sys.stderr, flush=True)
-            return
-        from rich.markup import escape
-
-        if condition.name not in self._tasks:
-            told = escape(f"{self._name}: {condition.name}")
-            self._tasks[condition.name] = self._bars.add_task(told, total=total)
-        self._bars.update(self._tasks[condition.name], completed=done)
-
-
 def _tell_rest(out: Path) -> None:
     from sinklens.evaluation.ledger import Run
     from sinklens.evaluation.scoring import verdicts
@@ -283,8 +260,8 @@ def _score_progress(run: Any, done: int, total: int) -> None:
         print(f"{run.what['model']}, {run.what['condition']['name']}: {done} of {total}", file=sys.stderr)
 
 
-def run_table(options: argparse.Namespace) -> None:
-    """`sinklens table`."""
+def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
+    """Print the tables of a ledger, and write table.csv and the picture to `out`."""
     from sinklens.evaluation.printing import show
     from sinklens.evaluation.tables import frame, read_lines
     from sinklens.views import accuracy_curves
@@ -292,8 +269,7 @@ def run_table(options: argparse.Namespace) -> None:
 
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
-        lines = read_lines(options.ledger, mixed_devices=options.mixed_devices)
-    out = options.out or options.ledger
+        lines = read_lines(ledger, mixed_devices=mixed_devices)
     with whole(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
     figure = accuracy_curves(frame(lines))

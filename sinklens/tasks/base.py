@@ -9,7 +9,7 @@ at nothing behind it, whether or not the generation was cut there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from sinklens.errors import TaskError
@@ -90,6 +90,16 @@ class Task(ABC):
     @abstractmethod
     def verdict(self, sample: Sample, text: str) -> bool | None:
         """Whether `text` answers `sample`; None if a program has to run to tell."""
+
+    def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
+        """`verdict`, for tasks that may also look at token ids.
+
+        Args:
+            text: the answer; "" of a model without a tokenizer.
+            ids: the answer's tokens before the first end token.
+            end_ids: the model's end tokens.
+        """
+        return self.verdict(sample, text)
 
 
 class CodeTask(Task):
