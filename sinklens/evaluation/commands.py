@@ -272,9 +272,12 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
         lines = read_lines(ledger, mixed_devices=mixed_devices)
     with whole(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
-    figure = accuracy_curves(frame(lines))
-    for suffix in ("png", "svg"):
-        with whole(out / f"accuracy.{suffix}") as part:
-            figure.savefig(part, dpi=160, bbox_inches="tight")
+    written = ["table.csv"]
+    if any(line.accuracy.total for line in lines):
+        figure = accuracy_curves(frame([line for line in lines if line.accuracy.total]))
+        for name in ("accuracy.png", "accuracy.svg"):
+            with whole(out / name) as part:
+                figure.savefig(part, dpi=160, bbox_inches="tight")
+            written.append(name)
     show(lines, [str(note.message) for note in noted])
-    print(f"Written: {', '.join(str(out / name) for name in ('table.csv', 'accuracy.png', 'accuracy.svg'))}.")
+    print(f"Written: {', '.join(str(out / name) for name in written)}.")

@@ -75,11 +75,15 @@ def _asked(sample: Sample) -> str | Ids:
 
 
 def prompt_hash(sample: Sample) -> str:
-    """Tells two samples of one name apart; those of a file of one's own by their expected answers, too."""
-    if isinstance(sample, IdSample):
-        told = [_asked(sample), sample.reference if sample.expected is None else sample.expected]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-    return hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest()
+    """Of what the model is given; tells two samples of one name apart."""
+    asked = _asked(sample)
+    return hashlib.sha256((asked if isinstance(asked, str) else json.dumps(asked)).encode()).hexdigest()
+
+
+def reference_hash(sample: Sample) -> str:
+    """Of what the answer is compared with."""
+    ids = sample.expected if isinstance(sample, IdSample) else None
+    return hashlib.sha256((sample.reference if ids is None else json.dumps(ids)).encode()).hexdigest()
 
 
 def identity(model: "Model", condition: Condition, task: Task, protocol: Protocol, seed: int) -> dict[str, Any]:
@@ -204,6 +208,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
         "kind": sample.kind,
         "chance": sample.chance,
         "prompt_sha256": prompt_hash(sample),
+        "reference_sha256": reference_hash(sample),
         "tokens": run.tokens[row, where].tolist(),
         "unmask_step": run.unmask_step[row, where].tolist(),
         "text": text,
