@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.flags import add_settings, settings_given
+from sinklens.flags import add_settings, natural, settings_given
 
 
 def add_analyse(commands: Any) -> None:
@@ -38,7 +38,7 @@ def add_analyse(commands: Any) -> None:
         "--batch", type=int, default=10, metavar="N",
         help="prompts that run together, where a study can; no number depends on it (%(default)s)",
     )  # fmt: skip
-    analyse.add_argument("--seed", type=int, default=0, help="of the runs and of the intervals (%(default)s)")
+    analyse.add_argument("--seed", type=natural, default=0, help="of the runs and of the intervals (%(default)s)")
     add_settings(analyse)
     analyse.set_defaults(command=run_analyse)
 

@@ -85,7 +85,7 @@ class Study(ABC):
         shown: number of the prompt whose run the figures show.
 
     Raises:
-        SettingError: `batch` is below 1.
+        SettingError: `batch` is below 1, or `seed` below 0.
     """
 
     name: ClassVar[str]
@@ -99,6 +99,8 @@ class Study(ABC):
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch}.")
+        if self.seed < 0:
+            raise SettingError(f"seed is 0 or more; got {self.seed}.")
 
     @abstractmethod
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:

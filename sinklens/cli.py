@@ -9,11 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError, nearest
-from sinklens.flags import add_settings, settings_given
+from sinklens.flags import add_settings, natural, settings_given
 
 if TYPE_CHECKING:
     from sinklens.generation import Generation
@@ -51,7 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="sinklens", description="Look inside diffusion language models while they denoise.",
         epilog="sinklens COMMAND --help tells more of a command. From Python: sinklens.load, sinklens.trace.",
     )  # fmt: skip
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands",
+        required=True,
+        metavar="COMMAND",
+        parser_class=partial(argparse.ArgumentParser, allow_abbrev=False),
+    )
     _add_demo(commands)
     _add_trace(commands)
     add_analyse(commands)
@@ -83,10 +89,10 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument(
         "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
     )
-    trace.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
-    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
+    trace.add_argument("--seed", type=natural, default=0, help="random seed (%(default)s)")
+    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template (no)")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
-    trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
+    trace.add_argument("--device", help="e.g. cpu or cuda:1 (a GPU if there is one, else cpu)")
     add_settings(trace)
     trace.set_defaults(command=run_trace)
 
@@ -95,7 +101,7 @@ def _add_hooks(commands: Any) -> None:
     text = "list the hook points of a model, with shapes; weights are not loaded"
     hooks = commands.add_parser("hooks", help=text, description=text)
     hooks.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder")
-    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all")
+    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all (no)")
     hooks.set_defaults(command=run_hooks)
 
 
@@ -112,17 +118,17 @@ def _add_train(commands: Any) -> None:
     train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: sinks set by hand")
     train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
     train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
-    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")
+    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial (the recipe's)")
     train.add_argument(
         "--checkpoints",
         type=Path,
         metavar="DIR",
-        help="train nothing; write what the run has kept so far, as NAME@STEP",
+        help="train nothing; write what the run has kept so far, as NAME@STEP (train)",
     )
     train.add_argument(
         "--run-generated-code",
         action="store_true",
-        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them",
+        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them (no)",
     )
     train.set_defaults(command=run_train)
 
@@ -266,7 +272,10 @@ def run_train(options: argparse.Namespace) -> None:
     from sinklens.zoo.export import export, write_card
     from sinklens.zoo.scores import on_the_way, scores
 
+    if options.steps is not None and options.steps < 1:
+        raise SinklensError(f"--steps is at least 1; got {options.steps}.")
     if options.name == "planted":
+        _refuse_with_planted(options)
         out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
         print(f"Checkpoint in {out}; its weights are set by hand, nothing was trained.")
         return
@@ -297,6 +306,12 @@ def run_train(options: argparse.Namespace) -> None:
         found.append(score)
     write_card(recipe, folder, out, found, curve.read(folder))
     print(f"Checkpoint in {out}")
+
+
+def _refuse_with_planted(options: argparse.Namespace) -> None:
+    for name in ("run", "steps", "checkpoints", "run_generated_code"):
+        if getattr(options, name):
+            raise SinklensError(f"--{name.replace('_', '-')} has no effect on planted, which is not trained; drop it.")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -24,3 +24,11 @@ def _flag(kind: Any) -> dict[str, Any]:
     if get_origin(kind) is not None:  # Literal
         return {"choices": get_args(kind), "default": None}
     return {"type": kind, "default": None, "metavar": kind.__name__.upper()}
+
+
+def natural(text: str) -> int:
+    """A number from 0 on, as the type of a flag."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative; give 0 or more")
+    return number

@@ -9,16 +9,18 @@ One way this fails: ``evaluate`` with other settings makes new runs beside the o
 import argparse
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError, nearest
-from sinklens.flags import add_settings, settings_given
+from sinklens.flags import add_settings, natural, settings_given
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
     from sinklens.evaluation.protocols import Protocol
+    from sinklens.tasks import Task
 
 
 def add_evaluation(commands: Any) -> None:
@@ -31,28 +33,30 @@ def _add_evaluate(commands: Any) -> None:
     text = "accuracy of models on a task, unmasked and with their sinks masked; what is finished is not done again"
     command = commands.add_parser("evaluate", help=text, description=text)
     command.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
-    command.add_argument("--task", help="e.g. tiny-gsm, tiny-code, gsm8k, humaneval (that of the protocol)")
-    command.add_argument("--protocol", help="all settings under one name, e.g. llada-gsm8k (the task's plain one)")
+    command.add_argument("--task", help="e.g. tiny-gsm, tiny-code, gsm8k, humaneval (the one of --protocol)")
+    command.add_argument(
+        "--protocol", help="all settings under one name, e.g. llada-gsm8k (the task with the checkpoint's own settings)"
+    )
     command.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="in place of a task: JSON Lines, in each an object with 'prompt' and 'expected', texts or lists of token "
         "ids; an answer is right if it is exactly what is expected (none)",
     )  # fmt: skip
     command.add_argument("--out", type=Path, required=True, help="folder of the records, made or gone on with")
-    command.add_argument("--data", type=Path, help="local file or folder of a published task; else it is downloaded")
+    command.add_argument("--data", type=Path, help="local file or folder of a published task (the hub)")
     masks = command.add_argument_group("what is done to the models")
     masks.add_argument(
         "--mask-sinks", type=int, nargs="+", default=[], metavar="K",
         help="mask the K strongest keys of each head by the scores of the step before (so none at step 0); 0, no "
-        "masking, is always among them",
+        "masking, is always among them (0 alone)",
     )  # fmt: skip
     masks.add_argument(
         "--controls", nargs="+", default=[], choices=("random", "weakest"),
-        help="for each K also that many other keys (random)",
+        help="for each K also that many other keys (no controls)",
     )  # fmt: skip
     masks.add_argument(
         "--of-unmasked", action="store_true",
-        help="for each K also the sinks that the unmasked run had a step before; twice the time",
+        help="for each K also the sinks that the unmasked run had a step before; twice the time (no)",
     )  # fmt: skip
     masks.add_argument(
         "--scope", default="head", choices=("head", "layer", "model"), help="one set of keys per ... (%(default)s)"
@@ -66,7 +70,7 @@ def _add_evaluate(commands: Any) -> None:
     work.add_argument(
         "--batch", type=int, default=25, metavar="N", help="samples that run, and are recorded, together (%(default)s)"
     )
-    work.add_argument("--seed", type=int, default=0, help="of sampling and of random keys (%(default)s)")
+    work.add_argument("--seed", type=natural, default=0, help="of sampling and of random keys (%(default)s)")
     work.add_argument(
         "--shard", default="0/1", metavar="I/N", help="every N-th sample, from I on, in a file of its own (%(default)s)"
     )
@@ -78,10 +82,10 @@ def _add_evaluate(commands: Any) -> None:
         "--gpus-per-worker", type=float, metavar="N", help="[ray] GPUs of each worker (1, or 0 where there is none)"
     )
     work.add_argument("--cpus-per-worker", type=float, default=1, metavar="N", help="[ray] cores of each (%(default)s)")
-    work.add_argument("--address", help="[ray] of a running cluster, e.g. auto")
-    work.add_argument("--dry-run", action="store_true", help="measure a few samples and tell what it would take")
+    work.add_argument("--address", help="[ray] of a running cluster, e.g. auto (start one here)")
+    work.add_argument("--dry-run", action="store_true", help="measure a few samples and estimate the rest (no)")
     work.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
-    work.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
+    work.add_argument("--device", help="e.g. cpu or cuda:1 (a GPU if there is one, else cpu)")
     add_settings(command)
     command.set_defaults(command=run_evaluate)
 
@@ -91,9 +95,9 @@ def _add_score(commands: Any) -> None:
     command = commands.add_parser("score", help=text, description=text)
     command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder that `sinklens evaluate` wrote")
     command.add_argument(
-        "--run-generated-code", action="store_true", help="say that programs written by a model may be executed here"
+        "--run-generated-code", action="store_true", help="allow programs written by a model to be executed here (no)"
     )
-    command.add_argument("--data", type=Path, help="local file or folder of the published task")
+    command.add_argument("--data", type=Path, help="local file or folder of the published task (the hub)")
     command.add_argument(
         "--isolation", default="namespaces", choices=("namespaces", "process"),
         help="the weakest to accept; the strongest that the system has is used (%(default)s)",
@@ -110,12 +114,15 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from sinklens.evaluation.evaluating import estimate, evaluate
 
     asked = _protocol(options)
+    _refuse_without_effect(options)
     conditions = masking(
         options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
         of_unmasked=options.of_unmasked, seed=options.seed,
     )  # fmt: skip
+    task = asked.make_task(options.prompts or options.data)
+    _check_limit(task, options.limit)
     shared: dict[str, Any] = {
-        "task": asked.make_task(options.prompts or options.data), "limit": options.limit, "batch": options.batch,
+        "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard),
         "load": {"dtype": options.dtype, "device": options.device},
     }  # fmt: skip
@@ -169,6 +176,28 @@ def _refuse_beside_prompts(options: argparse.Namespace) -> None:
             raise SinklensError(f"--prompts takes the place of --{name}; give one of the two.")
 
 
+def _refuse_without_effect(options: argparse.Namespace) -> None:
+    """Refuse an option that nothing else in the call makes use of."""
+    twice = [name for name, number in Counter(options.models).items() if number > 1]
+    if twice:
+        raise SinklensError(f"each model is evaluated once; {', '.join(twice)} is given several times.")
+    masks = {"controls": [], "of_unmasked": False, "scope": "head", "queries": "newest"}
+    ray = {"workers": None, "gpus_per_worker": None, "cpus_per_worker": 1, "address": None}
+    for usual, needs, met in (
+        (masks, "--mask-sinks with a K above 0", any(options.mask_sinks)),
+        (ray, "--engine ray", options.engine == "ray"),
+    ):
+        for name, value in usual.items():
+            if getattr(options, name) != value and not met:
+                raise SinklensError(f"--{name.replace('_', '-')} has no effect without {needs}; add it, or drop this.")
+
+
+def _check_limit(task: "Task", limit: int | None) -> None:
+    number = len(task.samples(limit))
+    if limit is not None and number < limit:
+        raise SinklensError(f"--limit is {limit}, and the task {task.name} has {number} samples; leave it out for all.")
+
+
 def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
     """A setting that none of the models has would look as if it had had an effect."""
     from dataclasses import fields
@@ -191,7 +220,7 @@ def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
 
 def _shard(text: str) -> tuple[int, int]:
     number, slash, parts = text.partition("/")
-    if not slash or not number.isdigit() or not parts.isdigit():
+    if not slash or not number.isdigit() or not parts.isdigit() or int(parts) < 1:
         raise SinklensError(f"--shard is written I/N, e.g. 0/4 for the first of four; got {text}.")
     return int(number), int(parts)
 
@@ -239,7 +268,7 @@ def run_score(options: argparse.Namespace) -> None:
     from sinklens.evaluation.ledger import Run
     from sinklens.evaluation.sandbox import Limits, available_isolation
     from sinklens.evaluation.scoring import score
-    from sinklens.tasks import find
+    from sinklens.tasks import CodeTask, find
 
     if not options.run_generated_code:
         raise SinklensError(
@@ -247,10 +276,14 @@ def run_score(options: argparse.Namespace) -> None:
             f"{available_isolation()}."
         )
     print(f"Isolation: {available_isolation()}.", file=sys.stderr)
-    names = {str(run.what["protocol"]["task"]) for run in Run.all(options.ledger)}
-    published = [name for name in names if hasattr(find(name), "path")]  # generated tasks have no files
+    names = sorted({str(run.what["protocol"]["task"]) for run in Run.all(options.ledger)})
+    published = [name for name in names if isinstance(find(name), CodeTask) and hasattr(find(name), "path")]
+    if options.data is not None and not published:
+        raise SinklensError(f"--data is for programs of published tasks; {options.ledger} holds {', '.join(names)}.")
     paths = {} if options.data is None else dict.fromkeys(published, options.data)
     limits = Limits(seconds=options.seconds, memory_mb=options.memory)
+    if not any(isinstance(find(name), CodeTask) for name in names):
+        raise SinklensError(f"{options.ledger} holds no generated programs ({', '.join(names)}); nothing is to be run.")
     ran = score(options.ledger, paths=paths, limits=limits, require=options.isolation, progress=_score_progress)
     print(f"{ran} programs were run. The table: sinklens table {options.ledger}")
 

@@ -256,6 +256,8 @@ def _plan(
     if task.name != protocol.task:
         raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
     number, parts = shard
+    if parts < 1:
+        raise SettingError(f"work is divided into at least 1 shard; got {parts}.")
     if not 0 <= number < parts:
         raise SettingError(f"shards of {parts} are numbered 0 to {parts - 1}; got {number}.")
     if batch < 1:
