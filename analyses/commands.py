@@ -24,7 +24,7 @@ def add_analyse(commands: Any) -> None:
     analyse.add_argument("name", metavar="NAME", help="a study of those below, or STUDY.py, a file of your own")
     analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     analyse.add_argument(
-        "--out", type=Path, help="folder for the results (analyses-NAME); prompts finished there are not measured again"
+        "--out", type=Path, help="folder for the results; prompts finished there are not measured again (analyses-NAME)"
     )
     analyse.add_argument(
         "--prompts", type=Path, metavar="FILE",
