@@ -113,8 +113,8 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from sinklens.evaluation.counting import Counts
     from sinklens.evaluation.evaluating import estimate, evaluate
 
-    asked = _protocol(options)
     _refuse_without_effect(options)
+    asked = _protocol(options)
     conditions = masking(
         options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
         of_unmasked=options.of_unmasked, seed=options.seed,
@@ -166,7 +166,7 @@ def _protocol(options: argparse.Namespace) -> "Protocol":
     if options.task not in (None, asked.task):
         raise SinklensError(f"the protocol {asked.name} is for the task {asked.task}, not {options.task}; drop one.")
     given = settings_given(options)
-    _refuse_idle(given, options.models)
+    _refuse_idle(given, options.models, options.queries)
     return asked.with_settings(given)
 
 
@@ -198,7 +198,7 @@ def _check_limit(task: "Task", limit: int | None) -> None:
         raise SinklensError(f"--limit is {limit}, and the task {task.name} has {number} samples; leave it out for all.")
 
 
-def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
+def _refuse_idle(given: dict[str, Any], models: Sequence[str], queries: str) -> None:
     """A setting that none of the models has would look as if it had had an effect."""
     from dataclasses import fields
 
@@ -206,9 +206,13 @@ def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
     from sinklens.checkpoints.files import find, read_config
     from sinklens.sampling.settings import BY_SAMPLER
 
-    if not given:
+    if not given and queries != "all":
         return
     samplers = sorted({family_of(read_config(find(name, None)), name).sampler for name in models})
+    if queries == "all" and "autoregressive" not in samplers:
+        raise SinklensError(
+            f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."
+        )
     known = {entry.name for sampler in samplers for entry in fields(BY_SAMPLER[sampler])}
     for name in given:
         if name not in known:
