@@ -80,14 +80,12 @@ def run_analyse(options: argparse.Namespace) -> None:
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
     from sinklens.tasks.prompts import read_prompts
-    from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
+    from sinklens.tasks.word_problems import held_out
 
     number = options.number
     if number is not None and number < 1:
         raise SinklensError(f"--number is at least 1; got {number}.")
     if options.prompts is None:
-        if number is not None and number > HELD_OUT_SIZE:
-            raise SinklensError(f"--number is at most {HELD_OUT_SIZE}, the shipped held-out problems; got {number}.")
         return [problem.prompt for problem in held_out(number or 100)]
     prompts = read_prompts(options.prompts, number)
     if number is not None and number > len(prompts):

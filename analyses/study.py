@@ -150,13 +150,14 @@ class Study(ABC):
 
         Raises:
             SettingError: no model, no prompt, two models of one name, a setting that no model knows, no prompt of the
-                number `shown`, or what `begin` refuses.
+                number `shown`, token ids with a chat template, or what `begin` refuses.
 
             LedgerError: another process is measuring the same in `out`, or its units are damaged.
 
         Warns:
-            UserWarning: `out` holds results of other models, prompts or options, which will be replaced; or finished
-                prompts of an interrupted study that cannot be used, because something else differs.
+            UserWarning: a prompt is given several times, which makes intervals too narrow; `out` holds results of other
+                models, prompts or options, which will be replaced; or finished prompts of an interrupted study that
+                cannot be used, because something else differs.
         """
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
@@ -167,6 +168,7 @@ class Study(ABC):
             raise SettingError("a study needs at least one model and one prompt.")
         if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the number of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
+        _check_prompts(prompts, self.chat_template)
         given = _settings_of(loaded, self.settings)
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
@@ -236,6 +238,19 @@ def _prompts(given: str | Sequence[Any] | Tensor) -> list[Any]:
         return [given]
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
     return [listed] if listed and all(isinstance(prompt, int) for prompt in listed) else listed
+
+
+def _check_prompts(prompts: Sequence[Any], chat_template: bool | str) -> None:
+    ids = next((number for number, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
+    if chat_template and ids is not None:
+        raise SettingError(f"prompt {ids} is token ids, which a chat template cannot be put around; leave it off.")
+    copies = len(prompts) - len({repr(prompt) for prompt in prompts})
+    if copies:
+        warnings.warn(
+            f"{copies} of {len(prompts)} prompts are copies of others. Intervals take prompts to be independent, and "
+            f"are too narrow.",
+            stacklevel=3,
+        )
 
 
 def _several(models: Any) -> list[Any]:

@@ -146,3 +146,13 @@ def check_limit(limit: int | None) -> None:
     """
     if limit is not None and limit < 1:
         raise TaskError(f"limit is {limit}; give the number of samples, at least 1, or None for all.")
+
+
+def check_held_out(size: int, most: int) -> None:
+    """Refuse a number of held-out problems that are not there: those beyond `most` may have been trained on.
+
+    Raises:
+        TaskError: `size` is not between 0 and `most`.
+    """
+    if not 0 <= size <= most:
+        raise TaskError(f"{most} problems are held out, and those beyond may have been trained on; got {size}.")

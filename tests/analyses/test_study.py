@@ -136,7 +136,8 @@ def test_another_batch_resumes_prompt_by_prompt(tiny_llada, tmp_path, monkeypatc
 
 
 def test_equal_prompts_run_apart(tiny_llada):
-    found = Letters(batch=3).run([tiny_llada], ["a", "bb", "a", "a"])
+    with pytest.warns(UserWarning, match=r"2 of 4 prompts are copies of others. Intervals .* are too narrow"):
+        found = Letters(batch=3).run([tiny_llada], ["a", "bb", "a", "a"])
     assert Letters.asked == [["a", "bb"], ["a"], ["a"]]
     assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 1, 1]
 
@@ -174,7 +175,7 @@ def test_units_of_another_seed_prompt_or_code_are_not_taken_and_that_is_said(tin
         interrupted(Letters(batch=1, seed=1))
     with pytest.warns(UserWarning, match=kept.format("model.settings.steps")):
         interrupted(Letters(batch=1, settings={"steps": 8}))
-    with pytest.warns(UserWarning, match=kept.format("prompts_sha256")):
+    with pytest.warns(UserWarning, match=kept.format("prompts, prompts_sha256")):
         interrupted(Letters(batch=1), ["a", "stop", "b"])
     monkeypatch.setattr(study, "_code_hash", lambda: "another")
     with pytest.warns(UserWarning, match=kept.format("code")):
@@ -242,6 +243,10 @@ def test_the_manifest_tells_what_decided_the_numbers(tiny_llada, tiny_llama, tmp
     [
         (lambda model: Letters(seed=-1), r"seed is 0 or more; got -1"),
         (lambda model: Letters(batch=0), r"batch is the number of prompts per run, at least 1; got 0"),
+        (
+            lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
+            r"prompt 1 is token ids, which a chat template cannot be put around; leave it off",
+        ),
         (lambda model: Letters().run([], ["a"]), r"at least one model and one prompt"),
         (lambda model: Letters().run([model], []), r"at least one model and one prompt"),
         (lambda model: Letters().run([model, model], ["a"]), r"each model is asked once; got tiny-llada, tiny-llada"),
