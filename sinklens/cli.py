@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Exact(argparse.ArgumentParser):
+    """Takes no beginning of an option for the option: ``--prompt`` and ``--prompts`` are two."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
     from sinklens.analyses.commands import add_analyse, add_table
     from sinklens.evaluation.commands import add_evaluation
@@ -56,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         title="commands",
         required=True,
         metavar="COMMAND",
-        parser_class=partial(argparse.ArgumentParser, allow_abbrev=False),
+        parser_class=_Exact,
     )
     _add_demo(commands)
     _add_trace(commands)

@@ -156,11 +156,10 @@ def _sample(entry: Mapping[str, Any], where: str, number: int) -> IdSample:
     name = entry.get("id", f"prompts/{number}")
     if not isinstance(name, str) or not name:
         raise SinklensError(f"{where}: the id is {_short(name)}; give a text, or leave it out.")
-    return IdSample(
-        name, *(value if isinstance(value, str) else "" for value in (prompt, expected)),
-        ids=None if isinstance(prompt, str) else tuple(prompt),
-        expected=None if isinstance(expected, str) else tuple(expected),
-    )  # fmt: skip
+    ids = None if isinstance(prompt, str) else tuple(prompt)
+    right = None if isinstance(expected, str) else tuple(expected)
+    text, reference = (value if isinstance(value, str) else "" for value in (prompt, expected))
+    return IdSample(name, text, reference, ids=ids, expected=right)
 
 
 def _short(found: Any) -> str:
