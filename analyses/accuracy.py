@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sinklens
+from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation import statistics
 from sinklens.tasks.word_problems import Problem, held_out, read_answer
 
@@ -51,8 +52,14 @@ class Accuracy:
 
 
 def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> Accuracy:
-    """Let `model` answer `problems` with its own defaults (one token committed per step), or with `settings`."""
+    """Let `model` answer `problems` with its own defaults (one token committed per step), or with `settings`.
+
+    Raises:
+        PromptError: the model has no tokenizer.
+    """
     model = sinklens.load(model)
+    if model.tokenizer is None:
+        raise PromptError(f"{model.name} came without a tokenizer, and the held-out problems are text.")
     tally: dict[str, tuple[int, int]] = {}
     empty = masked = 0
     ordered = sorted(problems, key=lambda problem: len(model.tokenizer(problem.prompt).input_ids))
@@ -72,8 +79,17 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="names or folders, as sinklens.load takes them")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems (default 500)")
     options = parser.parse_args()
-    for name in options.models:
-        result = measure(name, held_out(options.problems))
+    try:
+        _print(options.models, held_out(options.problems))
+    except SinklensError as error:
+        parser.exit(1, f"sinklens: {error}\n")
+
+
+def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
+    if not problems:
+        raise SettingError("accuracy needs at least one problem (--problems).")
+    for name in models:
+        result = measure(name, problems)
         print(f"{name}: {result.summary} ({result.empty} empty, {result.masked} with leftover masks)")
         for kind, (right, total) in result.by_kind.items():
             print(f"  {kind:18s} {right}/{total}")

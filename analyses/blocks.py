@@ -56,6 +56,7 @@ class Blocks(Study):
     """
 
     name: ClassVar[str] = "blocks"
+    together: ClassVar[bool] = False
     top_k: int = 1
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:

@@ -56,6 +56,7 @@ class Budget(Study):
     """See the module."""
 
     name: ClassVar[str] = "budget"
+    together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, budget, kind]."""

@@ -52,6 +52,7 @@ class Heads(Study):
     """
 
     name: ClassVar[str] = "heads"
+    together: ClassVar[bool] = False
     top_k: int = 1
     reference: int = 32
 

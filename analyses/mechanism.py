@@ -67,6 +67,7 @@ class Mechanism(Study):
     """See the module."""
 
     name: ClassVar[str] = "mechanism"
+    together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k],

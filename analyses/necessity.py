@@ -78,6 +78,7 @@ class Necessity(Study):
     """
 
     name: ClassVar[str] = "necessity"
+    together: ClassVar[bool] = False
     sink: Detector = field(default_factory=EpsilonOverMean)
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:

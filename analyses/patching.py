@@ -89,6 +89,7 @@ class Patching(Study):
     """See the module."""
 
     name: ClassVar[str] = "patching"
+    together: ClassVar[bool] = False
 
     def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
         """Refuse prompts of token ids.

@@ -2,10 +2,8 @@
 
 A study is one file with one subclass of `Study`. It says what to measure on a batch of prompts (a Dataset with the axis
 ``prompt``), and which tables and figures come of the measurements of all models. `Study.run` does the rest: it goes
-through models and prompts in batches, keeps what each batch gave in ``parts/`` so that an interrupted study goes on
-where it stopped, and writes the results:
-
-    NAME-TABLE.csv, NAME.nc (every prompt's measurements), NAME-FIGURE.png and .svg, NAME.json (the manifest)
+through models and prompts in batches, keeps every finished prompt on disk (units.py), so that an interrupted study
+continues where it stopped, and writes tables, figures, measurements and a manifest (results.py).
 
 Figures that show one run take an *example*: the run of one prompt, which every model gives once more. Intervals are
 over prompts (intervals.py), and each prompt's steps are its own, whatever its batch (runs.py).
@@ -16,11 +14,13 @@ One way this fails: all models are in memory at once. Where they do not fit toge
 import hashlib
 import inspect
 import json
+import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,10 +30,13 @@ from torch import Tensor
 
 import sinklens
 from sinklens.analyses.intervals import RESAMPLES
+from sinklens.analyses.results import warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
-from sinklens.atomic import whole
-from sinklens.errors import SettingError, SinklensError, nearest
+from sinklens.analyses.units import Units, batches, unused
+from sinklens.errors import SettingError, nearest
+from sinklens.evaluation.counting import Counts
 from sinklens.sampling.settings import BY_SAMPLER, make_settings
+from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.versions import versions
 
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 
     from sinklens.model import Model
 
+__all__ = ["SINK", "Findings", "Study", "read_prompts"]
+
+Report = Callable[[str, int, int], None]
 SINK = "a sink: column sum more than 3 above the mean of the others"  # said on figures; what `SinkTrack.detect` finds
 
 
@@ -70,6 +76,8 @@ class Study(ABC):
     """One question, asked of several models on the same prompts.
 
     Attributes:
+        together: `measure` runs its prompts in one batch. Set it to False in a study that goes through them one by
+            one; it is then given one at a time, and an interrupt loses no more than that.
         seed: of the runs and of the bootstrap.
         batch: prompts per run; the results do not depend on it.
         settings: sampler settings; a model takes those that its sampler knows.
@@ -77,10 +85,11 @@ class Study(ABC):
         shown: number of the prompt whose run the figures show.
 
     Raises:
-        SettingError: `batch` is below 1.
+        SettingError: `batch` is below 1, or `seed` below 0.
     """
 
     name: ClassVar[str]
+    together: ClassVar[bool] = True
     seed: int = 0
     batch: int = 10
     settings: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +99,8 @@ class Study(ABC):
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch}.")
+        if self.seed < 0:
+            raise SettingError(f"seed is 0 or more; got {self.seed}.")
 
     @abstractmethod
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
@@ -125,7 +136,7 @@ class Study(ABC):
         models: Any,
         prompts: str | Sequence[Any] | Tensor | None = None,
         out: str | Path | None = None,
-        progress: bool | None = None,
+        progress: bool | Report | None = None,
     ) -> Findings:
         """Ask the models.
 
@@ -133,15 +144,20 @@ class Study(ABC):
             models: what `sinklens.load` takes, one or several.
             prompts: texts, or rows of token ids for a model without a tokenizer; one text, or one row of ids, is one
                 prompt. By default the first 100 shipped held-out problems.
-            out: folder for the results; what an interrupted run with the same manifest has measured there is kept.
-            progress: show a progress bar; by default on a terminal.
+            out: folder for the results; prompts that the same study has finished there are not measured again.
+            progress: show a progress bar, or lines where there is no terminal; by default on a terminal only. Or a
+                function that is called with a model's name, its prompts done and its prompts in all.
 
         Raises:
             SettingError: no model, no prompt, two models of one name, a setting that no model knows, no prompt of the
-                number `shown`, or what `begin` refuses.
+                number `shown`, token ids with a chat template, or what `begin` refuses.
+
+            LedgerError: another process is measuring the same in `out`, or its units are damaged.
 
         Warns:
-            UserWarning: `out` holds results of other models, prompts or options, which will be replaced.
+            UserWarning: a prompt is given several times, which makes intervals too narrow; `out` holds results of other
+                models, prompts or options, which will be replaced; or finished prompts of an interrupted study that
+                cannot be used, because something else differs.
         """
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
@@ -152,49 +168,37 @@ class Study(ABC):
             raise SettingError("a study needs at least one model and one prompt.")
         if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the number of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
+        _check_prompts(prompts, self.chat_template)
         given = _settings_of(loaded, self.settings)
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
-        folder = None if out is None else _folder(Path(out), self.name, manifest)
-        if out is not None:
-            _warn_of_others(Path(out) / f"{self.name}.json", manifest)
+        folder = None if out is None else Path(out)
+        told = {model["name"]: _identity(manifest, model) for model in manifest["models"]}
+        if folder is not None and not warn_of_others(folder / f"{self.name}.json", manifest):
+            _warn_of_unused(folder, told.values())
         measured, examples = {}, {}
-        for name, model, settings in zip(names, loaded, given, strict=True):
-            parts = self._parts(model, prompts, settings, folder, name, progress)
-            measured[name] = xr.concat(list(parts), dim="prompt", join="outer").drop_encoding()
-            example = self.example(model, prompts[self.shown], settings)
-            if example is not None:
-                examples[name] = example
-        findings = Findings(measured, examples, self.tables(measured), manifest)
-        return findings if out is None else _write(self, findings, Path(out))
+        with _reported(self.name, progress) as report:
+            for name, model, settings in zip(names, loaded, given, strict=True):
+                units = Units(folder, told[name], len(prompts))
+                measured[name] = self._measured(model, prompts, settings, units, report)
+                example = self.example(model, prompts[self.shown], settings)
+                if example is not None:
+                    examples[name] = example
+        tables = self.tables(measured)
+        findings = Findings(measured, examples, tables, {**manifest, "tables": list(tables)})
+        return findings if folder is None else write(self, findings, folder)
 
-    def _parts(
-        self,
-        model: "Model",
-        prompts: Sequence[Any],
-        settings: Mapping[str, Any],
-        folder: Path | None,
-        name: str,
-        progress: bool | None,
-    ) -> Iterator[xr.Dataset]:
-        """Measurements batch by batch; those that an interrupted run left are read."""
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import track
-
-        console = Console(stderr=True)
-        starts = range(0, len(prompts), self.batch)
-        shown = console.is_terminal if progress is None else progress
-        for start in track(starts, escape(f"{self.name}: {name}"), console=console, disable=not shown, transient=True):
-            part = None if folder is None else folder / f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{start}.nc"
-            if part is not None and part.exists():
-                yield xr.load_dataset(part, engine="h5netcdf")
-                continue
-            found = self.measure(model, prompts[start : start + self.batch], settings)
-            if part is not None:
-                with whole(part) as file:
-                    file.write_bytes(found.to_netcdf(engine="h5netcdf"))
-            yield found
+    def _measured(
+        self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], units: Units, report: Report
+    ) -> xr.Dataset:
+        """Measurements of every prompt; those that are there are not made again."""
+        with units:
+            left = [number for number in range(len(prompts)) if number not in units.done]
+            report(model.name, len(units.done), len(prompts))
+            for numbers in batches(prompts, left, self.batch if self.together else 1):
+                units.add(numbers, self.measure(model, [prompts[number] for number in numbers], settings))
+                report(model.name, len(units.done), len(prompts))
+            return units.dataset()
 
     def _manifest(
         self,
@@ -207,6 +211,7 @@ class Study(ABC):
         return {
             "study": self.name,
             "source": _source_hash(type(self)),
+            "code": _code_hash(),
             "options": json.loads(json.dumps(options, default=repr)),
             "models": [
                 {
@@ -227,44 +232,25 @@ class Study(ABC):
         }
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
-    """Prompts from a file: JSON Lines with a ``prompt`` or ``question``, or else one prompt per non-empty line.
-
-    A prompt of JSON Lines is a text, or a list of token ids. Lines end at a line feed and at nothing else.
-
-    Raises:
-        SinklensError: the file cannot be read, or holds no prompt.
-    """
-    try:
-        content = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SinklensError(f"could not read prompts from {path}: {error}") from error
-    lines = enumerate((line.removesuffix("\r") for line in content.split("\n")), 1)
-    written = [(f"{path}, line {number}", line) for number, line in lines if line.strip()]
-    if not written:
-        raise SinklensError(f"{path} holds no prompt; write one per line, or JSON Lines with a 'prompt' in each.")
-    return [_prompt_of(line, where) if path.suffix == ".jsonl" else line for where, line in written[:limit]]
-
-
-def _prompt_of(line: str, where: str) -> str | list[int]:
-    try:
-        entry = json.loads(line)
-        found = entry["prompt"] if "prompt" in entry else entry["question"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SinklensError(f"{where}: no JSON object with a 'prompt' or a 'question' ({error}).") from error
-    if isinstance(found, str) or (isinstance(found, list) and found and all(type(token) is int for token in found)):
-        return found
-    raise SinklensError(
-        f"{where}: the prompt is {json.dumps(found)}; give a text, or a list of token ids such as [2, 287, 28]."
-    )
-
-
 def _prompts(given: str | Sequence[Any] | Tensor) -> list[Any]:
     """Every prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
     if isinstance(given, str):
         return [given]
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
     return [listed] if listed and all(isinstance(prompt, int) for prompt in listed) else listed
+
+
+def _check_prompts(prompts: Sequence[Any], chat_template: bool | str) -> None:
+    ids = next((number for number, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
+    if chat_template and ids is not None:
+        raise SettingError(f"prompt {ids} is token ids, which a chat template cannot be put around; leave it off.")
+    copies = len(prompts) - len({repr(prompt) for prompt in prompts})
+    if copies:
+        warnings.warn(
+            f"{copies} of {len(prompts)} prompts are copies of others. Intervals take prompts to be independent, and "
+            f"are too narrow.",
+            stacklevel=3,
+        )
 
 
 def _several(models: Any) -> list[Any]:
@@ -302,64 +288,40 @@ def _source_hash(study: type) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
-def _folder(out: Path, name: str, manifest: Mapping[str, Any]) -> Path:
-    """Where the parts of exactly this study are kept until it is finished."""
-    return out / "parts" / f"{name}-{hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:12]}"
+@cache
+def _code_hash() -> str:
+    """Of all code that may decide a number: sinklens and the studies."""
+    import sinklens.hooks
+
+    folders = [Path(module.__file__).parent for module in (sinklens, sinklens.hooks) if module.__file__]
+    files = sorted({file.resolve() for folder in (*folders, Path(__file__).parent) for file in folder.rglob("*.py")})
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def _warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
-    """Say, before anything is measured, that the results told of by the manifest `file` will be replaced."""
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        told = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
-        dict.keys(before["options"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # none, or none of a study
-    made, now = (
-        {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
-    )
-    if any(made.get(key) != now[key] for key in ("options", "models", "prompts_sha256")):
+def _identity(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the measurements of one model; the batch does not."""
+    options = {name: value for name, value in manifest["options"].items() if name != "batch"}
+    shared = {name: value for name, value in manifest.items() if name not in ("models", "options", "resamples")}
+    return json.loads(json.dumps({**shared, "options": options, "model": model}))
+
+
+def _warn_of_unused(out: Path, told: Iterable[Mapping[str, Any]]) -> None:
+    found = [text for text in (unused(out, what) for what in told) if text]
+    if found:
         warnings.warn(
-            f"{file.parent} holds another run of this study ({told}), which this one will replace; to keep it, "
-            f"interrupt now and give another folder.",
+            f"{out} keeps {'; '.join(found)}. They are not mixed with this run, which measures every prompt; to use "
+            f"them, start with what they were made with.",
             stacklevel=3,
         )
 
 
-def _write(study: Study, findings: Findings, out: Path) -> Findings:
-    import shutil
-
-    files = []
-    for name, table in findings.tables.items():
-        files.append(out / f"{study.name}-{name}.csv")
-        with whole(files[-1]) as part:
-            table.to_csv(part, index=False)
-    files += _draw(study, findings, out)
-    stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
-    files.append(out / f"{study.name}.nc")
-    with whole(files[-1]) as part:
-        part.write_bytes(stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
-    files.append(out / f"{study.name}.json")
-    with whole(files[-1]) as part:
-        part.write_text(json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
-    folder = _folder(out, study.name, findings.manifest)
-    shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # there are parts of other studies in it
-        folder.parent.rmdir()
-    return replace(findings, files=tuple(files))
-
-
-def _draw(study: Study, findings: Findings, out: Path) -> list[Path]:
-    """Every figure as PNG and SVG; the same numbers give the same bytes."""
-    from matplotlib import pyplot
-
-    files = []
-    with pyplot.rc_context({"svg.hashsalt": "sinklens"}):  # else names inside an SVG are random
-        for name, figure in study.figures(findings.measured, findings.examples).items():
-            for kind in ("png", "svg"):
-                files.append(out / f"{study.name}-{name}.{kind}")
-                with whole(files[-1]) as part:
-                    figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-                figure.set_layout_engine("none")  # the places it found hold for the next format too
-            pyplot.close(figure)
-    return files
+@contextmanager
+def _reported(study: str, progress: bool | Report | None) -> Iterator[Report]:
+    """What is called with a model's name, its prompts done and its prompts in all."""
+    if callable(progress):
+        yield progress
+    elif progress or (progress is None and sys.stderr.isatty()):
+        with Counts("prompts") as counts:
+            yield lambda name, done, total: counts(f"{study}: {name}", done, total)
+    else:
+        yield lambda name, done, total: None

@@ -38,6 +38,7 @@ class Windows(Study):
     """See the module."""
 
     name: ClassVar[str] = "windows"
+    together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, width]."""

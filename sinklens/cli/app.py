@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_settings, settings_given
+from sinklens.cli.options import add_settings, natural, settings_given
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ DEMO_PROBLEM = 14
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options, unknown = _parser().parse_known_args(arguments)
+    options.call = sys.argv[1:] if arguments is None else list(arguments)
     if unknown:
         known = re.findall(r"--[a-z0-9-]+", options.parser.format_usage())
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0], known)}")
@@ -42,18 +43,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Exact(argparse.ArgumentParser):
+    """Takes no beginning of an option for the option: ``--prompt`` and ``--prompts`` are two."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
     from sinklens.cli.evaluation import add_evaluation
+    from sinklens.cli.studies import add_analyse, add_table
 
     parser = argparse.ArgumentParser(
         prog="sinklens", description="Look inside diffusion language models while they denoise.",
         epilog="sinklens COMMAND --help tells more of a command. From Python: sinklens.load, sinklens.trace.",
     )  # fmt: skip
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands",
+        required=True,
+        metavar="COMMAND",
+        parser_class=_Exact,
+    )
     _add_demo(commands)
     _add_trace(commands)
-    _add_analyse(commands)
+    add_analyse(commands)
     add_evaluation(commands)
+    add_table(commands)
     _add_hooks(commands)
     _add_models(commands)
     _add_train(commands)
@@ -80,44 +95,19 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument(
         "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
     )
-    trace.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
-    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
+    trace.add_argument("--seed", type=natural, default=0, help="random seed (%(default)s)")
+    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template (no)")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
-    trace.add_argument("--device", help="e.g. cpu or cuda:1; by default a GPU if there is one")
+    trace.add_argument("--device", help="e.g. cpu or cuda:1 (a GPU if there is one, else cpu)")
     add_settings(trace)
     trace.set_defaults(command=run_trace)
-
-
-def _add_analyse(commands: Any) -> None:
-    from sinklens.analyses import questions
-
-    text = "ask a question of one or several models; write tables, figures and a manifest"
-    asked = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
-    analyse = commands.add_parser(
-        "analyse", help=text, description=text, epilog=f"studies:\n{asked}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    analyse.add_argument("name", metavar="NAME", help="a study of those below, or STUDY.py, a file of your own")
-    analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
-    analyse.add_argument(
-        "--out", type=Path, help="folder for the results (analyses-NAME); an interrupted study goes on"
-    )
-    analyse.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="one prompt per line, or JSON Lines with a 'prompt' in each; by default the shipped held-out problems",
-    )  # fmt: skip
-    analyse.add_argument("--number", type=int, metavar="N", help="the first N prompts (100 of the shipped ones)")
-    analyse.add_argument("--batch", type=int, default=10, metavar="N", help="prompts per run (%(default)s)")
-    analyse.add_argument("--seed", type=int, default=0, help="of the runs and of the intervals (%(default)s)")
-    add_settings(analyse)
-    analyse.set_defaults(command=run_analyse)
 
 
 def _add_hooks(commands: Any) -> None:
     text = "list the hook points of a model, with shapes; weights are not loaded"
     hooks = commands.add_parser("hooks", help=text, description=text)
     hooks.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder")
-    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all")
+    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all (no)")
     hooks.set_defaults(command=run_hooks)
 
 
@@ -134,17 +124,17 @@ def _add_train(commands: Any) -> None:
     train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: sinks set by hand")
     train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
     train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
-    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial")
+    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial (the recipe's)")
     train.add_argument(
         "--checkpoints",
         type=Path,
         metavar="DIR",
-        help="train nothing; write what the run has kept so far, as NAME@STEP",
+        help="train nothing; write what the run has kept so far, as NAME@STEP (train)",
     )
     train.add_argument(
         "--run-generated-code",
         action="store_true",
-        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them",
+        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them (no)",
     )
     train.set_defaults(command=run_train)
 
@@ -205,25 +195,6 @@ def run_trace(options: argparse.Namespace) -> None:
     print(f"\n{run.text}")
     _tell(run, model)
     print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png, report.html.")
-
-
-def run_analyse(options: argparse.Namespace) -> None:
-    """`sinklens analyse`."""
-    from sinklens.analyses import find
-    from sinklens.analyses.study import read_prompts
-    from sinklens.tasks.word_problems import held_out
-
-    kind = find(options.name)
-    if options.number is not None and options.number < 1:
-        raise SinklensError(f"--number is at least 1; got {options.number}.")
-    if options.prompts is None:
-        prompts = [problem.prompt for problem in held_out(options.number or 100)]
-    else:
-        prompts = read_prompts(options.prompts, options.number)
-    study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
-    findings = study.run(options.models, prompts, options.out or Path(f"analyses-{kind.name}"))
-    print(f"{kind.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
-    print("\n".join(f"  {file}" for file in findings.files))
 
 
 def _prompt(given: str) -> str:
@@ -307,7 +278,10 @@ def run_train(options: argparse.Namespace) -> None:
     from sinklens.zoo.export import export, write_card
     from sinklens.zoo.scores import on_the_way, scores
 
+    if options.steps is not None and options.steps < 1:
+        raise SinklensError(f"--steps is at least 1; got {options.steps}.")
     if options.name == "planted":
+        _refuse_with_planted(options)
         out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
         print(f"Checkpoint in {out}; its weights are set by hand, nothing was trained.")
         return
@@ -338,6 +312,12 @@ def run_train(options: argparse.Namespace) -> None:
         found.append(score)
     write_card(recipe, folder, out, found, curve.read(folder))
     print(f"Checkpoint in {out}")
+
+
+def _refuse_with_planted(options: argparse.Namespace) -> None:
+    for name in ("run", "steps", "checkpoints", "run_generated_code"):
+        if getattr(options, name):
+            raise SinklensError(f"--{name.replace('_', '-')} has no effect on planted, which is not trained; drop it.")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -8,14 +8,31 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     """Add a flag for every sampler setting."""
     from sinklens.sampling.settings import Settings, meaning
 
-    group = command.add_argument_group("sampler settings (which apply depends on the model)")
+    group = command.add_argument_group(
+        "sampler settings (which apply depends on the model; a checkpoint's own defaults come before those named here)"
+    )
     for name, kind in Settings.__annotations__.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=meaning(name), **_flag(kind))
+        told = f"{meaning(name)}{_default(name)}".replace("%", "%%")
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=told, **_flag(kind))
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
     """The sampler settings that were given."""
     return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
+
+
+def _default(name: str) -> str:
+    """The samplers' default in brackets; none where the meaning explains it."""
+    from dataclasses import fields
+
+    from sinklens.sampling.settings import BY_SAMPLER, meaning
+
+    if "default" in meaning(name):
+        return ""
+    values = [entry.default for kind in BY_SAMPLER.values() for entry in fields(kind) if entry.name == name]
+    words = {None: "off", True: "yes", False: "no"}
+    told = [words[value] if value is None or isinstance(value, bool) else str(value) for value in values]
+    return f" ({', '.join(dict.fromkeys(told))})"
 
 
 def _flag(kind: Any) -> dict[str, Any]:
@@ -24,3 +41,11 @@ def _flag(kind: Any) -> dict[str, Any]:
     if get_origin(kind) is not None:  # Literal
         return {"choices": get_args(kind), "default": None}
     return {"type": kind, "default": None, "metavar": kind.__name__.upper()}
+
+
+def natural(text: str) -> int:
+    """A number from 0 on, as the type of a flag."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative; give 0 or more")
+    return number

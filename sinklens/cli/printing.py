@@ -37,7 +37,9 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
         console.print(_first_table(protocol, own))
         for model in dict.fromkeys(line.model for line in own):
             of_model = [line for line in own if line.model == model]
-            console.print(_second_table(model, of_model), _third_table(model, of_model))
+            if any(line.accuracy.total for line in of_model):
+                console.print(_second_table(model, of_model))
+            console.print(_third_table(model, of_model))
     console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
     if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
         console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
@@ -68,6 +70,8 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
 
 
 def _share(line: "Line", most: int) -> str:
+    if not line.accuracy.total:
+        return f"not scored ({line.unscored})"
     low, high = line.accuracy.interval
     unfinished = f" ({line.accuracy.total} of {most})" if line.accuracy.total < most else ""
     return f"{line.accuracy.share:.3f} [{low:.3f}, {high:.3f}]{unfinished}"

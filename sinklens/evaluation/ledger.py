@@ -121,7 +121,8 @@ class Writer:
         except BlockingIOError as error:
             self._close()
             raise LedgerError(
-                f"another process is writing to {self.path}; wait for it, or give this one another shard (--shard)."
+                f"another process is writing to {self.path}; wait for it, or give this one another folder (--out) or "
+                f"another shard (`sinklens evaluate --shard`)."
             ) from error
         except OSError as error:
             self._close()

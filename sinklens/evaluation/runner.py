@@ -24,7 +24,7 @@ from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record, Run, Writer
 from sinklens.evaluation.protocols import Protocol as Asking
 from sinklens.evaluation.protocols import find
-from sinklens.evaluation.units import Batch, batches, carry_out, identity, prompt_hash
+from sinklens.evaluation.units import Batch, batches, carry_out, identity, prompt_hash, reference_hash
 from sinklens.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -228,13 +228,10 @@ class _Plan:
         """Units without a record, condition by condition."""
         found: list[Batch] = []
         for condition, run in zip(self.conditions, self.runs, strict=True):
-            done = {str(record["sample"]): record["prompt_sha256"] for record in run.records()}
+            done = {str(record["sample"]): record for record in run.records()}
             for sample in self.samples:
-                if done.get(sample.id, prompt_hash(sample)) != prompt_hash(sample):
-                    raise LedgerError(
-                        f"{run.folder} has an answer to {sample.id}, but to another prompt: it was begun with other "
-                        f"data. Give those, or another folder (--out) for these."
-                    )
+                if sample.id in done:
+                    _check_same(sample, done[sample.id], run)
             left = [sample for sample in self.samples if sample.id not in done]
             waits = run.what["settings"].get("threshold") is not None  # and interventions count the steps of waiting
             found += batches(condition, left, 1 if waits and condition.hooks else self.batch)
@@ -259,6 +256,8 @@ def _plan(
     if task.name != protocol.task:
         raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
     number, parts = shard
+    if parts < 1:
+        raise SettingError(f"work is divided into at least 1 shard; got {parts}.")
     if not 0 <= number < parts:
         raise SettingError(f"shards of {parts} are numbered 0 to {parts - 1}; got {number}.")
     if batch < 1:
@@ -275,6 +274,17 @@ def _plan(
     job = Job(model, load or {}, task, protocol, seed)
     runs = [Run.of(ledger, what) for what in engine.identities(job, conditions)]
     return _Plan(job, conditions, samples, runs, batch)
+
+
+def _check_same(sample: Sample, record: Record, run: Run) -> None:
+    """Refuse data in which a sample is not the one that was answered; older records do not say what was expected."""
+    asks = record["prompt_sha256"] == prompt_hash(sample)
+    if not asks or record.get("reference_sha256", reference_hash(sample)) != reference_hash(sample):
+        what = "another expected answer" if asks else "another prompt"
+        raise LedgerError(
+            f"{run.folder} has an answer to {sample.id}, but to {what}: it was begun with other data. Give those, or "
+            f"another folder (--out) for these."
+        )
 
 
 def _of(work: Sequence[Batch], condition: Condition) -> list[Batch]:

@@ -66,6 +66,8 @@ class Line:
         sinks: per head and step, by the paper's definition.
         devices: types.
         paper: accuracy in the paper's Table 1 where model and task are the same, else None.
+        unscored: samples whose generated program was not run yet; they have no part in any number, unless that is all
+            of them: then `accuracy` is of none, and the shares are of these.
     """
 
     task: str
@@ -85,11 +87,12 @@ class Line:
     sinks: float
     devices: tuple[str, ...]
     paper: float | None
+    unscored: int = 0
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A run with the records that have a verdict, their verdicts by sample, and the number of those that have none."""
+    """A run with its records that have a verdict (all if none has), the verdicts by sample, and how many have none."""
 
     run: Run
     records: Mapping[str, Record]
@@ -113,20 +116,18 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
 
     Raises:
         LedgerError: no ledger, no finished sample in it, or conditions that were given different data.
-        SettingError: no generated program was run yet, or runs are of different device types.
+        SettingError: runs are of different device types.
 
     Warns:
-        UserWarning: generated programs that were not run yet; they are left out of every number.
+        UserWarning: generated programs that were not run yet, by run; see `Line.unscored`.
     """
     read = [_read(run) for run in Run.all(Path(ledger))]
     left_out = _unscored(read, ledger)
-    if left_out and not any(one.verdicts for one in read):
-        raise SettingError(left_out)
     if left_out:
         warnings.warn(left_out, stacklevel=2)
     groups: dict[str, list[_Read]] = {}
     for one in read:
-        if one.verdicts:
+        if one.records:
             groups.setdefault(json.dumps(_group(one.run), sort_keys=True), []).append(one)
     if not groups:
         raise LedgerError(f"{ledger} holds no finished sample yet; run `sinklens evaluate` again to go on.")
@@ -138,12 +139,10 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
 
 
 def _read(run: Run) -> _Read:
-    """Records that have a verdict; how many have none."""
     records = {str(record["sample"]): record for record in run.records()}
     found = verdicts(run) if records else {}
-    return _Read(
-        run, {sample: records[sample] for sample in records if sample in found}, found, len(records) - len(found)
-    )
+    kept = {sample: records[sample] for sample in records if sample in found or not found}
+    return _Read(run, kept, found, len(records) - len(found))
 
 
 def _unscored(read: Sequence[_Read], ledger: str | Path) -> str:
@@ -152,7 +151,7 @@ def _unscored(read: Sequence[_Read], ledger: str | Path) -> str:
     if not left:
         return ""
     return (
-        f"Generated programs that have not been run have no part in any number: {', '.join(left)}. "
+        f"Generated programs that have not been run have no part in any accuracy: {', '.join(left)}. "
         f"`sinklens score {ledger} --run-generated-code` runs them, in isolation."
     )
 
@@ -223,6 +222,8 @@ def _way(read: _Read) -> str:
 
 def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
     """Paired verdicts of the samples that both have; None where there are none."""
+    if not base.verdicts or not changed.verdicts:
+        return None
     devices = base.devices | changed.devices
     if len(devices) > 1 and not mixed_devices:
         raise SettingError(
@@ -269,6 +270,7 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
         sinks=mean(record["sinks"]["per_head"] for record in records),
         devices=tuple(sorted(read.devices)),
         paper=_published(what, condition),
+        unscored=read.unscored,
     )
 
 
@@ -308,5 +310,6 @@ def frame(lines: Sequence[Line]) -> "DataFrame":
         rows.append(row | {
             "empty": line.empty, "masks": line.masks, "unended": line.unended, "per_second": line.per_second,
             "sinks": line.sinks, "devices": " ".join(line.devices), "paper": line.paper,
+            "unscored": line.unscored,
         })  # fmt: skip
     return pd.DataFrame(rows)

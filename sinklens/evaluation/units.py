@@ -10,6 +10,7 @@ latency.
 """
 
 import hashlib
+import json
 import platform
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from sinklens.sampling import make_settings
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
+from sinklens.tasks.prompts import Ids, IdSample, Prompts, before_end
 from sinklens.versions import versions
 
 if TYPE_CHECKING:
@@ -52,11 +54,11 @@ class Batch:
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
     """Samples in batches of similar length, equal prompts apart; an order that depends on the samples alone."""
-    ordered = sorted(samples, key=lambda sample: (len(sample.prompt) + len(sample.opening), sample.id))
-    seen: Counter[str] = Counter()
+    ordered = sorted(samples, key=lambda sample: (len(_asked(sample)), sample.id))
+    seen: Counter[str | Ids] = Counter()
     rounds: list[list[Sample]] = []
     for sample in ordered:
-        asked = sample.prompt + sample.opening
+        asked = _asked(sample)
         if seen[asked] == len(rounds):
             rounds.append([])
         rounds[seen[asked]].append(sample)
@@ -66,24 +68,41 @@ def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Itera
             yield Batch(condition, tuple(part[start : start + size]))
 
 
+def _asked(sample: Sample) -> str | Ids:
+    """What the model is given: a text, or token ids."""
+    ids = sample.ids if isinstance(sample, IdSample) else None
+    return sample.prompt + sample.opening if ids is None else ids
+
+
 def prompt_hash(sample: Sample) -> str:
-    """Tells two samples of one name apart."""
-    return hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest()
+    """Of what the model is given; tells two samples of one name apart."""
+    asked = _asked(sample)
+    return hashlib.sha256((asked if isinstance(asked, str) else json.dumps(asked)).encode()).hexdigest()
+
+
+def reference_hash(sample: Sample) -> str:
+    """Of what the answer is compared with."""
+    ids = sample.expected if isinstance(sample, IdSample) else None
+    return hashlib.sha256((sample.reference if ids is None else json.dumps(ids)).encode()).hexdigest()
 
 
 def identity(model: "Model", condition: Condition, task: Task, protocol: Protocol, seed: int) -> dict[str, Any]:
     """Everything that decides a verdict but the data, as plain JSON values: what a ledger's run is told apart by.
 
     Raises:
-        PromptError: the model has no tokenizer; nothing has been written yet.
+        PromptError: the task is text and the model has no tokenizer, or token ids are expected that the model cannot
+            answer; nothing has been written yet.
     """
-    if model.tokenizer is None:
-        raise PromptError(
-            f"{model.name} has no tokenizer, and the prompts of a task are text. Put the files of one (tokenizer.json, "
-            f"tokenizer_config.json) into its folder. With token ids, ask from Python: sinklens.generate, or "
-            f"sinklens.interventions.effect for what an intervention does."
-        )
     settings = make_settings(model.record.sampler, protocol.of(model.record.sampler), model.checkpoint.defaults)
+    given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
+    if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
+        raise PromptError(
+            f"{model.name} has no tokenizer, and the prompts of this task are text. Put the files of one "
+            f"(tokenizer.json, tokenizer_config.json) into its folder, or give prompts and expected answers as token "
+            f"ids (--prompts FILE)."
+        )
+    for sample in given:
+        _check_length(model, sample, settings.gen_length)
     return {
         "model": Path(model.name).resolve().name if Path(model.name).is_dir() else model.name,  # wherever it lies
         "family": model.family,
@@ -97,6 +116,18 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: Protoco
         "settings": asdict(settings),
         "seed": seed,
     }
+
+
+def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
+    """Refuse expected ids that no answer of this length can be."""
+    length = len(before_end(sample.expected or (), model.eos_token_ids))
+    if sample.expected is None or length == gen_length or (length < gen_length and model.eos_token_ids):
+        return
+    has = f"at most {gen_length}" if model.eos_token_ids else f"no end token, so always {gen_length}"
+    raise PromptError(
+        f"{sample.id} expects {length} tokens, and an answer of {model.name} has {has} (gen_length); change "
+        f"--gen-length, or the file."
+    )
 
 
 def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed: int) -> list[Record]:
@@ -146,6 +177,11 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
     Raises:
         PromptError: the model has no tokenizer, or no chat template where one is asked for.
     """
+    asked = _asked(sample)
+    if not isinstance(asked, str):
+        if chat_template:
+            raise PromptError(f"{sample.id} is token ids, which a chat template cannot be put around; leave it off.")
+        return list(asked)
     if not chat_template:
         return model.encode(sample.prompt + sample.opening)[0][0].tolist()
     ids = model.encode(sample.prompt, chat_template=True)[0][0].tolist()
@@ -172,10 +208,11 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
         "kind": sample.kind,
         "chance": sample.chance,
         "prompt_sha256": prompt_hash(sample),
+        "reference_sha256": reference_hash(sample),
         "tokens": run.tokens[row, where].tolist(),
         "unmask_step": run.unmask_step[row, where].tolist(),
         "text": text,
-        "verdict": task.verdict(sample, text),
+        "verdict": task.judge(sample, text, run.tokens[row, where].tolist()[: answer.tokens], run.model.eos_token_ids),
         "empty": answer.empty,
         "ended": answer.ended,
         "masks": answer.masks,

@@ -9,7 +9,7 @@ at nothing behind it, whether or not the generation was cut there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from sinklens.errors import TaskError
@@ -91,6 +91,16 @@ class Task(ABC):
     def verdict(self, sample: Sample, text: str) -> bool | None:
         """Whether `text` answers `sample`; None if a program has to run to tell."""
 
+    def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
+        """`verdict`, for tasks that may also look at token ids.
+
+        Args:
+            text: the answer; "" of a model without a tokenizer.
+            ids: the answer's tokens before the first end token.
+            end_ids: the model's end tokens.
+        """
+        return self.verdict(sample, text)
+
 
 class CodeTask(Task):
     """A task whose answers are programs in HumanEval's format."""
@@ -136,3 +146,13 @@ def check_limit(limit: int | None) -> None:
     """
     if limit is not None and limit < 1:
         raise TaskError(f"limit is {limit}; give the number of samples, at least 1, or None for all.")
+
+
+def check_held_out(size: int, most: int) -> None:
+    """Refuse a number of held-out problems that are not there: those beyond `most` may have been trained on.
+
+    Raises:
+        TaskError: `size` is not between 0 and `most`.
+    """
+    if not 0 <= size <= most:
+        raise TaskError(f"{most} problems are held out, and those beyond may have been trained on; got {size}.")

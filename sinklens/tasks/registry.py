@@ -15,6 +15,7 @@ from sinklens.tasks.gsm8k import STYLES as GSM8K_STYLES
 from sinklens.tasks.gsm8k import Extractor, Gsm8k
 from sinklens.tasks.humaneval import STYLES as HUMANEVAL_STYLES
 from sinklens.tasks.humaneval import HumanEval
+from sinklens.tasks.prompts import Prompts
 from sinklens.tasks.skills import SKILLS, Skill
 from sinklens.tasks.tiny_code import TinyCode
 from sinklens.tasks.tiny_gsm import TinyGsm
@@ -38,6 +39,7 @@ _ENTRIES = {
     **{f"skill-{skill}": _Entry(Skill, {"skill": skill}) for skill in SKILLS},
     **{style: _Entry(Gsm8k, {"style": style}) for style in GSM8K_STYLES},
     **{style: _Entry(HumanEval, {"style": style}) for style in HUMANEVAL_STYLES},
+    "prompts": _Entry(Prompts),
 }
 NAMES = tuple(_ENTRIES)
 
@@ -54,7 +56,7 @@ def find(
 
     Args:
         name: one of `NAMES`.
-        path: a published task's data; see `Gsm8k` and `HumanEval`.
+        path: a published task's data (see `Gsm8k` and `HumanEval`), or the file of `Prompts`.
         shots, extractor, examples: of `Gsm8k`. None leaves any setting at its default.
 
     Raises:

@@ -22,7 +22,7 @@ from math import factorial
 from statistics import fmean
 
 from sinklens.errors import TaskError, nearest
-from sinklens.tasks.base import Sample, Task, check_limit
+from sinklens.tasks.base import Sample, Task, check_held_out, check_limit
 from sinklens.tasks.word_problems import ITEMS, NAMES
 
 HELD_OUT_SEED = 20_251_018
@@ -136,7 +136,12 @@ def stream(skill: str, seed: int) -> Iterator[Exercise]:
 
 
 def held_out(skill: str, size: int = HELD_OUT_SIZE) -> list[Exercise]:
-    """The first `size` distinct exercises of the held-out seed, in a fixed order."""
+    """The first `size` distinct exercises of the held-out seed, in a fixed order.
+
+    Raises:
+        TaskError: more than are held out, or a negative number.
+    """
+    check_held_out(size, HELD_OUT_SIZE)
     exercises: dict[str, Exercise] = {}
     for exercise in stream(skill, HELD_OUT_SEED):
         if len(exercises) == size:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sinklens.errors import TaskError
+from sinklens.tasks.base import check_held_out
 
 HELD_OUT_SEED = 20_251_015
 HELD_OUT_SIZE = 500
@@ -156,7 +157,12 @@ def stream(seed: int) -> Iterator[Problem]:
 
 
 def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
-    """The first `size` distinct problems of the held-out seed, in a fixed order."""
+    """The first `size` distinct problems of the held-out seed, in a fixed order.
+
+    Raises:
+        TaskError: more than are held out, or a negative number.
+    """
+    check_held_out(size, HELD_OUT_SIZE)
     problems: dict[str, Problem] = {}
     for problem in stream(HELD_OUT_SEED):
         if len(problems) == size:

@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from building import shared_model
 
-from sinklens.analyses.accuracy import Accuracy, measure
+from sinklens.analyses.accuracy import Accuracy, main, measure
+from sinklens.errors import PromptError
 from sinklens.tasks.word_problems import held_out, read_answer
 
 
@@ -34,6 +36,16 @@ def test_an_answer_cut_short_is_wrong(tiny_llada):
     result = measure(tiny_llada, held_out(10), gen_length=4)
     assert result.right == 0
     assert read_answer("") is None
+
+
+def test_a_model_without_a_tokenizer_and_problems_that_are_not_held_out_are_refused(monkeypatch, capsys):
+    with pytest.raises(PromptError, match=r"came without a tokenizer, and the held-out problems are text"):
+        measure(shared_model(), held_out(1))
+    for number, text in (("501", "500 problems are held out"), ("0", "accuracy needs at least one problem")):
+        monkeypatch.setattr("sys.argv", ["accuracy", "tiny-llama", "--problems", number])
+        with pytest.raises(SystemExit, match="1"):
+            main()
+        assert f"sinklens: {text}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

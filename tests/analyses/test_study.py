@@ -1,22 +1,25 @@
 """What all studies share, shown with a study that measures the length of prompts."""
 
+import inspect
 import json
 import linecache
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 import xarray as xr
 from building import shared_model
 
+import sinklens.analyses.study as study
 from sinklens.analyses import STUDIES, find
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study, _source_hash, read_prompts
 from sinklens.cli import main
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import LedgerError, SettingError, SinklensError
+from sinklens.evaluation.ledger import Run, Writer
 
 
 @dataclass
@@ -86,8 +89,9 @@ def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_p
     monkeypatch.setattr(Letters, "measure", once)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
-    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["parts"]
-    assert len(list((tmp_path / "cut").glob("parts/*/*.nc"))) == 2
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["units"]
+    (kept,) = Run.all(tmp_path / "cut" / "units")
+    assert kept.done() == {"0", "1"}
     monkeypatch.setattr(Letters, "measure", plain)
     Letters.asked.clear()
     again = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
@@ -100,19 +104,105 @@ def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_p
             )
         else:
             assert one.read_bytes() == other.read_bytes(), one.name
-    assert not (tmp_path / "cut" / "parts").exists()
+    Letters.asked.clear()
+    Letters(batch=4).run([tiny_llada], prompts, tmp_path / "cut")
+    assert Letters.asked == []
 
 
-def test_parts_of_another_seed_or_prompt_are_not_taken(tiny_llada, tmp_path):
-    for study, prompts in ((Letters(batch=1), ["a", "stop"]), (Letters(batch=1, seed=1), ["a", "stop"])):
+def test_another_batch_resumes_prompt_by_prompt(tiny_llada, tmp_path, monkeypatch):
+    """Equal tables, and no finished prompt is measured twice, whatever the batch of either start."""
+    prompts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg"]
+    plain = Letters.measure
+
+    def stopping(self, model, prompts, settings):
+        if "ffffff" in prompts:
+            raise KeyboardInterrupt
+        return plain(self, model, prompts, settings)
+
+    monkeypatch.setattr(Letters, "measure", stopping)
+    for batch, measured in ((2, [["a", "bb"], ["ccc", "dddd"]]), (1, [["eeeee"]])):  # of 2, the one in flight is lost
         Letters.asked.clear()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            study.run([tiny_llada], prompts, tmp_path)
-        assert Letters.asked == [["a"], ["stop"]]
+            Letters(batch=batch).run([tiny_llada], prompts, tmp_path / "cut")
+        assert Letters.asked == measured
+    monkeypatch.setattr(Letters, "measure", plain)
     Letters.asked.clear()
-    Letters(batch=1).run([tiny_llada], ["a", "go"], tmp_path)
-    assert Letters.asked == [["a"], ["go"]]
-    assert len(list(tmp_path.glob("parts/*"))) == 2  # the two that were interrupted
+    resumed = Letters(batch=3).run([tiny_llada], prompts, tmp_path / "cut")
+    assert Letters.asked == [["ffffff", "ggggggg"]]
+    undisturbed = Letters(batch=7).run([tiny_llada], prompts, tmp_path / "whole")
+    xr.testing.assert_identical(resumed.measured["tiny-llada"], undisturbed.measured["tiny-llada"])
+    names = [folder / "letters-letters.csv" for folder in (tmp_path / "cut", tmp_path / "whole")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_equal_prompts_run_apart(tiny_llada):
+    with pytest.warns(UserWarning, match=r"2 of 4 prompts are copies of others. Intervals .* are too narrow"):
+        found = Letters(batch=3).run([tiny_llada], ["a", "bb", "a", "a"])
+    assert Letters.asked == [["a", "bb"], ["a"], ["a"]]
+    assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 1, 1]
+
+
+def test_a_study_that_takes_prompts_one_by_one_is_given_one(tiny_llada, monkeypatch):
+    monkeypatch.setattr(Letters, "together", False)
+    Letters(batch=3).run([tiny_llada], ["a", "bb"])
+    assert Letters.asked == [["a"], ["bb"]]
+    one_by_one = {name for name in STUDIES if not find(name).together}
+    sources = {name: Path(inspect.getfile(find(name))).read_text() for name in STUDIES}
+    assert one_by_one == {name for name, source in sources.items() if "each_prompt(" in source}
+
+
+def test_progress_counts_prompts_and_starts_with_those_that_are_kept(tiny_llada, tmp_path):
+    seen = []
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        Letters(batch=1).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *told: seen.append(told))
+    assert seen == [("tiny-llada", 0, 3), ("tiny-llada", 1, 3), ("tiny-llada", 2, 3)]
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        Letters(batch=2).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *told: seen.append(told))
+    assert seen == [("tiny-llada", 2, 3)]
+
+
+def test_units_of_another_seed_prompt_or_code_are_not_taken_and_that_is_said(tiny_llada, tmp_path, monkeypatch):
+    def interrupted(study, prompts=("a", "stop")):
+        Letters.asked.clear()
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            study.run([tiny_llada], list(prompts), tmp_path)
+        assert Letters.asked == [["a"], ["stop"]]
+
+    interrupted(Letters(batch=1))
+    kept = "keeps 1 finished prompts of tiny-llada with other {}.* not mixed"
+    with pytest.warns(UserWarning, match=kept.format("options.seed")):
+        interrupted(Letters(batch=1, seed=1))
+    with pytest.warns(UserWarning, match=kept.format("model.settings.steps")):
+        interrupted(Letters(batch=1, settings={"steps": 8}))
+    with pytest.warns(UserWarning, match=kept.format("prompts, prompts_sha256")):
+        interrupted(Letters(batch=1), ["a", "stop", "b"])
+    monkeypatch.setattr(study, "_code_hash", lambda: "another")
+    with pytest.warns(UserWarning, match=kept.format("code")):
+        interrupted(Letters(batch=1))
+    assert len(Run.all(tmp_path / "units")) == 5
+
+
+def test_another_model_of_the_same_study_measures_that_one_alone(tiny_llada, tiny_llama, tmp_path):
+    Letters().run([tiny_llada], ["a", "bb"], tmp_path)
+    Letters.asked.clear()
+    with pytest.warns(UserWarning, match="holds another run of this study"):
+        found = Letters().run([tiny_llada, tiny_llama], ["a", "bb"], tmp_path)
+    assert Letters.asked == [["a", "bb"]]
+    assert found.tables["letters"]["model"].tolist() == ["tiny-llada", "tiny-llama"]
+
+
+def test_two_processes_do_not_measure_the_same(tiny_llada, tmp_path):
+    Letters().run([tiny_llada], ["a"], tmp_path)
+    (run,) = Run.all(tmp_path / "units")
+    with Writer(run), pytest.raises(LedgerError, match=r"another process is writing .* another folder \(--out\)"):
+        Letters().run([tiny_llada], ["a"], tmp_path)
+
+
+def test_a_measure_that_gives_another_number_of_prompts_is_refused(tiny_llada, monkeypatch):
+    monkeypatch.setattr(Letters, "measure", lambda *given: xr.Dataset({"letters": ("prompt", [1.0])}))
+    with pytest.raises(SettingError, match=r"measure was given 2 prompts and gave \{'prompt': 1\}; its result needs"):
+        Letters().run([tiny_llada], ["a", "bb"])
 
 
 def test_a_folder_with_results_of_other_prompts_is_told_of_before_they_are_replaced(tiny_llada, tmp_path):
@@ -151,7 +241,12 @@ def test_the_manifest_tells_what_decided_the_numbers(tiny_llada, tiny_llama, tmp
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
+        (lambda model: Letters(seed=-1), r"seed is 0 or more; got -1"),
         (lambda model: Letters(batch=0), r"batch is the number of prompts per run, at least 1; got 0"),
+        (
+            lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
+            r"prompt 1 is token ids, which a chat template cannot be put around; leave it off",
+        ),
         (lambda model: Letters().run([], ["a"]), r"at least one model and one prompt"),
         (lambda model: Letters().run([model], []), r"at least one model and one prompt"),
         (lambda model: Letters().run([model, model], ["a"]), r"each model is asked once; got tiny-llada, tiny-llada"),
@@ -178,21 +273,6 @@ def test_every_study_is_found_by_its_name():
     assert {name: find(name).name for name in STUDIES} == {name: name for name in STUDIES}
 
 
-def test_prompts_are_read_from_text_and_from_json_lines(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\n  two $x$\n")
-    assert read_prompts(tmp_path / "a.txt") == ["one", "  two $x$"]
-    (tmp_path / "a.jsonl").write_text('{"prompt": "one\\ntwo"}\n{"question": "three", "answer": 3}\n')
-    assert read_prompts(tmp_path / "a.jsonl") == ["one\ntwo", "three"]
-    assert read_prompts(tmp_path / "a.jsonl", 1) == ["one\ntwo"]
-
-
-def test_a_prompts_file_may_begin_with_a_byte_order_mark_and_have_any_character_in_a_line(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffone\u2028and\x85a half\r\ntwo\x0c\n".encode())
-    assert read_prompts(tmp_path / "a.txt") == ["one\u2028and\x85a half", "two\x0c"]
-    (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "one\u2028two"}\r\n'.encode())
-    assert read_prompts(tmp_path / "a.jsonl") == ["one\u2028two"]
-
-
 def test_token_ids_of_a_prompts_file_are_asked_as_token_ids(tmp_path):
     file, out = tmp_path / "a.jsonl", tmp_path / "out"
     file.write_text('{"prompt": [2, 287, 28]}\n{"question": [2, 287, 28, 423]}\n')
@@ -202,42 +282,6 @@ def test_token_ids_of_a_prompts_file_are_asked_as_token_ids(tmp_path):
     rows = [torch.tensor([2, 287, 28]), torch.tensor([2, 287, 28, 423])]
     same = find("layers")(settings={"gen_length": 2}).run("tiny-llama", rows)
     assert json.loads((out / "layers.json").read_text())["prompts_sha256"] == same.manifest["prompts_sha256"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "text"),
-    [
-        ("no.txt", None, r"could not read prompts from .*no.txt"),
-        ("bytes.txt", b"\xff\xfe\x00", r"could not read prompts"),
-        ("empty.txt", b"\n\n", r"holds no prompt; write one per line"),
-        ("bad.jsonl", b'{"prompt": "a"}\n{"text": "b"}', r"bad.jsonl, line 2: no JSON object with a 'prompt'"),
-        ("list.jsonl", b"[1]", r"list.jsonl, line 1: no JSON object"),
-        (
-            "blank.jsonl",
-            b'\n{"prompt": "a"}\n\n{"prompt": null}',
-            r"line 4: the prompt is null; give a text, or a list",
-        ),
-        ("number.jsonl", b'{"prompt": 7}', r"line 1: the prompt is 7; give a text, or a list of token ids such as"),
-        ("nested.jsonl", b'{"prompt": [[2, 3]]}', r"line 1: the prompt is \[\[2, 3\]\]; give a text"),
-        ("true.jsonl", b'{"prompt": [true]}', r"line 1: the prompt is \[true\]; give a text"),
-        ("none.jsonl", b'{"prompt": []}', r"line 1: the prompt is \[\]; give a text"),
-    ],
-)
-def test_a_file_without_prompts_is_refused(name, content, text, tmp_path):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(SinklensError, match=text):
-        read_prompts(tmp_path / name)
-
-
-def test_a_part_that_comes_back_from_disk_is_as_it_was(tiny_llada, tmp_path):
-    """Text labels, NaN and float64 survive the file of a part."""
-    data = xr.Dataset(
-        {"x": (("prompt", "token"), np.array([[0.1, np.nan]]))}, coords={"token": ["1 word ␣a", "2 newline ⏎"]}
-    )
-    (tmp_path / "part.nc").write_bytes(data.to_netcdf(engine="h5netcdf"))
-    back = xr.load_dataset(tmp_path / "part.nc", engine="h5netcdf")
-    xr.testing.assert_equal(back, data)
 
 
 OWN = """
@@ -268,7 +312,7 @@ def test_a_study_in_a_file_of_ones_own_is_a_command(tmp_path, capsys):
     file, out = tmp_path / "json.py", tmp_path / "out"  # a name that a module of Python's bears too
     file.write_text(OWN)
     assert main(["analyse", str(file), "tiny-llama", "--number", "3", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.startswith("lengths: 3 prompts, tiny-llama. Written:")
+    assert "lengths: 3 prompts, tiny-llama. Written:" in capsys.readouterr().out
     assert json.loads((out / "lengths.json").read_text())["source"]
     with pytest.raises(SettingError, match=r"there is no file .*nowhere\.py"):
         find(str(tmp_path / "nowhere.py"))

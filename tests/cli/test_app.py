@@ -1,6 +1,6 @@
 """The command line as a user calls it."""
 
-import json
+import argparse
 import os
 import signal
 import subprocess
@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import xarray as xr
 
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
-from sinklens.cli import main
+from sinklens.cli import _parser, main
 from sinklens.sampling.settings import Settings, meaning
 from sinklens.tasks.word_problems import held_out
 
@@ -163,9 +162,6 @@ def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
     assert SinkTrack.open(out / "tiny-llada.sinks.nc").steps == 24
 
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more lose twentyfold beside other processes
-
-
 def test_help_tells_what_every_study_asks(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["analyse", "--help"])
@@ -176,66 +172,55 @@ def test_help_tells_what_every_study_asks(capsys):
     assert list(questions()) == list(STUDIES)
 
 
-def analyse(out, prompts):
-    return [*COMMAND, "analyse", "token_types", "tiny-llada", "--prompts", str(prompts), "--batch", "1",
-            "--gen-length", "4", "--steps", "4", "--out", str(out)]  # fmt: skip
+def options_of(command):
+    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return [one for one in commands.choices[command]._actions if one.option_strings and one.dest != "help"]
 
 
-@pytest.fixture
-def prompt_file(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"prompt": problem.prompt}) for problem in held_out(2)]
-    file.write_text("\n".join([*lines, json.dumps({"prompt": "Question: Is _a_ $b$ or $c$ 中?\nAnswer:"})]))
-    return file
+@pytest.mark.parametrize(
+    "command", ["demo", "trace", "analyse", "evaluate", "score", "table", "hooks", "models", "train"]
+)
+def test_help_names_the_default_of_every_option(command):
+    for option in options_of(command):
+        told = option.help % {"default": option.default}
+        assert option.required or told.endswith(")") or "default" in told, f"{option.option_strings[0]}: {told}"
 
 
-@pytest.mark.slow
-def test_an_interrupted_study_goes_on_in_another_process_and_gives_the_same_files(tmp_path, prompt_file):
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    process = subprocess.Popen(
-        analyse(cut, prompt_file),
-        env=ONE_THREAD,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 240
-    while not list(cut.glob("parts/*/*.nc")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 130, errors.decode()[-500:]
-    parts = {file.name: file.stat().st_mtime_ns for file in cut.glob("parts/*/*.nc")}
-    assert 1 <= len(parts) < 3
-    assert [file.name for file in cut.iterdir()] == ["parts"]
-    done = subprocess.run(analyse(cut, prompt_file), env=ONE_THREAD, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "token_types: 3 prompts, tiny-llada. Written:" in done.stdout
-    assert main(analyse(whole, prompt_file)[len(COMMAND) :]) == 0
-    names = sorted(file.name for file in whole.iterdir())
-    assert names == sorted(file.name for file in cut.iterdir())
-    assert {f"token_types{end}" for end in ("-tokens.csv", "-tokens.svg", "-tokens.png", ".nc", ".json")} <= set(names)
-    for name in names:
-        if name.endswith(".nc"):  # the same numbers; HDF5's own bookkeeping may differ
-            first, second = (xr.load_dataset(folder / name, engine="h5netcdf") for folder in (cut, whole))
-            xr.testing.assert_identical(first, second)
-        else:
-            assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
+def test_an_option_is_not_taken_for_another_that_it_begins(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["hooks", "tiny-llada", "--al"])
+    assert "unrecognized arguments: --al. Nearest: --all" in capsys.readouterr().err
 
 
-def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train", "tiny-llada", "--steps", "-5"], "--steps is at least 1; got -5."),
+        (["train", "tiny-llada", "--steps", "0"], "--steps is at least 1; got 0."),
+        (["train", "planted", "--steps", "5"], "--steps has no effect on planted, which is not trained; drop it."),
+        (["train", "planted", "--run", "x"], "--run has no effect on planted"),
+    ],
+)
+def test_steps_that_cannot_be_trained_are_refused(arguments, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call = ["analyse", "layers", "tiny-llama", "--number", "2", "--gen-length", "3", "--seed", "4"]
-    assert main(call) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("layers: 2 prompts, tiny-llama. Written:")
-    for line in printed.splitlines()[1:]:
-        assert Path(line.strip()).is_file(), line
-    manifest = json.loads((tmp_path / "analyses-layers" / "layers.json").read_text())
-    assert (manifest["prompts"], manifest["options"]["seed"]) == (2, 4)
-    assert manifest["models"][0]["settings"]["gen_length"] == 3
+    monkeypatch.setattr("sinklens.zoo.train", lambda *given: iter(()))
+    assert main(arguments) == 1
+    assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["trace", "m", "--prompt", "x", "--out", "o"],
+        ["analyse", "layers", "m"],
+        ["evaluate", "m", "--task", "t", "--out", "o"],
+    ],
+)
+def test_a_negative_seed_is_a_wrong_call(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--seed", "-1"])
+    assert "argument --seed: -1 is negative; give 0 or more" in capsys.readouterr().err
 
 
 def test_help_of_analyse_names_every_study(capsys):

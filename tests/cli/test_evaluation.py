@@ -2,15 +2,20 @@
 
 import gzip
 import json
+import shutil
+import warnings
 
 import pandas as pd
 import pytest
 from ledgers import planted_run
 
+import sinklens
+from sinklens.checkpoints.files import find as find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import Run
 from sinklens.evaluation.tables import frame, read_lines
+from sinklens.tasks.word_problems import held_out
 from sinklens.views import accuracy_curves
 
 
@@ -58,9 +63,14 @@ def test_generated_programs_run_on_request_alone(tmp_path, capsys):
         0,
         f"2 programs were generated and not run: sinklens score {tmp_path} --run-generated-code\n",
     )
-    code, _, told = run(capsys, "table", tmp_path)
-    assert code == 1
-    assert "have not been run have no part in any number: 2 of tiny-llama (unmasked)." in told
+    code, out, _ = run(capsys, "table", tmp_path)
+    assert code == 0
+    assert "not scored (2)" in out
+    assert "tiny-llama: its answers" in out
+    assert "compared on the same samples" not in out
+    assert "have not been run have no part in any accuracy: 2 of tiny-llama (unmasked)." in out
+    assert out.splitlines()[-1] == f"Written: {tmp_path / 'table.csv'}."
+    assert pd.read_csv(tmp_path / "table.csv")[["total", "unscored"]].values.tolist() == [[0, 2]]
     code, _, told = run(capsys, "score", tmp_path)
     assert code == 1
     assert (
@@ -151,8 +161,11 @@ def test_more_models_than_a_panel_holds_have_one_each(tmp_path):
     assert [panel.get_title() for panel in shown] == [f"tiny-gsm: {name}" for name in "abcd"]
 
 
-def labels(ledger):
-    (panel,) = accuracy_curves(frame(read_lines(ledger))).axes
+def labels(ledger, scored=False):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = frame(read_lines(ledger))
+    (panel,) = accuracy_curves(table[table["total"] > 0] if scored else table).axes
     return panel.get_legend_handles_labels()[1]
 
 
@@ -165,19 +178,45 @@ def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
     assert "2 of tiny-llada (unmasked)" in out
     assert "2 of tiny-llada (1 sink)" in out
     assert f"`sinklens score {tmp_path} --run-generated-code` runs them" in out
-    assert pd.read_csv(tmp_path / "table.csv")["model"].tolist() == ["tiny-llama"]
+    table = pd.read_csv(tmp_path / "table.csv")
+    assert table[["model", "total", "unscored"]].values.tolist() == [
+        ["tiny-llada", 0, 2], ["tiny-llada", 0, 2], ["tiny-llama", 1, 0],
+    ]  # fmt: skip
+    assert labels(tmp_path, scored=True) == ["tiny-llama: sinks"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["tiny-llada"], r"name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k)."),
+        (["tiny-llada"], "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file"),
         (["tiny-llada", "--task", "tiny-gms"], "no task is called 'tiny-gms'"),
         (["tiny-llada", "--task", "llada-gsm8k"], "llada-gsm8k is a protocol: --protocol llada-gsm8k."),
         (["tiny-llada", "--task", "tiny-gsm", "--protocol", "llada-gsm8k"], "is for the task gsm8k, not tiny-gsm"),
         (["tiny-llada", "--task", "tiny-gsm", "--shard", "1"], "--shard is written I/N, e.g. 0/4"),
         (["tiny-llada", "--task", "tiny-gsm", "--mask-sinks", "500", "--limit", "1"], "500"),
         (["tiny-llama", "--task", "tiny-gsm", "--limit", "0"], "limit is 0"),
+        (
+            ["tiny-llama", "--task", "tiny-gsm", "--limit", "501"],
+            "--limit is 501, and the task tiny-gsm has 500 samples",
+        ),
+        (["tiny-llama", "--task", "tiny-gsm", "--shard", "0/0"], "--shard is written I/N, e.g. 0/4"),
+        (["tiny-llama", "tiny-llama", "--task", "tiny-gsm"], "evaluated once; tiny-llama is given several times."),
+        (["tiny-llama", "--task", "tiny-gsm", "--controls", "random"], "--controls has no effect without --mask-sinks"),
+        (["tiny-llama", "--task", "tiny-gsm", "--of-unmasked"], "--of-unmasked has no effect without --mask-sinks"),
+        (
+            ["tiny-llama", "--task", "tiny-gsm", "--scope", "layer", "--mask-sinks", "0"],
+            "--scope has no effect without --mask-sinks with a K above 0; add it, or drop this.",
+        ),
+        (["tiny-llama", "--task", "tiny-gsm", "--queries", "all"], "--queries has no effect without --mask-sinks"),
+        (
+            ["tiny-llada", "--task", "tiny-gsm", "--mask-sinks", "1", "--queries", "all"],
+            "--queries all is for autoregressive models; tiny-llada computes every query at every step.",
+        ),
+        (["tiny-llama", "--task", "tiny-gsm", "--workers", "3"], "--workers has no effect without --engine ray"),
+        (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts takes the place of --task; give one"),
+        (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts takes the place of --data; give one"),
+        (["tiny-llama", "--prompts", "no.jsonl"], "could not read prompts from no.jsonl"),
+        (["tiny-llama", "--task", "prompts"], "the task prompts reads a file; give one (--prompts FILE)"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--block-length", "8"],
             "--block-length is no setting of the autoregress",
@@ -191,6 +230,69 @@ def test_a_wrong_call_is_one_message_and_exit_code_one(tmp_path, capsys, argumen
     assert text in told
 
 
+def test_score_refuses_a_ledger_without_programs_and_data_that_nothing_reads(tmp_path, capsys):
+    planted_run(tmp_path, {"a": True})
+    code, _, told = run(capsys, "score", tmp_path, "--run-generated-code")
+    assert code == 1
+    assert f"{tmp_path} holds no generated programs (tiny-gsm); nothing is to be run." in told
+    planted_run(tmp_path, {"a": None}, protocol="tiny-code")
+    code, _, told = run(capsys, "score", tmp_path, "--run-generated-code", "--data", tmp_path)
+    assert code == 1
+    assert "--data is for programs of published tasks" in told
+
+
+@pytest.fixture(scope="module")
+def untold(tmp_path_factory):
+    """The folder of tiny-llama without a tokenizer."""
+    folder = tmp_path_factory.mktemp("untold") / "model"
+    folder.mkdir()
+    for file in find_checkpoint("tiny-llama", None).iterdir():
+        if file.name in ("config.json", "generation_config.json") or file.suffix == ".safetensors":
+            shutil.copy(file, folder)
+    return folder
+
+
+def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, untold, tiny_llama):
+    """A checkpoint without a tokenizer; what the one with it answers is the truth."""
+    problems = held_out(3)
+    ids = [tiny_llama.to_tokens(problem.prompt)[0].tolist() for problem in problems]
+    runs = [sinklens.generate(tiny_llama, problem.prompt, progress=False) for problem in problems]
+    answers = [run.tokens[0, run.prompt_length :].tolist()[: run.answers[0].tokens] for run in runs]
+    (end,) = tiny_llama.eos_token_ids
+    expected = [answers[0], [*answers[1], end], answers[0]]  # the third is wrong
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
+    lines = [{"prompt": prompt, "expected": right} for prompt, right in zip(ids, expected, strict=True)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    call = ["evaluate", untold, "--prompts", file, "--mask-sinks", 1, "--out", out]
+    code, _, told = run(capsys, *call, "--batch", 2)
+    assert code == 0, told
+    unmasked = next(one for one in Run.all(out) if one.what["condition"]["name"] == "unmasked")
+    assert [record["verdict"] for record in unmasked.records()] == [True, True, False]
+    assert [record["sample"] for record in unmasked.records()] == ["prompts/0", "prompts/1", "prompts/2"]
+    assert unmasked.records()[0]["tokens"][: len(answers[0])] == answers[0]
+    code, told, _ = run(capsys, "table", out)
+    assert "0.667" in told
+    lines[2]["expected"] = answers[2]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    code, _, told = run(capsys, *call)
+    assert code == 1
+    assert "has an answer to prompts/2, but to another expected answer: it was begun with other data." in told
+
+
+def test_prompts_of_text_need_a_tokenizer_and_ids_a_length_that_an_answer_can_have(tmp_path, capsys, untold):
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
+    for line, text in (
+        ({"prompt": "a", "expected": [5]}, "has no tokenizer, and the prompts of this task are text."),
+        ({"prompt": [2, 5], "expected": "a"}, "or give prompts and expected answers as token ids (--prompts FILE)."),
+        ({"prompt": [2, 5], "expected": [5] * 5}, "prompts/0 expects 5 tokens, and an answer of"),
+        ({"prompt": [2, 99999], "expected": [5]}, "99999"),
+    ):
+        file.write_text(f"{json.dumps(line)}\n")
+        code, _, told = run(capsys, "evaluate", untold, "--prompts", file, "--gen-length", 4, "--out", out)
+        assert code == 1
+        assert text in told
+
+
 def test_an_interrupt_says_that_what_was_finished_is_kept(tmp_path, capsys, monkeypatch):
     import sinklens.evaluation.runner as evaluating
 
@@ -198,7 +300,8 @@ def test_an_interrupt_says_that_what_was_finished_is_kept(tmp_path, capsys, monk
     with pytest.raises(SystemExit, match="130"):
         main(["evaluate", "tiny-llama", "--task", "tiny-gsm", "--out", str(tmp_path)])
     told = capsys.readouterr().err
-    assert f"interrupted; what was finished is kept in {tmp_path}, and the same command goes on from there" in told
+    assert f"interrupted; {tmp_path} keeps the finished samples (none yet). To resume:\n" in told
+    assert told.endswith(f"  sinklens evaluate tiny-llama --task tiny-gsm --out {tmp_path}\n")
 
 
 def test_an_unfinished_condition_and_masks_that_escape_are_said(tmp_path, capsys):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from building import shared_model
@@ -227,6 +227,21 @@ def test_bad_calls_say_what_is_allowed(tmp_path, tiny_llama, arguments, text):
 
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):
     model = shared_model()
-    with pytest.raises(PromptError, match=r"has no tokenizer, and the prompts of a task are text\. Put the files"):
+    with pytest.raises(PromptError, match=r"has no tokenizer, and the prompts of this task are text\. Put the files"):
         evaluate(model, "tiny-gsm", CONDITIONS, tmp_path / "results", limit=2)
     assert not (tmp_path / "results").exists()
+
+
+@dataclass(frozen=True)
+class OtherAnswers(TinyGsm):
+    """The same prompts, and other right answers."""
+
+    def samples(self, limit=None):
+        return [replace(sample, reference="#### 1") for sample in super().samples(limit)]
+
+
+def test_data_with_other_answers_are_refused(tmp_path):
+    """Else the verdicts on the old answers would stand."""
+    evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1)
+    with pytest.raises(LedgerError, match=r"to tiny-gsm/0, but to another expected answer: it was begun with other"):
+        evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1, task=OtherAnswers())

@@ -102,9 +102,22 @@ def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):
 
 def test_programs_that_were_not_run_have_no_part_in_any_number(tmp_path):
     planted_run(tmp_path, {"a": True, "b": False, "c": None}, protocol="tiny-code")
-    with pytest.warns(UserWarning, match=r"no part in any number: 1 of tiny-llada \(unmasked\)"):
+    with pytest.warns(UserWarning, match=r"no part in any accuracy: 1 of tiny-llada \(unmasked\)"):
         (line,) = read_lines(tmp_path)
     assert (line.accuracy.right, line.accuracy.total) == (1, 2)
+
+
+def test_a_run_of_which_nothing_is_scored_has_shares_and_no_accuracy(tmp_path):
+    planted_run(tmp_path, {"a": None, "b": None}, protocol="tiny-code")
+    planted_run(tmp_path, {"a": True, "b": None}, ONE, protocol="tiny-code")
+    with pytest.warns(UserWarning, match=r"2 of tiny-llada \(unmasked\), 1 of tiny-llada \(1 sink\)|1 of .*, 2 of"):
+        unmasked, masked = read_lines(tmp_path)
+    assert (unmasked.accuracy.total, unmasked.unscored, unmasked.per_second, unmasked.sinks) == (0, 2, 2.0, 1.0)
+    assert (masked.accuracy.right, masked.accuracy.total, masked.unscored) == (1, 1, 1)
+    assert masked.against_unmasked is None
+    table = frame([unmasked, masked])
+    assert table["unscored"].tolist() == [2, 1]
+    assert math.isnan(table["estimate"].iloc[0])
 
 
 def test_the_paper_is_quoted_for_its_own_models_and_tasks_alone(tmp_path):

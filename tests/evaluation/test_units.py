@@ -13,11 +13,21 @@ from sinklens.checkpoints.files import find as find_checkpoint
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
 from sinklens.evaluation.protocols import find
-from sinklens.evaluation.units import Batch, batches, carry_out, identity, sink_summary, token_ids
+from sinklens.evaluation.units import (
+    Batch,
+    batches,
+    carry_out,
+    identity,
+    prompt_hash,
+    reference_hash,
+    sink_summary,
+    token_ids,
+)
 from sinklens.interventions import MaskSinks
 from sinklens.tasks import Sample
 from sinklens.tasks import find as find_task
 from sinklens.tasks.gsm8k import Gsm8k
+from sinklens.tasks.prompts import IdSample
 
 PLAIN = find("tiny-gsm")
 TASK = PLAIN.make_task()
@@ -180,3 +190,28 @@ def test_a_folder_is_the_same_model_wherever_it_lies(tmp_path, tiny_llada, monke
     assert identity(sinklens.load("."), UNMASKED, TASK, PLAIN, 0)["model"] == "mine"
     assert near["model"] == "mine"
     assert near["weights"] == tiny_llada.fingerprint
+
+
+IDS = (
+    IdSample("a", "", "", ids=(2, 287, 28), expected=(5,)),
+    IdSample("b", "", "", ids=(2, 287), expected=(5,)),
+    IdSample("c", "", "", ids=(2, 287, 28), expected=(6,)),
+)
+
+
+def test_samples_of_ids_share_batches_by_length_and_equal_ones_are_apart():
+    found = [[sample.id for sample in batch.samples] for batch in batches(UNMASKED, IDS, 5)]
+    assert found == [["b", "a"], ["c"]]
+
+
+def test_hashes_of_ids_tell_prompts_and_expected_answers_apart():
+    assert prompt_hash(IDS[0]) == prompt_hash(IDS[2]) != prompt_hash(IDS[1])
+    assert reference_hash(IDS[0]) == reference_hash(IDS[1]) != reference_hash(IDS[2])
+    assert prompt_hash(Sample("s", "a", "b")) == hashlib.sha256(b"a").hexdigest()
+    assert reference_hash(Sample("s", "a", "b")) == hashlib.sha256(b"b").hexdigest()
+
+
+def test_ids_are_not_put_through_a_chat_template(tiny_llama):
+    assert token_ids(tiny_llama, IDS[0], False) == [2, 287, 28]
+    with pytest.raises(PromptError, match=r"a is token ids, which a chat template cannot be put around"):
+        token_ids(tiny_llama, IDS[0], True)

@@ -1,11 +1,13 @@
 """What all tasks share: answers end where the task says, and programs are put together in HumanEval's order."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from sinklens import SinklensError
 from sinklens.errors import TaskError
+from sinklens.tasks import skills, word_problems
 from sinklens.tasks.base import CodeSample, CodeTask, Sample, cut
 
 
@@ -58,3 +60,12 @@ def test_a_sample_without_a_test_makes_no_program():
     with pytest.raises(TaskError, match="sample other/0 has no test to run; take the samples of the task 'doubling'"):
         Doubling().program(Sample("other/0", "a", "b"), "c")
     assert issubclass(TaskError, SinklensError)
+
+
+@pytest.mark.parametrize("held_out", [word_problems.held_out, partial(skills.held_out, "copy")])
+def test_only_held_out_problems_are_given_as_such(held_out):
+    most = len(held_out())
+    assert len(held_out(0)) == 0
+    for size in (-1, most + 1):
+        with pytest.raises(TaskError, match=rf"{most} problems are held out, and those beyond .* got {size}\."):
+            held_out(size)

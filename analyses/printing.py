@@ -1,0 +1,111 @@
+"""Tables of a study on a terminal: one per table and model, with the interval in one column and meanings below.
+
+What is printed is read from the files of the study, so `sinklens analyse` and, later, `sinklens table` print the same.
+
+One way this misleads: long tables, such as maps of layers and heads, are cut after `ROWS` rows, in the order of the
+file and not by size. The file, whose name is printed, has all.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+ROWS = 24
+WIDE = 400  # columns where the output is a file or a pipe, and nothing should be broken
+INTERVAL = ("estimate", "low", "high")
+LEGEND = "Brackets: 95 % bootstrap intervals over prompts."
+
+
+def manifests(out: Path) -> list[dict[str, Any]]:
+    """The manifest of every finished study in a folder, by name."""
+    found = []
+    for file in sorted(out.glob("*.json")):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # a file of somebody else's
+        if isinstance(content, dict) and {"study", "models", "options"} <= content.keys():
+            found.append(content)
+    return found
+
+
+def show(out: Path, manifest: Mapping[str, Any]) -> None:
+    """Print the tables of the study that `manifest` describes, from their files in `out`."""
+    import pandas
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    meanings: dict[str, str] = {}
+    for name in _table_names(out, manifest):
+        file = out / f"{manifest['study']}-{name}.csv"
+        frame = pandas.read_csv(file, keep_default_na=False, na_values={column: [""] for column in INTERVAL})
+        meanings |= _meanings(frame)
+        for model in dict.fromkeys(frame["model"]) if "model" in frame else ():
+            _show_one(console, f"{name}: {model}", frame[frame["model"] == model].drop(columns="model"), file)
+    for measure, meaning in meanings.items():
+        console.print(f"{measure}: {meaning}", markup=False, soft_wrap=not sys.stdout.isatty())
+    console.print(LEGEND, markup=False)
+
+
+def _table_names(out: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The tables of the newest run; of a manifest that does not list them, all files that look like one."""
+    before = f"{manifest['study']}-"
+    found = sorted(file.stem.removeprefix(before) for file in out.glob(f"{before}*.csv"))
+    return [name for name in manifest.get("tables", found) if name in found]
+
+
+def _meanings(frame: "DataFrame") -> dict[str, str]:
+    if not {"measure", "meaning"} <= set(frame.columns):
+        return {}
+    return {str(measure): str(meaning) for measure, meaning in zip(frame["measure"], frame["meaning"], strict=True)}
+
+
+def _show_one(console: Console, title: str, frame: "DataFrame", file: Path) -> None:
+    """One table of one model: labels, the estimate with its interval, and what else the study gives."""
+    labels = [name for name in frame.columns if name not in (*INTERVAL, "prompts", "meaning")]
+    counts = sorted(set(frame["prompts"])) if "prompts" in frame else []
+    title += f" ({counts[0]} prompts)" if len(counts) == 1 else ""
+    table = Table(title=escape(title), title_justify="left")
+    before = [name for name in labels if list(frame.columns).index(name) < list(frame.columns).index("estimate")]
+    after = [name for name in labels if name not in before] + ["prompts"] * (len(counts) > 1)
+    for name in before:
+        table.add_column(escape(name), overflow="fold")
+    table.add_column("estimate", justify="right", no_wrap=True)
+    for name in after:
+        table.add_column(escape(name), overflow="fold")
+    for _, row in frame.head(ROWS).iterrows():
+        table.add_row(*_cells(row, before), _interval(row), *_cells(row, after))
+    console.print(table)
+    if len(frame) > ROWS:
+        console.print(f"  … {len(frame) - ROWS} more rows in {file}", markup=False, soft_wrap=True)
+
+
+def _cells(row: Any, names: Sequence[str]) -> list[str]:
+    return [escape(_number(row[name])) for name in names]
+
+
+def _interval(row: Any) -> str:
+    estimate, low, high = (float(row[name]) for name in INTERVAL)
+    if math.isnan(estimate):
+        return "–"
+    return _number(estimate) + (f" [{_number(low)}, {_number(high)}]" if not math.isnan(low) else "")
+
+
+def _number(value: Any) -> str:
+    """A value in few letters: integers as they are, others with three decimals; tiny ones by their power of ten."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    if isinstance(value, str) or number.is_integer():
+        return str(value).removesuffix(".0")
+    return f"{number:.0e}" if abs(number) < 0.0005 else f"{number:.3f}" if abs(number) < 1e4 else f"{number:.3g}"

@@ -1,0 +1,80 @@
+"""The files of a finished study, and what is said of those that are there already.
+
+    NAME-TABLE.csv, NAME.nc (every prompt's measurements), NAME-FIGURE.png and .svg, NAME.json (the manifest)
+
+One way this fails: files of an earlier run that the new one does not write, such as a table that only several models
+have, stay. The manifest lists the tables of the newest run under ``tables``, and `sinklens table` prints these.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+
+from sinklens.atomic import whole
+
+if TYPE_CHECKING:
+    from sinklens.analyses.study import Findings, Study
+
+
+def write(study: "Study", findings: "Findings", out: Path) -> "Findings":
+    """Write tables, figures, measurements and, last, the manifest."""
+    files = []
+    for name, table in findings.tables.items():
+        files.append(out / f"{study.name}-{name}.csv")
+        with whole(files[-1]) as part:
+            table.to_csv(part, index=False)
+    files += _draw(study, findings, out)
+    stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
+    files.append(out / f"{study.name}.nc")
+    with whole(files[-1]) as part:
+        part.write_bytes(stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
+    files.append(out / f"{study.name}.json")
+    with whole(files[-1]) as part:
+        part.write_text(json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
+    return replace(findings, files=tuple(files))
+
+
+def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> bool:
+    """Say, before anything is measured, that the results told of by the manifest `file` will be replaced.
+
+    Returns:
+        Whether there are such.
+    """
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        told = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
+        dict.keys(before["options"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # none, or none of a study
+    made, now = (
+        {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
+    )
+    if all(made.get(key) == now[key] for key in ("options", "models", "prompts_sha256")):
+        return False
+    warnings.warn(
+        f"{file.parent} holds another run of this study ({told}), which this one will replace; to keep it, "
+        f"interrupt now and give another folder.",
+        stacklevel=4,
+    )
+    return True
+
+
+def _draw(study: "Study", findings: "Findings", out: Path) -> list[Path]:
+    """Every figure as PNG and SVG; the same numbers give the same bytes."""
+    from matplotlib import pyplot
+
+    files = []
+    with pyplot.rc_context({"svg.hashsalt": "sinklens"}):  # else names inside an SVG are random
+        for name, figure in study.figures(findings.measured, findings.examples).items():
+            for kind in ("png", "svg"):
+                files.append(out / f"{study.name}-{name}.{kind}")
+                with whole(files[-1]) as part:
+                    figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+                figure.set_layout_engine("none")  # the places it found hold for the next format too
+            pyplot.close(figure)
+    return files

@@ -1,0 +1,159 @@
+"""Finished prompts of a study, kept on disk as they come, so that a second start measures the others alone.
+
+A *unit* is one prompt, measured on one model. Units are lines of a ledger (sinklens/evaluation/ledger.py) in
+``OUT/units``, one run per model, which stands for everything that decides the numbers: the study and its options, the
+model's weights and settings, the prompts, the code and its versions. Anything else is another run, and shares nothing.
+The number of prompts that are measured together (`batch`) is no part of it.
+
+One way this fails: the units of every run that was ever begun in a folder stay there. Delete ``units`` when nothing is
+left to go on with; tables, figures and measurements stand beside it.
+"""
+
+import base64
+import io
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xarray as xr
+
+from sinklens.errors import SettingError
+from sinklens.evaluation.ledger import Run, Writer
+
+FOLDER = "units"
+
+
+class Units:
+    """The units of one model; use it in a ``with`` block, which keeps other processes from writing them.
+
+    Attributes:
+        done: number of each finished prompt.
+        total: prompts in all.
+
+    Raises:
+        LedgerError: another process is measuring them, or the folder cannot be written.
+    """
+
+    def __init__(self, out: Path | None, what: Mapping[str, Any], total: int) -> None:
+        """Units of what `what` says.
+
+        Args:
+            out: folder of the study; None keeps them in memory.
+            total: prompts in all.
+        """
+        self.total = total
+        self._run = None if out is None else Run.of(out / FOLDER, what)
+        self._writer: Writer | None = None
+        self._found: dict[int, xr.Dataset | str] = {}
+
+    def __enter__(self) -> "Units":
+        if self._run is not None:
+            self._writer = Writer(self._run.begin()).__enter__()
+            self._found = {int(record["sample"]): record["measured"] for record in self._run.records()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(kind, error, traceback)
+
+    @property
+    def done(self) -> set[int]:
+        return set(self._found)
+
+    def add(self, numbers: Sequence[int], measured: xr.Dataset) -> None:
+        """Keep what was measured on the prompts of these numbers, along ``prompt``.
+
+        Raises:
+            SettingError: it holds another number of prompts.
+        """
+        if measured.sizes.get("prompt") != len(numbers):
+            raise SettingError(
+                f"measure was given {len(numbers)} prompts and gave {dict(measured.sizes)}; its result needs the axis "
+                f"'prompt' with one entry for each."
+            )
+        for place, number in enumerate(numbers):
+            one = measured.isel(prompt=[place])
+            if self._writer is None:
+                self._found[number] = one
+            else:
+                self._found[number] = _packed(one)
+                self._writer.add({"sample": str(number), "measured": self._found[number]})
+
+    def dataset(self) -> xr.Dataset:
+        """All units, in the order of the prompts."""
+        parts = [self._found[number] for number in range(self.total)]
+        found = [_unpacked(part) if isinstance(part, str) else part for part in parts]
+        return xr.concat(found, dim="prompt", join="outer").drop_encoding()
+
+
+def batches(prompts: Sequence[Any], left: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Numbers of the prompts in `left`, at most `size` together and equal prompts apart.
+
+    In one batch, copies of a prompt would draw different random numbers; apart they draw the same, in any batch.
+    """
+    seen: Counter[str] = Counter()
+    rounds: dict[int, list[int]] = {}
+    for number in left:
+        key = repr(prompts[number])
+        rounds.setdefault(seen[key], []).append(number)
+        seen[key] += 1
+    for part in rounds.values():
+        for start in range(0, len(part), size):
+            yield part[start : start + size]
+
+
+def unused(out: Path, what: Mapping[str, Any]) -> str:
+    """Unfinished units in `out` that `what` cannot go on with, and why; "" if there are none."""
+    if not any((out / FOLDER).glob("run-*/run.json")):
+        return ""
+    runs = Run.all(out / FOLDER)
+    if any(run.what == what for run in runs):
+        return ""
+    others = [run for run in runs if (run.what["study"], run.what["model"]["name"]) == _who(what)]
+    kept = [(len(run.done()), run) for run in others]
+    return "; ".join(
+        f"{number} finished prompts of {_who(what)[1]} with other {', '.join(_differing(run.what, what))}"
+        for number, run in kept
+        if number
+    )
+
+
+def finished(out: Path) -> str:
+    """What is kept in `out`, for people; "" if that is nothing."""
+    if not any((out / FOLDER).glob("run-*/run.json")):
+        return ""
+    runs = [(run, len(run.done())) for run in Run.all(out / FOLDER)]
+    return "; ".join(
+        f"{run.what['study']}: {run.what['model']['name']}: {done} of {run.what['prompts']} prompts"
+        for run, done in runs
+    )
+
+
+def _who(what: Mapping[str, Any]) -> tuple[str, str]:
+    return what["study"], what["model"]["name"]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str = "") -> list[str]:
+    """Names of the entries in which two descriptions differ, inner ones after a dot."""
+    found = []
+    for name in sorted(one.keys() | other.keys()):
+        first, second = one.get(name), other.get(name)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            found += _differing(first, second, f"{before}{name}.")
+        elif first != second:
+            found.append(f"{before}{name}")
+    return found
+
+
+def _packed(measured: xr.Dataset) -> str:
+    """A netCDF file as text, which keeps every number, type and label."""
+    return base64.b64encode(zlib.compress(bytes(measured.to_netcdf(engine="h5netcdf")))).decode()
+
+
+def _unpacked(text: str) -> xr.Dataset:
+    return xr.load_dataset(io.BytesIO(zlib.decompress(base64.b64decode(text))), engine="h5netcdf")

@@ -1,0 +1,167 @@
+"""Prompts from a file: one text per line, or JSON Lines whose prompts are texts or token ids.
+
+In JSON Lines (``.jsonl``) each line is an object. Its prompt stands under ``prompt`` (or ``question``) and is a text or
+a list of token ids. To be judged it needs the right answer under ``expected``, also a text or a list of token ids;
+``id`` names it.
+
+One way this fails: a file of another ending than ``.jsonl`` is plain text, and a line of JSON in it is a prompt as it
+stands. A plain file whose first line is a JSON object is therefore refused.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from sinklens.errors import SinklensError, TaskError
+from sinklens.tasks.base import Sample, Task, check_limit
+
+Ids = tuple[int, ...]
+LINES = '{"prompt": [2, 287, 28], "expected": [260, 1]}, or texts in place of the ids'
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
+    """Prompts from a file: JSON Lines with a ``prompt`` or ``question``, or else one prompt per non-empty line.
+
+    A prompt of JSON Lines is a text, or a list of token ids. Lines end at a line feed and at nothing else.
+
+    Raises:
+        SinklensError: the file cannot be read, holds no prompt, or a line of it (named in the error) is none.
+    """
+    lines = [*_lines(path)]
+    if path.suffix == ".jsonl":
+        return [_text_or_ids(_prompt(_entry(line, where), where), "prompt", where) for where, line in lines[:limit]]
+    _refuse_json(path, lines[0][1])
+    return [line for _, line in lines[:limit]]
+
+
+@dataclass(frozen=True)
+class IdSample(Sample):
+    """A prompt of a file.
+
+    Attributes:
+        ids: the prompt as token ids; None for a text.
+        expected: the right answer as token ids; None for a text.
+    """
+
+    ids: Ids | None = None
+    expected: Ids | None = None
+
+
+@dataclass(frozen=True)
+class Prompts(Task):
+    """Prompts of a JSON Lines file, each with its expected answer; an answer is right if it is exactly that.
+
+    Expected ids are compared with the generated ids, both up to the first end token. An expected text is compared with
+    the answer's text, white space at both ends left out.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return "prompts"
+
+    def samples(self, limit: int | None = None) -> list[Sample]:
+        check_limit(limit)
+        if self.path is None:
+            raise TaskError(f"the task prompts reads a file; give one (--prompts FILE) with lines such as {LINES}.")
+        if self.path.suffix != ".jsonl":
+            raise TaskError(f"{self.path} is not called *.jsonl; give a JSON Lines file with lines such as {LINES}.")
+        lines = [*_lines(self.path)][:limit]
+        return [_sample(_entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
+
+    def extract(self, text: str) -> str | None:
+        return text.strip() or None
+
+    def verdict(self, sample: Sample, text: str) -> bool:
+        return self.extract(text) == self.extract(sample.reference)
+
+    def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool:
+        if isinstance(sample, IdSample) and sample.expected is not None:
+            return tuple(ids) == before_end(sample.expected, end_ids)
+        return self.verdict(sample, text)
+
+
+def before_end(ids: Ids, end_ids: Collection[int]) -> Ids:
+    """`ids` up to the first end token.
+
+    >>> before_end((260, 1, 1), {1})
+    (260,)
+    """
+    return tuple(takewhile(lambda token: token not in end_ids, ids))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Every non-empty line, after what errors call it."""
+    try:
+        content = path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SinklensError(f"could not read prompts from {path}: {error}") from error
+    if not content.strip():
+        raise SinklensError(f"{path} holds no prompt; write one per line, or JSON Lines with a 'prompt' in each.")
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line.removesuffix("\r")
+
+
+def _refuse_json(path: Path, first: str) -> None:
+    try:
+        found = json.loads(first)
+    except ValueError:
+        return
+    if isinstance(found, dict) and ("prompt" in found or "question" in found):
+        raise SinklensError(
+            f"{path} holds JSON Lines, and would be read as plain text because its name does not end in .jsonl; "
+            f"rename it."
+        )
+
+
+def _entry(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise SinklensError(f"{where}: not JSON ({error}); write one object per line.") from error
+    if not isinstance(found, dict):
+        raise SinklensError(f"{where}: no JSON object with a 'prompt' or a 'question'; got {_short(found)}.")
+    return found
+
+
+def _prompt(entry: Mapping[str, Any], where: str) -> Any:
+    if "prompt" not in entry and "question" not in entry:
+        raise SinklensError(f"{where}: no JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}.")
+    return entry["prompt"] if "prompt" in entry else entry["question"]
+
+
+def _text_or_ids(found: Any, key: str, where: str) -> str | list[int]:
+    if isinstance(found, str) and found.strip():
+        return found
+    if isinstance(found, list) and found and all(type(token) is int for token in found):
+        return found
+    raise SinklensError(
+        f"{where}: the {key} is {_short(found)}; give a text, or a list of token ids such as [2, 287, 28]."
+    )
+
+
+def _sample(entry: Mapping[str, Any], where: str, number: int) -> IdSample:
+    prompt = _text_or_ids(_prompt(entry, where), "prompt", where)
+    if "expected" not in entry:
+        raise SinklensError(f"{where}: no 'expected'; write lines such as {LINES}.")
+    expected = _text_or_ids(entry["expected"], "expected answer", where)
+    name = entry.get("id", f"prompts/{number}")
+    if not isinstance(name, str) or not name:
+        raise SinklensError(f"{where}: the id is {_short(name)}; give a text, or leave it out.")
+    ids = None if isinstance(prompt, str) else tuple(prompt)
+    right = None if isinstance(expected, str) else tuple(expected)
+    text, reference = (value if isinstance(value, str) else "" for value in (prompt, expected))
+    return IdSample(name, text, reference, ids=ids, expected=right)
+
+
+def _short(found: Any) -> str:
+    text = json.dumps(found)
+    return text if len(text) <= 60 else f"{text[:57]}..."

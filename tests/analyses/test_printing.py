@@ -1,0 +1,86 @@
+"""Printed tables hold the numbers of the files and fit a terminal."""
+
+import json
+import math
+import re
+
+import pandas
+import pytest
+
+from sinklens.analyses.printing import ROWS, manifests, show
+
+LONG = (
+    "KL divergence from the unchanged run (nats per undecided position, under replay), and more words than fit a line"
+)
+
+
+def planted(out, **tables):
+    """A study's folder with these tables."""
+    for name, rows in tables.items():
+        pandas.DataFrame(rows).to_csv(out / f"planted-{name}.csv", index=False)
+    manifest = {"study": "planted", "models": [], "options": {}, "tables": list(tables)}
+    (out / "planted.json").write_text(json.dumps(manifest))
+    return manifest
+
+
+def row(model="m", measure="kl", estimate=0.25, low=0.125, high=0.5, prompts=3, **more):
+    return {"model": model, "measure": measure, **more, "estimate": estimate, "low": low, "high": high,
+            "prompts": prompts}  # fmt: skip
+
+
+def test_a_row_holds_labels_the_estimate_and_its_interval(tmp_path, capsys):
+    rows = [row(layer=0, token="NA"), row(model="n", layer=1, token="null", estimate=3.0, low=1e-5, high=12345.678)]
+    show(tmp_path, planted(tmp_path, one=rows))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "kl" in line]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert cells == [["kl", "0", "NA", "0.250 [0.125, 0.500]"], ["kl", "1", "null", "3 [1e-05, 1.23e+04]"]]
+
+
+def test_what_is_missing_is_a_dash_and_one_prompt_has_no_interval(tmp_path, capsys):
+    rows = [row(estimate=math.nan, low=math.nan, high=math.nan, prompts=0), row(low=math.nan, high=math.nan, prompts=1)]
+    show(tmp_path, planted(tmp_path, one=rows))
+    printed = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "kl" in line]
+    assert cells == [["kl", "–", "0"], ["kl", "0.250", "1"]]
+
+
+def test_tables_fit_80_columns_and_no_number_is_cut(tmp_path, capsys, monkeypatch):
+    rows = [
+        row(f"model-{model}", "a_measure_with_a_long_name", sign, -0.5, 0.5, way="strongest of the step before",
+            where="in every head and step", verdict="undecided", meaning=LONG)
+        for model in "ab" for sign in (-0.123456, 0.123456)
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    show(tmp_path, planted(tmp_path, one=rows, two=rows))
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert printed.count("-0.123 [-0.500, 0.500]") == 4
+    assert "…" not in printed
+    assert " ".join(printed.split()).count(f"a_measure_with_a_long_name: {LONG}") == 1
+
+
+def test_a_long_table_is_cut_and_its_file_is_named(tmp_path, capsys):
+    show(tmp_path, planted(tmp_path, one=[row(layer=layer) for layer in range(ROWS + 7)]))
+    printed = capsys.readouterr().out
+    assert printed.count("0.250 [") == ROWS
+    assert f"… 7 more rows in {tmp_path / 'planted-one.csv'}" in printed
+
+
+def test_tables_of_an_earlier_run_are_not_printed(tmp_path, capsys):
+    planted(tmp_path, one=[row()], differences=[row("n − m")])
+    show(tmp_path, planted(tmp_path, one=[row()]))
+    assert "n − m" not in capsys.readouterr().out
+
+
+def test_an_empty_table_and_names_with_brackets_are_printed(tmp_path, capsys):
+    empty = pandas.DataFrame(columns=["model", "measure", "estimate", "low", "high", "prompts"])
+    show(tmp_path, planted(tmp_path, one=[row("[bold]m[/]")], none=empty))
+    assert "one: [bold]m[/] (3 prompts)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"study": "x"}', '{"a": 1}'])
+def test_other_json_files_are_no_studies(tmp_path, text):
+    planted(tmp_path, one=[row()])
+    (tmp_path / "a.json").write_text(text)
+    assert [manifest["study"] for manifest in manifests(tmp_path)] == ["planted"]

@@ -1,0 +1,68 @@
+"""Finished prompts on disk are what was measured, and stay apart from those of other runs."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses.units import FOLDER, Units, batches, finished, unused
+from sinklens.evaluation.ledger import Run
+
+WHAT = {"study": "letters", "model": {"name": "m", "weights": "0"}, "prompts": 3, "seed": 0}
+DATA = xr.Dataset(
+    {"x": (("prompt", "token"), np.array([[0.1, np.nan], [1 / 3, 2.0], [3.0, 4.0]])), "n": ("prompt", np.arange(3))},
+    coords={"token": ["1 word ␣a", "2 newline ⏎"]},
+    attrs={"unit": "sum"},
+)
+
+
+def test_units_come_back_as_they_were_in_the_order_of_the_prompts(tmp_path):
+    """Text labels, NaN, integers and every bit of a float survive the file."""
+    with Units(tmp_path, WHAT, 3) as units:
+        units.add([2], DATA.isel(prompt=[2]))
+        units.add([0, 1], DATA.isel(prompt=[0, 1]))
+    with Units(tmp_path, WHAT, 3) as again:
+        assert again.done == {0, 1, 2}
+        xr.testing.assert_identical(again.dataset(), DATA)
+        assert again.dataset()["n"].dtype == DATA["n"].dtype
+
+
+def test_a_unit_that_was_half_written_is_measured_again(tmp_path):
+    with Units(tmp_path, WHAT, 3) as units:
+        units.add([0, 1, 2], DATA)
+    (run,) = Run.all(tmp_path / FOLDER)
+    (shard,) = run.folder.glob("records-*.jsonl")
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with Units(tmp_path, WHAT, 3) as units:
+        assert units.done == {0, 1}
+        units.add([2], DATA.isel(prompt=[2]))
+        xr.testing.assert_identical(units.dataset(), DATA)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Units(None, WHAT, 3) as units:
+        units.add([0, 1, 2], DATA)
+        xr.testing.assert_identical(units.dataset(), DATA)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+def test_batches_hold_every_prompt_once_and_equal_ones_apart(size):
+    prompts = ["a", "b", "a", [1, 2], "a", "b", [1, 2]]
+    found = list(batches(prompts, [0, 1, 2, 3, 5, 6], size))
+    assert sorted(number for batch in found for number in batch) == [0, 1, 2, 3, 5, 6]
+    for batch in found:
+        assert 1 <= len(batch) <= size
+        assert len({str(prompts[number]) for number in batch}) == len(batch)
+
+
+def test_units_of_another_run_are_named_with_what_differs(tmp_path):
+    other = WHAT | {"seed": 1, "model": {"name": "m", "weights": "1"}}
+    assert unused(tmp_path, WHAT) == finished(tmp_path) == ""
+    with Units(tmp_path, WHAT, 3) as units:
+        units.add([0, 1], DATA.isel(prompt=[0, 1]))
+    assert unused(tmp_path, WHAT) == ""
+    assert unused(tmp_path, other) == "2 finished prompts of m with other model.weights, seed"
+    assert unused(tmp_path, other | {"study": "others"}) == ""
+    assert unused(tmp_path, other | {"model": {"name": "n"}}) == ""
+    assert finished(tmp_path) == "letters: m: 2 of 3 prompts"

@@ -1,0 +1,201 @@
+"""The commands `analyse` and `table` on studies: what an interrupt keeps, what is printed, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas
+import pytest
+import xarray as xr
+from ledgers import planted_run
+
+from sinklens.analyses import find
+from sinklens.cli import main
+from sinklens.evaluation.ledger import Run
+from sinklens.tasks.word_problems import held_out
+
+COMMAND = [sys.executable, "-m", "sinklens.cli"]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more lose twentyfold beside other processes
+
+
+def kept(out):
+    """Prompts that the ledger of a study holds; fails on one that is there twice."""
+    if not list((out / "units").glob("run-*/run.json")):
+        return 0
+    (run,) = Run.all(out / "units")
+    done = [record["sample"] for record in run.every()]
+    assert len(done) == len(set(done))
+    return len(done)
+
+
+def start(call):
+    return subprocess.Popen(
+        [*COMMAND, *call],
+        env=ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+
+
+def stopped(call, out, more, by):
+    """Start, wait for `more` prompts than there are, and send the signal `by`; the exit code and what was said."""
+    process, before, deadline = start(call), kept(out), time.monotonic() + 240
+    while kept(out) < before + more:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(by)
+    _, told = process.communicate(timeout=240)
+    return process.returncode, told
+
+
+def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_path):
+    """Real processes: every finished prompt is kept, none is measured twice, and the tables are the same."""
+    out = tmp_path / "cut"
+    call = ["analyse", "windows", "tiny-llama", "--number", "8", "--gen-length", "4", "--out", str(out)]
+    code, told = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
+    first = kept(out)
+    assert (code, 1 <= first < 8) == (130, True), told
+    assert f"interrupted; {out} keeps the finished prompts (tiny-llama: {first} of 8). To resume:\n" in told
+    assert told.endswith(f"  sinklens {' '.join(call)} --batch 3\n")
+    assert stopped([*call, "--batch", "5"], out, 1, signal.SIGKILL)[0] == -signal.SIGKILL
+    second = kept(out)
+    assert first < second < 8
+    done = start(call)
+    printed, told = done.communicate(timeout=240)
+    assert done.returncode == 0, told
+    assert told.splitlines()[0] == f"tiny-llama: {second} of 8 prompts done"
+    assert len(told.splitlines()) == 1 + 8 - second
+    assert kept(out) == 8
+    undisturbed = find("windows")(settings={"gen_length": 4}, batch=8)
+    whole = undisturbed.run("tiny-llama", [problem.prompt for problem in held_out(8)], tmp_path / "whole")
+    assert (out / "windows-windows.csv").read_bytes() == (tmp_path / "whole" / "windows-windows.csv").read_bytes()
+    resumed = xr.load_dataset(out / "windows.nc", engine="h5netcdf")
+    xr.testing.assert_identical(resumed.isel(model=0, drop=True), whole.measured["tiny-llama"])
+    assert "windows: tiny-llama (8 prompts)" in printed
+
+
+def analyse(out, prompts):
+    return ["analyse", "token_types", "tiny-llada", "--prompts", str(prompts), "--batch", "1",
+            "--gen-length", "4", "--steps", "4", "--out", str(out)]  # fmt: skip
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": problem.prompt}) for problem in held_out(2)]
+    file.write_text("\n".join([*lines, json.dumps({"prompt": "Question: Is _a_ $b$ or $c$ 中?\nAnswer:"})]))
+    return file
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_goes_on_in_another_process_and_gives_the_same_files(tmp_path, prompt_file):
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    code, told = stopped(analyse(cut, prompt_file), cut, 1, signal.SIGINT)
+    assert code == 130, told
+    assert 1 <= kept(cut) < 3
+    assert [file.name for file in cut.iterdir()] == ["units"]
+    done = start(analyse(cut, prompt_file))
+    printed, told = done.communicate(timeout=240)
+    assert done.returncode == 0, told
+    assert "token_types: 3 prompts, tiny-llada. Written:" in printed
+    assert main(analyse(whole, prompt_file)) == 0
+    names = sorted(file.name for file in whole.iterdir() if file.is_file())
+    assert names == sorted(file.name for file in cut.iterdir() if file.is_file())
+    assert {f"token_types{end}" for end in ("-tokens.csv", "-tokens.svg", "-tokens.png", ".nc", ".json")} <= set(names)
+    for name in names:
+        if name.endswith(".nc"):  # the same numbers; HDF5's own bookkeeping may differ
+            first, second = (xr.load_dataset(folder / name, engine="h5netcdf") for folder in (cut, whole))
+            xr.testing.assert_identical(first, second)
+        else:
+            assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = ["analyse", "layers", "tiny-llama", "--number", "2", "--gen-length", "3", "--seed", "4"]
+    assert main(call) == 0
+    printed = capsys.readouterr().out
+    tables, _, files = printed.partition("layers: 2 prompts, tiny-llama. Written:\n")
+    assert "map: tiny-llama (2 prompts)" in tables
+    for line in files.splitlines():
+        assert Path(line.strip()).is_file(), line
+    manifest = json.loads((tmp_path / "analyses-layers" / "layers.json").read_text())
+    assert (manifest["prompts"], manifest["options"]["seed"]) == (2, 4)
+    assert manifest["models"][0]["settings"]["gen_length"] == 3
+
+
+def test_table_prints_what_analyse_printed(tmp_path, capsys):
+    out = tmp_path / "out"
+    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--number", "2", "--gen-length", "3", "--out", str(out)]
+    assert main(call) == 0
+    printed, told = capsys.readouterr()
+    tables = printed.partition("layers: 2 prompts")[0]
+    frame = pandas.read_csv(out / "layers-trend.csv")
+    for row in frame.itertuples():
+        assert f"{row.estimate:.3f}" in tables or float(row.estimate).is_integer()
+    assert told.splitlines() == [
+        f"{name}: {done} of 2 prompts done" for name in ("tiny-llada", "tiny-llama") for done in (0, 2)
+    ]
+    assert main(["table", str(out)]) == 0
+    assert capsys.readouterr().out == tables
+    assert main(call) == 0  # again: nothing is measured, and the same is printed
+    again, told = capsys.readouterr()
+    assert again == printed
+    assert told.splitlines() == [f"{name}: 2 of 2 prompts done" for name in ("tiny-llada", "tiny-llama")]
+
+
+def test_a_table_of_a_study_and_of_an_evaluation_in_one_folder_prints_both(tmp_path, capsys):
+    planted_run(tmp_path, {"a": True})
+    assert main(["analyse", "layers", "tiny-llama", "--number", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["table", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "map: tiny-llama (1 prompts)" in printed
+    assert "tiny-gsm: accuracy" in printed
+
+
+def test_a_folder_without_a_table_is_refused_and_says_why(tmp_path, capsys, monkeypatch):
+    for folder, text in (("none", "there is no folder "), ("empty", "holds neither an evaluation nor a study;")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert main(["table", str(tmp_path / folder)]) == 1
+        assert text in capsys.readouterr().err
+    out = tmp_path / "out"
+    monkeypatch.setattr(
+        "sinklens.analyses.layers.Layers.tables", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(SystemExit, match="130"):
+        main(["analyse", "layers", "tiny-llama", "--number", "1", "--gen-length", "2", "--out", str(out)])
+    assert "keeps the finished prompts (tiny-llama: 1 of 1). To resume:" in capsys.readouterr().err
+    assert main(["table", str(out)]) == 1
+    assert "holds an unfinished study (layers: tiny-llama: 1 of 1 prompts); run the same" in capsys.readouterr().err
+
+
+def test_options_of_an_evaluation_are_refused_for_a_study(tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps({"study": "x", "models": [], "options": {}, "tables": []}))
+    (tmp_path / "other.json").write_text("[1, 2]")
+    for more in (["--out", str(tmp_path / "o")], ["--mixed-devices"]):
+        assert main(["table", str(tmp_path), *more]) == 1
+        assert "--out and --mixed-devices are for evaluations;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--number", "501"], "500 problems are held out, and those beyond may have been trained on; got 501."),
+        (["--prompts", "a.txt", "--number", "3"], "--number is 3, and a.txt holds 2 prompts."),
+        (["--prompts", "a.jsonl"], "a.jsonl, line 2: not JSON"),
+    ],
+)
+def test_prompts_that_are_not_there_are_refused(more, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one\ntwo\n")
+    Path("a.jsonl").write_text('{"prompt": "one"}\ntwo\n')
+    assert main(["analyse", "layers", "tiny-llama", *more]) == 1
+    assert text in capsys.readouterr().err
