@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 # Before any test imports nnsight: nnsight mounts an unhashable `save` on `object`, and beartype, which the jaxtyping
 # plugin would otherwise import only at the first annotated function, hashes all that `object` has as it is imported.
 import beartype  # noqa: F401
+import jaxtyping
 import pytest
 import torch
 
@@ -47,6 +48,12 @@ def _close_figures() -> Iterator[None]:
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of what a user is told: the test run's own type checks would be first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

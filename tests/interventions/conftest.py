@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import cache
 
-import jaxtyping
 import pytest
 from building import random_hf
 from layouts import word_tokenizer, write_family
@@ -29,9 +28,3 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
         return sinklens.load(folder, tokenizer=words)
 
     return make
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of what a user is told: the test run's own type checks would be first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
