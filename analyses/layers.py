@@ -90,9 +90,9 @@ def by_layer(track: SinkTrack) -> xr.Dataset:
     """How strong and how many sinks are, by layer.
 
     ``main_sum`` and ``main_visible`` [prompt, layer, head]: score of the strongest key, averaged over the steps that
-    have one, in the unit of that name. [prompt, layer]: ``count``, sinks per head and step; ``places``, positions that are a
-    sink to some head, per step; ``heads``, share of (step, head) with a sink; ``strength``, mean score of the sinks,
-    NaN without any; ``main``, mean of ``main_sum``. ``trend_…`` [prompt]: see `trend`.
+    have one, in the unit of that name. [prompt, layer]: ``count``, sinks per head and step; ``places``, positions
+    that are a sink to some head, per step; ``heads``, share of (step, head) with a sink; ``strength``, mean score of
+    the sinks, NaN without any; ``main``, mean of ``main_sum``. ``trend_…`` [prompt]: see `trend`.
     """
     score, exists = track.scores(), motion.existing(track)
     alive = exists.any("pos")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 # Before any test imports nnsight: nnsight mounts an unhashable `save` on `object`, and beartype, which the jaxtyping
 # plugin would otherwise import only at the first annotated function, hashes all that `object` has as it is imported.
 import beartype  # noqa: F401
+import jaxtyping
 import pytest
 import torch
 
@@ -48,6 +49,12 @@ def _close_figures() -> Iterator[None]:
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of what a user is told: the test run's own type checks would be first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
@@ -105,11 +112,3 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
         return sinklens.load(folder, tokenizer=words)
 
     return make
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of an error that a user sees: without this, the test run's own type checks would raise first."""
-    import jaxtyping
-
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

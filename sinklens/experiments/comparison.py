@@ -28,7 +28,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.runs.denoising import Hooks
-from sinklens.runs.intervention import Intervention
+from sinklens.runs.intervention import Intervention, within
 from sinklens.runs.result import Generation
 from sinklens.tracing import generate
 
@@ -63,7 +63,8 @@ def compare(
         attended: positions to tell apart, e.g. those that attended to a masked sink; see `attention_to`.
 
     Raises:
-        SettingError: runs of different prompts or lengths, or `attended` without logits.
+        SettingError: runs of different prompts or lengths, logits of one run alone or of different steps, or
+            `attended` without logits.
     """
     _check_same_prompts(base, changed)
     return compared(base, changed, base_logits, changed_logits, attended)
@@ -79,6 +80,13 @@ def compared(
     """`compare` for runs whose prompts are known to be the same, though an intervention may have changed them."""
     if attended is not None and (base_logits is None or changed_logits is None):
         raise SettingError("attended= splits a change of confidence; give the logits of both runs, too.")
+    if (base_logits is None) != (changed_logits is None):
+        raise SettingError("logits are compared with logits; give base_logits and changed_logits, or neither.")
+    if base_logits and changed_logits and not set(base_logits) & set(changed_logits):
+        raise SettingError(
+            f"no step has the logits of both runs: base_logits holds steps {sorted(base_logits)}, changed_logits "
+            f"{sorted(changed_logits)}. Keep the same steps in both, MaskedLogits(steps=...)."
+        )
     found = answers_compared(base, changed)
     found["first_divergent_step"] = ("batch", np.array([_first_difference(base, changed, r) for r in _rows(base)]))
     if base_logits is None or changed_logits is None:
@@ -230,7 +238,7 @@ def _is_end(run: Generation, ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*ro
 
 
 def attention_to(
-    run: Generation, keys: Bool[xr.DataArray, "batch step layer head pos"], steps: Sequence[int] | None = None
+    run: Generation, keys: Bool[xr.DataArray, "batch _ layer head pos"], steps: Sequence[int] | None = None
 ) -> Float[np.ndarray, "batch step pos"]:
     """Attention that each query of `run` gives to `keys`, averaged over layers and heads.
 
@@ -238,21 +246,46 @@ def attention_to(
 
     Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
     it tells which positions had attended to the sinks that were taken away.
+
+    Args:
+        keys: of a track of this run with all its layers and heads; of a part of the steps, with their numbers in the
+            coordinate ``step``.
+        steps: numbers of steps; negative ones count from the end. By default those that `keys` has.
+
+    Raises:
+        SettingError: no such step in the run or in `keys`, or `keys` of another run or of some layers or heads only.
     """
+    steps, keys = _steps_of(run, keys, steps)
     found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]
     device = run.model.cfg.device
-    for step in range(run.steps_run) if steps is None else steps:
+    for step in steps:
         exists = int((run.canvas[0, step] >= 0).sum())
         ids, real = run.canvas[:, step, :exists].to(device), run.real[:, :exists].to(device)
         seen = run.model.tree.look(ids, real, names)
-        wanted = torch.from_numpy(keys.isel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
+        wanted = torch.from_numpy(keys.sel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
         mass = torch.zeros(ids.shape)
         for layer, name in enumerate(names):
             mask = wanted[:, layer, :, :exists, None].to(seen[name])
             mass += (seen[name] @ mask)[..., 0].mean(dim=1).float().cpu()
         found[:, step, :exists] = np.where(real.cpu(), mass / len(names), np.nan)
     return found
+
+
+def _steps_of(run: "Generation", keys: xr.DataArray, steps: Sequence[int] | None) -> tuple[list[int], xr.DataArray]:
+    """The steps as numbers from 0, and `keys` with its steps numbered, once both are seen to be of `run`."""
+    cfg = run.model.cfg
+    here = {"batch": len(run.answers), "layer": cfg.n_layers, "head": cfg.n_heads, "pos": run.canvas.shape[2]}
+    there = {axis: keys.sizes.get(axis) for axis in here}
+    if here != there:
+        raise SettingError(f"keys has {there}, this run {here}; give keys of this run, with all its layers and heads.")
+    if "step" not in keys.coords:
+        keys = keys.assign_coords(step=np.arange(keys.sizes["step"]))
+    held = keys["step"].to_numpy().tolist()
+    asked = [step for step in held if step < run.steps_run] if steps is None else within("step", steps, run.steps_run)
+    if set(asked) - set(held):
+        raise SettingError(f"keys has no step {min(set(asked) - set(held))}; it has {held}. Ask for those.")
+    return asked, keys
 
 
 @dataclass(frozen=True)

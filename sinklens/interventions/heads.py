@@ -19,7 +19,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.selection import Pick, Scope, Selection
-from sinklens.runs.intervention import Intervention, Pairs, Part, Queries, Surroundings, layer_of
+from sinklens.runs.intervention import Intervention, Pairs, Part, Queries, Surroundings, layer_of, refuse_empty
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -58,10 +58,13 @@ class AblateHeads(Intervention):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        refuse_empty(self)
         if self.by not in ("zero", "mean", "resample"):
             raise SettingError(f"by is 'zero', 'mean' or 'resample'; got {self.by!r}.")
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
+        if self.by == "zero" and self.reference is not None:
+            raise SettingError("by='zero' does not read reference=; give by='mean' or by='resample', or leave it out.")
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
         """See `Intervention.on`."""
@@ -144,6 +147,7 @@ class AblateSinkAttention(Intervention):
         return Selection(self.top_k, None, self.pick, self.scope, (), self.seed)
 
     def __post_init__(self) -> None:
+        refuse_empty(self)
         if self.mass not in ("spread", "drop"):
             raise SettingError(f"mass is 'spread' or 'drop'; got {self.mass!r}.")
         if self.scope == "model":

@@ -26,7 +26,17 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.previous_sinks import PreviousSinks, planned_steps
 from sinklens.interventions.selection import Pick, Scope, Selection, as_tuple
-from sinklens.runs.intervention import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, within
+from sinklens.runs.intervention import (
+    Distances,
+    Intervention,
+    Pairs,
+    Queries,
+    Surroundings,
+    place_mask,
+    refuse_empty,
+    whole_numbers,
+    within,
+)
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
@@ -96,6 +106,7 @@ class MaskSinks(Intervention):
     def __post_init__(self) -> None:
         if self.queries not in get_args(Reach):
             raise SettingError(f"queries is one of {', '.join(get_args(Reach))}; got {self.queries!r}.")
+        _check_places(self, self.same_step)
         _ = self.selection, track_of(self.source)
 
     @property
@@ -170,6 +181,7 @@ class KeepKeys(Intervention):
 
     def __post_init__(self) -> None:
         _check_window(self.window)
+        _check_places(self, self.same_step)
         _ = self.selection, track_of(self.source)
 
     @property
@@ -208,6 +220,7 @@ class WindowAttention(Intervention):
     always: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        refuse_empty(self)
         _check_window(self.width)
 
     def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
@@ -243,6 +256,16 @@ def _without(
     return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
 
-def _check_window(width: int) -> None:
-    if width < 0:
-        raise SettingError(f"a window is 0 positions wide or more; got {width}.")
+def _check_window(width: object) -> None:
+    if isinstance(width, bool) or not isinstance(width, int | np.integer) or width < 0:
+        raise SettingError(f"a window is a whole number of positions, 0 or more; got {width!r}.")
+
+
+def _check_places(what: Intervention, same_step: bool) -> None:
+    """Refuse restrictions that leave nothing to do."""
+    refuse_empty(what)
+    if what.steps is not None and not same_step and set(whole_numbers("step", what.steps)) == {0}:
+        raise SettingError(
+            f"{type(what).__name__} acts on the sinks of the step before, so at step 0 alone it changes nothing. Name "
+            f"a later step, or give same_step=True."
+        )

@@ -100,6 +100,9 @@ class PreviousSinks:
             self._check_source(source)
 
     def _check_source(self, source: SinkTrack) -> None:
+        if source.causal != self._run.causal:
+            kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, self._run.causal)]
+            raise SettingError(f"source is of a run of another model, {kinds[0]}, and this run is {kinds[1]}.")
         rows, length = self._run.real.shape
         cfg = self._run.tree.cfg
         here = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.errors import SettingError, TrackError, nearest
 from sinklens.runs.intervention import Surroundings
 from sinklens.sinks.kinds import Kind, kinds
-from sinklens.sinks.track import SinkTrack, build_track
+from sinklens.sinks.track import SinkTrack, build_track, require_detector
 
 if TYPE_CHECKING:
     from sinklens.sinks.detectors import Detector
@@ -59,6 +59,8 @@ class Selection:
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.detector is None):
             raise SettingError("give either top_k, a number of keys per head, or a detector, and not both.")
+        if self.detector is not None:
+            require_detector(self.detector)
         if self.top_k is not None and not _is_count(self.top_k):
             raise SettingError(f"top_k is a number of keys, 0 or more; got {self.top_k}.")
         if self.pick not in ("strongest", "weakest", "random"):
@@ -193,7 +195,7 @@ class Selection:
         elif self.scope != "head":
             track = _with_scores(track, layers)
         try:
-            found = self.detector.detect(track).to_numpy()[:, 0, ..., : canvas.shape[1]]
+            found = track.detect(self.detector).to_numpy()[:, 0, ..., : canvas.shape[1]]
         except TrackError as error:
             raise SettingError(
                 f"{self.detector!r} cannot be used here: {error} An intervention shows it the scores alone; what else "
@@ -224,6 +226,8 @@ class Selection:
 
 def _is_count(number: object) -> bool:
     """Whether `number` is a whole number, 0 or more."""
+    if isinstance(number, bool):
+        return False
     try:
         return operator.index(number) >= 0  # type: ignore[arg-type]
     except TypeError:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, HookNameError, PromptError, SinklensError
+from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.normalizers import way_named
 from sinklens.hooks.points import Point
@@ -170,6 +170,8 @@ class Denoising:
     def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
         if record is False:
             return None
+        if record is not True and not isinstance(record, Record):
+            raise SettingError(f"record_sinks is True, False or a Record, Record(['values']); got {record!r}.")
         chosen = Record() if record is True else record
         return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
 

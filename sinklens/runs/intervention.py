@@ -18,7 +18,7 @@ to a point belongs behind them.
 import hashlib
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -222,6 +222,24 @@ def refuse(what: Intervention, *restrictions: str) -> None:
     for name in restrictions:
         if getattr(what, name) is not None:
             raise SettingError(f"{type(what).__name__} knows no {name}=; leave it out.")
+
+
+def refuse_empty(what: Intervention, *more: str) -> None:
+    """Refuse empty restrictions: nothing would be changed, without a word.
+
+    Args:
+        more: further attributes that hold numbers.
+
+    Raises:
+        SettingError: one is empty.
+    """
+    for name in ("steps", "layers", "heads", "positions", *more):
+        chosen = getattr(what, name)
+        if isinstance(chosen, Sized) and len(chosen) == 0:
+            raise SettingError(
+                f"{name} is empty, so {type(what).__name__} would change nothing. Name at least one, give None for "
+                f"all, or leave the intervention out."
+            )
 
 
 class Queries:

@@ -25,8 +25,8 @@ from typing import Literal
 import numpy as np
 import xarray as xr
 
-from sinklens.errors import TrackError
-from sinklens.sinks.track import SinkTrack, Unit
+from sinklens.errors import SettingError, TrackError
+from sinklens.sinks.track import SinkTrack, Unit, require_detector
 
 AXES = ("batch", "step", "layer", "head", "pos")
 
@@ -53,6 +53,21 @@ def over_others(values: xr.DataArray) -> xr.DataArray:
     return (values.sum("pos") - values) / (values.notnull().sum("pos") - 1).clip(min=1)
 
 
+def _numbers(detector: Detector, *names: str, above: float | int = -np.inf) -> None:
+    """Refuse thresholds that are not numbers above `above`."""
+    for name in names:
+        value = getattr(detector, name)
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > above:
+            bound = "" if above == -np.inf else f" above {above:g}"
+            raise SettingError(f"{name} of {type(detector).__name__} is a number{bound}; got {value!r}.")
+
+
+def _warn_if_never(never: bool, what: str, why: str) -> None:
+    """Warn of a threshold that nothing can exceed."""
+    if never:
+        warnings.warn(f"{what} can never be met: {why}.", stacklevel=4)
+
+
 @dataclass(frozen=True)
 class EpsilonOverMean(Detector):
     """The paper's definition (Rulli et al., 2510.15731, Eq. 3).
@@ -69,17 +84,20 @@ class EpsilonOverMean(Detector):
     epsilon: float | int = 3.0
     unit: Unit = "sum"
 
+    def __post_init__(self) -> None:
+        _numbers(self, "epsilon")
+
     def strength(self, track: SinkTrack) -> xr.DataArray:
         score = track.scores(self.unit)
         return score - over_others(score)
 
     def detect(self, track: SinkTrack) -> xr.DataArray:
-        if self.unit in ("fraction", "visible") and self.epsilon >= 1:
-            warnings.warn(
-                f"with unit {self.unit!r} no score exceeds 1, so epsilon = {self.epsilon} can never be met; "
-                f"use unit='sum' or unit='percent'.",
-                stacklevel=2,
-            )
+        most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
+        other = "use unit='sum' or unit='percent'" if most == 1 else "give a smaller one"
+        _warn_if_never(
+            self.epsilon >= most and bounded(track), f"epsilon = {self.epsilon}",
+            f"with unit {self.unit!r} no score of this track exceeds {most}; {other}",
+        )  # fmt: skip
         return self.strength(track) > self.epsilon
 
 
@@ -94,6 +112,10 @@ class TopK(Detector):
     """
 
     k: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer):
+            raise SettingError(f"k is a number of keys; got {self.k!r}.")
 
     def detect(self, track: SinkTrack) -> xr.DataArray:
         score = track.scores()
@@ -125,6 +147,11 @@ class MeanPlusStd(Detector):
     unit: Unit = "sum"
     slope: float | int = 5.0
 
+    def __post_init__(self) -> None:
+        _numbers(self, "k", "slope")
+        if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
+            raise SettingError(f"over holds 'layer', 'head', both or nothing, as a tuple; got {self.over!r}.")
+
     def _margin(self, track: SinkTrack) -> xr.DataArray:
         mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)
         return mass - mass.mean("pos") - self.k * mass.std("pos")
@@ -135,6 +162,11 @@ class MeanPlusStd(Detector):
         return everywhere(margin.copy(data=soft), track)
 
     def detect(self, track: SinkTrack) -> xr.DataArray:
+        size = track.data.sizes["pos"]
+        most = (size - 1) ** 0.5  # where one position has everything
+        _warn_if_never(
+            self.k >= most, f"k = {self.k}", f"none of {size} positions lies {most:.3g} deviations above the mean"
+        )
         return everywhere(self._margin(track) > 0, track)
 
 
@@ -154,12 +186,18 @@ class SinkRate(Detector):
     epsilon: float | int = 0.3
     share: float | int = 0.1
 
+    def __post_init__(self) -> None:
+        _numbers(self, "epsilon", "share")
+        if not 0 <= self.share <= 1:
+            raise SettingError(f"share is a share of all heads, 0 to 1; got {self.share}.")
+
     def strength(self, track: SinkTrack) -> xr.DataArray:
         alpha = track.scores("visible")
         rate = (alpha > self.epsilon).mean(("layer", "head"))
         return everywhere(rate, track).where(alpha.notnull())
 
     def detect(self, track: SinkTrack) -> xr.DataArray:
+        _warn_if_never(self.epsilon >= 1 and bounded(track), f"epsilon = {self.epsilon}", "no mean attention exceeds 1")
         rate = self.strength(track)
         return (rate >= self.share) & (rate > 0)
 
@@ -176,6 +214,9 @@ class SmallValueNorm(Detector):
     """
 
     ratio: float | int = 0.2
+
+    def __post_init__(self) -> None:
+        _numbers(self, "ratio", above=0)
 
     def strength(self, track: SinkTrack) -> xr.DataArray:
         return 1 / value_ratio(track)
@@ -203,6 +244,11 @@ class ResidualPeak(Detector):
     floor: float | int = 100.0
     per: Literal["position", "channel"] = "position"
 
+    def __post_init__(self) -> None:
+        _numbers(self, "ratio", "floor")
+        if self.per not in ("position", "channel"):
+            raise SettingError(f"per is 'position' or 'channel'; got {self.per!r}.")
+
     def strength(self, track: SinkTrack) -> xr.DataArray:
         median = "stream_median" if self.per == "position" else "stream_channel_median"
         stream = track.need("stream_peak", median)
@@ -227,6 +273,10 @@ class NoOp(Detector):
 
     ratio: float | int = 0.2
     among: Detector = field(default_factory=EpsilonOverMean)
+
+    def __post_init__(self) -> None:
+        _numbers(self, "ratio", above=0)
+        require_detector(self.among)
 
     def strength(self, track: SinkTrack) -> xr.DataArray:
         return 1 / value_ratio(track)
@@ -254,6 +304,13 @@ class Broadcast(Detector):
     rank: float | int = 1.5
     among: Detector = field(default_factory=EpsilonOverMean)
 
+    def __post_init__(self) -> None:
+        _numbers(self, "low", "high")
+        _numbers(self, "rank", above=1)
+        require_detector(self.among)
+        if self.low > self.high:
+            raise SettingError(f"low is at most high; got {self.low} and {self.high}.")
+
     def strength(self, track: SinkTrack) -> xr.DataArray:
         return everywhere(1 / track.need("output_rank")["output_rank"], track).where(track.scores().notnull())
 
@@ -261,6 +318,11 @@ class Broadcast(Detector):
         ratio = value_ratio(track)
         flat = everywhere(track.need("output_rank")["output_rank"] < self.rank, track)
         return self.among.detect(track) & (ratio >= self.low) & (ratio <= self.high) & flat
+
+
+def bounded(track: SinkTrack) -> bool:
+    """Whether a row of the patterns sums to at most 1, as every one does but those of sigmoid attention."""
+    return track.data.attrs.get("attention", "softmax") != "sigmoid"
 
 
 def value_ratio(track: SinkTrack) -> xr.DataArray:

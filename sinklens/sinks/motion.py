@@ -63,9 +63,14 @@ def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos
         Per [batch, layer, head]: ``changes``, |{t: p_t ≠ p_{t−1}}|; ``pairs``, how many pairs there are; ``share``,
         changes / pairs, NaN without a pair; ``distance``, the mean of |p_t − p_{t−1}| over the changes, in positions,
         NaN without a change.
+
+    Raises:
+        TrackError: `found` does not belong to `track`, or holds something else than truth values.
     """
     main = strongest_key(track)
-    moved = (main if found is None else main.where(found.any("pos"))).diff("step")
+    if found is not None:
+        main = main.where(_sinks(found, existing(track)).any("pos"))
+    moved = main.diff("step")
     change = moved.where(moved != 0)
     changes, pairs = change.count("step"), moved.count("step")
     return xr.Dataset(
@@ -242,15 +247,16 @@ def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataF
     Every number is a mean over the layers and heads (and steps or pairs) where it is defined, NaN where it nowhere is.
 
     Args:
-        detector: what a sink is; by default as in ``track.detect``. The columns of the strongest key and the pooled ones
-            do not ask it.
+        detector: what a sink is; by default as in ``track.detect``. The columns of the strongest key and the pooled
+            ones do not ask it.
 
     Returns:
-        Indexed by ``batch``. ``steps``: until the row ended. Strongest key: ``jumps``, changes; ``jump_share``, of pairs
-        of steps; ``jump_distance``, positions; ``drift``, positions per step; ``drift_r_squared``; ``static_share``, of
-        heads. Sinks: ``sinks``, per head and step; ``lifetime``, steps, and ``censored``, share cut off by the end,
-        both over all lives of the row; ``static_sinks``, share; ``overlap_step``, ``overlap_layer``, ``overlap_head``;
-        ``spatial_variance``, ``temporal_variance`` per head, and ``pooled_…`` as their source has them.
+        Indexed by ``batch``. ``steps``: until the row ended. Strongest key: ``jumps``, changes; ``jump_share``, of
+        pairs of steps; ``jump_distance``, positions; ``drift``, positions per step; ``drift_r_squared``;
+        ``static_share``, of heads. Sinks: ``sinks``, per head and step; ``lifetime``, steps, and ``censored``, share
+        cut off by the end, both over all lives of the row; ``static_sinks``, share; ``overlap_step``,
+        ``overlap_layer``, ``overlap_head``; ``spatial_variance``, ``temporal_variance`` per head, and ``pooled_…`` as
+        their source has them.
     """
     found, exists = track.detect(detector), existing(track)
     alive = exists.any("pos")
@@ -304,6 +310,8 @@ def _of_lives(found: xr.DataArray, exists: xr.DataArray) -> dict[str, xr.DataArr
 def _sinks(found: xr.DataArray, exists: xr.DataArray) -> xr.DataArray:
     """`found` where it exists, once both are seen to be of one track."""
     for name, value in (("found", found), ("exists", exists)):
+        if not isinstance(value, xr.DataArray):
+            raise TrackError(f"{name} is a DataArray, as track.detect(...) gives it; got {type(value).__name__}.")
         if value.dims != PLACES or value.dtype != bool:
             raise TrackError(
                 f"{name} holds {value.dtype} over {', '.join(map(str, value.dims)) or 'nothing'}; it must hold bool "

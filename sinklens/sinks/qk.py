@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
@@ -175,8 +176,10 @@ def why(
         position: which position to explain, on the canvas with its padding; by default the one that receives most.
 
     Raises:
-        TrackError: no such step, layer, head, row or position, or the position is padding or not decoded yet.
+        TrackError: no such step, layer, head, row or position, the position is padding or not decoded yet, or the run
+            is of a model of another kind or vocabulary.
     """
+    _check_model(model, run)
     step = _place("step", step, run.canvas.shape[1] - 1)
     layer, head = _place("layer", layer, model.cfg.n_layers), _place("head", head, model.cfg.n_heads)
     row = _place("row", row, len(run.canvas))
@@ -197,6 +200,17 @@ def why(
     )  # fmt: skip
 
 
+def _check_model(model: Readable, run: Run) -> None:
+    """Refuse the canvas of a model of another kind or vocabulary, whose ids mean something else."""
+    own = getattr(run, "model", None)
+    if own is None or own is model:
+        return
+    kinds = [(bool(one.config.is_causal), one.cfg.d_vocab) for one in (model, own)]
+    if kinds[0] != kinds[1]:
+        told = ["{} with {} tokens".format("autoregressive" if causal else "diffusion", size) for causal, size in kinds]
+        raise TrackError(f"the model is {told[0]}, the run's {told[1]}; give the model that made the run.")
+
+
 def _read(
     model: Readable, ids: Int[Tensor, " pos"], layer: int, head: int
 ) -> tuple[Float[Tensor, "query d_head"], Float[Tensor, "key d_head"], Float[Tensor, " key"]]:
@@ -209,6 +223,8 @@ def _read(
 
 
 def _place(name: str, value: int, size: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TrackError(f"{name} is a whole number, 0 to {size - 1}; got {value!r}.")
     if not -size <= value < size:
         raise TrackError(f"{name} {value} does not exist; this run has {size}, 0 to {size - 1}.")
     return value % size

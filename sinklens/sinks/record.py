@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
@@ -52,8 +54,16 @@ class Record:
         self._refuse_twice()
         if not all(isinstance(place, Sequence) and len(place) == 2 for place in self.patterns):
             raise SettingError(f"patterns is a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
+        for number in (number for place in self.patterns for number in place):
+            if isinstance(number, bool) or not isinstance(number, int | np.integer):
+                raise SettingError(f"patterns holds (step, layer) pairs of whole numbers; got {number!r}.")
         if self.dtype not in ("float32", "float16"):
             raise SettingError(f"dtype of a recording is 'float32' or 'float16'; got {self.dtype!r}.")
+        if self.to is None and (self.overwrite or self.dtype != "float32"):
+            raise SettingError(
+                "overwrite= and dtype= are of a recording on disk; give to='run.zarr'. A track in memory is float32, "
+                "and run.sinks.save(path, dtype) writes it."
+            )
         if self.to is not None and Path(self.to).suffix != ".zarr":
             raise SettingError(
                 f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. To get one file, call "

@@ -150,10 +150,23 @@ class SinkTrack:
         )
 
     def detect(self, detector: "Detector | None" = None) -> Bool[xr.DataArray, "batch step layer head pos"]:
-        """True where `detector` sees a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3."""
+        """True where `detector` sees a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3.
+
+        Raises:
+            TrackError: `detector` is not a detector, lacks a recorded quantity, or gives something else than truth
+                values on the five axes of the scores.
+        """
         from sinklens.sinks.detectors import EpsilonOverMean
 
-        return (detector or EpsilonOverMean()).detect(self)
+        if detector is not None:
+            require_detector(detector)
+        found, score = (detector or EpsilonOverMean()).detect(self), self.data["score"]
+        if found.dims != score.dims or found.shape != score.shape or found.dtype != bool:
+            raise TrackError(
+                f"detect of {type(detector).__name__} gave {found.dtype} over {dict(found.sizes)}; it must give bool "
+                f"over {dict(score.sizes)}. sinklens.sinks.everywhere puts values that lack an axis on all five."
+            )
+        return found
 
     def isel(self, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> "SinkTrack":
         """Part of the track: rows, steps, layers or heads by number; all axes stay.
@@ -170,9 +183,13 @@ class SinkTrack:
             if isinstance(chosen, slice):
                 kept[name] = chosen
                 continue
-            kept[name] = numbers = [int(place) for place in np.ravel(chosen)]
-            for place in numbers:
+            for place in (numbers := np.ravel(np.asarray(chosen)).tolist()):
                 self.require(**{name: place})
+            kept[name] = numbers
+        for name, chosen in kept.items():
+            size = self.data.sizes[name]
+            if not len(range(size)[chosen] if isinstance(chosen, slice) else chosen):
+                raise TrackError(f"{name}={places[name]!r} holds no {name} of this track, which has {size}; name one.")
         return SinkTrack(self.data.isel(kept))
 
     def top(self, k: int = 1) -> xr.DataArray:
@@ -184,7 +201,7 @@ class SinkTrack:
         Raises:
             TrackError: `k` is below 1 or above the number of positions.
         """
-        if not 1 <= k <= self.data.sizes["pos"]:
+        if not _is_whole(k) or not 1 <= k <= self.data.sizes["pos"]:
             raise TrackError(f"k lies between 1 and {self.data.sizes['pos']}, the number of positions; got {k}.")
         values = self.scores().fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
@@ -208,12 +225,17 @@ class SinkTrack:
         """Refuse a place that the track does not have, e.g. ``require(layer=3, head=None)``; None is none asked for.
 
         Raises:
-            TrackError: no such layer, head, step or row.
+            TrackError: no such layer, head, step or row, or not a whole number.
         """
         for name, value in places.items():
-            size = self.data.sizes[name]
-            if value is not None and not -size <= value < size:
-                raise TrackError(f"{name} {value} does not exist; this track has {size}, 0 to {size - 1}.")
+            if value is None:
+                continue
+            size, numbers = self.data.sizes[name], self.data[name].to_numpy().tolist()
+            if not _is_whole(value):
+                raise TrackError(f"{name} is a whole number, 0 to {size - 1}; got {value!r}.")
+            if not -size <= value < size:
+                part = "" if numbers == list(range(size)) else f" It is a part of a track, with {name}s {numbers}."
+                raise TrackError(f"{name} {value} does not exist; this track has {size}, 0 to {size - 1}.{part}")
 
     def plot(
         self, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
@@ -264,6 +286,8 @@ class SinkTrack:
         """
         from sinklens.sinks.files import concat
 
+        if isinstance(tracks, SinkTrack) or not all(isinstance(track, SinkTrack) for track in tracks):
+            raise TrackError("concat takes a list of tracks: SinkTrack.concat([first.sinks, second.sinks]).")
         return cls(concat([track.data for track in tracks]))
 
     @property
@@ -275,6 +299,23 @@ class SinkTrack:
         sizes = ", ".join(f"{name} {size}" for name, size in self.data["score"].sizes.items())
         unfinished = "" if self.finished else ", unfinished"
         return f"SinkTrack({self.data.attrs.get('model', '?')}: {sizes}{unfinished})"
+
+
+def require_detector(detector: object) -> None:
+    """Refuse what cannot be asked for sinks, such as the class of a detector or its name.
+
+    Raises:
+        TrackError: it is not a `Detector`.
+    """
+    from sinklens.sinks.detectors import Detector
+
+    if not isinstance(detector, Detector):
+        called = f"{detector.__name__}()" if isinstance(detector, type) else "EpsilonOverMean(epsilon=3)"
+        raise TrackError(f"a detector is an object such as {called}; got {detector!r}.")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def build_track(

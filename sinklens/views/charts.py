@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinklens.views.figures import axes_or_new
-from sinklens.views.labels import UNITS, colours, plain, short, wrapped
+from sinklens.views.labels import colours, plain, short, unit_label, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: s
         unit: of the scores.
     """
     ax = share_bars(shares, edges, ax)
-    ax.set(xlabel=f"{UNITS[unit]}; last bin: all beyond", ylabel="share of positions", yscale="log")
+    ax.set(xlabel=f"{unit_label(unit)}; last bin: all beyond", ylabel="share of positions", yscale="log")
     ax.set_title(f"unit: {unit}")
     return ax
 
@@ -89,7 +89,7 @@ def layer_head_map(
     image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
     ax.set(xlabel="head", ylabel="layer", title=short(name))
     ax.locator_params(integer=True)
-    ax.figure.colorbar(image, ax=ax, label=f"score of the strongest key:\n{wrapped(UNITS[unit], 30)}")
+    ax.figure.colorbar(image, ax=ax, label=f"score of the strongest key:\n{wrapped(unit_label(unit), 30)}")
     return ax
 
 

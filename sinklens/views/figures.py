@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack, Unit
 from sinklens.views.labels import BLANK, UNITS, colours, short, token_labels, token_ticks, wrapped
@@ -81,10 +82,12 @@ def sink_map(
         tokens: ids that name the positions; by default those that entered the last step.
     """
     track.require(layer=layer, head=head, batch=batch)
+    if not len(range(track.steps)[steps]):
+        raise TrackError(f"{steps} holds no step of this track; it has {track.steps}, 0 to {track.steps - 1}.")
     score = track.scores(unit).isel(batch=batch, step=steps)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
-    values, first = score.to_numpy(), int(score["step"][0])
+    values, numbers = score.to_numpy(), score["step"].to_numpy().tolist()
     ax = axes_or_new(ax)
     image = ax.imshow(values, aspect="auto", cmap=_dark(), interpolation="nearest", vmin=0)
     ax.plot(
@@ -95,9 +98,14 @@ def sink_map(
     ax.set(xlabel=f"position ({MARKS})", ylabel="step", title=_title(track, layer, head, batch))
     _name_positions(ax, track, batch, tokens, _highest(values))
     ax.yaxis.set_major_locator(_whole_steps())
-    ax.yaxis.set_major_formatter(lambda place, _: f"{place + first:.0f}")
+    ax.yaxis.set_major_formatter(lambda place, _: _number_at(numbers, place))
     ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
     return ax
+
+
+def _number_at(numbers: Sequence[int], place: float | int) -> str:
+    """The number of the step at a place of the axis, which a part of a track keeps; nothing between steps."""
+    return str(numbers[round(place)]) if abs(place - round(place)) < 1e-6 and 0 <= place < len(numbers) else ""
 
 
 def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
@@ -123,6 +131,7 @@ def stillest_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
 
 def _moves(track: SinkTrack, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Changes of the strongest key, and its mean score, both [layer, head]."""
+    track.require(batch=batch)
     top = track.top(1).isel(batch=batch, rank=0).to_numpy()
     strength = track.scores().isel(batch=batch).max("pos").mean("step").fillna(0).to_numpy()
     return (np.diff(top, axis=0) != 0).sum(axis=0), strength
@@ -156,7 +165,7 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     for offset, path in zip(jitter, every.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
     path, hollow = every[:, layer, head], ~has_sink(track, batch)[:, layer, head]
-    ax.plot(steps, path, "o-", color=PATH, markersize=4, label=f"layer {layer}, head {head}")
+    ax.plot(steps, path, "o-", color=PATH, markersize=4, label=_places(track, layer, head))
     ax.plot(steps[hollow], path[hollow], "o", color=PATH, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
@@ -165,12 +174,20 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
         title=f"{_name(track)}: {still} of {every[0].size} heads stay where they began",
     )
     ax.xaxis.set_major_locator(_whole_steps())
+    numbers = track.data["step"].to_numpy().tolist()
+    ax.xaxis.set_major_formatter(lambda place, _: _number_at(numbers, place))
     ax.legend(loc="upper right", frameon=True)
     return ax
 
 
 def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
-    """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`)."""
+    """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`).
+
+    Raises:
+        TrackError: no track.
+    """
+    if not tracks:
+        raise TrackError("there is no track to draw; give at least one.")
     figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
     for track, ax in zip(tracks, axes, strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
@@ -203,10 +220,19 @@ def sink_life(
     Args:
         pos, start, length: where, since which step, and for how many, as a line of `motion.lifetimes` tells.
         tokens: ids that name the positions; by default those that entered the last step.
+
+    Raises:
+        TrackError: the life lies outside the track.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
+    length_of_track = track.data.sizes["pos"]
+    if not (0 <= pos < length_of_track and length >= 1 and 0 <= start <= track.steps - length):
+        raise TrackError(
+            f"a life at position {pos}, of {length} steps from step {start}, is not within this track of "
+            f"{length_of_track} positions and {track.steps} steps; take it from a line of motion.lifetimes."
+        )
     first, last = max(0, start - around), min(track.steps, start + length + around)
     ax = sink_map(track, layer, head, batch, ax, steps=slice(first, last), tokens=tokens)
     ax.get_images()[0].set_norm(PowerNorm(0.5, vmin=0))
@@ -231,6 +257,11 @@ def grouped_pattern(
         masked: queries still masked.
         labels: of the positions.
     """
+    if not len(pattern) == len(masked) or not pattern.shape[1] == len(labels):
+        raise SettingError(
+            f"masked has an entry per query and labels one per key; got {len(masked)} and {len(labels)} for a pattern "
+            f"of {pattern.shape[0]} × {pattern.shape[1]}."
+        )
     ax = axes_or_new(ax, (9, 6))
     order = np.concatenate([np.flatnonzero(~masked), np.flatnonzero(masked)])
     image = ax.imshow(pattern[order], aspect="auto", cmap=_dark(), interpolation="nearest", vmin=0)
@@ -267,9 +298,10 @@ def group_profiles(
 def _name_positions(
     ax: "Axes", track: SinkTrack, batch: int, tokens: Int[np.ndarray, " pos"] | None, weight: np.ndarray
 ) -> None:
+    labels = token_labels(track, batch, tokens)  # checks the tokens, too
     if not track.vocabulary:
         return
-    token_ticks(ax.xaxis, token_labels(track, batch, tokens), weight)
+    token_ticks(ax.xaxis, labels, weight)
     ax.set_xlabel(f"token at each position ({MARKS})")
 
 
@@ -297,12 +329,17 @@ def _whole_steps() -> "Locator":
 
 
 def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) -> str:
-    rows = [f"row {batch}"] if track.data.sizes["batch"] > 1 else []
+    rows = [f"row {int(track.data['batch'][batch])}"] if track.data.sizes["batch"] > 1 else []
+    return f"{_name(track)}: {', '.join([*rows, _places(track, layer, head)])}"
+
+
+def _places(track: SinkTrack, layer: int | None, head: int | None) -> str:
+    """The layer and head by their numbers in the model, which a part of a track keeps."""
     which = [
-        "mean over layers" if layer is None else f"layer {layer}",
-        "mean over heads" if head is None else f"head {head}",
+        f"mean over {name}s" if place is None else f"{name} {int(track.data[name][place])}"
+        for name, place in (("layer", layer), ("head", head))
     ]
-    return f"{_name(track)}: {', '.join(rows + which)}"
+    return ", ".join(which)
 
 
 def _name(track: SinkTrack) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Int
 
+from sinklens.errors import TrackError
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ UNITS = {
 }
 BLANK = "░"
 _SIGNS = str.maketrans({"\n": "⏎", "\t": "⇥"})
+
+
+def unit_label(unit: str) -> str:
+    """What an axis of scores in `unit` is called.
+
+    Raises:
+        TrackError: no such unit.
+    """
+    if unit not in UNITS:
+        raise TrackError(f"unit is one of {', '.join(UNITS)}; got {unit!r}.")
+    return UNITS[unit]
 
 
 def plain(text: str) -> str:
@@ -70,6 +82,9 @@ def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos
     Args:
         tokens: ids that name the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
     """
+    track.require(batch=batch)
+    if tokens is not None and len(tokens) != track.data.sizes["pos"]:
+        raise TrackError(f"tokens has {len(tokens)} ids for {track.data.sizes['pos']} positions; give run.tokens[row].")
     row = track.data.isel(batch=batch)
     ids = row["token_id"].isel(step=-1).to_numpy() if tokens is None else tokens
     words, masks, real = track.vocabulary, track.special["mask"], row["is_real"].to_numpy()

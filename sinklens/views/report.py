@@ -51,7 +51,8 @@ def report(
         path: the file; its folder is made.
         row: of the batch.
         steps, layers: whose attention patterns the page holds; negative numbers count from the end. By default those
-            that the run recorded, or else up to four steps over the run and as many layers as fit.
+            that the run recorded, or else up to four steps over the run and as many layers as fit; an empty list holds
+            none.
         budget_mb: most that the file may weigh, in 10⁶ bytes.
 
     Raises:

@@ -231,12 +231,11 @@ def same_value(value, hook):
     "hooks",
     [
         [MaskSinks(top_k=0)],
-        [AblateHeads(heads=[])],
         [ForceTokens(tokens={0: 2})],  # the start token, which is there
         [("blocks.1.attn.hook_z", same_value), ("denoise.hook_canvas", same_value)],
         [],
     ],
-    ids=["no key", "no head", "the same token", "functions", "nothing"],
+    ids=["no key", "the same token", "functions", "nothing"],
 )
 def test_an_identity_gives_exactly_the_base_run(request, model, hooks):
     found = effect(request.getfixturevalue(model), PROMPTS[:2], hooks, **SHORT)
@@ -405,3 +404,43 @@ def test_attention_to_keys_of_an_autoregressive_run_stops_at_what_is_decoded(tin
 def test_kept_logits_belong_to_a_run(tiny_llada):
     with pytest.raises(SettingError, match="MaskedLogits belongs to a run of several steps"):
         MaskedLogits().on(tiny_llada)
+
+
+def test_logits_of_one_run_or_of_other_steps_are_refused(masked):
+    _, run, _ = masked
+    logits = {1: torch.zeros(1, 3)}
+    for given in ((logits, None), (None, logits)):
+        with pytest.raises(SettingError, match="logits are compared with logits; give base_logits and changed_logits"):
+            compare(run, run, *given)
+    with pytest.raises(
+        SettingError, match=r"no step has the logits of both runs: base_logits holds steps \[1\], .* \[2\]"
+    ):
+        compare(run, run, logits, {2: torch.zeros(1, 3)})
+
+
+def test_attention_to_keys_of_some_steps_is_that_of_their_numbers(masked):
+    """Not that of their places: keys of steps 3 and 6 are at places 0 and 1."""
+    change, run, _ = masked
+    keys = change.keys(run.sinks)
+    whole, part = attention_to(run, keys), attention_to(run, keys.isel(step=[3, 6]))
+    np.testing.assert_array_equal(part[:, [3, 6]], whole[:, [3, 6]])
+    assert np.isnan(part[:, [0, 1, 2, 4, 5]]).all()
+    np.testing.assert_array_equal(attention_to(run, keys, steps=[-1])[:, -1], whole[:, -1])
+    assert not np.isnan(whole[:, -1]).all()
+
+
+@pytest.mark.parametrize(
+    ("part", "steps", "text"),
+    [
+        ({}, [99], "step 99 does not exist; there are"),
+        ({"step": [2, 3]}, [1], r"keys has no step 1; it has \[2, 3\]"),
+        ({"layer": [3]}, None, r"keys has .*'layer': 1.*, this run .*'layer': 4.*; give keys of this run"),
+        ({"head": [3]}, None, "give keys of this run, with all its layers and heads"),
+        ({"batch": [0]}, None, "give keys of this run"),
+        ({"pos": slice(3)}, None, "give keys of this run"),
+    ],
+)
+def test_keys_that_do_not_belong_to_the_run_are_refused(masked, part, steps, text):
+    change, run, _ = masked
+    with pytest.raises(SettingError, match=text):
+        attention_to(run, change.keys(run.sinks).isel(part), steps)

@@ -1,8 +1,10 @@
 """Masked sinks, kept keys and windows against loops in plain torch, with padding, with and without a cache."""
 
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from building import KINDS
@@ -11,7 +13,7 @@ from watching import LONG, PADDED, add, again, entered, hidden, logits_of, unwat
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import KeepKeys, MaskSinks, WindowAttention
+from sinklens.interventions import AblateHeads, AblateSinkAttention, KeepKeys, MaskSinks, WindowAttention
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.tasks.word_problems import held_out
 
@@ -179,16 +181,8 @@ def test_every_option_takes_the_keys_that_a_naive_loop_takes(worded, architectur
         MaskSinks(top_k=0),
         MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000)),
         MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000), pick="random"),
-        MaskSinks(top_k=3, layers=[]),
-        MaskSinks(top_k=3, heads=[]),
-        MaskSinks(top_k=3, steps=[]),
-        MaskSinks(top_k=3, steps=[0]),
-        MaskSinks(top_k=3, positions=[]),
-        KeepKeys(top_k=1, steps=[0]),
         KeepKeys(top_k=0, window=50),
         WindowAttention(width=50),
-        WindowAttention(width=0, heads=[]),
-        WindowAttention(width=0, positions=[]),
     ],
     ids=repr,
 )
@@ -327,7 +321,7 @@ def test_kept_keys_and_neighbours_are_all_that_is_seen(worded, architecture, cau
 
 @pytest.mark.parametrize("make", [lambda: WindowAttention(width=-1), lambda: KeepKeys(window=-1)])
 def test_a_window_of_negative_width_is_refused(make):
-    with pytest.raises(SettingError, match="a window is 0 positions wide or more; got -1"):
+    with pytest.raises(SettingError, match="a window is a whole number of positions, 0 or more; got -1"):
         make()
 
 
@@ -430,3 +424,43 @@ def test_negative_steps_of_the_keys_count_from_those_planned(tiny_llada):
     early = run.sinks.isel(step=slice(0, 4))  # as a run that ended early leaves it
     assert [masked(run.sinks, [-1]), masked(run.sinks, [-6])] == [[7], [2]]
     assert [masked(early, [-1]), masked(early, [-6])] == [[], [2]]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["steps", "layers", "heads", "positions"])
+@pytest.mark.parametrize(
+    "make", [MaskSinks, KeepKeys, partial(WindowAttention, width=2), AblateHeads, AblateSinkAttention]
+)
+def test_an_empty_restriction_is_refused_since_nothing_would_change(make, name):
+    for empty in ([], (), np.array([], dtype=int), range(0)):
+        with pytest.raises(SettingError, match=rf"{name} is empty, so \w+ would change nothing\. Name at least one"):
+            make(**{name: empty})
+
+
+@pytest.mark.parametrize("make", [MaskSinks, KeepKeys])
+def test_step_0_alone_is_refused_where_the_step_before_decides(make):
+    with pytest.raises(
+        SettingError, match=r"acts on the sinks of the step before, so at step 0 alone it changes nothing"
+    ):
+        make(steps=[0])
+    assert make(steps=[0], same_step=True).steps == [0]
+    assert make(steps=[0, 1]).steps == [0, 1]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("width", [1.5, True, -1, "2", None])
+def test_a_window_is_a_whole_number(width):
+    for make in (lambda: WindowAttention(width=width), lambda: KeepKeys(window=width)):
+        with pytest.raises(SettingError, match="a window is a whole number of positions, 0 or more; got"):
+            make()
+    assert WindowAttention(width=np.int64(2)).width == 2
+
+
+def test_the_sinks_of_an_autoregressive_run_do_not_mask_a_diffusion_run(worded):
+    """The same sizes and prompts, another kind of model."""
+    runs = [
+        sinklens.generate(worded("llama", causal), PADDED, gen_length=8, progress=False) for causal in (False, True)
+    ]
+    for here, there in (runs, runs[::-1]):
+        with pytest.raises(SettingError, match=r"source is of a run of another model, \w+, and this run is"):
+            sinklens.generate(here.model, PADDED, gen_length=8, hooks=MaskSinks(source=there), progress=False)

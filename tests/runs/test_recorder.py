@@ -328,12 +328,22 @@ class Lost(Entropy):
             SettingError,
             r"old\.zarr exists and is not a sink track; choose another place",
         ),
+        (lambda _: Record(patterns=[(1.5, 0)]), SettingError, r"pairs of whole numbers; got 1.5"),
+        (lambda _: Record(patterns=[(0, True)]), SettingError, r"pairs of whole numbers; got True"),
+        (lambda _: Record(overwrite=True), SettingError, r"overwrite= and dtype= are of a recording on disk; give to="),
+        (
+            lambda _: Record(dtype="float16"),
+            SettingError,
+            r"overwrite= and dtype= are of a recording on disk; give to=",
+        ),
+        (lambda _: "values", SettingError, r"record_sinks is True, False or a Record, .*; got 'values'"),
         (lambda _: Record(patterns=[(24, 0)]), SettingError, r"\(24, 0\) is outside this run of 24 steps and 4 layers"),
         (lambda _: Record(patterns=[(0, 0), (0, -5)]), SettingError, r"\(0, -5\) is outside this run"),
         (lambda _: Record([Lost()]), HookNameError, r"'blocks\.0\.attn\.hook_patern'\. Nearest: .*hook_pattern"),
         (lambda _: Record([Wrong()]), SettingError, r"declares .*\('batch', 'head'\).*finish gave .*\[1, 6, \d+\]"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_a_record_that_cannot_be_kept_is_refused(tiny_llada, tmp_path, record, error, text):
     (tmp_path / "old.zarr").mkdir()
     with pytest.raises(error, match=text):

@@ -10,7 +10,8 @@ import pytest
 import xarray as xr
 from tracks import HEADS, LAYERS, LENGTH, made, planted
 
-from sinklens.errors import TrackError
+from sinklens.errors import SinklensError, TrackError
+from sinklens.interventions import MaskSinks
 from sinklens.sinks import (
     Broadcast,
     Detector,
@@ -119,7 +120,10 @@ def test_the_only_position_is_compared_with_nothing():
 
 @pytest.mark.parametrize("unit", ["fraction", "visible"])
 def test_epsilon_three_in_shares_finds_nothing_and_warns(unit):
-    with pytest.warns(UserWarning, match=r"no score exceeds 1, so epsilon = 3.0 can never be met"):
+    with pytest.warns(
+        UserWarning,
+        match=r"epsilon = 3.0 can never be met: with unit .* no score of this track exceeds 1; use unit=.sum",
+    ):
         assert not planted(MOVING).detect(EpsilonOverMean(3.0, unit)).any()
 
 
@@ -333,3 +337,89 @@ def test_a_detector_of_five_lines_is_asked_like_the_others():
 def test_a_detector_without_a_definition_of_a_sink_cannot_be_made():
     with pytest.raises(TypeError, match=r"abstract method '?detect"):
         Detector()
+
+
+@pytest.mark.parametrize(
+    ("detector", "text"),
+    [
+        (EpsilonOverMean(100, unit="percent"), "epsilon = 100 can never be met: with unit 'percent' no score .* 100;"),
+        (EpsilonOverMean(4.0), "epsilon = 4.0 can never be met: with unit 'sum' no score of this track exceeds 4;"),
+        (EpsilonOverMean(1, unit="visible"), "no score of this track exceeds 1; use unit='sum'"),
+        (MeanPlusStd(k=1.8), r"k = 1.8 can never be met: none of 4 positions lies 1.73 deviations above the mean"),
+        (SinkRate(epsilon=1), "epsilon = 1 can never be met: no mean attention exceeds 1"),
+    ],
+    ids=repr,
+)
+def test_a_threshold_that_nothing_can_exceed_is_said_to_be_one(detector, text):
+    """One position receives everything, and is no sink by it."""
+    track = planted([[0.0, 4.0, 0.0, 0.0]])
+    with pytest.warns(UserWarning, match=text):
+        assert not track.detect(detector).any()
+
+
+@pytest.mark.parametrize(
+    "detector", [EpsilonOverMean(3.9), EpsilonOverMean(99, unit="percent"), MeanPlusStd(k=1.7), SinkRate(epsilon=0.99)]
+)
+@pytest.mark.filterwarnings("error")
+def test_a_threshold_just_below_that_is_met(detector):
+    assert planted([[0.0, 4.0, 0.0, 0.0]]).detect(detector).to_numpy().ravel().tolist() == [False, True, False, False]
+
+
+@pytest.mark.filterwarnings("error")
+def test_under_sigmoid_attention_any_score_is_possible():
+    track = planted([[0.0, 8.0, 0.0, 0.0]])
+    track.data.attrs["attention"] = "sigmoid"
+    assert track.detect(EpsilonOverMean(5.0)).sum() == 1
+    assert track.detect(EpsilonOverMean(1.5, unit="fraction")).sum() == 1
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: EpsilonOverMean(float("nan")), "epsilon of EpsilonOverMean is a number; got nan"),
+        (lambda: EpsilonOverMean("3"), "epsilon of EpsilonOverMean is a number; got '3'"),
+        (lambda: TopK(2.5), "k is a number of keys; got 2.5"),
+        (lambda: TopK(True), "k is a number of keys; got True"),
+        (lambda: MeanPlusStd(over="head"), "over holds 'layer', 'head', both or nothing, as a tuple; got 'head'"),
+        (lambda: MeanPlusStd(over=("layer", "batch")), r"over holds .* got \('layer', 'batch'\)"),
+        (lambda: SinkRate(share=10), "share is a share of all heads, 0 to 1; got 10"),
+        (lambda: SmallValueNorm(0), "ratio of SmallValueNorm is a number above 0; got 0"),
+        (lambda: ResidualPeak(per="token"), "per is 'position' or 'channel'; got 'token'"),
+        (lambda: NoOp(ratio=-1), "ratio of NoOp is a number above 0; got -1"),
+        (lambda: NoOp(among=EpsilonOverMean), r"a detector is an object such as EpsilonOverMean\(\); got <class"),
+        (lambda: Broadcast(rank=1), "rank of Broadcast is a number above 1; got 1"),
+        (lambda: Broadcast(low=2, high=1), "low is at most high; got 2 and 1"),
+    ],
+)
+def test_thresholds_that_mean_nothing_are_refused(make, text):
+    with pytest.raises(SinklensError, match=text):
+        make()
+
+
+class OneLayer(Detector):
+    def detect(self, track):
+        return track.scores().isel(layer=0) > 1
+
+
+class Strengths(Detector):
+    def detect(self, track):
+        return track.scores()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("detector", "text"),
+    [
+        (EpsilonOverMean, r"a detector is an object such as EpsilonOverMean\(\)"),
+        ("TopK", r"a detector is an object such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
+        (OneLayer(), r"detect of OneLayer gave bool over .* it must give bool over .*'layer': 1"),
+        (Strengths(), "detect of Strengths gave float32 over"),
+    ],
+)
+def test_what_does_not_detect_is_refused(detector, text):
+    with pytest.raises(TrackError, match=text):
+        planted([[1.0, 1.0]]).detect(detector)
+    if not isinstance(detector, Detector):
+        with pytest.raises(TrackError, match=text):
+            MaskSinks(top_k=None, detector=detector)

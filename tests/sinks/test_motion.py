@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 from planting import planted
+from tracks import made
 
 import sinklens
 from sinklens.errors import TrackError
@@ -532,3 +533,20 @@ def test_lives_and_shares_of_a_batch_are_those_of_its_rows_alone(tracks, tiny_ll
             same(measure(together)[row], measure(alone)[0])
         same(motion.jumps(together)["pairs"][row], motion.jumps(alone)["pairs"][0])
         same(motion.drift(together)["steps"][row], motion.drift(alone)["steps"][0])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("found_of", "text"),
+    [
+        (lambda found: found.isel(layer=[0]), "are not of the same track, or not of the same part of it"),
+        (lambda found: found.isel(layer=0, head=0), "found holds bool over batch, step, pos; it must hold bool over"),
+        (lambda found: found.astype(float), "found holds float64 over"),
+        (lambda found: found.isel(step=slice(1, None)), "are not of the same track, or not of the same part of it"),
+        (lambda found: found.to_numpy(), r"found is a DataArray, as track.detect\(...\) gives it; got ndarray"),
+    ],
+)
+def test_jumps_refuse_sinks_that_are_not_of_the_track(found_of, text):
+    track = made(False).track
+    with pytest.raises(TrackError, match=text):
+        motion.jumps(track, found_of(track.detect()))

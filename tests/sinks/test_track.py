@@ -92,9 +92,28 @@ def test_a_head_that_attends_to_nothing_has_no_strongest_key():
         (lambda track: track.trajectory(0, 0, batch=2), r"batch 2 does not exist"),
         (lambda track: track.isel(step=3), r"step 3 does not exist; this track has 3, 0 to 2"),
         (lambda track: track.isel(step=[0, -4]), r"step -4 does not exist"),
+        (lambda track: track.isel(step=True), r"step is a whole number, 0 to 2; got True"),
+        (lambda track: track.isel(step=1.7), r"step is a whole number, 0 to 2; got 1.7"),
+        (lambda track: track.isel(step="1"), r"step is a whole number, 0 to 2; got '1'"),
+        (lambda track: track.isel(step=np.array([True, False, True])), r"step is a whole number, 0 to 2; got True"),
+        (lambda track: track.isel(layer=[]), r"layer=\[\] holds no layer of this track, which has 1; name one"),
+        (
+            lambda track: track.isel(step=slice(3, 9)),
+            r"step=slice\(3, 9, None\) holds no step of this track, which has 3",
+        ),
+        (lambda track: track.trajectory(0.0, 0), r"layer is a whole number, 0 to 0; got 0.0"),
+        (lambda track: track.trajectory(0, False), r"head is a whole number, 0 to 0; got False"),
+        (
+            lambda track: track.isel(step=[1, 2]).isel(step=2),
+            r"step 2 does not .* It is a part of a track, with steps \[1, 2\]",
+        ),
+        (lambda track: track.top(True), r"k lies between 1 and 4, the number of positions; got True"),
+        (SinkTrack.concat, r"concat takes a list of tracks"),
+        (lambda track: SinkTrack.concat([track, "track"]), r"concat takes a list of tracks"),
         (lambda track: track.isel(pos=0), r"a track is cut along batch, step, layer or head; got 'pos'"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_a_wrong_question_is_refused(ask, text):
     with pytest.raises(TrackError, match=text):
         ask(planted(MOVING))

@@ -10,11 +10,13 @@ from matplotlib import pyplot
 from planting import planted as planted_track
 from planting import with_sinks
 from rich.console import Console
+from tracks import made
 
 import sinklens
+from sinklens.errors import SinklensError
 from sinklens.sinks import build_track
 from sinklens.tasks.word_problems import held_out
-from sinklens.views import most_moving_head, sink_map, sink_path, sink_paths, terminal
+from sinklens.views import figures, most_moving_head, sink_map, sink_path, sink_paths, terminal
 from sinklens.views.charts import (
     curves,
     frequency_bars,
@@ -296,3 +298,54 @@ def test_control_characters_and_newlines_are_spelled_out(tiny_llada):
 def test_problem_texts_fit_the_shipped_models_context(tiny_llada):
     longest = max(len(tiny_llada.tokenizer(problem.prompt).input_ids) for problem in held_out())
     assert longest + 24 <= tiny_llada.cfg.n_ctx
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("draw", "text"),
+    [
+        (lambda track: figures.sink_map(track, steps=slice(9, 12)), "holds no step of this track; it has 3, 0 to 2"),
+        (
+            lambda track: figures.sink_map(track, 0, 0, tokens=np.array([1, 2])),
+            "tokens has 2 ids for 9 positions; give run",
+        ),
+        (
+            lambda track: figures.sink_life(track, 0, 0, pos=-1, start=0),
+            "a life at position -1, of 1 steps .* is not within",
+        ),
+        (
+            lambda track: figures.sink_life(track, 0, 0, pos=9, start=0),
+            "is not within this track of 9 positions and 3 steps",
+        ),
+        (lambda track: figures.sink_life(track, 0, 0, pos=1, start=-1), "from step -1, is not within"),
+        (
+            lambda track: figures.sink_life(track, 0, 0, pos=1, start=2, length=2),
+            "of 2 steps from step 2, is not within",
+        ),
+        (
+            lambda track: figures.sink_life(track, 0, 0, pos=1, start=0, length=0),
+            "of 0 steps from step 0, is not within",
+        ),
+        (lambda track: figures.sink_paths([]), "there is no track to draw; give at least one"),
+        (lambda track: figures.most_moving_head(track, 2), "batch 2 does not exist; this track has 2"),
+        (lambda track: figures.stillest_head(track, -3), "batch -3 does not exist; this track has 2"),
+        (lambda track: layer_head_map(np.ones((2, 2)), "m", unit="x"), "unit is one of sum, percent, .*; got 'x'"),
+        (
+            lambda track: figures.grouped_pattern(np.ones((3, 3)), np.array([True]), ["a", "b", "c"]),
+            "masked has an entry per query and labels one per key; got 1 and 3 for a pattern of 3 × 3",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(draw, text):
+    with pytest.raises(SinklensError, match=text):
+        draw(made(False).track)
+
+
+def test_a_part_of_a_track_is_drawn_under_the_numbers_of_its_run():
+    track = made(False).track.isel(step=[0, 2], layer=1, head=[2], batch=1)
+    for ax in (figures.sink_map(track, 0, 0), figures.sink_path(track, -1, -1)):
+        ax.figure.canvas.draw()
+        axis = ax.yaxis if ax.get_ylabel() == "step" else ax.xaxis
+        assert [axis.get_major_formatter()(place) for place in (0, 1, 0.5, 2)] == ["0", "2", "", ""]
+    assert figures.sink_map(track, 0, 0).get_title() == "made: layer 1, head 2"
+    assert figures.sink_path(track, 0, 0).get_legend().get_texts()[0].get_text() == "layer 1, head 2"
