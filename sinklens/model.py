@@ -8,7 +8,6 @@ One way this fails: on an nnsight root a child module wins over a method of the 
 called ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
 from sinklens.errors import CheckpointError, PromptError
+from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.hooks.weighing import way_named
@@ -101,10 +101,7 @@ class Model(NNsight):
         told = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
             told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
-        found = hashlib.sha256(repr(told).encode())
-        for name, value in self.tree.hf.state_dict().items():
-            found.update(f"{name}{tuple(value.shape)}{_bit_sums(value)}".encode())
-        return found.hexdigest()[:16]
+        return fingerprint(self.tree.hf.state_dict().items(), repr(told))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order a step reaches them."""
@@ -246,19 +243,6 @@ class Model(NNsight):
             f"Model({self.name!r}, family={self.family!r}, {told}{size:,} parameters, {self.cfg.n_layers} layers, "
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
-
-
-def _bit_sums(value: Tensor) -> tuple[int, int]:
-    """The bits of all values, in float32, as whole numbers: their sum, and their sum weighted by place, modulo 2⁶⁴.
-
-    Sums of whole numbers are exact in any order, so they are the same on every device.
-    """
-    plain, weighted, flat = 0, 0, value.detach().flatten()
-    for start in range(0, len(flat), 1 << 22):
-        bits = flat[start : start + (1 << 22)].to(torch.float32).view(torch.int32).long()
-        place = torch.arange(start, start + len(bits), device=bits.device) % 65521 + 1
-        plain, weighted = plain + int(bits.sum()), weighted + int((bits * place).sum())
-    return plain % 2**64, weighted % 2**64
 
 
 def load(

@@ -10,7 +10,7 @@ FLOORS = [
     ("errors", "writing", "versions"),
     ("hooks", "checkpoints"),
     ("sampling", "sinks", "tasks"),
-    ("views", "selfcheck", "model", "progress", "flags"),
+    ("views", "selfcheck", "fingerprint", "prompts", "tokens", "model", "progress", "flags"),
     ("generation", "denoising", "steps", "tracing", "interventions"),
     ("zoo", "evaluation"),
     ("analyses",),
