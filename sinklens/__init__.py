@@ -35,6 +35,7 @@ _HOMES = {
 }
 _MODULES = (
     "analyses", "checkpoints", "errors", "evaluation", "hooks", "interventions", "sampling", "sinks", "tasks", "views",
+    "zoo",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ FLOORS = [
     ("errors", "writing", "versions"),
     ("hooks", "checkpoints"),
     ("sampling", "sinks", "tasks"),
-    ("views", "selfcheck", "fingerprint", "prompts", "tokens", "model", "progress", "flags"),
+    ("views", "selfcheck", "model", "passes", "tokens", "prompts", "fingerprint", "progress", "flags"),
     ("generation", "denoising", "steps", "tracing", "interventions"),
     ("zoo", "evaluation"),
     ("analyses",),
