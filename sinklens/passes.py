@@ -94,7 +94,7 @@ class SinglePasses(TokenMethods, NNsight):
         return self.tree.run_with_hooks(ids, attention_mask=mask, **options)
 
     @contextmanager
-    def hooks(self, *args: Any, **options: Any) -> Iterator["Model"]:
+    def hooks(self, *args: Any, **options: Any) -> Iterator["SinglePasses"]:
         """TransformerLens's context manager: hooks that are on every pass inside it, and gone behind it."""
         with self.tree.hooks(*args, **options):
             yield self

@@ -298,13 +298,13 @@ def _row_of(given: Any) -> list[int] | None:
         return ids.tolist() if ids.ndim == 1 and _is_integer(ids.dtype) else None
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
         return None
-    ids = [token_id(entry) for entry in given]
-    return None if None in ids else ids  # type: ignore[return-value]
+    row = [token_id(entry) for entry in given]
+    return None if None in row else [token for token in row if token is not None]
 
 
 def token_id(given: Any) -> int | None:
     """One token id; None if it is not, as True is not."""
-    if isinstance(given, bool | np.bool_) or getattr(given, "ndim", 0):  # a tensor of one value is a row
+    if isinstance(given, bool | np.bool_) or getattr(given, "ndim", 0) > 0:  # a tensor of one value is a row
         return None
     if isinstance(given, Tensor) and not _is_integer(given.dtype):
         return None

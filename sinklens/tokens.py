@@ -21,7 +21,7 @@ from sinklens.prompts import Encoded, Prompt, PromptReader, token_id
 from sinklens.sampling import make_settings
 
 Self = TypeVar("Self", bound="ModuleMethods")
-TokenIds = Sequence[int] | Int[Tensor, "*one pos"] | np.ndarray
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
 
 
 class TokenMethods:
@@ -172,7 +172,7 @@ class TokenMethods:
             raise PromptError(f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.")
         return [_text_of(tokenizer, [token]) for token in rows[0]]
 
-    def to_string(self, tokens: TokenIds | Sequence[Sequence[int]] | Int[Tensor, "batch pos"] | int) -> str | list[str]:
+    def to_string(self, tokens: TokenIds | int) -> str | list[str]:
         """The text of a row of ids; of several rows [batch, pos], a list of texts.
 
         Positions of ``run.canvas`` that do not exist yet, -1, are left out.

@@ -1,13 +1,17 @@
 """What a prompt may be, and that each form of one prompt gives the same tokens."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from building import random_hf, random_ids, shared_model, small_tokenizer
 from transformers import BatchEncoding
 
 import sinklens
 from sinklens.errors import PromptError
+from sinklens.interventions import MaskSinks, patching_effects, sweep
 from sinklens.model import load
 from sinklens.prompts import Encoded
 
@@ -280,3 +284,32 @@ def test_text_of_another_tokenizers_size_is_refused(speaking):
     small = load(random_hf(vocab_size=70), tokenizer=speaking.tokenizer, check=False)
     with pytest.raises(PromptError, match=r"vocabulary is 0 to 69\. Was another tokenizer used"):
         small.encode(LONG)
+
+
+# Other calls that take a prompt
+
+
+def test_a_sweep_takes_a_tokenizers_output_as_the_texts(tiny_llada):
+    texts = ["Question: 1", "Question: 2 and 3"]
+    made = tiny_llada.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    masks = {"one": MaskSinks(top_k=1)}
+    found, expected = (sweep(tiny_llada, given, masks, gen_length=4, rows=4, progress=False) for given in (made, texts))
+    assert found.sizes["prompt"] == 2
+    assert found.answer.values.tolist() == expected.answer.values.tolist()
+    xr.testing.assert_identical(found.drop_attrs(), expected.drop_attrs())
+
+
+def test_a_patch_between_texts_is_that_between_their_ids(tiny_llada):
+    texts = tiny_llada.to_canvas("Question: 3", 4), tiny_llada.to_canvas("Question: 5", 4)
+    given = [{"input_ids": canvas.numpy()} for canvas in texts]
+    found, expected = (
+        patching_effects(tiny_llada, *pair, lambda logits: logits[0, -1, 5], "blocks.0.hook_resid_post")
+        for pair in (given, texts)
+    )
+    xr.testing.assert_identical(found, expected)
+    assert (found["hook_resid_post"] != 0).any()
+
+
+def test_the_zoo_is_a_part_of_the_package():
+    assert "zoo" in dir(sinklens)
+    assert sinklens.zoo is importlib.import_module("sinklens.zoo")

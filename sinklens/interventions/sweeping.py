@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.denoising import Denoising
@@ -31,6 +30,7 @@ from sinklens.interventions.base import HookFunction, Intervention, Pairs, Surro
 from sinklens.interventions.comparing import MaskedLogits, answers_compared, compared
 from sinklens.interventions.marks import mark
 from sinklens.model import Model, load
+from sinklens.prompts import Prompt
 from sinklens.sampling import AnySettings, AutoregressiveSettings, LladaSettings, make_settings
 from sinklens.writing import whole
 
@@ -43,7 +43,7 @@ Group = dict[str, list[Any]]
 
 def sweep(
     model: Any,
-    prompts: str | Sequence[str] | Sequence[int] | Sequence[list[int]] | Int[Tensor, "*batch pos"],
+    prompts: Prompt,
     interventions: "Mapping[str, Hooks]",
     *,
     replay: bool = False,
@@ -82,7 +82,7 @@ def sweep(
     listed = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
     }
-    prompts = _rows(prompts)
+    prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
     longer = [name for name, hooks in listed.items() if _goes_alone(hooks)]
@@ -110,11 +110,13 @@ def sweep(
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _rows(prompts: Any) -> Any:
-    """Prompts as something whose entries are prompts; a single one becomes the only entry."""
-    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and prompts and isinstance(prompts[0], int)):
+def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
+    """Prompts as a list of texts or of rows of ids; a single one becomes the only entry."""
+    if isinstance(prompts, str):
         return [prompts]
-    return prompts[None] if isinstance(prompts, Tensor) and prompts.ndim == 1 else prompts
+    if isinstance(prompts, Sequence) and all(isinstance(prompt, str) for prompt in prompts):
+        return [str(prompt) for prompt in prompts]
+    return [row[keep].tolist() for row, keep in zip(*model.encode(prompts), strict=True)]
 
 
 def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:
