@@ -57,41 +57,41 @@ class SinglePasses(TokenMethods, NNsight):
             PromptError: a prompt that cannot be used, or is longer than the context.
         """
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return super().__call__(ids, hook=hook, attention_mask=mask, **options)
+        return super().__call__(ids, hook=hook, **_with_mask(mask), **options)
 
     forward = __call__
 
     def run_with_cache(
         self,
         input_ids: Prompt,
+        *args: Any,
         attention_mask: Any = None,
-        *,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         **options: Any,
     ) -> "tuple[Any, ActivationCache]":
         """One pass that keeps the points chosen by ``names_filter`` (all, if None): (logits, ActivationCache).
 
-        The prompt is what `model(...)` takes; `HookTree.run_with_cache` says more of the options.
+        The prompt and its `attention_mask` are what `model(...)` takes, the rest what `HookTree.run_with_cache` does.
         """
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return self.tree.run_with_cache(ids, attention_mask=mask, **options)
+        return self.tree.run_with_cache(ids, *args, **_with_mask(mask), **options)
 
     def run_with_hooks(
         self,
         input_ids: Prompt,
+        *args: Any,
         attention_mask: Any = None,
-        *,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         **options: Any,
     ) -> Any:
         """One pass under ``fwd_hooks=[(name or predicate, fn(value, hook)), …]``, as in TransformerLens.
 
-        The prompt is what `model(...)` takes.
+        The prompt and its `attention_mask` are what `model(...)` takes, the rest what `HookTree.run_with_hooks` does.
         """
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return self.tree.run_with_hooks(ids, attention_mask=mask, **options)
+        return self.tree.run_with_hooks(ids, *args, **_with_mask(mask), **options)
 
     @contextmanager
     def hooks(self, *args: Any, **options: Any) -> Iterator["SinglePasses"]:
@@ -153,7 +153,7 @@ class SinglePasses(TokenMethods, NNsight):
         **options: Any,
     ) -> tuple:
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return (ids,), options if mask is None else {"attention_mask": mask, **options}
+        return (ids,), {**_with_mask(mask), **options}
 
     def _real_tokens(
         self,
@@ -167,6 +167,11 @@ class SinglePasses(TokenMethods, NNsight):
         refuse_right_padding(padding_side)
         ids, real = self.reader.read(input_ids, prepend_bos=prepend_bos, mask=attention_mask)
         return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+
+
+def _with_mask(mask: Tensor | None) -> dict[str, Tensor]:
+    """The attention mask as an argument, if there is one."""
+    return {} if mask is None else {"attention_mask": mask}
 
 
 def _warn(message: str) -> None:
