@@ -29,6 +29,10 @@ class PromptError(SinklensError, ValueError):
     """A prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer."""
 
 
+class PromptWarning(UserWarning):
+    """A prompt can be used, and what comes of it may not be what was meant. No error, and shown once."""
+
+
 class SettingError(SinklensError, ValueError):
     """A sampler setting is unknown or out of range."""
 

@@ -8,33 +8,44 @@ One way this fails: on an nnsight root a child module wins over a method of the 
 called ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
 """
 
-import hashlib
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from nnsight import NNsight
-from torch import Tensor
 
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
-from sinklens.errors import CheckpointError, PromptError
+from sinklens.errors import CheckpointError
+from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.normalizers import way_named
 from sinklens.hooks.tree import HookTree, Sizes
+from sinklens.passes import SinglePasses
 from sinklens.selfcheck import check as run_check
+from sinklens.tokens import ModuleMethods, TokenMethods
 
 if TYPE_CHECKING:
-    from transformer_lens import ActivationCache
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 UNTOLD = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")  # of a config: no part of a fingerprint
+ELSEWHERE = {  # what TransformerLens and transformers have in a model, and what to write instead
+    **dict.fromkeys(
+        ("generate", "generate_stream", "hf_generate", "diffusion_generate"),
+        "a run is sinklens.generate(model, prompt, ...), and sinklens.trace opens one.",
+    ),
+    **dict.fromkeys(
+        ("enable_compatibility_mode", "process_weights", "process_weights_", "fold_layer_norm", "center_unembed"),
+        "weights are as the checkpoint stores them, and nothing is folded or centred.",
+    ),
+    "set_tokenizer": "give it to sinklens.load(..., tokenizer=...).",
+    "input_to_embed": "read the point hook_embed.",
+}
 HELD = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
 
 
-class Model(NNsight):
+class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
     """A loaded model with named hook points.
 
     Attributes:
@@ -71,7 +82,10 @@ class Model(NNsight):
 
     @property
     def cfg(self) -> Sizes:
-        """Lengths of the axes."""
+        """Lengths of the axes; device and dtype are where the weights are now."""
+        cfg, first = self.tree.cfg, next(self.tree.hf.parameters())
+        if (cfg.device, cfg.dtype) != (first.device, first.dtype):
+            self.tree.cfg = replace(cfg, device=first.device, dtype=first.dtype)
         return self.tree.cfg
 
     @property
@@ -101,142 +115,16 @@ class Model(NNsight):
         told = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
             told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
-        found = hashlib.sha256(repr(told).encode())
-        for name, value in self.tree.hf.state_dict().items():
-            found.update(f"{name}{tuple(value.shape)}{_bit_sums(value)}".encode())
-        return found.hexdigest()[:16]
+        return fingerprint(self.tree.hf.state_dict().items(), repr(told))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order a step reaches them."""
         return self.tree.point_names()
 
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> "tuple[Float[Tensor, 'batch pos vocab'], ActivationCache]":
-        """One pass that keeps the points chosen by ``names_filter`` (all, if None): (logits, ActivationCache)."""
-        return self.tree.run_with_cache(*args, **kwargs)
-
-    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos vocab"]:
-        """One pass under ``fwd_hooks=[(name or predicate, fn(value, hook)), …]``, as in TransformerLens."""
-        return self.tree.run_with_hooks(*args, **kwargs)
-
-    def encode(
-        self,
-        prompt: str | Sequence[str] | Sequence[int] | Sequence[list[int]] | Tensor,
-        chat_template: bool | str = False,
-    ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
-        """Token ids of a prompt or of several, left-padded to one length, and which of them are real.
-
-        Args:
-            prompt: a string, a list of strings, token ids [pos] or [batch, pos], or rows of ids, which may differ in
-                length.
-            chat_template: True puts a text prompt as one user turn through the tokenizer's template; a string is
-                used as the template.
-
-        Raises:
-            PromptError: empty, not token ids, out of the vocabulary, or text without a tokenizer.
-        """
-        if isinstance(prompt, Tensor):
-            return self._check_ids(prompt)
-        texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        if not texts:
-            raise PromptError("the list of prompts is empty; give at least one.")
-        if all(isinstance(part, int) for part in texts):
-            return self._check_ids(torch.tensor(texts))
-        if all(isinstance(part, list) and part and all(isinstance(one, int) for one in part) for part in texts):
-            return self._left_padded([self._check_ids(torch.tensor(part))[0][0].tolist() for part in texts])
-        if not all(isinstance(part, str) for part in texts):
-            kinds = ", ".join(sorted({type(part).__name__ for part in texts}))
-            raise PromptError(f"a prompt is a string, a list of strings, or token ids; got a list of {kinds}.")
-        return self._left_padded([self._encode_one(str(text), chat_template) for text in texts])
-
-    def to_tokens(self, prompt: str | Sequence[str]) -> Int[Tensor, "batch pos"]:
-        """TransformerLens's name for the token ids of text; several prompts are left-padded."""
-        return self.encode(prompt)[0]
-
-    def to_str_tokens(self, prompt: str | Sequence[int] | Int[Tensor, "*one pos"]) -> list[str]:
-        """TransformerLens's name for the tokens of one text, or of one row of ids, each as its own string.
-
-        A row of ``run.canvas`` may hold -1, a position that does not exist yet; its string is "".
-
-        Raises:
-            PromptError: the model has no tokenizer, or several rows were given.
-        """
-        missing: Tensor | None = None
-        if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], str):
-            given = torch.as_tensor(prompt)
-            missing = (given == -1).flatten()
-            prompt = given.masked_fill(given == -1, 0)
-        ids, _ = self.encode(prompt)
-        if self.tokenizer is None or len(ids) != 1:
-            raise PromptError("to_str_tokens takes one text or one row of ids, and needs a tokenizer.")
-        texts = [str(self.tokenizer.decode([token])) for token in ids[0].tolist()]
-        return texts if missing is None else ["" if gone else text for gone, text in zip(missing, texts, strict=True)]
-
-    def _encode_one(self, text: str, chat_template: bool | str) -> list[int]:
-        if self.tokenizer is None:
-            raise PromptError(
-                f"{self.name} came without a tokenizer, so it takes token ids [batch, pos], not text; "
-                f"or load it with sinklens.load(..., tokenizer=...)."
-            )
-        if not text:
-            raise PromptError("the prompt is empty; give at least one character.")
-        if chat_template is False:
-            return list(self.tokenizer(text).input_ids)
-        template = chat_template if isinstance(chat_template, str) else self.tokenizer.chat_template
-        if template is None:
-            raise PromptError(f"chat_template=True, but the tokenizer of {self.name} has none; give one as a string.")
-        turns = [{"role": "user", "content": text}]
-        made = self.tokenizer.apply_chat_template(
-            turns, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        return list(made["input_ids"])
-
-    def _check_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        if ids.dtype.is_floating_point or ids.dtype is torch.bool or ids.ndim not in (1, 2) or ids.numel() == 0:
-            raise PromptError(
-                f"token ids are a non-empty integer tensor [pos] or [batch, pos]; "
-                f"got {ids.dtype} of shape {list(ids.shape)}."
-            )
-        ids = (ids[None] if ids.ndim == 1 else ids).long().to(self.cfg.device)
-        if int(ids.min()) < 0 or int(ids.max()) >= self.cfg.d_vocab:
-            raise PromptError(
-                f"token ids run from {int(ids.min())} to {int(ids.max())}; "
-                f"this model's vocabulary is 0 to {self.cfg.d_vocab - 1}."
-            )
-        return ids, torch.ones_like(ids, dtype=torch.bool)
-
-    def _left_padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows of token ids as one batch, and which of its positions are real."""
-        own = getattr(self.tokenizer, "pad_token_id", None)
-        pad = own if own is not None else next(iter(self.eos_token_ids), 0)
-        length = max(len(row) for row in rows)
-        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
-        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
-        return ids.to(self.cfg.device), real.to(self.cfg.device)
-
-    # nnsight asks these two how the inputs of a trace make one batch.
-    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
-        if not inputs and not kwargs:
-            return 0
-        first = inputs[0] if inputs else kwargs.get("input_ids")
-        return 1 if first is None else len(self.encode(first)[0])
-
-    def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
-        if not invokes:
-            return (), {}
-        inputs, kwargs = invokes[0]
-        first = inputs[0] if inputs else kwargs.get("input_ids")
-        if len(invokes) == 1 and isinstance(first, Tensor) and first.ndim == 2:
-            return inputs, kwargs
-        rows = [row for inputs, kwargs in invokes for row in self._real_tokens(*inputs, **kwargs)]
-        ids, real = self._left_padded(rows)
-        return (ids,), {"attention_mask": real}
-
-    def _real_tokens(self, input_ids: Any, attention_mask: Tensor | None = None) -> list[list[int]]:
-        """The tokens of one invoke, row by row, without its padding."""
-        ids, real = self.encode(input_ids)
-        if attention_mask is not None:
-            real = attention_mask.to(ids.device).bool().reshape(ids.shape)
-        return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+    def __getattr__(self, name: str) -> Any:
+        if name in ELSEWHERE:
+            raise AttributeError(f"a sinklens model has no {name}: {ELSEWHERE[name]}")
+        return super().__getattr__(name)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
@@ -246,19 +134,6 @@ class Model(NNsight):
             f"Model({self.name!r}, family={self.family!r}, {told}{size:,} parameters, {self.cfg.n_layers} layers, "
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
-
-
-def _bit_sums(value: Tensor) -> tuple[int, int]:
-    """The bits of all values, in float32, as whole numbers: their sum, and their sum weighted by place, modulo 2⁶⁴.
-
-    Sums of whole numbers are exact in any order, so they are the same on every device.
-    """
-    plain, weighted, flat = 0, 0, value.detach().flatten()
-    for start in range(0, len(flat), 1 << 22):
-        bits = flat[start : start + (1 << 22)].to(torch.float32).view(torch.int32).long()
-        place = torch.arange(start, start + len(bits), device=bits.device) % 65521 + 1
-        plain, weighted = plain + int(bits.sum()), weighted + int((bits * place).sum())
-    return plain % 2**64, weighted % 2**64
 
 
 def load(

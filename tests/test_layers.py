@@ -13,7 +13,7 @@ FLOORS = [  # from the ground up; a name is a folder, or a file at the top of th
     ("errors", "progress", "atomic", "versions"),
     ("hooks",),
     ("checkpoints",),
-    ("model", "selfcheck"),
+    ("model", "passes", "tokens", "prompts", "fingerprint", "selfcheck"),
     ("sampling",),
     ("sinks",),
     ("identity",),

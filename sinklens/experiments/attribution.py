@@ -30,6 +30,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import axes_of
+from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 
@@ -69,17 +70,19 @@ def of_step(run: "Generation", step: int) -> StepIds:
 
 def attribution_patching(
     model: "Model",
-    clean_ids: Int[Tensor, "batch pos"],
-    corrupted_ids: Int[Tensor, "_ _"],
+    clean_ids: Prompt,
+    corrupted_ids: Prompt,
     metric: Metric,
     names: Any,
-    attention_mask: Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | None = None,
+    attention_mask: Tensor | None = None,
     *,
     path: int = 0,
 ) -> xr.Dataset:
     """Estimate m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v for every point.
 
     Args:
+        clean_ids: a prompt, as ids, text, or a tokenizer's output.
+        corrupted_ids: another of the same shape.
         metric: logits [batch, pos, vocab] (float32 at least) -> a tensor of one number. As at ``denoise.hook_logits``
             a diffusion model's logits at i are of the token at i (Dream's are shifted); an autoregressive model's are
             of the token at i + 1.
@@ -95,6 +98,7 @@ def attribution_patching(
         not asked for. Attributes ``clean`` and ``corrupted`` are the metric in the two runs.
 
     Raises:
+        PromptError: a prompt or a mask that cannot be used.
         SettingError: ids of different shape, a metric that gives no number or has no gradient, a point that carries no
             value of its own, `path` below 0, or weights made under ``torch.inference_mode()``.
     """
@@ -121,11 +125,11 @@ def attribution_patching(
 @torch.no_grad()
 def patching_effects(
     model: "Model",
-    clean_ids: Int[Tensor, "batch pos"],
-    corrupted_ids: Int[Tensor, "_ _"],
+    clean_ids: Prompt,
+    corrupted_ids: Prompt,
     metric: Metric,
     names: Any,
-    attention_mask: Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | None = None,
+    attention_mask: Tensor | None = None,
     *,
     heads: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
@@ -192,16 +196,16 @@ class _Pair(NamedTuple):
     real: Tensor
 
     @classmethod
-    def of(cls, model: "Model", clean: Tensor, corrupted: Tensor, real: Tensor | None) -> "_Pair":
+    def of(cls, model: "Model", clean: Prompt, corrupted: Prompt, mask: Tensor | None) -> "_Pair":
         """The pair on the model's device, of one shape."""
-        given = [clean, corrupted, torch.ones_like(clean) if real is None else real]
-        if any(ids.shape != clean.shape for ids in given):
-            shapes = ", ".join(str(list(ids.shape)) for ids in given)
+        first, second = (model.reader.read(prompt, mask=mask) for prompt in (clean, corrupted))
+        if first.ids.shape != second.ids.shape or not torch.equal(first.real, second.real):
             raise SettingError(
-                f"clean ids, corrupted ids and attention mask have one shape; got {shapes}. No position of a prompt is "
-                f"that of a longer one: choose words of as many tokens."
+                f"clean and corrupted ids have one shape and one padding; got {list(first.ids.shape)} and "
+                f"{list(second.ids.shape)}. No position of a prompt is that of a longer one: choose words of as many "
+                f"tokens."
             )
-        return cls(model, *(ids.to(model.cfg.device) for ids in given))
+        return cls(model, first.ids, second.ids, first.real)
 
     def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
         """The final norm's output of one pass under hooks."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.atomic import whole
@@ -30,6 +29,7 @@ from sinklens.hooks.points import Point
 from sinklens.identity import mark
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
+from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import HookFunction, Intervention, Pairs, Surroundings
 from sinklens.runs.result import Generation
@@ -44,7 +44,7 @@ Group = dict[str, list[Any]]
 
 def sweep(
     model: Any,
-    prompts: str | Sequence[str] | Sequence[int] | Sequence[list[int]] | Int[Tensor, "*batch pos"],
+    prompts: Prompt,
     interventions: "Mapping[str, Hooks]",
     *,
     replay: bool = False,
@@ -83,7 +83,7 @@ def sweep(
     listed = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
     }
-    prompts = _rows(prompts)
+    prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
     longer = [name for name, hooks in listed.items() if _goes_alone(hooks)]
@@ -111,11 +111,13 @@ def sweep(
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _rows(prompts: Any) -> Any:
-    """Prompts as something whose entries are prompts; a single one becomes the only entry."""
-    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and prompts and isinstance(prompts[0], int)):
+def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
+    """Prompts as a list of texts or of rows of ids; a single one becomes the only entry."""
+    if isinstance(prompts, str):
         return [prompts]
-    return prompts[None] if isinstance(prompts, Tensor) and prompts.ndim == 1 else prompts
+    if isinstance(prompts, Sequence) and all(isinstance(prompt, str) for prompt in prompts):
+        return [str(prompt) for prompt in prompts]
+    return [row[keep].tolist() for row, keep in zip(*model.encode(prompts), strict=True)]
 
 
 def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:

@@ -216,8 +216,9 @@ def _read(
 ) -> tuple[Float[Tensor, "query d_head"], Float[Tensor, "key d_head"], Float[Tensor, " key"]]:
     """Rotated queries and keys of a head, and the attention that its keys receive."""
     points = [f"blocks.{layer}.attn.{name}" for name in ("hook_rot_q", "hook_rot_k", "hook_sink_scores")]
+    quiet = getattr(model, "tree", model)  # a Model warns of canvases without masks, as a run's last is
     with torch.no_grad():
-        _, cache = model.run_with_cache(ids[None].to(model.cfg.device), names_filter=points)
+        _, cache = quiet.run_with_cache(ids[None].to(model.cfg.device), names_filter=points)
     query, key, received = (cache[name][0] for name in points)
     return query[:, head], key[:, head * key.shape[1] // query.shape[1]], received[head]
 

@@ -103,7 +103,7 @@ def _computed(
     names = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in layers}
     ids = run.canvas[row, step][exists][None].to(model.cfg.device)
     with torch.no_grad():
-        _, cache = model.run_with_cache(ids, names_filter=list(names.values()))
+        _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()))
     found = {layer: cache[name][0].float().cpu() for layer, name in names.items()}
     scores = recorded(run).isel(batch=row, step=step, layer=list(layers)).scores().to_numpy()[0, 0]
     for layer, expected in zip(layers, torch.from_numpy(scores)[:, :, exists], strict=True):

@@ -10,7 +10,7 @@ from building import left_padding, plain_pass, random_hf, random_ids, random_mod
 from layouts import write_family
 
 import sinklens
-from sinklens.errors import HookNameError, SettingError
+from sinklens.errors import HookNameError, PromptError, SettingError
 from sinklens.experiments.attribution import Agreement, agreement, attribution_patching, of_step, patching_effects
 from sinklens.hooks import table
 from sinklens.tasks.word_problems import held_out
@@ -395,8 +395,7 @@ def test_agreement_by_hand():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"corrupted_ids": random_ids(2, 5)}, r"one shape; got \[2, 6\], \[2, 5\], \[2, 6\]. .*as many tokens"),
-        ({"attention_mask": left_padding(2, 5)}, r"one shape; got \[2, 6\], \[2, 6\], \[2, 5\]"),
+        ({"corrupted_ids": random_ids(2, 5)}, r"one shape and one padding; got \[2, 6\] and \[2, 5\]. .*as many"),
         ({"metric": lambda logits: logits[:, 0, 0]}, r"gives a tensor of one number; got Tensor of shape \[2\]"),
         ({"metric": lambda logits: 1.0}, r"gives a tensor of one number; got float"),
         ({"names": "blocks.0.attn.hook_attn_mask"}, r"hook_attn_mask is nothing that one pass could hand to another"),
@@ -415,6 +414,7 @@ def test_bad_input_is_refused(effects, change, text):
     ("effects", "change", "error", "text"),
     [
         (attribution_patching, {"metric": lambda logits: logits.argmax().float()}, SettingError, r"has no gradient"),
+        (patching_effects, {"attention_mask": left_padding(2, 5)}, PromptError, r"\[2, 6\]; got \[2, 5\]"),
         (attribution_patching, {"names": "hook_x"}, HookNameError, r"no hook point is called 'hook_x'"),
         (attribution_patching, {"path": -1}, SettingError, r"path is 0 .* or the number of gradients .*; got -1"),
         (patching_effects, {"heads": [6]}, SettingError, r"head 6 does not exist"),

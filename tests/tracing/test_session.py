@@ -569,7 +569,7 @@ def test_an_attention_mask_may_be_given_per_query(tiny_llada, base):
         ("", {}, PromptError, r"the prompt is empty"),
         ([], {}, PromptError, r"the list of prompts is empty"),
         (["a", ""], {}, PromptError, r"the prompt is empty"),
-        (["a", 3], {}, PromptError, r"a string, a list of strings, or token ids; got a list of int, str"),
+        (["a", 3], {}, PromptError, r"a text, a list of texts, token ids .*; got a list of int, str"),
         (torch.zeros(1, 0, dtype=torch.long), {}, PromptError, r"non-empty integer tensor"),
         (torch.ones(3), {}, PromptError, r"non-empty integer tensor.*float32"),
         (torch.tensor([[700]]), {}, PromptError, r"vocabulary is 0 to 642"),

@@ -1,0 +1,283 @@
+"""TransformerLens's methods of a model that turn text into tokens and back, and what it has of PyTorch's modules.
+
+`Model` inherits both classes. Unlike TransformerLens, no method adds a start token of its own accord: text gets the
+special tokens that the checkpoint's tokenizer gives it. ``prepend_bos=True`` puts a start token first where there is
+none, ``prepend_bos=False`` takes the tokenizer's away, and no text begins with two.
+
+How it could fail silently: a piece of a longer text begins with a start token too where the tokenizer adds one. Ask for
+``prepend_bos=False``, or use `to_single_token`, which does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinklens.errors import PromptError, SettingError
+from sinklens.prompts import Encoded, Prompt, PromptReader, token_id
+from sinklens.sampling import make_settings
+
+Self = TypeVar("Self", bound="ModuleMethods")
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
+
+
+class TokenMethods:
+    """Text to tokens and back.
+
+    Attributes:
+        name: of the model.
+        tokenizer: None where it has none.
+        cfg: lengths of its axes.
+        mask_token_id: None for autoregressive models.
+        record, checkpoint: name the sampler and its settings.
+        eos_token_ids: tokens that end an answer; the first pads where the tokenizer names none that does.
+    """
+
+    name: str
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    mask_token_id: int | None
+    cfg: Any
+    record: Any
+    checkpoint: Any
+
+    @property
+    def reader(self) -> PromptReader:
+        """What makes token ids of prompts."""
+        own = getattr(self.tokenizer, "pad_token_id", None)
+        pad = own if own is not None else next(iter(self.eos_token_ids), 0)
+        return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device)
+
+    def encode(
+        self, prompt: Prompt, chat_template: bool | str = False, *, prepend_bos: bool | None = None, gen_length: int = 0
+    ) -> Encoded:
+        """Token ids of a prompt or of several, left-padded to one length, and which of them are real.
+
+        Args:
+            prompt: a string, a list of strings, token ids [pos] or [batch, pos], rows of ids, which may differ in
+                length, or a tokenizer's output.
+            chat_template: True puts a text prompt as one user turn through the tokenizer's template; a string is
+                used as the template.
+            prepend_bos: of text: True puts a start token where there is none, False takes the tokenizer's away.
+            gen_length: mask tokens to put behind each prompt; only for diffusion models.
+
+        Raises:
+            PromptError: empty, not token ids, out of the vocabulary, padded without an attention mask, or text
+                without a tokenizer.
+        """
+        ids, real = self.reader.encode(prompt, chat_template, prepend_bos)
+        if not gen_length:
+            return Encoded(ids, real)
+        self._check_length(int(real.sum(dim=1).max()) + gen_length)
+        masks = ids.new_full((len(ids), gen_length), self._mask_token())
+        return Encoded(torch.cat([ids, masks], dim=1), torch.cat([real, torch.ones_like(masks).bool()], dim=1))
+
+    def to_canvas(
+        self, prompt: Prompt, gen_length: int | None = None, chat_template: bool | str = False
+    ) -> Int[Tensor, "batch pos"]:
+        """What the first step of a run works on: the prompt's ids, left-padded, and `gen_length` mask tokens.
+
+        `model(model.to_canvas(prompt))` gives that step's logits. For texts of different lengths pass
+        ``model.encode(texts, gen_length=…)`` instead: it also says what is padding.
+
+        Args:
+            prompt: as in `encode`.
+            gen_length: answer positions; by default the checkpoint's own or its sampler's.
+            chat_template: as in `encode`.
+
+        Raises:
+            PromptError: a prompt that cannot be used, or an autoregressive model.
+        """
+        self._mask_token()
+        if gen_length is None:
+            gen_length = make_settings(self.record.sampler, {}, self.checkpoint.defaults).gen_length
+        if token_id(gen_length) is None or gen_length < 1:
+            raise SettingError(f"gen_length is a number of positions, 1 or more; got {gen_length!r}.")
+        return self.encode(prompt, chat_template, gen_length=gen_length).ids
+
+    def _mask_token(self) -> int:
+        if self.mask_token_id is None:
+            raise PromptError(
+                f"{self.name} is autoregressive and has no mask token; its first step sees the prompt alone, "
+                f"model.to_tokens(prompt)."
+            )
+        return self.mask_token_id
+
+    def _check_length(self, positions: int) -> None:
+        if positions > self.cfg.n_ctx:
+            raise PromptError(
+                f"{self.name} has {self.cfg.n_ctx} positions; this pass would need {positions}. Shorten it."
+            )
+
+    def to_tokens(
+        self,
+        prompt: Prompt,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        move_to_device: bool = True,
+        truncate: bool = False,
+    ) -> Int[Tensor, "batch pos"]:
+        """Token ids of a prompt; several texts are left-padded, and `encode` says where.
+
+        Args:
+            prompt: text, texts, or ids.
+            prepend_bos: of text: True puts a start token where there is none, False takes the tokenizer's away.
+            padding_side: "left"; nothing else is supported.
+            move_to_device: to the model's device; else on the CPU.
+            truncate: keep the first tokens of a text longer than the context. TransformerLens does by default.
+
+        Raises:
+            PromptError: a prompt that cannot be used, or another padding side.
+        """
+        refuse_right_padding(padding_side)
+        ids, real = self.reader.encode(prompt, prepend_bos=prepend_bos)
+        if truncate and ids.shape[1] > self.cfg.n_ctx:
+            rows = [row[keep][: self.cfg.n_ctx].tolist() for row, keep in zip(ids, real, strict=True)]
+            ids = self.reader.left_padded(rows).ids
+        return ids if move_to_device else ids.cpu()
+
+    @overload
+    def to_str_tokens(
+        self, prompt: str | TokenIds, prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[str]: ...
+
+    @overload
+    def to_str_tokens(
+        self, prompt: list[str], prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[list[str]]: ...
+
+    def to_str_tokens(
+        self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[str] | list[list[str]]:
+        """The tokens of one text or of one row of ids, each as its own string; of several texts, a list for each.
+
+        A row of ``run.canvas`` may hold -1, a position that does not exist yet; its string is "".
+
+        Raises:
+            PromptError: the model has no tokenizer, or several rows of ids were given.
+        """
+        refuse_right_padding(padding_side)
+        if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], str):
+            return [self.to_str_tokens(str(text), prepend_bos) for text in prompt]
+        rows = (
+            [self.to_tokens(prompt, prepend_bos)[0].tolist()]
+            if isinstance(prompt, str)
+            else self.reader.id_rows(prompt)
+        )
+        tokenizer = self._speaking("to_str_tokens")
+        if len(rows) != 1:
+            raise PromptError(f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.")
+        return [_text_of(tokenizer, [token]) for token in rows[0]]
+
+    def to_string(self, tokens: TokenIds | int) -> str | list[str]:
+        """The text of a row of ids; of several rows [batch, pos], a list of texts.
+
+        Positions of ``run.canvas`` that do not exist yet, -1, are left out.
+
+        Raises:
+            PromptError: not token ids, or the model has no tokenizer.
+        """
+        if token_id(tokens) is not None:
+            tokens = [int(tokens)]  # type: ignore[arg-type]
+        rows, tokenizer = self.reader.id_rows(tokens), self._speaking("to_string")
+        texts = [_text_of(tokenizer, row) for row in rows]
+        return texts[0] if token_id(tokens[0]) is not None else texts  # type: ignore[index]
+
+    def to_single_token(self, text: str) -> int:
+        """The id of a text that is one token.
+
+        Raises:
+            PromptError: it is several tokens.
+        """
+        ids = self.to_tokens(text, prepend_bos=False)[0].tolist()
+        if len(ids) != 1:
+            raise PromptError(f"{text!r} is {len(ids)} tokens, {self.to_str_tokens(ids)}; give text that is one.")
+        return ids[0]
+
+    def to_single_str_token(self, token: int) -> str:
+        """The text of one token id."""
+        return self.to_str_tokens([token])[0]
+
+    def get_token_position(
+        self,
+        single_token: str | int | Tensor,
+        prompt: str | TokenIds,
+        mode: Literal["first", "last"] = "first",
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+    ) -> int:
+        """Position of a token, given as an id or as text, in a text or in one row of ids.
+
+        Args:
+            single_token: what to look for.
+            prompt: where.
+            mode: "first" or "last" of several.
+            prepend_bos: as in `to_tokens`; it moves the positions of a text.
+            padding_side: "left"; nothing else is supported.
+
+        Raises:
+            PromptError: it is not there, the text is several tokens, or `mode` is another word.
+        """
+        if mode not in ("first", "last"):
+            raise PromptError(f"mode is 'first' or 'last'; got {mode!r}.")
+        if isinstance(prompt, str):
+            rows = self.to_tokens(prompt, prepend_bos, padding_side).tolist()
+        else:
+            rows = self.reader.id_rows(prompt)
+        token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
+        if len(rows) != 1:
+            raise PromptError(f"get_token_position takes one text or one row of ids; got {len(rows)} rows.")
+        if token not in rows[0]:
+            raise PromptError(f"token {token} ({single_token!r}) is not among the {len(rows[0])} tokens of the prompt.")
+        return rows[0].index(token) if mode == "first" else len(rows[0]) - 1 - rows[0][::-1].index(token)
+
+    def _speaking(self, method: str) -> Any:
+        if self.tokenizer is None:
+            raise PromptError(f"{method} needs a tokenizer, and {self.name} has none; load it with tokenizer=....")
+        return self.tokenizer
+
+
+def _text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of token ids, without those that do not exist yet."""
+    return str(tokenizer.decode([token for token in ids if token >= 0], clean_up_tokenization_spaces=False))
+
+
+def refuse_right_padding(padding_side: str | None) -> None:
+    """Accept TransformerLens's argument as far as it says what happens anyway.
+
+    Raises:
+        PromptError: another side than the left.
+    """
+    if padding_side not in (None, "left"):
+        raise PromptError(f"padding_side is 'left' here, always, or left out; got {padding_side!r}.")
+
+
+def _same(name: str) -> Callable[..., Any]:
+    """`torch.nn.Module`'s method called `name`, but that it returns the model it was called on."""
+
+    def method(self: Self, *args: Any, **kwargs: Any) -> Self:
+        getattr(self.tree, name)(*args, **kwargs)
+        return self
+
+    method.__name__, method.__doc__ = name, f"`torch.nn.Module.{name}` of the transformers model; returns the model."
+    return method
+
+
+class ModuleMethods:
+    """Methods of `torch.nn.Module` that return the module itself: here they return the `Model`, not its tree."""
+
+    tree: Any
+
+    train = _same("train")
+    eval = _same("eval")
+    requires_grad_ = _same("requires_grad_")
+    to = _same("to")
+    cpu = _same("cpu")
+    cuda = _same("cuda")
+    half = _same("half")
+    bfloat16 = _same("bfloat16")
+    float = _same("float")
+    double = _same("double")

@@ -1,0 +1,85 @@
+"""The sums behind a fingerprint, against their formula."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from sinklens.fingerprint import PERIOD, ROWS, bit_sums, fingerprint
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def by_formula(values):
+    """Both sums in numpy's unsigned 64-bit numbers, in one go."""
+    bits = values.to(torch.float32).numpy().view(np.int32).astype(np.int64).astype(np.uint64)
+    weights = np.arange(len(bits), dtype=np.uint64) % np.uint64(65521) + np.uint64(1)
+    return int(bits.sum(dtype=np.uint64)), int((bits * weights).sum(dtype=np.uint64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 5, PERIOD, 2 * PERIOD, 2 * PERIOD + 1, 7 * PERIOD - 3])
+def test_both_sums_are_those_of_the_formula(pool, dtype, size):
+    values = torch.randn(size).to(dtype)
+    for given in (values, -values.abs(), values.abs()):
+        assert tuple(bit_sums(given, pool)) == by_formula(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [-1e38, 1e38, -float("inf"), -1e-38])
+def test_sums_of_extreme_values_do_not_overflow(pool, dtype, value):
+    values = torch.full((2 * PERIOD * ROWS + 11,), value).to(dtype)
+    assert tuple(bit_sums(values, pool)) == by_formula(values)
+
+
+def test_a_view_that_starts_at_an_odd_value_has_its_own_sums(pool):
+    values = torch.randn(2 * PERIOD + 9).to(torch.bfloat16)
+    assert tuple(bit_sums(values[1:], pool)) == by_formula(values[1:])
+    matrix = torch.randn(300, 500).to(torch.bfloat16)
+    assert bit_sums(matrix.T, pool) == bit_sums(matrix.T.contiguous(), pool) != bit_sums(matrix, pool)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", [0, 1, PERIOD, PERIOD + 1, 2 * PERIOD - 1, 2 * PERIOD + 4])
+def test_changing_one_bit_of_one_value_changes_the_fingerprint(dtype, place):
+    values = torch.randn(2 * PERIOD + 5).to(dtype)
+    before = fingerprint([("w", values)], "")
+    bits = values.view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
+    bits[place] ^= 1
+    assert fingerprint([("w", values)], "") != before
+    bits[place] ^= 1
+    assert fingerprint([("w", values)], "") == before
+
+
+def test_exchanging_two_values_changes_the_fingerprint():
+    values = torch.randn(2 * PERIOD + 5).to(torch.bfloat16)
+    before = fingerprint([("w", values)], "")
+    values[[7, PERIOD + 8]] = values[[PERIOD + 8, 7]]
+    assert fingerprint([("w", values)], "") != before
+
+
+def test_a_dtype_that_holds_the_values_exactly_has_their_fingerprint():
+    values = torch.randint(-200, 200, (3 * PERIOD,)).to(torch.bfloat16) / 256
+    found = {fingerprint([("w", values.to(dtype))], "") for dtype in DTYPES}
+    assert len(found) == 1
+
+
+def test_names_shapes_and_the_description_count():
+    values = torch.randn(6)
+    given = [("w", values), ("v", values), ("w", values.reshape(2, 3))]
+    found = {fingerprint([entry], described) for entry in given for described in ("a", "b")}
+    assert len(found) == 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gives_the_sums_of_the_cpu(pool, dtype):
+    values = torch.randn(70 * PERIOD + 5).to(dtype)
+    assert bit_sums(values.cuda(), pool) == bit_sums(values, pool)

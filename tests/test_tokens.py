@@ -1,0 +1,179 @@
+"""TransformerLens's token methods, compared with TransformerLens's own."""
+
+import numpy as np
+import pytest
+import torch
+from building import bridge_over, random_hf, random_ids, random_model, shared_model
+
+import sinklens
+from sinklens.errors import PromptError, SettingError
+from sinklens.model import load
+
+TEXT, OTHER = "Tom has 3 apples and 4 pears.", "He eats 3."
+
+
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory):
+    """TransformerLens's own model, whose tokenizer adds a start token, as TransformerLens finds out by itself."""
+    from transformer_lens.model_bridge.sources import detect_tokenizer_bos_eos
+
+    found = bridge_over(random_hf(causal=True, vocab_size=643), tmp_path_factory.mktemp("tokenizer"))
+    found.cfg.tokenizer_prepends_bos, _ = detect_tokenizer_bos_eos(found.tokenizer)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(bridge):
+    """The same weights and tokenizer in sinklens."""
+    return load(bridge)
+
+
+@pytest.mark.parametrize("prepend_bos", [None, True, False])
+def test_text_has_transformerlenss_tokens(model, bridge, prepend_bos):
+    assert torch.equal(model.to_tokens(TEXT, prepend_bos), bridge.to_tokens(TEXT, prepend_bos=prepend_bos))
+    assert model.to_str_tokens(TEXT, prepend_bos) == bridge.to_str_tokens(TEXT, prepend_bos=prepend_bos)
+    several = [TEXT, OTHER]
+    assert model.to_str_tokens(several, prepend_bos) == bridge.to_str_tokens(several, prepend_bos=prepend_bos)
+    both = bridge.to_tokens(several, prepend_bos=prepend_bos, padding_side="left")
+    assert torch.equal(model.to_tokens(several, prepend_bos, padding_side="left"), both)
+
+
+def test_tokens_have_transformerlenss_text(model, bridge):
+    ids = model.to_tokens(TEXT)
+    for given in (ids, ids[0], ids.tolist(), ids[0].tolist(), ids.numpy(), ids[0].numpy()):
+        assert model.to_string(given) == bridge.to_string(given)
+    assert model.to_string(ids[0, 3]) == model.to_string(int(ids[0, 3])) == bridge.to_string(ids[0, 3])
+    assert model.to_str_tokens(ids) == bridge.to_str_tokens(ids)
+    assert model.to_single_str_token(int(ids[0, 3])) == bridge.to_single_str_token(int(ids[0, 3]))
+
+
+def test_a_single_token_is_transformerlenss(model, bridge):
+    assert model.to_single_token(" 3") == bridge.to_single_token(" 3")
+    with pytest.raises(PromptError, match=r"'Tom has' is \d+ tokens, \['.*give text that is one"):
+        model.to_single_token("Tom has")
+
+
+@pytest.mark.parametrize("mode", ["first", "last"])
+def test_the_position_of_a_token_is_transformerlenss(model, bridge, mode):
+    text = f"{TEXT} {OTHER}"
+    ids = model.to_tokens(text)
+    for given in (text, ids, ids[0]):
+        for token in (" 3", model.to_single_token(" 3")):
+            assert model.get_token_position(token, given, mode) == bridge.get_token_position(token, given, mode=mode)
+    assert model.get_token_position(" 3", text, "first") < model.get_token_position(" 3", text, "last")
+    assert model.get_token_position(" 3", text, mode, False) == model.get_token_position(" 3", text, mode) - 1
+
+
+def test_positions_that_do_not_exist_yet_have_no_text(model):
+    ids = model.to_tokens(TEXT)[0]
+    assert model.to_string([*ids.tolist(), -1, -1]) == model.to_string(ids)
+    assert model.to_str_tokens([-1, int(ids[3])]) == ["", model.to_single_str_token(int(ids[3]))]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.get_token_position(" 9", TEXT), r"token \d+ \(' 9'\) is not among the \d+ tokens"),
+        (lambda model: model.get_token_position(" 3", TEXT, "middle"), "mode is 'first' or 'last'; got 'middle'"),
+        (lambda model: model.get_token_position(5, [[5], [5]]), "one row of ids; got 2 rows"),
+        (lambda model: model.to_str_tokens([[5], [6]]), "one row of ids; got 2 rows"),
+        (lambda model: model.to_string([-2, 5]), "token ids run from -2"),
+        (lambda model: model.to_tokens(TEXT, padding_side="right"), "padding_side is 'left' here.*; got 'right'"),
+        (lambda model: model.to_str_tokens(TEXT, padding_side="right"), "padding_side is 'left' here.*; got 'right'"),
+        (lambda model: model(TEXT, padding_side="right"), "padding_side is 'left' here.*; got 'right'"),
+        (lambda model: shared_model().to_string([5, 6]), "to_string needs a tokenizer, and llama has none"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(model, call, message, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    with pytest.raises(PromptError, match=message):
+        call(model)
+
+
+def test_a_long_text_is_cut_on_request_alone(model):
+    longer = TEXT * 20
+    whole = model.to_tokens(longer)
+    assert whole.shape[1] > model.cfg.n_ctx == 64
+    assert torch.equal(model.to_tokens(longer, truncate=True), whole[:, :64])
+    with pytest.raises(PromptError, match=rf"has 64 positions; this pass would need {whole.shape[1]}"):
+        model(longer)
+
+
+# The canvas of a first step
+
+
+@pytest.mark.parametrize("chosen", [{}, {"gen_length": 8}])
+def test_a_canvas_is_what_the_first_step_of_a_run_works_on(tiny_llada, chosen):
+    texts = ["Question: 1", "Question: 2 and 3"]
+    run = sinklens.generate(tiny_llada, texts, **chosen)
+    assert torch.equal(tiny_llada.to_canvas(texts, **chosen), run.canvas[:, 0])
+    encoded = tiny_llada.encode(texts, gen_length=chosen.get("gen_length", 24))
+    assert torch.equal(encoded.ids, run.canvas[:, 0])
+    assert torch.equal(encoded.real, run.real)
+
+
+def test_a_pass_over_a_canvas_gives_the_logits_of_the_first_step(tiny_llada):
+    first = []
+    sinklens.generate(
+        tiny_llada, TEXT, hooks=[("denoise.hook_logits", lambda value, hook: first.append(value.clone()))]
+    )
+    canvas = tiny_llada.to_canvas(TEXT)
+    masked = (canvas == tiny_llada.mask_token_id)[0]
+    torch.testing.assert_close(tiny_llada(canvas)[0, masked], first[0][0, masked], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gen_length", [0, -3, 2.5, True, "8"])
+def test_a_canvas_has_a_number_of_answer_positions(tiny_llada, gen_length, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    with pytest.raises(SettingError, match="gen_length is a number of positions, 1 or more; got"):
+        tiny_llada.to_canvas(TEXT, gen_length)
+
+
+def test_a_canvas_has_to_fit_and_to_have_a_mask(tiny_llada, tiny_llama):
+    with pytest.raises(PromptError, match="tiny-llada has 128 positions; this pass would need"):
+        tiny_llada.to_canvas(TEXT, 125)
+    with pytest.raises(PromptError, match=r"tiny-llama is autoregressive and has no mask token; .*to_tokens"):
+        tiny_llama.to_canvas(TEXT)
+
+
+# As a PyTorch module
+
+
+def test_what_a_module_returns_of_itself_is_the_model():
+    model = random_model()
+    ids = random_ids()
+    for name in ("train", "eval", "half", "double", "bfloat16", "float", "cpu"):
+        assert getattr(model, name)() is model
+    assert model.requires_grad_(False) is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.to(torch.float64) is model
+    assert model(ids).dtype is torch.float64
+
+
+def test_cfg_says_where_the_weights_are_now():
+    model = random_model()
+    model.to("cpu", torch.float16)
+    assert model.cfg.dtype is model.tree.cfg.dtype is torch.float16
+    model.tree.hf.float()  # past the model
+    assert model.cfg.dtype is torch.float32
+    assert sinklens.generate(model, random_ids(), gen_length=2, steps=2).sinks.data.attrs["dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("generate", r"sinklens\.generate\(model, prompt"),
+        ("diffusion_generate", r"sinklens\.generate\(model, prompt"),
+        ("process_weights", "nothing is folded or centred"),
+        ("set_tokenizer", r"sinklens\.load\(\.\.\., tokenizer=\.\.\.\)"),
+    ],
+)
+def test_what_is_elsewhere_says_where(name, message):
+    with pytest.raises(AttributeError, match=f"a sinklens model has no {name}: .*{message}"):
+        getattr(shared_model(), name)
+    assert not hasattr(shared_model(), name)
+
+
+def test_numpy_ids_are_text_too(model):
+    ids = np.array(model.to_tokens(TEXT)[0])
+    assert model.to_string(ids) == model.to_string(ids.tolist())
