@@ -27,7 +27,7 @@ from sinklens.selfcheck import check as run_check
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 UNTOLD = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")  # of a config: no part of a fingerprint
@@ -52,6 +52,7 @@ class Model(NNsight):
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch makes modules in training mode
         super().__init__(tree)
         tree.watch.interleaver, tree.watch.root = self.interleaver, self.path
+        tree.tokenizer_of = lambda: self.tokenizer
         self.checkpoint = checkpoint
         self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
         self.family: str = checkpoint.family.name
@@ -247,6 +248,12 @@ class Model(NNsight):
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
 
+    # What TransformerLens's tools ask of a model beside what the tree has.
+    @property
+    def original_model(self) -> "PreTrainedModel":
+        """The transformers model, under the name by which TransformerLens's guards look for training mode."""
+        return self.tree.hf
+
 
 def _bit_sums(value: Tensor) -> tuple[int, int]:
     """The bits of all values, in float32, as whole numbers: their sum, and their sum weighted by place, modulo 2⁶⁴.
@@ -320,7 +327,7 @@ def _take_over(held: Any, tokenizer: Any) -> Checkpoint:
 
     if isinstance(held, PreTrainedModel):
         return from_pretrained_model(held, tokenizer)
-    if hasattr(held, "original_model"):
+    if hasattr(held, "original_model") and not isinstance(held, Model):
         return from_bridge(held, tokenizer)
     raise CheckpointError(
         f"cannot load a {type(held).__name__}; give a name, a folder, a transformers PreTrainedModel "
