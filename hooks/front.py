@@ -81,12 +81,12 @@ class HookFront(HookedRootModule):
         """The name of the point that any accepted spelling means; see `names.resolve`."""
         return names.resolve(name, self.point_names(), self.cfg.n_layers)
 
-    def select(self, chosen: NamesFilter) -> list[str]:
+    def select(self, chosen: Any) -> list[str]:
         """The points that a name, a predicate or several of either mean, in forward order; None means all.
 
         Raises:
             HookNameError: a name or predicate, also one of several, that matches no point.
-            SettingError: something else.
+            SettingError: a point that is off, or neither a name nor a predicate.
         """
         known = self.point_names()
         found = {point for one in _several(chosen) for point in names.select(one, known, self.cfg.n_layers)}
@@ -173,10 +173,10 @@ class HookFront(HookedRootModule):
     def run_with_cache(
         self,
         input: Tensor,
-        return_cache_object: bool = True,
+        return_cache_object: Any = True,
         remove_batch_dim: bool = False,
         *,
-        names_filter: NamesFilter = None,
+        names_filter: Any = None,
         device: torch.device | str | None = None,
         incl_bwd: bool = False,
         reset_hooks_end: bool = True,
@@ -252,7 +252,7 @@ class HookFront(HookedRootModule):
                 self.add_hook(point, keep, dir=dir)
         return store
 
-    def _passed(self, chosen: NamesFilter, forward: dict[str, Any]) -> list[str]:
+    def _passed(self, chosen: Any, forward: dict[str, Any]) -> list[str]:
         """The chosen points that a single pass with these arguments of forward reaches.
 
         Raises:
@@ -284,7 +284,7 @@ class HookFront(HookedRootModule):
         return reached
 
 
-def _several(chosen: NamesFilter) -> list[names.HookName]:
+def _several(chosen: Any) -> list[names.HookName]:
     """Names and predicates, one or several, as a list."""
     if chosen is None:
         return []

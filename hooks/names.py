@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from sinklens.errors import HookNameError, nearest
+from sinklens.errors import HookNameError, SettingError, nearest
 
 HookName = str | Callable[[str], bool]
 
@@ -137,6 +137,7 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
 
     Raises:
         HookNameError: no such point; says which layers exist, or the nearest names.
+        SettingError: the point is off; names the setter.
     """
     match = re.match(r"blocks\.(-?\d+)\.(.+)$", name)
     if match:
@@ -154,7 +155,7 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     if own in known:
         return own
     if switch := switch_of(own):
-        raise HookNameError(f"{name!r} is off; call model.set_{switch}(True) first, which turns these points on.")
+        raise SettingError(f"{name!r} is off, as {switch} is False; call model.set_{switch}(True) first.")
     raise HookNameError(
         f"no hook point is called {name!r}.{nearest(name, [*known, *spelled])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."

@@ -208,7 +208,7 @@ class HookTree(ModelWeights, HookFront):
 
     def _switch(self, flag: str, value: bool, unless: str = "") -> None:
         if value and getattr(self._switches, unless, False):
-            raise SettingError(f"{flag} and {unless} exclude each other; call model.set_{unless}(False) first.")
+            raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
         setattr(self._switches, flag, value)
         self.cfg = replace(self.cfg, **{flag: value})
 
@@ -296,7 +296,7 @@ class HookTree(ModelWeights, HookFront):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Any,
         attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
         *,
         return_type: str | None = "logits",
@@ -326,7 +326,8 @@ class HookTree(ModelWeights, HookFront):
         stream = input_ids if from_stream else None
 
         def run() -> Tensor:
-            return self.hidden(input_ids[..., 0] if from_stream else input_ids, attention_mask, stream=stream)
+            ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
+            return self.hidden(ids, attention_mask, stream=stream)
 
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
             if stop_at_layer is not None:

@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens import FactoredMatrix
+from transformer_lens.model_bridge.composition_scores import CompositionScores
+from transformer_lens.utilities import composition_scores
 
 from sinklens.errors import PromptError, SettingError
 
@@ -134,6 +136,22 @@ class MlpWeights:
         return bias_of(self._linear("down"))
 
 
+class Embed:
+    """The token embedding under TransformerLens's names."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        self._embedding = embedding
+
+    @property
+    def W_E(self) -> Float[Tensor, "vocab d_model"]:
+        """Embedding weights."""
+        return self._embedding.weight
+
+    def __call__(self, ids: Int[Tensor, "*batch pos"]) -> Float[Tensor, "*batch pos d_model"]:
+        """Embeddings of token ids."""
+        return self._embedding(ids)
+
+
 class Unembed:
     """The language-model head under TransformerLens's names."""
 
@@ -180,6 +198,11 @@ class ModelWeights:
     b_gate, b_in, b_out = (_stacked("mlp", name) for name in ("b_gate", "b_in", "b_out"))
 
     @property
+    def embed(self) -> Embed:
+        """The token embedding."""
+        return Embed(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}"))
+
+    @property
     def unembed(self) -> Unembed:
         """The language-model head."""
         return Unembed(self.hf.get_submodule(self.architecture.head))
@@ -197,7 +220,7 @@ class ModelWeights:
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
         """Embedding weights."""
-        return self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}").weight
+        return self.embed.W_E
 
     @property
     def QK(self) -> FactoredMatrix:
@@ -214,8 +237,34 @@ class ModelWeights:
     ) -> Float[Tensor, "layer head d_model d_head"]:
         return grouped.repeat_interleave(self.cfg.n_heads // grouped.shape[1], dim=1)
 
+    def QK_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
+        """The layers with attention, which are all, and `QK`."""
+        return list(range(self.cfg.n_layers)), self.QK
+
+    def OV_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
+        """The layers with attention, which are all, and `OV`."""
+        return list(range(self.cfg.n_layers)), self.OV
+
+    def all_composition_scores(self, mode: str) -> CompositionScores:
+        """How strongly each later head reads what each earlier one writes, [layer, head, layer, head].
+
+        ‖OV · C‖ / (‖OV‖ ‖C‖) in Frobenius norms, where C is QK ("Q"), QKᵀ ("K") or OV ("V") of the later head; 0 where
+        it is not later (Elhage et al., 2021, A Mathematical Framework for Transformer Circuits).
+
+        Raises:
+            SettingError: another mode.
+        """
+        if mode not in ("Q", "K", "V"):
+            raise SettingError(f"mode must be one of 'Q', 'K' and 'V'; got {mode!r}.")
+        read = self.OV if mode == "V" else self.QK if mode == "Q" else self.QK.T
+        scores = composition_scores(self.OV, read, broadcast_dims=True)
+        layer = torch.arange(self.cfg.n_layers, device=scores.device)
+        later = layer[:, None, None, None] < layer[None, None, :, None]
+        return CompositionScores(torch.where(later, scores, 0.0), layer.tolist(), self.all_head_labels)
+
+    @property
     def all_head_labels(self) -> list[str]:
-        """ "L0H0", "L0H1", … of all heads."""
+        """Labels of all heads: L0H0, L0H1, …"""
         return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
 
     def accumulated_bias(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from nnsight import NNsight
 from torch import Tensor
 
@@ -111,11 +111,11 @@ class Model(NNsight):
         """Names of all hook points, in the order a step reaches them."""
         return self.tree.point_names()
 
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> "tuple[Float[Tensor, 'batch pos vocab'], ActivationCache]":
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> "tuple[Any, ActivationCache]":
         """One pass that keeps the points chosen by ``names_filter`` (all, if None): (logits, ActivationCache)."""
         return self.tree.run_with_cache(*args, **kwargs)
 
-    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos vocab"]:
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """One pass under ``fwd_hooks=[(name or predicate, fn(value, hook)), …]``, as in TransformerLens."""
         return self.tree.run_with_hooks(*args, **kwargs)
 
