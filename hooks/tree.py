@@ -324,9 +324,9 @@ class HookTree(ModelWeights, HookFront):
         self._check_input(input_ids, from_stream)
         base: Any = self.hf.get_submodule(self.architecture.base)
         stream = input_ids if from_stream else None
+        ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
 
         def run() -> Tensor:
-            ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
             return self.hidden(ids, attention_mask, stream=stream)
 
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
@@ -336,7 +336,7 @@ class HookTree(ModelWeights, HookFront):
                     [*every, base.get_submodule(self.architecture.norm)][layers.stop], run
                 )
             hidden = run()
-        return partial_pass.returned(self.head(hidden), input_ids, attention_mask, return_type, loss_per_token)
+        return partial_pass.returned(self.head(hidden), ids, attention_mask, return_type, loss_per_token)
 
     def _check_input(self, given: Any, from_stream: bool) -> None:
         kind = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__

@@ -295,9 +295,7 @@ class ModelWeights:
             raise PromptError(f"{text!r} is {len(ids)} tokens, {parts}; give a text that is exactly one.")
         return int(ids[0])
 
-    def tokens_to_residual_directions(
-        self, tokens: str | int | Int[Tensor, "*shape"]
-    ) -> Float[Tensor, "*shape d_model"]:
+    def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
         """The directions in the normalized stream whose products with it are the logits of `tokens`.
 
         w ⊙ W_U[:, token], where w is the final norm's weight. TransformerLens folds w into W_U when it loads a model;
