@@ -31,7 +31,7 @@ from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
 
 NamesFilter = names.HookName | Iterable[names.HookName] | None
 HookPair = tuple[names.HookName, Callable[..., Any]]
-Positions = Slice | int | Sequence[int] | Tensor | None  # TransformerLens's slices: a position, (start, stop) or a list
+Positions = Any  # TransformerLens's slices: a position, (start, stop), a list of positions, a `Slice`, or None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Keeper:
 class HookFront(HookedRootModule):
     """Names in every spelling for all that TransformerLens's models do with hooks."""
 
-    hook_dict: ByPoint[HookPoint]  # type: ignore[assignment]
+    cfg: Any
+    hook_dict: ByPoint[HookPoint]
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
@@ -138,7 +139,7 @@ class HookFront(HookedRootModule):
                 if clear_contexts:
                     point.clear_context()
 
-    def run_with_hooks(
+    def run_with_hooks(  # type: ignore[override]  # the bridge's arguments, not those of the root class
         self,
         input: Tensor,
         fwd_hooks: Sequence[HookPair] = (),
@@ -170,7 +171,7 @@ class HookFront(HookedRootModule):
         with self.hooks(set_fwd, set_bwd, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward)
 
-    def run_with_cache(
+    def run_with_cache(  # type: ignore[override]
         self,
         input: Tensor,
         return_cache_object: Any = True,
@@ -251,6 +252,21 @@ class HookFront(HookedRootModule):
             for point, keep in pairs:
                 self.add_hook(point, keep, dir=dir)
         return store
+
+    def cache_all(self, cache: dict[str, Tensor] | None, **options: Any) -> None:  # type: ignore[override]
+        """TransformerLens's deprecated name for `add_caching_hooks` of every point."""
+        self.cache_some(cache, None, **options)
+
+    def cache_some(  # type: ignore[override]
+        self, cache: dict[str, Tensor] | None, names: NamesFilter, **options: Any
+    ) -> None:
+        """TransformerLens's deprecated name for `add_caching_hooks`."""
+        warnings.warn(
+            "cache_all and cache_some are deprecated in TransformerLens; use run_with_cache or add_caching_hooks.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.add_caching_hooks(names, cache=cache, **options)
 
     def _passed(self, chosen: Any, forward: dict[str, Any]) -> list[str]:
         """The chosen points that a single pass with these arguments of forward reaches.

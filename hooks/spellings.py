@@ -61,7 +61,7 @@ class ByPoint(dict[str, Value]):
 class HookCache(ActivationCache):
     """TransformerLens's `ActivationCache`; every accepted spelling of a name works."""
 
-    cache_dict: ByPoint[Tensor]  # type: ignore[assignment]
+    cache_dict: ByPoint[Tensor]
 
     def __init__(self, cache_dict: Mapping[str, Tensor], model: "HookFront", has_batch_dim: bool = True) -> None:
         kept = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)

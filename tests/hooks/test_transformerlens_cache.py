@@ -67,6 +67,19 @@ def test_a_dictionary_of_ones_own_gets_the_names_that_were_asked_for(model):
     close(own["blocks.-1.hook_out"], plain_pass(model, ids).values["blocks.2.hook_resid_post"])
 
 
+def test_the_deprecated_names_of_caching_hooks_still_cache(model):
+    ids, every, some = random_ids(), {}, {}
+    with pytest.warns(DeprecationWarning, match="use run_with_cache or add_caching_hooks"):
+        model.cache_all(every)
+    with pytest.warns(DeprecationWarning, match="use run_with_cache or add_caching_hooks"):
+        model.cache_some(some, lambda name: name.endswith("mlp.hook_out"))
+    model(ids)
+    plain = plain_pass(model, ids).values
+    assert list(every) == list(plain)
+    assert list(some) == [f"blocks.{layer}.hook_mlp_out" for layer in range(3)]
+    close(some["blocks.1.hook_mlp_out"], plain["blocks.1.hook_mlp_out"])
+
+
 @pytest.mark.parametrize("chosen", [TYPO, ["hook_embed", TYPO], (TYPO,)])
 @pytest.mark.parametrize("front", ["get_caching_hooks", "add_caching_hooks", "list_hooks", "run_with_cache"])
 def test_a_name_of_no_point_is_refused_with_the_nearest_names(model, front, chosen):
@@ -176,7 +189,7 @@ def test_a_batch_of_several_rows_keeps_its_batch_axis(model):
     with pytest.raises(SettingError, match="remove_batch_dim=True needs a batch of one row; got 2 rows"):
         model.run_with_cache(random_ids(2), remove_batch_dim=True)
     with pytest.raises(SettingError, match="second argument of run_with_cache is return_cache_object"):
-        model.run_with_cache(random_ids(2), torch.ones(2, 7))
+        model.tree.run_with_cache(random_ids(2), torch.ones(2, 7))
 
 
 @pytest.mark.parametrize("pos_slice", [3, -1, (1, 4), [0, 2, 5]])
@@ -248,7 +261,7 @@ def test_hook_functions_get_values_without_the_batch_axis_on_request(model):
         shapes.append(list(value.shape))
         return value / 2
 
-    found = model.run_with_hooks(ids, [("blocks.1.hook_mlp_out", halve)], remove_batch_dim=True)
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_out", halve)], remove_batch_dim=True)
     close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda value: value / 2}).logits)
     assert shapes == [[7, 24]]
 

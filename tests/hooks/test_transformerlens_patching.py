@@ -204,7 +204,7 @@ def test_a_point_that_is_off_is_refused_by_its_setter(switched, name, switch):
     with pytest.raises(SettingError, match=told):
         switched.add_hook(name, lambda value, hook: None)
     with pytest.raises(HookNameError, match="matches none of the 77"):
-        switched.run_with_hooks(random_ids(), [(lambda point: point == switched.tree.spelled(name), print)])
+        switched.run_with_hooks(random_ids(), fwd_hooks=[(lambda point: point == switched.tree.spelled(name), print)])
     getattr(switched, f"set_{switch}")(True)
     assert getattr(switched.cfg, switch) is True
     assert switched.tree.resolve(name) in switched.hook_names()
@@ -251,7 +251,7 @@ def test_changing_one_heads_input_changes_that_heads_part_alone(switched, letter
     expected = plain[f"blocks.1.attn.hook_{letter}"].clone()
     expected[:, :, 1] = getattr(own.self_attn, f"{letter}_proj")(changed).unflatten(-1, (-1, 4))[:, :, 1]
     cache, fwd, _ = model.get_caching_hooks(lambda name: name.startswith("blocks.1.attn.hook_"))
-    found = model.run_with_hooks(ids, [(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
+    found = model.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
     edits = {f"blocks.1.attn.hook_{letter}": lambda _: expected}
     close(found, plain_pass(model, ids, edits=edits).logits)
     for other in {"q", "k", "v"} - {letter}:
@@ -271,7 +271,7 @@ def test_changing_the_shared_copies_changes_queries_keys_and_values(switched):
         every = getattr(own.self_attn, f"{letter}_proj")(copies[:, :, :heads]).unflatten(-1, (-1, 4))
         made = torch.stack([every[:, :, head, head] for head in range(heads)], dim=2)
         edits[f"blocks.1.attn.hook_{letter}"] = lambda _, made=made: made
-    found = model.run_with_hooks(ids, [("blocks.1.hook_attn_in", lambda value, hook: value + added)])
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_attn_in", lambda value, hook: value + added)])
     close(found, plain_pass(model, ids, edits=edits).logits)
 
 
@@ -281,7 +281,7 @@ def test_changing_the_mlps_input_leaves_the_stream_alone(switched):
     own = model.tree.hf.model.layers[1]
     stream = plain_pass(model, ids).values["blocks.1.hook_resid_mid"]
     made = own.mlp(norm(own.post_attention_layernorm, stream * 2 + 1))
-    found = model.run_with_hooks(ids, [("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
     close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: made}).logits)
 
 
