@@ -254,7 +254,7 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
 
 def axes_of(name: str) -> list[str]:
     """The axes of a point's value, as in its table."""
-    return next(spec.axes for _, spec in names.table() if spec.name == name.rsplit(".", 1)[-1]).split()
+    return names.axes_of(name)
 
 
 def of_queries(name: str) -> bool:
