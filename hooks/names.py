@@ -2,7 +2,11 @@
 
 Names and shapes are TransformerLens's wherever it has one. Three spellings reach a point: its own name
 (``blocks.0.attn.hook_q``), TransformerLens 4's spelling of the same place (``blocks.0.attn.q.hook_out``), and a
-negative layer (``blocks.-1.hook_resid_post``). A name that reaches nothing is an error that names the nearest ones.
+negative layer (``blocks.-1.hook_resid_post``). A predicate is tried on the first two. A name that reaches nothing is an
+error that names the nearest ones.
+
+A few points are off until a setter of the model turns them on (`SWITCHED`), as in TransformerLens: most copy the stream
+once per head. ``model.hook_names()`` lacks them until then, and naming one is an error that names the setter.
 
 Axes are written in the project's one glossary: ``batch step layer head query key pos d_model d_head d_mlp vocab``.
 ``kv_head`` counts key/value heads, fewer than ``head`` where a model groups its queries.
@@ -16,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from sinklens.errors import HookNameError, nearest
+from sinklens.errors import HookNameError, SettingError, nearest
 
 HookName = str | Callable[[str], bool]
 
@@ -58,6 +62,13 @@ MLP = (
     PointSpec("hook_pre_linear", "batch pos d_mlp", "the linear branch"),
     PointSpec("hook_post", "batch pos d_mlp", "activated gate times linear branch"),
 )
+PER_HEAD = "copy of the stream that each head's {} read, before the norm"
+SPLIT_INPUTS = tuple(
+    PointSpec(f"hook_{letter}_input", f"batch pos {head} d_model", PER_HEAD.format(what))
+    for letter, head, what in (("q", "head", "queries"), ("k", "kv_head", "keys"), ("v", "kv_head", "values"))
+)
+ATTN_IN = PointSpec("hook_attn_in", "batch pos head d_model", PER_HEAD.format("queries, keys and values"))
+MLP_IN = PointSpec("hook_mlp_in", "batch pos d_model", "residual stream that the MLP reads, before the norm")
 RESID_PRE = PointSpec("hook_resid_pre", "batch pos d_model", "residual stream entering the block")
 ATTN_OUT = PointSpec("hook_attn_out", "batch pos d_model", "what attention adds to the stream")
 RESID_MID = PointSpec("hook_resid_mid", "batch pos d_model", "residual stream between attention and MLP")
@@ -70,6 +81,13 @@ DENOISE = (
     PointSpec("hook_confidence", "batch pos", "confidence of each candidate; -inf where there is none"),
     PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
 )
+
+# Points that are off until model.set_<switch>(True), by their name below a block.
+SWITCHED: dict[str, tuple[str, PointSpec]] = {
+    **{f"attn.{spec.name}": ("use_split_qkv_input", spec) for spec in SPLIT_INPUTS},
+    f"attn.{ATTN_IN.name}": ("use_attn_in", ATTN_IN),
+    MLP_IN.name: ("use_hook_mlp_in", MLP_IN),
+}
 
 # TransformerLens 4's spelling -> ours, below a block.
 _BLOCK_ALIASES = {
@@ -89,16 +107,24 @@ _BLOCK_ALIASES = {
     "mlp.out.hook_out": "hook_mlp_out",
     "mlp.hook_out": "hook_mlp_out",
 }
+_SWITCHED_ALIASES = {name.removeprefix("attn."): name for name in SWITCHED if name.startswith("attn.")}
 _ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
 
 
 def aliases(n_layers: int) -> dict[str, str]:
-    """Every accepted TransformerLens 4 spelling, mapped to the name of its point."""
-    found = dict(_ROOT_ALIASES)
-    for layer in range(n_layers):
-        found |= {f"blocks.{layer}.{old}": f"blocks.{layer}.{new}" for old, new in _BLOCK_ALIASES.items()}
+    """Every accepted TransformerLens 4 spelling of the points of `table`, mapped to the name of its point."""
+    found = dict(_ROOT_ALIASES) | _in_blocks(_BLOCK_ALIASES, n_layers)
     found["ln_final.hook_in"] = f"blocks.{n_layers - 1}.hook_resid_post"
     return found
+
+
+def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
+    return {f"blocks.{layer}.{old}": f"blocks.{layer}.{new}" for layer in range(n_layers) for old, new in below.items()}
+
+
+def _every_alias(n_layers: int) -> dict[str, str]:
+    """`aliases`, and those of points that are off at first."""
+    return aliases(n_layers) | _in_blocks(_SWITCHED_ALIASES, n_layers)
 
 
 def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
@@ -111,6 +137,7 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
 
     Raises:
         HookNameError: no such point; says which layers exist, or the nearest names.
+        SettingError: the point is off; names the setter.
     """
     match = re.match(r"blocks\.(-?\d+)\.(.+)$", name)
     if match:
@@ -123,24 +150,38 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         name = f"blocks.{layer % n_layers}.{rest}"
     if name in known:
         return name
-    spelled = aliases(n_layers)
-    if name in spelled:
-        return spelled[name]
+    spelled = _every_alias(n_layers)
+    own = spelled.get(name, name)
+    if own in known:
+        return own
+    if switch := switch_of(own):
+        raise SettingError(f"{name!r} is off, as {switch} is False; call model.set_{switch}(True) first.")
     raise HookNameError(
         f"no hook point is called {name!r}.{nearest(name, [*known, *spelled])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."
     )
 
 
+def switch_of(name: str) -> str | None:
+    """The flag of ``model.cfg`` that turns the point called `name` on; None where it is always on."""
+    below = re.sub(r"^blocks\.\d+\.", "", name)
+    return SWITCHED[below][0] if below in SWITCHED and below != name else None
+
+
 def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     """The points that a name or a predicate on names means, in forward order.
+
+    A predicate means every point for which it holds of the point's name or of a TransformerLens 4 spelling of it.
 
     Raises:
         HookNameError: an unknown name, or a predicate that no name satisfies.
     """
     if isinstance(name, str):
         return [resolve(name, known, n_layers)]
-    chosen = [point for point in known if name(point)]
+    spellings: dict[str, list[str]] = {point: [point] for point in known}
+    for spelling, point in _every_alias(n_layers).items():
+        spellings.get(point, []).append(spelling)
+    chosen = [point for point in known if any(name(spelling) for spelling in spellings[point])]
     if not chosen:
         raise HookNameError(
             f"the predicate {name!r} matches none of the {len(known)} hook points; "
@@ -149,14 +190,24 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     return chosen
 
 
+def axes_of(name: str) -> list[str]:
+    """The axes of a point's value, in glossary names.
+
+    >>> axes_of("blocks.0.attn.hook_pattern")
+    ['batch', 'head', 'query', 'key']
+    """
+    last = name.rsplit(".", 1)[-1]
+    rows = [*(spec for _, spec in table()), *(spec for _, spec in SWITCHED.values())]
+    return next(spec.axes for spec in rows if spec.name == last).split()
+
+
 def position_axis(name: str) -> int:
     """The axis of a point's value that counts positions, from the end; of queries and keys it is the queries.
 
     >>> position_axis("blocks.0.attn.hook_pattern"), position_axis("blocks.0.attn.hook_sink_scores")
     (-2, -1)
     """
-    last = name.rsplit(".", 1)[-1].removesuffix("_grad")
-    axes = next(spec.axes for _, spec in table() if spec.name == last).split()
+    axes = axes_of(name.removesuffix("_grad"))
     return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
 
 
@@ -174,7 +225,7 @@ def block_specs() -> Iterable[tuple[str, PointSpec]]:
 
 
 def table() -> list[tuple[str, PointSpec]]:
-    """The whole table with ``{l}`` for the layer, in forward order; the rows of `sinklens hooks`."""
+    """The table with ``{l}`` for the layer, in forward order, less what is off; the rows of `sinklens hooks`."""
     rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
     rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs()]
     rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]

@@ -1,7 +1,7 @@
 """The tree of hook points over one transformers model.
 
-`HookTree` is a TransformerLens `HookedRootModule`: `run_with_cache`, `run_with_hooks`, `hooks` and `hook_dict` are
-TransformerLens's own. Its children are the points, named as in names.py; ``hf`` is the transformers model, which
+`HookTree` is a TransformerLens `HookedRootModule`: front.py holds its `run_with_cache`, `run_with_hooks` and `hooks`,
+weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers model, which
 computes. The points are not on the path of the computation until taps.py connects them, and then only while watched.
 
 ``denoise`` holds the points of the sampler. The tree carries them so that every quantity of a run has one namespace;
@@ -11,26 +11,28 @@ One way this fails: two trees over one transformers model would both tap it. Bui
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
-from transformer_lens.utilities import Slice
 from transformers import PreTrainedModel
 
-from sinklens.errors import HookNameError, SinklensError
-from sinklens.hooks import names
+from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
+from sinklens.hooks import names, partial_pass
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.front import HookFront
+from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.points import Point, Watch
+from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.taps import connect
+from sinklens.hooks.weights import AttentionWeights, MlpWeights, ModelWeights
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The lengths of the axes, under the names TransformerLens's helpers look for in a model's ``cfg``."""
+    """The lengths of the axes and what is turned on, under the names TransformerLens's helpers look for in ``cfg``."""
 
     n_layers: int
     n_heads: int
@@ -46,6 +48,11 @@ class Sizes:
     normalization_type: str = "RMS"
     attn_only: bool = False
     final_rms: bool = True
+    gated_mlp: bool = True
+    use_attn_result: bool = True
+    use_split_qkv_input: bool = False
+    use_attn_in: bool = False
+    use_hook_mlp_in: bool = False
 
 
 class Points(nn.Module):
@@ -72,13 +79,19 @@ class NormPoints(Points):
         super().__init__(names.NORM, watch)
         self.__dict__["_norm"] = norm  # as for the output weights below: the layer owns it
 
+    @property
+    def w(self) -> Float[Tensor, " d_model"]:
+        """Learned weight of the norm."""
+        return self.__dict__["_norm"].weight
+
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The whole norm of `x`, its learned weight included."""
-        return self.__dict__["_norm"](x)
+        """The norm of `x`, its learned weight included; no hook of its points is called."""
+        norm = self.__dict__["_norm"]
+        return type(norm).forward(norm, x)
 
 
-class AttentionPoints(Points):
-    """The points of one attention layer, and its output weights as TransformerLens shapes them."""
+class AttentionPoints(AttentionWeights, Points):
+    """The points of one attention layer, and its weights as TransformerLens shapes them."""
 
     hook_q: Point
     hook_k: Point
@@ -92,47 +105,57 @@ class AttentionPoints(Points):
     hook_z: Point
     hook_result: Point
 
-    def __init__(self, watch: Watch, output: nn.Linear, n_heads: int) -> None:
-        super().__init__(names.ATTENTION, watch)
-        self.__dict__["_output"] = (output, n_heads)  # the layer owns its weights; the points only look at them
-        outside = ("hook_q", "hook_k", "hook_v", "hook_result")  # tapped at the projections
-        self.__dict__["_inside"] = [getattr(self, spec.name) for spec in names.ATTENTION if spec.name not in outside]
+    def __init__(self, watch: Watch, projections: dict[str, nn.Module], d_head: int) -> None:
+        inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
+        ordered = [row for spec in names.ATTENTION for row in (inputs.get(spec.name), spec) if row is not None]
+        super().__init__([names.ATTN_IN, *ordered], watch)
+        self.__dict__["_projections"] = (projections, d_head)  # the layer owns its weights; the points look at them
+        outside = ("hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name)  # tapped at the projections
+        inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
+        self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]
 
     def any_watched(self) -> bool:
         """Whether a point inside the attention function is watched."""
         return any(point.watched for point in self.__dict__["_inside"])
 
-    @property
-    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
-        """Output weights per head."""
-        output, n_heads = self.__dict__["_output"]
-        return output.weight.T.reshape(n_heads, -1, output.weight.shape[0])
+
+class MlpPoints(MlpWeights, Points):
+    """The points of one MLP, and its weights as TransformerLens shapes them."""
+
+    def __init__(self, watch: Watch, projections: dict[str, nn.Module]) -> None:
+        super().__init__(names.MLP, watch)
+        self.__dict__["_projections"] = projections
 
 
 class Block(nn.Module):
     """The points of one layer, in the order the forward pass reaches them."""
 
-    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, n_heads: int) -> None:
+    hook_out_is_single_residual_stream = True  # what TransformerLens's logit lens asks of a block
+
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, d_head: int) -> None:
         super().__init__()
-        output: Any = layer.get_submodule(f"{architecture.attn}.{architecture.o}")
+        heads = {letter: getattr(architecture, letter) for letter in ("q", "k", "v", "o")}
+        mlp = {part: getattr(architecture, part) for part in ("gate", "up", "down")}
         self.hook_resid_pre = Point(watch)
         self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
-        self.attn = AttentionPoints(watch, output, n_heads)
+        self.attn = AttentionPoints(watch, _below(layer, architecture.attn, heads), d_head)
         self.hook_attn_out = Point(watch)
         self.hook_resid_mid = Point(watch)
+        self.hook_mlp_in = Point(watch)
         self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2))
-        self.mlp = Points(names.MLP, watch)
+        self.mlp = MlpPoints(watch, _below(layer, architecture.mlp, mlp))
         self.hook_mlp_out = Point(watch)
         self.hook_resid_post = Point(watch)
 
 
-class HookTree(HookedRootModule):
+class HookTree(ModelWeights, HookFront):
     """All hook points of a model, and its forward pass.
 
     Attributes:
         hf: the transformers model.
         watch: the step counter and nnsight's interleaver, which the points share.
-        cfg: axis lengths under TransformerLens's names.
+        cfg: axis lengths and switches under TransformerLens's names.
+        tokenizer_of: returns the tokenizer of the model that holds the tree; None without one.
         blocks, hook_embed, ln_final, denoise: the points.
     """
 
@@ -141,33 +164,65 @@ class HookTree(HookedRootModule):
         self.watch = Watch()
         self.architecture = architecture
         self.cfg = _sizes(hf)
+        self.tokenizer_of: Callable[[], Any] = lambda: None
+        self._switches = Switches()
         self.denoise = Points(names.DENOISE, self.watch)
         self.hook_embed = Point(self.watch)
         layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
-        self.blocks = nn.ModuleList(Block(self.watch, layer, architecture, self.cfg.n_heads) for layer in layers)
+        self.blocks = nn.ModuleList(Block(self.watch, layer, architecture, self.cfg.d_head) for layer in layers)
         self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
         self.hf = hf
         self.setup()
+        self.hook_dict = ByPoint(self.spelled, self.hook_dict)
         connect(self)
+        self._inputs = [
+            LayerInputs(layer, block, architecture, self._switches)
+            for layer, block in zip(layers, self.blocks, strict=True)
+        ]
 
     def point_names(self) -> list[str]:
-        """All points, in the order a step reaches them."""
-        found = [name for name in self.hook_dict if name != "denoise.hook_canvas" and not name.startswith("denoise.")]
+        """All points that are on, in the order a step reaches them."""
+        on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
+        found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
         return ["denoise.hook_canvas", *found, *(f"denoise.{spec.name}" for spec in names.DENOISE[1:])]
 
-    def resolve(self, name: str) -> str:
-        """The name of the point that any accepted spelling means; see `names.resolve`."""
-        return names.resolve(name, self.point_names(), self.cfg.n_layers)
+    def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
+        """The layers that a pass from `start_at_layer` to before `stop_at_layer` computes."""
+        return partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Accepted as in TransformerLens; ``hook_result`` is always on here, and computed only while it is watched."""
+        self.cfg = replace(self.cfg, use_attn_result=use_attn_result)
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Turn ``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` on or off; see inputs.py."""
+        self._switch("use_split_qkv_input", use_split_qkv_input, unless="use_attn_in")
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Turn ``hook_attn_in`` on or off; see inputs.py."""
+        self._switch("use_attn_in", use_attn_in, unless="use_split_qkv_input")
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Turn ``hook_mlp_in`` on or off; see inputs.py."""
+        self._switch("use_hook_mlp_in", use_hook_mlp_in)
+
+    def _switch(self, flag: str, value: bool, unless: str = "") -> None:
+        if value and getattr(self._switches, unless, False):
+            raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
+        setattr(self._switches, flag, value)
+        self.cfg = replace(self.cfg, **{flag: value})
 
     def hidden(
         self,
         input_ids: Int[Tensor, "batch pos"],
         attention_mask: Int[Tensor, "batch key"] | Bool[Tensor, "batch key"] | None = None,
         past_key_values: Any = None,
+        stream: Float[Tensor, "batch pos d_model"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
-        Positions are counted from the first real token, so left padding does not move a prompt.
+        Positions are counted from the first real token, so left padding does not move a prompt. A `stream` is taken in
+        place of the embeddings of `input_ids`.
         """
         position_ids = None
         if attention_mask is not None:
@@ -177,7 +232,8 @@ class HookTree(HookedRootModule):
                 attention_mask = None
         base = self.hf.get_submodule(self.architecture.base)
         output = base(
-            input_ids=input_ids,
+            input_ids=input_ids if stream is None else None,
+            inputs_embeds=stream,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -240,47 +296,62 @@ class HookTree(HookedRootModule):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "batch pos"],
+        input_ids: Any,
         attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
-    ) -> Float[Tensor, "batch pos vocab"]:
-        """Raw logits of one pass over `input_ids`; `attention_mask` is 1 (or True) on real tokens, 0 on padding."""
-        self.refuse_compiled()
-        return self.head(self.hidden(input_ids, attention_mask))
+        *,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Any:
+        """One pass over `input_ids` [batch, pos]: raw logits, unless another `return_type` is asked for.
 
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, ActivationCache]:
-        """TransformerLens's `run_with_cache`; returns the logits and an `ActivationCache`.
+        Args:
+            input_ids: token ids; with `start_at_layer` the stream entering that layer [batch, pos, d_model].
+            attention_mask: 1 (or True) on real tokens, 0 on padding.
+            return_type: "logits", "loss" (of the next token, autoregressive models), "both" or None.
+            loss_per_token: the loss of each token instead of their mean.
+            start_at_layer: the first layer that is computed.
+            stop_at_layer: the first layer that is not; the stream that would enter it is returned.
 
-        ``names_filter`` takes a name, a list of names or a predicate; every accepted spelling works. ``pos_slice``
-        goes by `names.position_axis`: TransformerLens's own rule would cut some of these points along their heads.
+        Raises:
+            PromptError: not a tensor, or ids where a stream is due, or the other way round.
+            SettingError: a layer that does not exist, or a loss that cannot be computed.
         """
-        pos_slice = Slice.unwrap(kwargs.pop("pos_slice", None))
-        chosen = kwargs.get("names_filter")
-        if isinstance(chosen, str):
-            kwargs["names_filter"] = [self.resolve(chosen)]
-        elif chosen is not None and not callable(chosen):
-            kwargs["names_filter"] = [self.resolve(name) for name in chosen]
-        output, cache = super().run_with_cache(*args, **kwargs)
-        sliced = {name: pos_slice.apply(value, dim=names.position_axis(name)) for name, value in cache.items()}
-        return output, ActivationCache(sliced, self)
+        self.refuse_compiled()
+        layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
+        partial_pass.check_return_type(return_type, self.hf.config.is_causal, from_stream)
+        self._check_input(input_ids, from_stream)
+        base: Any = self.hf.get_submodule(self.architecture.base)
+        stream = input_ids if from_stream else None
+        ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
 
-    def add_hook(self, name: names.HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """TransformerLens's `add_hook`; every accepted spelling of a name works."""
-        for point in names.select(name, self.point_names(), self.cfg.n_layers):
-            super().add_hook(point, hook, *args, **kwargs)
+        def run() -> Tensor:
+            return self.hidden(ids, attention_mask, stream=stream)
 
-    def _enable_hook(self, name: names.HookName, hook: Callable[..., Any], dir: Literal["fwd", "bwd"]) -> None:
-        for point in names.select(name, self.point_names(), self.cfg.n_layers):
-            super()._enable_hook(point, hook, dir)
+        with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
+            if stop_at_layer is not None:
+                every: Any = base.get_submodule(self.architecture.layers)
+                return partial_pass.stream_before(
+                    [*every, base.get_submodule(self.architecture.norm)][layers.stop], run
+                )
+            hidden = run()
+        return partial_pass.returned(self.head(hidden), ids, attention_mask, return_type, loss_per_token)
 
-    @property
-    def W_U(self) -> Float[Tensor, "d_model vocab"]:
-        """Unembedding weights."""
-        return self.hf.get_submodule(self.architecture.head).weight.T
+    def _check_input(self, given: Any, from_stream: bool) -> None:
+        kind = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+        if not isinstance(given, Tensor) or (not from_stream and given.is_floating_point()):
+            raise PromptError(f"a pass of the tree takes token ids [batch, pos]; got {kind}.")
+        if from_stream and (given.ndim != 3 or given.shape[-1] != self.cfg.d_model):
+            raise PromptError(
+                f"start_at_layer takes the residual-stream tensor that enters the layer, "
+                f"[batch, pos, {self.cfg.d_model}]; got {kind}."
+            )
 
-    @property
-    def W_E(self) -> Float[Tensor, "vocab d_model"]:
-        """Embedding weights."""
-        return self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}").weight
+
+def _below(layer: nn.Module, part: str, paths: dict[str, str]) -> dict[str, nn.Module]:
+    """Modules below `part` of a layer, by our short names."""
+    return {name: layer.get_submodule(f"{part}.{path}") for name, path in paths.items()}
 
 
 def _sizes(hf: PreTrainedModel) -> Sizes:

@@ -26,7 +26,7 @@ from sinklens.selfcheck import check as run_check
 from sinklens.tokens import ModuleMethods, TokenMethods
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 UNTOLD = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")  # of a config: no part of a fingerprint
@@ -63,6 +63,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch makes modules in training mode
         super().__init__(tree)
         tree.watch.interleaver, tree.watch.root = self.interleaver, self.path
+        tree.tokenizer_of = lambda: self.tokenizer
         self.checkpoint = checkpoint
         self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
         self.family: str = checkpoint.family.name
@@ -135,6 +136,12 @@ class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
 
+    # What TransformerLens's tools ask of a model beside what the tree has.
+    @property
+    def original_model(self) -> "PreTrainedModel":
+        """The transformers model, under the name by which TransformerLens's guards look for training mode."""
+        return self.tree.hf
+
 
 def load(
     name_or_path: Any,
@@ -195,7 +202,7 @@ def _take_over(held: Any, tokenizer: Any) -> Checkpoint:
 
     if isinstance(held, PreTrainedModel):
         return from_pretrained_model(held, tokenizer)
-    if hasattr(held, "original_model"):
+    if hasattr(held, "original_model") and not isinstance(held, Model):
         return from_bridge(held, tokenizer)
     raise CheckpointError(
         f"cannot load a {type(held).__name__}; give a name, a folder, a transformers PreTrainedModel "

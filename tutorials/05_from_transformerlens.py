@@ -288,15 +288,15 @@ assert written.max() < 0.1 * whole[22]
 # | `model(tokens)` | `model(ids)` | one pass, logits |
 # | `model.generate(...)` | `sinklens.generate(model, prompt, hooks=...)` | a run; `hooks=` also takes interventions |
 # | `model.run_with_cache`, `run_with_hooks` | the same | one pass |
-# | `model.hook_dict`, `model.W_U`, `model.blocks[0].attn.W_O` | the same of `model.tree` | a `HookedRootModule` |
+# | `model.hook_dict`, `model.W_Q`, `model.W_U`, `model.blocks[0].attn.W_O` | the same | a missing bias is zeros |
 # | `model.to_tokens`, `to_str_tokens` | the same | `to_tokens` takes text, `to_str_tokens` text or one row of ids |
 # | `ActivationCache` | the same class | of one pass, or `t.cache(...)[step]` |
 # | `hook.name`, `hook.layer()` | the same, and `hook.step` | `None` outside a run |
 # | `hook_resid_pre`, `hook_z`, `hook_pattern`, `hook_mlp_out`, … | the same names and shapes | |
 # | `blocks.0.attn.q.hook_out`, `blocks.0.hook_out` (TransformerLens 4) | accepted everywhere | so are negative layers |
 #
-# Helpers of `ActivationCache` that need weights which the tree does not carry (`logit_attrs`, neuron results) do not
-# work; the two lines that made `direction` above replace the first.
+# The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, and `logit_attrs` with it, have the
+# final norm's weight in them, as `direction` above: what they give adds up to the logits.
 #
 # The points of one layer and of the sampler, with the shapes of this canvas:
 

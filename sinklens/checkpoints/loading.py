@@ -186,48 +186,6 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
     return finish(hf, tokenizer, family, raw, name)
 
 
-def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
-    """Take over the weights of a TransformerLens `TransformerBridge`, sharing them, not copying.
-
-    The bridge replaces modules inside its transformers model, so the weights go into a fresh shell of the same class.
-    Hooks set on the bridge stay with the bridge; set them on the returned model, where the same names hold.
-
-    Raises:
-        CheckpointError: its weights were folded or otherwise processed, so the class cannot hold them.
-    """
-    original = bridge.original_model
-    renamed = {name.replace("._original_component", ""): value for name, value in original.named_parameters()}
-    shell = build_empty(original.config)
-    expected = {name: tuple(value.shape) for name, value in shell.named_parameters(remove_duplicate=False)}
-    tied = set(getattr(shell, "_tied_weights_keys", None) or ()) if original.config.tie_word_embeddings else set()
-    weights = files.Weights(
-        {name: tuple(value.shape) for name, value in renamed.items()}, torch.float32, {name: name for name in renamed}
-    )
-    files.compare(weights, expected, tied, "the TransformerBridge (weights must not be folded or centred)")
-    if parted := sorted(tied & set(renamed)):  # named_parameters tells shared weights once, under the first name
-        raise CheckpointError(
-            f"the TransformerBridge ties its weights by its config, but {', '.join(parted)} has values of its own: "
-            f"weights must not be folded or centred. Give the bridge as it was booted."
-        )
-    from transformers import AutoModelForCausalLM
-
-    first = next(original.parameters())
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(original.config, dtype=first.dtype, attn_implementation="sdpa")
-    hf.load_state_dict(renamed, assign=True, strict=not tied)
-    hf.tie_weights()
-    _materialise_buffers(hf, first.device)
-    return from_pretrained_model(hf, tokenizer if tokenizer is not None else bridge.tokenizer)
-
-
-def _materialise_buffers(hf: "PreTrainedModel", device: torch.device) -> None:
-    """Rebuild what a meta-device model keeps outside its weights: the rotary frequencies."""
-    for module in list(hf.modules()):
-        for name, child in module.named_children():
-            if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
-                setattr(module, name, type(child)(config=hf.config).to(device))
-
-
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
     """Show transformers' progress bars or not; afterwards they are as the user had them."""

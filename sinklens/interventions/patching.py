@@ -53,11 +53,11 @@ class StepCaches(Mapping[int, "ActivationCache"]):
         self._values.setdefault(point.step or 0, {})[str(point.name)] = value.detach().clone()
 
     def __getitem__(self, step: int) -> "ActivationCache":
-        from transformer_lens import ActivationCache
+        from sinklens.hooks.spellings import HookCache
 
         if step not in self._values:
             raise SettingError(f"nothing was kept at step {step}; kept: {sorted(self._values) or 'no step'}.")
-        return ActivationCache(self._values[step], self._tree)
+        return HookCache(self._values[step], self._tree)
 
     def __contains__(self, step: object) -> bool:
         return step in self._values
@@ -307,7 +307,7 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
 
 def axes_of(name: str) -> list[str]:
     """The axes of a point's value, as in its table."""
-    return next(spec.axes for _, spec in names.table() if spec.name == name.rsplit(".", 1)[-1]).split()
+    return names.axes_of(name)
 
 
 def of_queries(name: str) -> bool:

@@ -1,0 +1,359 @@
+"""TransformerLens's front of the tree: hooks, caches and single passes, by name.
+
+`HookFront` takes the arguments of TransformerLens 4.3's bridge and does what it does, on the points of the tree:
+
+- a call removes the hooks it added and no others; under ``reset_hooks_end=False`` they stay, and a cache that was
+  returned goes on being written to by later passes;
+- ``clear_contexts=True`` empties ``hook.ctx`` of the points that the call touched;
+- ``start_at_layer`` and ``stop_at_layer`` run some layers only; hooks outside them are not called.
+
+Where TransformerLens ignores a name that reaches nothing, this raises an error or warns.
+
+One way this fails: a cache holds what passed the point before later hooks edited it in place, as in TransformerLens.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint, LensHandle
+from transformer_lens.utilities import Slice
+
+from sinklens.errors import HookNameError, SettingError
+from sinklens.hooks import names
+from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
+
+NamesFilter = names.HookName | Iterable[names.HookName] | None
+HookPair = tuple[names.HookName, Callable[..., Any]]
+Positions = Any  # TransformerLens's slices: a position, (start, stop), a list of positions, a `Slice`, or None
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """A hook function that keeps what passes its point.
+
+    Attributes:
+        store: where, under the point's name.
+        keys: other names to keep it under, by the point's name.
+        device: None leaves values where they are.
+        pos_slice: the positions kept; goes by `names.position_axis`.
+        remove_batch_dim: drop a batch axis of length 1.
+    """
+
+    store: dict[str, Tensor]
+    keys: dict[str, list[str]]
+    device: torch.device | str | None
+    pos_slice: Slice
+    remove_batch_dim: bool
+
+    def __call__(self, value: Tensor, hook: HookPoint, ending: str = "") -> None:
+        name = hook.name or ""
+        kept = self.pos_slice.apply(value.detach().to(self.device), dim=names.position_axis(name))
+        kept = kept[0] if self.remove_batch_dim and len(kept) == 1 else kept
+        for key in (name, *self.keys.get(name, ())):
+            self.store[key + ending] = kept
+
+
+class HookFront(HookedRootModule):
+    """Names in every spelling for all that TransformerLens's models do with hooks."""
+
+    cfg: Any
+    hook_dict: ByPoint[HookPoint]
+
+    def point_names(self) -> list[str]:
+        """All points that are on, in the order a step reaches them."""
+        raise NotImplementedError
+
+    def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
+        """The layers that a pass from `start_at_layer` to before `stop_at_layer` computes."""
+        raise NotImplementedError
+
+    def spelled(self, name: str) -> str:
+        """The name of the point that any accepted spelling means, on or off."""
+        return names.resolve(name, list(self.hook_dict), self.cfg.n_layers)
+
+    def resolve(self, name: str) -> str:
+        """The name of the point that any accepted spelling means; see `names.resolve`."""
+        return names.resolve(name, self.point_names(), self.cfg.n_layers)
+
+    def select(self, chosen: Any) -> list[str]:
+        """The points that a name, a predicate or several of either mean, in forward order; None means all.
+
+        Raises:
+            HookNameError: a name or predicate, also one of several, that matches no point.
+            SettingError: a point that is off, or neither a name nor a predicate.
+        """
+        known = self.point_names()
+        found = {point for one in _several(chosen) for point in names.select(one, known, self.cfg.n_layers)}
+        return known if chosen is None else [point for point in known if point in found]
+
+    def add_hook(self, name: names.HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """TransformerLens's `add_hook`; every accepted spelling of a name works."""
+        for point in self.select(name):
+            super().add_hook(point, hook, *args, **kwargs)
+
+    def list_hooks(
+        self,
+        name_filter: NamesFilter = None,
+        dir: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = True,
+    ) -> dict[str, list[LensHandle]]:
+        """The hooks that are set, by point; points without any are left out."""
+        chosen = None if name_filter is None else self.select(name_filter)
+        return super().list_hooks(chosen, dir, including_permanent)
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Sequence[HookPair] = (),
+        bwd_hooks: Sequence[HookPair] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator["HookFront"]:
+        """Set hooks for the duration of a block; those that were there before stay.
+
+        Raises:
+            HookNameError: a name or predicate that matches no point.
+        """
+        added: list[tuple[HookPoint, list[LensHandle], LensHandle]] = []
+        self.context_level += 1
+        try:
+            for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+                for name, hook in pairs:
+                    for point in (self.hook_dict[found] for found in self.select(name)):
+                        handle = point.add_hook(hook, dir=dir, level=self.context_level)  # type: ignore[arg-type]
+                        added.append((point, point.fwd_hooks if dir == "fwd" else point.bwd_hooks, handle))
+            yield self
+        finally:
+            self.context_level -= 1
+            for point, handles, handle in added:
+                if reset_hooks_end:
+                    handle.hook.remove()
+                    handles[:] = [other for other in handles if other is not handle]
+                if clear_contexts:
+                    point.clear_context()
+
+    def run_with_hooks(  # type: ignore[override]  # the bridge's arguments, not those of the root class
+        self,
+        input: Tensor,
+        fwd_hooks: Sequence[HookPair] = (),
+        bwd_hooks: Sequence[HookPair] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        *,
+        remove_batch_dim: bool = False,
+        **forward: Any,
+    ) -> Any:
+        """One pass under hooks; `forward` are arguments of the tree's forward.
+
+        ``remove_batch_dim=True`` hands each hook function its value without a batch axis of length 1.
+
+        Raises:
+            HookNameError: a name or predicate that matches no point of a single pass.
+        """
+        if bwd_hooks and reset_hooks_end:
+            warnings.warn(
+                "backward hooks are removed with this pass, before a backward pass can call them; "
+                "use `with model.hooks(bwd_hooks=...)` around both, or reset_hooks_end=False.",
+                stacklevel=2,
+            )
+        wrap = _without_batch if remove_batch_dim else _as_it_is
+        set_fwd, set_bwd = (
+            [(point, wrap(hook)) for name, hook in pairs for point in self._passed(name, forward)]
+            for pairs in (fwd_hooks, bwd_hooks)
+        )
+        with self.hooks(set_fwd, set_bwd, reset_hooks_end, clear_contexts):
+            return self.forward(input, **forward)
+
+    def run_with_cache(  # type: ignore[override]
+        self,
+        input: Tensor,
+        return_cache_object: Any = True,
+        remove_batch_dim: bool = False,
+        *,
+        names_filter: Any = None,
+        device: torch.device | str | None = None,
+        incl_bwd: bool = False,
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        pos_slice: Positions = None,
+        **forward: Any,
+    ) -> tuple[Any, Any]:
+        """One pass that keeps the values of points, and with ``incl_bwd=True`` their gradients as ``<name>_grad``.
+
+        Args:
+            input: token ids, or the stream entering ``start_at_layer``.
+            return_cache_object: False returns a dictionary instead of an `ActivationCache`.
+            remove_batch_dim: drop the batch axis, which must be of length 1.
+            names_filter: a name, a predicate, or several of either; None keeps all.
+            device: where values are kept; None leaves them where they are.
+            incl_bwd: also run the output's backward pass; the output must be a scalar, as of ``return_type="loss"``.
+            reset_hooks_end: False leaves the hooks in place, so that later passes overwrite what the cache holds.
+            clear_contexts: empty ``hook.ctx`` of the points kept.
+            pos_slice: the positions to keep.
+            forward: arguments of the tree's forward.
+
+        Raises:
+            HookNameError: a name or predicate that matches no point of a single pass.
+            SettingError: `remove_batch_dim` of several rows, or `incl_bwd` without a scalar that has a gradient.
+        """
+        _check_run(input, return_cache_object, remove_batch_dim, incl_bwd, forward)
+        points = self._passed(names_filter, forward)
+        store, fwd, bwd = self.get_caching_hooks(points, incl_bwd, device, remove_batch_dim, None, pos_slice)
+        with self.hooks(fwd, bwd, reset_hooks_end, clear_contexts):
+            output = self(input, **forward)
+            if incl_bwd:
+                _check_scalar(output)
+                output.backward()
+        return output, HookCache(store, self, not remove_batch_dim) if return_cache_object else store
+
+    def get_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Positions = None,
+    ) -> tuple[dict[str, Tensor], list[HookPair], list[HookPair]]:
+        """The dictionary that caching hooks will fill, and the forward and backward hooks themselves, not set yet.
+
+        The dictionary that is made finds values under every spelling; one that is given as `cache` gets them under
+        the points' names and the spellings that `names_filter` uses.
+        """
+        store = ByPoint[Tensor](self.spelled) if cache is None else cache
+        points, asked = self.select(names_filter), [one for one in _several(names_filter) if isinstance(one, str)]
+        keys: dict[str, list[str]] = {}
+        for spelling in asked if cache is not None else ():
+            keys.setdefault(self.resolve(spelling), []).append(spelling)
+        keep = Keeper(store, keys, device, Slice.unwrap(pos_slice), remove_batch_dim)
+        self.is_caching = True
+        fwd: list[HookPair] = [(point, keep) for point in points]
+        bwd: list[HookPair] = [(point, partial(keep, ending=GRADIENT)) for point in points]
+        return store, fwd, bwd if incl_bwd else []
+
+    def add_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Set caching hooks until `reset_hooks`; returns the dictionary that later passes fill."""
+        store, fwd, bwd = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache)
+        for dir, pairs in (("fwd", fwd), ("bwd", bwd)):
+            for point, keep in pairs:
+                self.add_hook(point, keep, dir=dir)
+        return store
+
+    def cache_all(self, cache: dict[str, Tensor] | None, **options: Any) -> None:  # type: ignore[override]
+        """TransformerLens's deprecated name for `add_caching_hooks` of every point."""
+        self.cache_some(cache, None, **options)
+
+    def cache_some(  # type: ignore[override]
+        self, cache: dict[str, Tensor] | None, names: NamesFilter, **options: Any
+    ) -> None:
+        """TransformerLens's deprecated name for `add_caching_hooks`."""
+        warnings.warn(
+            "cache_all and cache_some are deprecated in TransformerLens; use run_with_cache or add_caching_hooks.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.add_caching_hooks(names, cache=cache, **options)
+
+    def _passed(self, chosen: Any, forward: dict[str, Any]) -> list[str]:
+        """The chosen points that a single pass with these arguments of forward reaches.
+
+        Raises:
+            HookNameError: a name or predicate that matches points of the sampler only.
+        """
+        layers = self.layers_run(forward.get("start_at_layer"), forward.get("stop_at_layer"))
+        return [
+            point
+            for one in ([None] if chosen is None else _several(chosen))
+            for point in self._reached(one, layers, forward.get("start_at_layer") is None)
+        ]
+
+    def _reached(self, chosen: names.HookName | None, layers: range, embeds: bool) -> list[str]:
+        found = self.select(chosen)
+        in_a_pass = [point for point in found if not point.startswith("denoise.")]
+        if not in_a_pass:
+            raise HookNameError(
+                f"{found[0]!r} belongs to the sampler; a single pass does not reach it. "
+                f"Use sinklens.generate(model, prompt, hooks=...) or a trace block."
+            )
+        ends = layers.stop == self.cfg.n_layers
+        reached = [point for point in in_a_pass if _is_reached(point, layers, embeds, ends)]
+        if not reached:
+            warnings.warn(
+                f"{in_a_pass[0]!r} is outside of layers {layers.start} to {layers.stop - 1}, which start_at_layer and "
+                f"stop_at_layer leave: nothing is called or kept there.",
+                stacklevel=4,
+            )
+        return reached
+
+
+def _several(chosen: Any) -> list[names.HookName]:
+    """Names and predicates, one or several, as a list."""
+    if chosen is None:
+        return []
+    if isinstance(chosen, str) or callable(chosen):
+        return [chosen]
+    if not isinstance(chosen, Iterable):
+        raise SettingError(f"points are chosen by a name, a predicate or a list of them; got {chosen!r}.")
+    return list(chosen)
+
+
+def _is_reached(point: str, layers: range, embeds: bool, ends: bool) -> bool:
+    first, _, rest = point.partition(".")
+    if first == "blocks":
+        return int(rest.partition(".")[0]) in layers
+    return embeds if first == "hook_embed" else ends
+
+
+def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
+
+
+def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, handed values without their batch axis of length 1."""
+
+    def called(value: Tensor, hook: HookPoint, function: Callable[..., Any] = hook) -> Tensor | None:
+        if len(value) != 1:
+            return function(value, hook=hook)
+        changed = function(value[0], hook=hook)
+        return changed[None] if changed is not None and changed.ndim == value.ndim - 1 else changed
+
+    return called
+
+
+def _check_run(input: Tensor, as_object: Any, unbatched: bool, incl_bwd: bool, forward: dict[str, Any]) -> None:
+    if not isinstance(as_object, bool):
+        raise SettingError(
+            f"the second argument of run_with_cache is return_cache_object, True or False; got a "
+            f"{type(as_object).__name__}. Give a mask as attention_mask=."
+        )
+    if unbatched and input.ndim > 1 and len(input) != 1:
+        raise SettingError(f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.")
+    if incl_bwd and forward.get("stop_at_layer") is not None:
+        raise SettingError("incl_bwd=True needs the output of a full pass; leave out stop_at_layer.")
+    if incl_bwd and not torch.is_grad_enabled():
+        raise SettingError("incl_bwd=True needs gradients, but gradient tracking is off here (torch.no_grad()).")
+
+
+def _check_scalar(output: Any) -> None:
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise SettingError(
+            f'incl_bwd=True needs a scalar output to start from, as of return_type="loss"; got {shape}. For another '
+            f"quantity use `with model.hooks(fwd, bwd)` with the hooks of get_caching_hooks(incl_bwd=True)."
+        )
+    if not output.requires_grad:
+        raise SettingError("incl_bwd=True: the output has no grad_fn, since no parameter of the model requires grad.")

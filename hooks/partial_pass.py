@@ -1,0 +1,122 @@
+"""A single pass over some of the layers, and what it returns.
+
+A pass that starts at a layer is given the stream that enters it; the layers before are stepped over. A pass that stops
+before a layer returns the stream that would enter it, and computes nothing after.
+
+One way this fails: a module's own forward that catches every exception would catch the one that ends a pass early.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens.utilities import lm_cross_entropy_loss
+
+from sinklens.errors import SettingError
+
+RETURN_TYPES = ("logits", "loss", "both", None)
+
+
+class Stopped(Exception):
+    """Ends a pass before a layer; no error, it carries the stream out."""
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+class StepOver(nn.Module):
+    """Stands in for a layer that a pass steps over."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)  # transformers picks a mask by it
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The stream as it came."""
+        return hidden_states
+
+
+def layers_run(n_layers: int, start_at_layer: int | None, stop_at_layer: int | None) -> range:
+    """The layers of a pass; either bound may count from the end.
+
+    Raises:
+        SettingError: a bound outside of the model.
+    """
+    start = _bound("start_at_layer", 0 if start_at_layer is None else start_at_layer, n_layers, n_layers - 1)
+    stop = _bound("stop_at_layer", n_layers if stop_at_layer is None else stop_at_layer, n_layers, n_layers)
+    return range(start, max(start, stop))
+
+
+def _bound(name: str, layer: int, n_layers: int, last: int) -> int:
+    if not -n_layers <= layer <= last:
+        raise SettingError(f"{name}={layer} is out of range; 0 to {last}, or -{n_layers} to -1 from the end.")
+    return layer + n_layers if layer < 0 else layer
+
+
+@contextmanager
+def stepping_over(base: nn.Module, name: str, count: int) -> Iterator[None]:
+    """Have `base` step over the first `count` of its layers, which stand under `name`."""
+    layers: Any = base.get_submodule(name)
+    if count == 0:
+        yield
+        return
+    setattr(base, name, nn.ModuleList([*map(StepOver, layers[:count]), *layers[count:]]))
+    try:
+        yield
+    finally:
+        setattr(base, name, layers)
+
+
+def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """The stream that enters `module` in `run`, which ends there."""
+
+    def stop(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        raise Stopped(inputs[0] if inputs else named["hidden_states"])
+
+    handle = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    try:
+        run()
+    except Stopped as stopped:
+        return stopped.stream
+    finally:
+        handle.remove()
+    raise SettingError(f"the pass never reached {type(module).__name__}, where it was to stop.")
+
+
+def returned(
+    logits: Float[Tensor, "batch pos vocab"],
+    input_ids: Int[Tensor, "batch pos"],
+    attention_mask: Tensor | None,
+    return_type: str | None,
+    loss_per_token: bool,
+) -> Any:
+    """What `return_type` asks for: the logits, the loss of the next token, both, or nothing."""
+    if return_type is None:
+        return None
+    if return_type == "logits":
+        return logits
+    loss = lm_cross_entropy_loss(logits, input_ids, attention_mask, loss_per_token)
+    return loss if return_type == "loss" else (logits, loss)
+
+
+def check_return_type(return_type: Any, causal: bool, stream_given: bool) -> None:
+    """Refuse what a pass cannot return.
+
+    Raises:
+        SettingError: unknown, or a loss of the next token where there is none.
+    """
+    if return_type not in RETURN_TYPES:
+        raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")
+    if return_type not in ("loss", "both"):
+        return
+    if not causal:
+        raise SettingError(
+            f"return_type={return_type!r} is the loss of the next token, which a diffusion model does not predict: its "
+            f"logits are about the token at each position. Take the logits of a canvas with masks, and the "
+            f"cross-entropy of the masked positions."
+        )
+    if stream_given:
+        raise SettingError(f"return_type={return_type!r} needs token ids; with start_at_layer take the logits.")

@@ -1,0 +1,393 @@
+"""Caches, hooks and partial passes behave as in TransformerLens 4.3, under every spelling of a name."""
+
+import pytest
+import torch
+from building import plain_pass, random_ids, random_model, shared_model
+from torch.nn.functional import cross_entropy
+
+import sinklens
+from sinklens.errors import HookNameError, PromptError, SettingError
+
+SPELLED = [
+    ("blocks.0.attn.q.hook_out", "blocks.0.attn.hook_q"),
+    ("blocks.-1.hook_out", "blocks.2.hook_resid_post"),
+    ("blocks.-3.attn.hook_pattern", "blocks.0.attn.hook_pattern"),
+    ("embed.hook_out", "hook_embed"),
+    ("ln_final.hook_in", "blocks.2.hook_resid_post"),
+]
+TYPO = "blocks.0.attn.q.hook_outt"
+NEAREST = r"'blocks\.0\.attn\.q\.hook_outt'\. Nearest: blocks\.0\.attn\.q\.hook_out"
+
+
+def close(found, expected, **tolerance):
+    torch.testing.assert_close(found, expected, **{"atol": 1e-4, "rtol": 1e-4} | tolerance)
+
+
+@pytest.fixture
+def model():
+    """A model whose hooks are all gone after the test."""
+    model = shared_model()
+    yield model
+    model.tree.reset_hooks(including_permanent=True)
+    assert model.tree.context_level == 0
+
+
+# Names
+
+
+@pytest.mark.parametrize(("spelling", "name"), SPELLED)
+def test_caching_hooks_are_made_for_any_spelling(model, spelling, name):
+    ids = random_ids()
+    cache, fwd, bwd = model.get_caching_hooks(names_filter=spelling)
+    assert bwd == []
+    model.run_with_hooks(ids, fwd_hooks=fwd)
+    expected = plain_pass(model, ids).values[name]
+    assert list(cache) == [name]
+    close(cache[name], expected)
+    close(cache[spelling], expected)
+
+
+@pytest.mark.parametrize(("spelling", "name"), SPELLED)
+def test_caching_hooks_are_set_for_any_spelling_until_hooks_are_reset(model, spelling, name):
+    cache = model.add_caching_hooks(names_filter=[spelling])
+    for ids in (random_ids(), random_ids()):
+        model(ids)
+        close(cache[spelling], plain_pass(model, ids).values[name])
+    model.reset_hooks()
+    kept = cache[name]
+    model(random_ids())
+    assert cache[name] is kept
+
+
+def test_a_dictionary_of_ones_own_gets_the_names_that_were_asked_for(model):
+    ids, own = random_ids(), {}
+    model.add_caching_hooks(names_filter=["blocks.-1.hook_out", "hook_embed"], cache=own)
+    model(ids)
+    assert set(own) == {"hook_embed", "blocks.2.hook_resid_post", "blocks.-1.hook_out"}
+    close(own["blocks.-1.hook_out"], plain_pass(model, ids).values["blocks.2.hook_resid_post"])
+
+
+def test_the_deprecated_names_of_caching_hooks_still_cache(model):
+    ids, every, some = random_ids(), {}, {}
+    with pytest.warns(DeprecationWarning, match="use run_with_cache or add_caching_hooks"):
+        model.cache_all(every)
+    with pytest.warns(DeprecationWarning, match="use run_with_cache or add_caching_hooks"):
+        model.cache_some(some, lambda name: name.endswith("mlp.hook_out"))
+    model(ids)
+    plain = plain_pass(model, ids).values
+    assert list(every) == list(plain)
+    assert list(some) == [f"blocks.{layer}.hook_mlp_out" for layer in range(3)]
+    close(some["blocks.1.hook_mlp_out"], plain["blocks.1.hook_mlp_out"])
+
+
+@pytest.mark.parametrize("chosen", [TYPO, ["hook_embed", TYPO], (TYPO,)])
+@pytest.mark.parametrize("front", ["get_caching_hooks", "add_caching_hooks", "list_hooks", "run_with_cache"])
+def test_a_name_of_no_point_is_refused_with_the_nearest_names(model, front, chosen):
+    with pytest.raises(HookNameError, match=NEAREST):
+        getattr(model, front)(random_ids(), names_filter=chosen) if front == "run_with_cache" else getattr(
+            model, front
+        )(chosen)
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+
+@pytest.mark.parametrize("front", ["get_caching_hooks", "add_caching_hooks", "list_hooks"])
+def test_a_predicate_that_matches_no_point_is_refused(model, front):
+    with pytest.raises(HookNameError, match="matches none of the 77 hook points"):
+        getattr(model, front)(lambda name: "self_attn" in name)
+    with pytest.raises(HookNameError, match="matches none of the 77 hook points"):
+        model.run_with_cache(random_ids(), names_filter=["hook_embed", lambda name: "self_attn" in name])
+
+
+def test_neither_a_name_nor_a_predicate_is_refused(model):
+    with pytest.raises(SettingError, match="points are chosen by a name, a predicate or a list of them; got 3"):
+        model.run_with_cache(random_ids(), names_filter=3)
+
+
+def test_a_predicate_is_tried_on_the_points_other_spellings(model):
+    ids = random_ids()
+    plain = plain_pass(model, ids).values
+    wanted = [f"blocks.{layer}.attn.hook_{letter}" for layer in range(3) for letter in "qkv"]
+
+    def projected(name):
+        return name.endswith(("q.hook_out", "k.hook_out", "v.hook_out"))
+
+    cache = model.run_with_cache(ids, names_filter=projected)[1]
+    assert list(cache.keys()) == wanted
+    for name in wanted:
+        close(cache[name], plain[name])
+    assert list(dict(model.get_caching_hooks(projected)[1])) == wanted
+    halved = model.run_with_hooks(
+        ids, fwd_hooks=[(lambda name: name == "blocks.1.mlp.hook_out", lambda v, hook: v / 2)]
+    )
+    close(halved, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda value: value / 2}).logits)
+
+
+@pytest.mark.parametrize(("spelling", "name"), SPELLED)
+def test_a_cache_is_read_in_any_spelling(model, spelling, name):
+    cache = model.run_with_cache(random_ids())[1]
+    for kept in (cache, cache.cache_dict, cache.apply_slice_to_batch_dim([0, 1]), cache.to("cpu")):
+        assert torch.equal(kept[spelling], cache[name])
+        assert spelling in kept
+        assert TYPO not in kept
+    assert cache["resid_post", -1] is cache["blocks.2.hook_resid_post"]
+    assert cache.cache_dict.get(spelling) is cache[name]
+    assert cache.cache_dict.get(TYPO) is None
+
+
+def test_a_cache_says_why_it_has_no_such_value(model):
+    cache = model.run_with_cache(random_ids(), names_filter="hook_embed")[1]
+    with pytest.raises(HookNameError, match=r"'blocks\.-1\.hook_out' was not kept; 1 values were: hook_embed"):
+        cache["blocks.-1.hook_out"]
+    with pytest.raises(HookNameError, match=NEAREST):
+        cache[TYPO]
+
+
+def test_the_caches_of_a_run_are_read_in_any_spelling():
+    model = shared_model()
+    with sinklens.trace(model, random_ids(1), gen_length=4, steps=2, block_length=4) as t:
+        caches = t.cache(["blocks.2.hook_resid_post"])
+    assert caches[1]["blocks.-1.hook_out"] is caches[1]["blocks.2.hook_resid_post"]
+
+
+def test_hooks_are_listed_and_looked_up_in_any_spelling(model):
+    model.add_hook("blocks.-1.attn.o.hook_in", lambda value, hook: None)
+    assert list(model.list_hooks("blocks.2.attn.o.hook_in")) == ["blocks.2.attn.hook_z"]
+    assert list(model.list_hooks("blocks.-2.attn.o.hook_in")) == []
+    assert model.hook_dict["blocks.-1.attn.o.hook_in"] is model.tree.blocks[2].attn.hook_z
+
+
+def test_the_samplers_points_are_refused_in_a_single_pass(model):
+    for name in ("denoise.hook_logits", ["hook_embed", "denoise.hook_logits"]):
+        with pytest.raises(HookNameError, match=r"'denoise\.hook_logits' belongs to the sampler; a single pass"):
+            model.run_with_cache(random_ids(), names_filter=name)
+    with pytest.raises(HookNameError, match=r"'denoise\.hook_canvas' belongs to the sampler"):
+        model.run_with_hooks(random_ids(), fwd_hooks=[("denoise.hook_canvas", lambda value, hook: None)])
+
+
+# What a cache holds
+
+
+@pytest.mark.parametrize("as_object", [True, False])
+def test_a_cache_without_its_batch_axis_knows_that_it_has_none(model, as_object):
+    ids = random_ids(1)
+    logits, cache = model.run_with_cache(ids, remove_batch_dim=True, return_cache_object=as_object)
+    plain = plain_pass(model, ids)
+    close(logits, plain.logits)
+    for name, value in plain.values.items():
+        close(cache[name], value[0])
+    if as_object:
+        assert not cache.has_batch_dim
+        with pytest.raises(AssertionError, match="Cannot index into a cache without a batch dim"):
+            cache.apply_slice_to_batch_dim(0)
+        close(
+            cache.stack_head_results(layer=3).sum(0),
+            sum(plain.values[f"blocks.{n}.hook_attn_out"][0] for n in range(3)),
+        )
+
+
+def test_a_batch_of_several_rows_keeps_its_batch_axis(model):
+    with pytest.raises(SettingError, match="remove_batch_dim=True needs a batch of one row; got 2 rows"):
+        model.run_with_cache(random_ids(2), remove_batch_dim=True)
+    with pytest.raises(SettingError, match="second argument of run_with_cache is return_cache_object"):
+        model.tree.run_with_cache(random_ids(2), torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("pos_slice", [3, -1, (1, 4), [0, 2, 5]])
+def test_caching_hooks_cut_every_point_along_its_positions(model, pos_slice):
+    ids = random_ids()
+    cut, fwd, _ = model.get_caching_hooks(pos_slice=pos_slice)
+    model.run_with_hooks(ids, fwd_hooks=[(name, hook) for name, hook in fwd if not name.startswith("denoise.")])
+    index = list(range(7))[slice(*pos_slice)] if isinstance(pos_slice, tuple) else torch.tensor(pos_slice).view(-1)
+    plain = plain_pass(model, ids).values
+    for name in ("blocks.1.attn.hook_rot_k", "blocks.1.attn.hook_q", "blocks.0.attn.hook_result", "hook_embed"):
+        close(cut[name], plain[name][:, index])
+    close(cut["blocks.1.attn.hook_pattern"], plain["blocks.1.attn.hook_pattern"][:, :, index])
+
+
+def test_values_are_kept_where_they_are_asked_to_be(model):
+    cache = model.run_with_cache(random_ids(), names_filter="hook_embed", device="meta")[1]
+    assert cache["hook_embed"].device.type == "meta"
+
+
+# How long hooks stay
+
+
+def test_a_cache_whose_hooks_stay_follows_later_passes(model):
+    first, second = random_ids(), random_ids(1, 5)
+    cache = model.run_with_cache(first, names_filter="blocks.1.hook_out", reset_hooks_end=False)[1]
+    close(cache["blocks.1.hook_out"], plain_pass(model, first).values["blocks.1.hook_resid_post"])
+    model(second)
+    close(cache["blocks.1.hook_out"], plain_pass(model, second).values["blocks.1.hook_resid_post"])
+    model.run_with_cache(first)  # removes its own hooks, not those that stayed
+    close(cache["blocks.1.hook_out"], plain_pass(model, first).values["blocks.1.hook_resid_post"])
+    model.reset_hooks()
+    model(second)
+    close(cache["blocks.1.hook_out"], plain_pass(model, first).values["blocks.1.hook_resid_post"])
+
+
+def test_a_call_removes_the_hooks_it_set_and_no_others(model):
+    ids, seen = random_ids(), []
+    name = "blocks.0.hook_resid_post"
+    model.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: seen.append("stays"))], reset_hooks_end=False)
+    model.add_hook(name, lambda value, hook: seen.append("added"))
+    model.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: seen.append("once"))])
+    with model.hooks(fwd_hooks=[(name, lambda value, hook: None)]):
+        pass
+    seen.clear()
+    model(ids)
+    assert seen == ["stays", "added"]
+
+
+def test_contexts_of_the_points_touched_are_cleared_on_request(model):
+    touched, other = model.hook_dict["blocks.0.hook_mlp_out"], model.hook_dict["blocks.1.hook_mlp_out"]
+    touched.ctx["kept"] = other.ctx["kept"] = 1
+    model.run_with_cache(random_ids(), names_filter="blocks.0.mlp.hook_out")
+    assert touched.ctx == {"kept": 1}
+    model.run_with_cache(random_ids(), names_filter="blocks.0.mlp.hook_out", clear_contexts=True, reset_hooks_end=False)
+    assert (touched.ctx, other.ctx) == ({}, {"kept": 1})
+    model.run_with_hooks(random_ids(), fwd_hooks=[("blocks.1.mlp.hook_out", lambda v, hook: None)], clear_contexts=True)
+    assert other.ctx == {}
+
+
+def test_backward_hooks_of_a_pass_alone_are_warned_about(model):
+    with pytest.warns(UserWarning, match="backward hooks are removed with this pass"):
+        model.run_with_hooks(random_ids(), bwd_hooks=[("hook_embed", lambda value, hook: None)])
+
+
+def test_hook_functions_get_values_without_the_batch_axis_on_request(model):
+    ids, shapes = random_ids(1), []
+
+    def halve(value, hook):
+        shapes.append(list(value.shape))
+        return value / 2
+
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_out", halve)], remove_batch_dim=True)
+    close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda value: value / 2}).logits)
+    assert shapes == [[7, 24]]
+
+
+# Gradients
+
+
+def test_gradients_are_kept_beside_the_values():
+    model, ids = random_model("qwen2", causal=True), random_ids()
+    names = ["blocks.0.attn.hook_pattern", "blocks.-2.attn.hook_z", "blocks.1.hook_out", "blocks.2.mlp.hook_post"]
+    loss, cache = model.run_with_cache(ids, names_filter=names, return_type="loss", incl_bwd=True)
+    plain = plain_pass(model, ids)
+    expected = cross_entropy(plain.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    close(loss, expected)
+    points = [model.tree.resolve(name) for name in names]
+    for name, gradient in zip(names, torch.autograd.grad(expected, [plain.values[one] for one in points]), strict=True):
+        close(cache[f"{name}_grad"], gradient, atol=1e-5)
+    assert set(cache.keys()) == {*points, *(f"{name}_grad" for name in points)}
+    assert not any(point.fwd_hooks or point.bwd_hooks for point in model.tree.hook_dict.values())
+
+
+def test_gradients_are_cut_and_unbatched_like_the_values():
+    model, ids = random_model(causal=True), random_ids(1)
+    wanted = {"names_filter": ["blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern"], "return_type": "loss"}
+    full = model.run_with_cache(ids, incl_bwd=True, **wanted)[1]
+    cut = model.run_with_cache(ids, incl_bwd=True, pos_slice=(1, 4), remove_batch_dim=True, **wanted)[1]
+    close(cut["blocks.1.attn.hook_q_grad"], full["blocks.1.attn.hook_q_grad"][0, 1:4])
+    close(cut["blocks.1.attn.hook_pattern_grad"], full["blocks.1.attn.hook_pattern_grad"][0, :, 1:4])
+
+
+def test_gradients_need_a_scalar_that_has_some():
+    model, ids = random_model(causal=True), random_ids()
+    with pytest.raises(
+        SettingError, match=r'needs a scalar output to start from.*return_type="loss"; got \[2, 7, 61\]'
+    ):
+        model.run_with_cache(ids, incl_bwd=True)
+    with pytest.raises(SettingError, match="leave out stop_at_layer"):
+        model.run_with_cache(ids, incl_bwd=True, return_type="loss", stop_at_layer=1)
+    with torch.no_grad(), pytest.raises(SettingError, match="gradient tracking is off"):
+        model.run_with_cache(ids, incl_bwd=True, return_type="loss")
+    model.tree.hf.requires_grad_(False)
+    with pytest.raises(SettingError, match="has no grad_fn"):
+        model.run_with_cache(ids, incl_bwd=True, return_type="loss")
+
+
+# What a pass returns, and partial passes
+
+
+def test_a_pass_returns_logits_losses_both_or_nothing():
+    model, ids = shared_model("llama", True), random_ids()
+    logits = plain_pass(model, ids).logits
+    each = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 6)
+    assert model.tree(ids, return_type=None) is None
+    close(model.tree(ids, return_type="loss"), each.mean())
+    close(model.tree(ids, return_type="loss", loss_per_token=True), each)
+    both = model.run_with_hooks(ids, return_type="both")
+    close(both[0], logits)
+    close(both[1], each.mean())
+
+
+def test_a_return_that_makes_no_sense_is_refused():
+    with pytest.raises(SettingError, match="return_type='probs' is not one of 'logits', 'loss', 'both', None"):
+        shared_model().tree(random_ids(), return_type="probs")
+    with pytest.raises(SettingError, match=r"which a diffusion model does not predict.*cross-entropy of the masked"):
+        shared_model().tree(random_ids(), return_type="loss")
+
+
+@pytest.mark.parametrize(
+    ("stop", "name"),
+    [
+        (0, "hook_embed"),
+        (1, "blocks.0.hook_resid_post"),
+        (-1, "blocks.1.hook_resid_post"),
+        (3, "blocks.2.hook_resid_post"),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_pass_stops_before_a_layer_and_returns_the_stream(architecture, stop, name):
+    model, ids = shared_model(architecture), random_ids()
+    plain = plain_pass(model, ids).values
+    stream, cache = model.run_with_cache(ids, stop_at_layer=stop)
+    close(stream, plain[name])
+    assert list(cache.keys()) == list(plain)[: list(plain).index(name) + 1]
+    assert "logits" not in cache
+    close(model.tree(ids), plain_pass(model, ids).logits)
+
+
+@pytest.mark.parametrize("start", [0, 1, -1])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_pass_starts_at_a_layer_from_the_stream_that_enters_it(architecture, start):
+    model, ids = shared_model(architecture, causal=True), random_ids()
+    plain, layer = plain_pass(model, ids), start % 3
+    stream = torch.randn_like(plain.values["hook_embed"])
+    entering = {f"blocks.{layer}.hook_resid_pre": lambda _: stream}
+    expected = plain_pass(model, ids, edits=entering)
+    logits, cache = model.run_with_cache(stream, start_at_layer=start)
+    close(logits, expected.logits)
+    names = list(expected.values)
+    assert list(cache.keys()) == names[names.index(f"blocks.{layer}.hook_resid_pre") :]
+    for name in cache:
+        close(cache[name], expected.values[name])
+    close(model.tree(ids), plain.logits)
+
+
+def test_a_pass_over_the_middle_layers_reaches_their_points_only(model):
+    ids = random_ids()
+    plain = plain_pass(model, ids).values
+    stream, cache = model.run_with_cache(plain["blocks.1.hook_resid_pre"], start_at_layer=1, stop_at_layer=2)
+    close(stream, plain["blocks.1.hook_resid_post"])
+    assert {name.split(".")[1] for name in cache} == {"1"}
+
+
+def test_hooks_outside_of_a_partial_pass_are_not_called_and_warned_about(model):
+    seen = []
+    hooks = [(name, lambda value, hook: seen.append(hook.name)) for name in ("embed.hook_out", "blocks.-1.hook_out")]
+    with pytest.warns(UserWarning, match=r"'blocks\.2\.hook_resid_post' is outside of layers 0 to 0"):
+        model.run_with_hooks(random_ids(), fwd_hooks=hooks, stop_at_layer=1)
+    assert seen == ["hook_embed"]
+
+
+def test_bounds_of_a_partial_pass_are_checked(model):
+    with pytest.raises(SettingError, match="stop_at_layer=4 is out of range; 0 to 3, or -3 to -1"):
+        model.run_with_cache(random_ids(), stop_at_layer=4)
+    with pytest.raises(SettingError, match="start_at_layer=3 is out of range; 0 to 2"):
+        model.tree(torch.randn(1, 4, 24), start_at_layer=3)
+    with pytest.raises(PromptError, match="start_at_layer takes the residual-stream tensor"):
+        model.tree(random_ids(), start_at_layer=1)
+    with pytest.raises(PromptError, match=r"a pass of the tree takes token ids \[batch, pos\]; got str"):
+        model.tree("a text")

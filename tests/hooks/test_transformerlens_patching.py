@@ -1,0 +1,314 @@
+"""`transformer_lens.patching`, and the points where a sublayer reads, against plain passes patched by hand."""
+
+import pytest
+import torch
+from building import plain_pass, random_ids, random_model, shared_model
+from transformer_lens import patching
+
+from sinklens.errors import HookNameError, SettingError
+
+LENGTH, HEADS, LAYERS = 4, 6, 3
+KINDS = [("llama", False), ("qwen2", True), ("qwen3", False)]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def metric(logits):
+    return logits[0, -1, 5] - logits[0, 1, 9]
+
+
+class Pair:
+    """A clean and a corrupted prompt, and plain passes of the corrupted one with parts of the clean one put in."""
+
+    def __init__(self, model):
+        self.model, self.corrupted = model, random_ids(1, LENGTH)
+        clean = random_ids(1, LENGTH)
+        self.cache = model.run_with_cache(clean)[1]
+        self.corrupted_cache = model.run_with_cache(self.corrupted)[1]
+        self.clean = plain_pass(model, clean).values
+
+    def patched(self, name, index):
+        """The metric with ``value[index]`` of the point called `name` taken from the clean pass."""
+
+        def put(value):
+            changed = value.clone()
+            changed[index] = self.clean[name][index]
+            return changed
+
+        return metric(plain_pass(self.model, self.corrupted, edits={name: put}).logits)
+
+
+EVERY = slice(None)
+STREAM = {
+    "resid_pre": "hook_resid_pre",
+    "resid_mid": "hook_resid_mid",
+    "attn_out": "hook_attn_out",
+    "mlp_out": "hook_mlp_out",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def pair(request):
+    return Pair(shared_model(*request.param))
+
+
+@pytest.mark.parametrize("what", STREAM)
+def test_patching_of_the_stream_and_of_outputs_by_position(pair, what):
+    found = getattr(patching, f"get_act_patch_{what}")(pair.model, pair.corrupted, pair.cache, metric)
+    rows = [[pair.patched(f"blocks.{n}.{STREAM[what]}", (EVERY, pos)) for pos in range(LENGTH)] for n in range(LAYERS)]
+    close(found, torch.tensor(rows))
+
+
+@pytest.mark.parametrize(("what", "heads"), [("out", HEADS), ("q", HEADS), ("k", 2), ("v", 2)])
+def test_patching_of_heads_at_all_positions_and_by_position(pair, what, heads):
+    name = "hook_z" if what == "out" else f"hook_{what}"
+    together = getattr(patching, f"get_act_patch_attn_head_{what}_all_pos")(
+        pair.model, pair.corrupted, pair.cache, metric
+    )
+    rows = [
+        [pair.patched(f"blocks.{n}.attn.{name}", (EVERY, EVERY, head)) for head in range(heads)] for n in range(LAYERS)
+    ]
+    close(together, torch.tensor(rows))
+    apart = getattr(patching, f"get_act_patch_attn_head_{what}_by_pos")(pair.model, pair.corrupted, pair.cache, metric)
+    assert apart.shape == (LAYERS, LENGTH, heads)
+    for layer, pos, head in [(0, 1, 1), (1, 3, 0), (2, 0, heads - 1)]:
+        close(apart[layer, pos, head], pair.patched(f"blocks.{layer}.attn.{name}", (EVERY, pos, head)))
+
+
+def test_patching_of_patterns(pair):
+    name = "blocks.{}.attn.hook_pattern"
+    whole = patching.get_act_patch_attn_head_pattern_all_pos(pair.model, pair.corrupted, pair.cache, metric)
+    rows = patching.get_act_patch_attn_head_pattern_by_pos(pair.model, pair.corrupted, pair.cache, metric)
+    cells = patching.get_act_patch_attn_head_pattern_dest_src_pos(pair.model, pair.corrupted, pair.cache, metric)
+    for layer, head, query, key in [(0, 5, 3, 1), (1, 0, 2, 2), (2, 3, 1, 0)]:
+        close(whole[layer, head], pair.patched(name.format(layer), (EVERY, head)))
+        close(rows[layer, head, query], pair.patched(name.format(layer), (EVERY, head, query)))
+        close(cells[layer, head, query, key], pair.patched(name.format(layer), (EVERY, head, query, key)))
+
+
+def test_sweeps_over_kinds_of_patches_stack_the_single_ones(pair):
+    blocks = patching.get_act_patch_block_every(pair.model, pair.corrupted, pair.cache, metric)
+    heads = patching.get_act_patch_attn_head_all_pos_every(pair.model, pair.corrupted, pair.cache, metric)
+    by_pos = patching.get_act_patch_attn_head_by_pos_every(pair.model, pair.corrupted, pair.cache, metric)
+    assert (blocks.shape, heads.shape, by_pos.shape) == ((3, 3, LENGTH), (5, 3, HEADS), (5, 3, LENGTH, HEADS))
+    close(blocks[1, 2, 3], pair.patched("blocks.2.hook_attn_out", (EVERY, 3)))
+    close(heads[0, 1, 4], pair.patched("blocks.1.attn.hook_z", (EVERY, EVERY, 4)))
+    close(heads[3, 2, 1], pair.patched("blocks.2.attn.hook_v", (EVERY, EVERY, 1)))
+    close(by_pos[4, 1, 2, 3], pair.patched("blocks.1.attn.hook_pattern", (EVERY, 3, 2)))
+
+
+# Direct paths: what one head writes reaches the queries, keys or values of one later head alone
+
+
+def norm(module, x):
+    return x / ((x * x).mean(-1, keepdim=True) + module.variance_epsilon).sqrt() * module.weight
+
+
+def by_hand(pair, source, target, letter):
+    """The metric of a plain pass in which head `target` reads a stream with the clean write of head `source`."""
+    (from_layer, from_head), (layer, head) = source, target
+    own = pair.model.tree.hf.model.layers[layer]
+    out = pair.model.tree.hf.model.layers[from_layer].self_attn.o_proj.weight[:, 4 * from_head : 4 * from_head + 4]
+    written = f"blocks.{from_layer}.attn.hook_z"
+    plain = plain_pass(pair.model, pair.corrupted).values
+    change = (pair.clean[written] - plain[written])[:, :, from_head] @ out.T
+    projection = getattr(own.self_attn, f"{letter}_proj")
+    made = projection(norm(own.input_layernorm, plain[f"blocks.{layer}.hook_resid_pre"] + change)).unflatten(
+        -1, (-1, 4)
+    )
+
+    def put(value):
+        changed = value.clone()
+        changed[:, :, head] = made[:, :, head]
+        return changed
+
+    return metric(plain_pass(pair.model, pair.corrupted, edits={f"blocks.{layer}.attn.hook_{letter}": put}).logits)
+
+
+def test_direct_paths_to_queries(pair):
+    found = patching.get_act_patch_direct_path(
+        pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, src_layer=0, src_head=4, verbose=False
+    )
+    assert (found[0] == 0).all()
+    for layer in (1, 2):
+        for head in range(HEADS):
+            close(found[layer, head], by_hand(pair, (0, 4), (layer, head), "q").detach())
+    assert pair.model.cfg.use_split_qkv_input is False
+
+
+@pytest.mark.parametrize("letter", ["k", "v"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_direct_paths_to_keys_and_values(architecture, letter):
+    pair = Pair(random_model(architecture, causal=True, num_key_value_heads=HEADS))
+    found = patching.get_act_patch_direct_path(
+        pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, 1, 2, component=letter, verbose=False
+    )
+    for head in range(HEADS):
+        close(found[2, head], by_hand(pair, (1, 2), (2, head), letter).detach())
+
+
+def test_direct_paths_from_all_sources():
+    pair = Pair(random_model(num_hidden_layers=2))
+    found = patching.get_act_patch_direct_path_all_sources(
+        pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, verbose=False
+    )
+    assert found.shape == (2, HEADS, 2, HEADS)
+    for source, target in [(0, 0), (3, 5), (5, 2)]:
+        close(found[0, source, 1, target], by_hand(pair, (0, source), (1, target), "q").detach())
+
+
+def test_training_mode_is_refused_by_transformerlens_guard():
+    pair = Pair(random_model())
+    pair.model.tree.hf.model.layers[1].mlp.train()
+    with pytest.raises(
+        ValueError, match=r"evaluation mode; found training mode at original_model\.model\.layers\.1\.mlp"
+    ):
+        patching.get_act_patch_direct_path(
+            pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, src_layer=0, src_head=0
+        )
+
+
+# The points where a sublayer reads the stream
+
+
+@pytest.fixture
+def switched():
+    """A model whose switches are all off after the test."""
+    model = shared_model("qwen2", True)
+    yield model
+    for switch in ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in"):
+        getattr(model, f"set_{switch}")(False)
+    assert len(model.hook_names()) == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    [
+        ("blocks.0.attn.hook_q_input", "use_split_qkv_input"),
+        ("blocks.-1.hook_v_input", "use_split_qkv_input"),
+        ("blocks.1.hook_attn_in", "use_attn_in"),
+        ("blocks.1.hook_mlp_in", "use_hook_mlp_in"),
+    ],
+)
+def test_a_point_that_is_off_is_refused_by_its_setter(switched, name, switch):
+    told = rf"is off, as {switch} is False; call model\.set_{switch}\(True\) first"
+    with pytest.raises(SettingError, match=told):
+        switched.run_with_cache(random_ids(), names_filter=name)
+    with pytest.raises(SettingError, match=told):
+        switched.add_hook(name, lambda value, hook: None)
+    with pytest.raises(HookNameError, match="matches none of the 77"):
+        switched.run_with_hooks(random_ids(), fwd_hooks=[(lambda point: point == switched.tree.spelled(name), print)])
+    getattr(switched, f"set_{switch}")(True)
+    assert getattr(switched.cfg, switch) is True
+    assert switched.tree.resolve(name) in switched.hook_names()
+    assert name in switched.run_with_cache(random_ids(), names_filter=name)[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_inputs_are_copies_of_the_stream_and_reading_them_changes_nothing(architecture):
+    model, ids = random_model(architecture), random_ids()
+    plain, names = plain_pass(model, ids), []
+    for switches in (["use_split_qkv_input", "use_hook_mlp_in"], ["use_attn_in"]):
+        for switch in switches:
+            getattr(model, f"set_{switch}")(True)
+        logits, cache = model.run_with_cache(ids)
+        close(logits, plain.logits)
+        names += [name for name in cache if name not in plain.values]
+        for name in plain.values:
+            close(cache[name], plain.values[name])
+        for name in names:
+            stream = plain.values[f"blocks.{name[7]}.hook_resid_{'mid' if 'mlp' in name else 'pre'}"]
+            if name in cache and "mlp" not in name:
+                heads = 2 if name.endswith(("k_input", "v_input")) else HEADS
+                stream = stream[:, :, None].expand(-1, -1, heads, -1)
+            if name in cache:
+                close(cache[name], stream)
+        assert list(cache.keys()) == [name for name in model.hook_names() if not name.startswith("denoise.")]
+        for switch in switches:
+            getattr(model, f"set_{switch}")(False)
+    assert len(names) == 3 * 3 + 3 + 3
+
+
+@pytest.mark.parametrize("letter", ["q", "k", "v"])
+def test_changing_one_heads_input_changes_that_heads_part_alone(switched, letter):
+    model, ids = switched, random_ids()
+    model.set_use_split_qkv_input(True)
+    added = torch.randn(24)
+
+    def add(value, hook):
+        value[:, :, 1] += added
+
+    plain = plain_pass(model, ids).values
+    own = model.tree.hf.model.layers[1]
+    changed = norm(own.input_layernorm, plain["blocks.1.hook_resid_pre"] + added)
+    expected = plain[f"blocks.1.attn.hook_{letter}"].clone()
+    expected[:, :, 1] = getattr(own.self_attn, f"{letter}_proj")(changed).unflatten(-1, (-1, 4))[:, :, 1]
+    cache, fwd, _ = model.get_caching_hooks(lambda name: name.startswith("blocks.1.attn.hook_"))
+    found = model.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
+    edits = {f"blocks.1.attn.hook_{letter}": lambda _: expected}
+    close(found, plain_pass(model, ids, edits=edits).logits)
+    for other in {"q", "k", "v"} - {letter}:
+        close(cache[f"blocks.1.attn.hook_{other}"], plain[f"blocks.1.attn.hook_{other}"])
+
+
+def test_changing_the_shared_copies_changes_queries_keys_and_values(switched):
+    """Where queries are grouped, keys and values read the first copies, as in TransformerLens."""
+    model, ids = switched, random_ids()
+    model.set_use_attn_in(True)
+    added = torch.randn(HEADS, 24)
+    plain = plain_pass(model, ids).values
+    own = model.tree.hf.model.layers[1]
+    copies = norm(own.input_layernorm, plain["blocks.1.hook_resid_pre"][:, :, None] + added)
+    edits = {}
+    for letter, heads in (("q", HEADS), ("k", 2), ("v", 2)):
+        every = getattr(own.self_attn, f"{letter}_proj")(copies[:, :, :heads]).unflatten(-1, (-1, 4))
+        made = torch.stack([every[:, :, head, head] for head in range(heads)], dim=2)
+        edits[f"blocks.1.attn.hook_{letter}"] = lambda _, made=made: made
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_attn_in", lambda value, hook: value + added)])
+    close(found, plain_pass(model, ids, edits=edits).logits)
+
+
+def test_changing_the_mlps_input_leaves_the_stream_alone(switched):
+    model, ids = switched, random_ids()
+    model.set_use_hook_mlp_in(True)
+    own = model.tree.hf.model.layers[1]
+    stream = plain_pass(model, ids).values["blocks.1.hook_resid_mid"]
+    made = own.mlp(norm(own.post_attention_layernorm, stream * 2 + 1))
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
+    close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: made}).logits)
+
+
+def test_the_two_kinds_of_copies_are_mutually_exclusive(switched):
+    switched.set_use_attn_in(True)
+    with pytest.raises(SettingError, match=r"mutually exclusive; call model\.set_use_attn_in\(False\) first"):
+        switched.set_use_split_qkv_input(True)
+    switched.set_use_attn_in(False)
+    switched.set_use_split_qkv_input(True)
+    with pytest.raises(SettingError, match=r"mutually exclusive; call model\.set_use_split_qkv_input\(False\) first"):
+        switched.set_use_attn_in(True)
+
+
+def test_copies_that_nobody_watches_are_not_made(switched, monkeypatch):
+    switched.set_use_split_qkv_input(True)
+    ids = random_ids()
+    expected = plain_pass(switched, ids).logits
+    made = []
+    monkeypatch.setattr("sinklens.hooks.inputs.repeat", lambda *_, **__: made.append(1))
+    close(switched.tree(ids), expected)
+    assert made == []
+
+
+def test_results_of_heads_need_no_setter(switched):
+    for flag in (False, True):
+        switched.set_use_attn_result(flag)
+        assert switched.cfg.use_attn_result is flag
+        ids = random_ids()
+        found = switched.run_with_cache(ids, names_filter="blocks.1.attn.hook_result")[1]["blocks.1.attn.hook_result"]
+        close(found, plain_pass(switched, ids).values["blocks.1.attn.hook_result"])

@@ -1,0 +1,235 @@
+"""Weights and the helpers of `ActivationCache` give what the parameters and plain torch give."""
+
+import pytest
+import torch
+from building import SIZES, plain_pass, random_hf, random_ids, random_model, shared_model, small_tokenizer
+
+import sinklens
+from sinklens.errors import PromptError, SettingError
+
+KINDS = [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False)]
+HEADS, KV_HEADS, D_MODEL, D_HEAD, LAYERS = 6, 2, SIZES["hidden_size"], SIZES["head_dim"], 3
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def with_biases():
+    """A Llama all of whose projections have biases."""
+    return random_model("llama", attention_bias=True, mlp_bias=True)
+
+
+def head_with_bias(model):
+    """`model`, its head given a bias."""
+    model.tree.hf.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, SIZES["vocab_size"]))
+    return model
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_attention_weights_project_as_the_layer_does(architecture, causal):
+    model, x = shared_model(architecture, causal), torch.randn(2, 3, D_MODEL)
+    for number, layer in enumerate(model.tree.hf.model.layers):
+        attn, own = model.tree.blocks[number].attn, layer.self_attn
+        for letter, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weight, bias = getattr(attn, f"W_{letter.upper()}"), getattr(attn, f"b_{letter.upper()}")
+            assert (weight.shape, bias.shape) == ((heads, D_MODEL, D_HEAD), (heads, D_HEAD))
+            made = torch.einsum("bpm,hmd->bphd", x, weight) + bias
+            close(made.flatten(-2), getattr(own, f"{letter}_proj")(x))
+            assert torch.equal(getattr(model, f"W_{letter.upper()}")[number], weight)
+            assert torch.equal(getattr(model, f"b_{letter.upper()}")[number], bias)
+        z = torch.randn(2, 3, HEADS, D_HEAD)
+        close(torch.einsum("bphd,hdm->bpm", z, model.W_O[number]) + model.b_O[number], own.o_proj(z.flatten(-2)))
+    assert (model.b_Q.abs().sum() > 0) == (architecture == "qwen2")
+
+
+@pytest.mark.parametrize("make", [shared_model, with_biases])
+def test_mlp_weights_project_as_the_layer_does(make):
+    model, x = make(), torch.randn(2, 3, D_MODEL)
+    for number, layer in enumerate(model.tree.hf.model.layers):
+        gate, linear = x @ model.W_gate[number] + model.b_gate[number], x @ model.W_in[number] + model.b_in[number]
+        made = torch.nn.functional.silu(gate) * linear @ model.W_out[number] + model.b_out[number]
+        close(made, layer.mlp(x))
+        assert torch.equal(model.tree.blocks[number].mlp.W_out, model.W_out[number])
+    assert (model.W_in.shape, model.W_out.shape) == ((3, D_MODEL, 40), (3, 40, D_MODEL))
+
+
+def test_embedding_and_unembedding_are_the_models():
+    model, x, ids = head_with_bias(random_model()), torch.randn(2, 3, D_MODEL), random_ids()
+    close(x @ model.W_U + model.b_U, model.tree.hf.lm_head(x))
+    close(model.unembed(x), model.tree.hf.lm_head(x))
+    assert torch.equal(model.embed.W_E, model.W_E)
+    assert torch.equal(model.embed(ids), model.W_E[ids])
+    assert torch.equal(shared_model().b_U, torch.zeros(SIZES["vocab_size"]))
+    assert torch.equal(model.ln_final.w, model.tree.hf.model.norm.weight)
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_circuits_pair_each_query_head_with_its_group(architecture, causal):
+    model = shared_model(architecture, causal)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            close(model.QK[layer, head].AB, model.W_Q[layer, head] @ model.W_K[layer, group].T)
+            close(model.OV[layer, head].AB, model.W_V[layer, group] @ model.W_O[layer, head])
+    assert model.QK_for_attn_layers()[0] == model.OV_for_attn_layers()[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", ["Q", "K", "V"])
+def test_composition_scores_are_the_ratio_of_norms(mode):
+    model = shared_model()
+    scores = model.all_composition_scores(mode)
+    assert scores.head_labels[7] == model.all_head_labels[7] == "L1H1"
+    ov, qk = model.OV.AB, model.QK.AB
+    for left, right in [((0, 1), (1, 4)), ((0, 5), (2, 0)), ((1, 2), (2, 3))]:
+        read = {"Q": qk[right], "K": qk[right].T, "V": ov[right]}[mode]
+        expected = (ov[left] @ read).norm() / (ov[left].norm() * read.norm())
+        close(scores[(*left, *right)], expected)
+    assert (scores[1, :, :2] == 0).all()
+    with pytest.raises(SettingError, match="mode must be one of 'Q', 'K' and 'V'; got 'X'"):
+        model.all_composition_scores("X")
+
+
+def test_biases_add_up_by_layer():
+    model = with_biases()
+    layers = model.tree.hf.model.layers
+    attn, mlp = [one.self_attn.o_proj.bias for one in layers], [one.mlp.down_proj.bias for one in layers]
+    close(model.accumulated_bias(0), torch.zeros(D_MODEL))
+    close(model.accumulated_bias(2), attn[0] + mlp[0] + attn[1] + mlp[1])
+    close(model.accumulated_bias(1, mlp_input=True), attn[0] + mlp[0] + attn[1])
+    close(model.accumulated_bias(3, include_mlp_biases=False), attn[0] + attn[1] + attn[2])
+    with pytest.raises(SettingError, match="layer 3 has no MLP; mlp_input=True takes layers 0 to 2"):
+        model.accumulated_bias(3, mlp_input=True)
+
+
+# Attributions
+
+
+@pytest.mark.parametrize(
+    "make", [shared_model, with_biases, lambda: head_with_bias(random_model("qwen2", causal=True))]
+)
+def test_attributions_of_all_components_add_up_to_the_logits(make):
+    model, ids = make(), random_ids()
+    cache, plain = model.run_with_cache(ids)[1], plain_logits(model, ids)
+    stack = cache.decompose_resid()
+    answers = torch.tensor([3, 17])
+    for tokens, column in [(7, plain[..., 7]), (answers, torch.stack([plain[0, :, 3], plain[1, :, 17]]))]:
+        bias = model.b_U[tokens] if isinstance(tokens, int) else model.b_U[answers][:, None]
+        close(cache.logit_attrs(stack, tokens).sum(0) + bias, column)
+    each = cache.logit_attrs(stack, ids)  # a token of its own for each position
+    close(each.sum(0) + model.b_U[ids], plain.gather(-1, ids[..., None])[..., 0])
+    last = cache.logit_attrs(cache.decompose_resid(pos_slice=-1), 7, incorrect_tokens=9, pos_slice=-1)
+    close(last.sum(0) + model.b_U[7] - model.b_U[9], plain[:, -1, 7] - plain[:, -1, 9])
+
+
+def plain_logits(model, ids):
+    return plain_pass(model, ids).logits + model.b_U if model.b_O.sum() == 0 else model.tree.hf(ids).logits
+
+
+@pytest.mark.parametrize("make", [shared_model, with_biases])
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("expand", [True, False])
+def test_heads_neurons_embedding_and_biases_add_up_to_the_stream(make, layer, expand):
+    model = make()
+    cache = model.run_with_cache(random_ids())[1]
+    stack, labels = cache.get_full_resid_decomposition(layer, expand_neurons=expand, return_labels=True)
+    neurons = (
+        [f"L{one}N{n}" for one in range(layer) for n in range(40)] if expand else [f"{n}_mlp_out" for n in range(layer)]
+    )
+    assert labels == [*(f"L{one}H{h}" for one in range(layer) for h in range(6)), *neurons, "embed", "bias"]
+    close(stack.sum(0), cache["resid_post", layer - 1])
+    normed = cache.get_full_resid_decomposition(layer, expand_neurons=expand, apply_ln=True).sum(0)
+    scale = cache["ln_final.hook_scale" if layer == 3 else f"blocks.{layer}.ln1.hook_scale"]
+    close(normed, cache["resid_post", layer - 1] / scale)
+    direction = torch.randn(D_MODEL)
+    projected = cache.get_full_resid_decomposition(layer, expand_neurons=expand, project_output_onto=direction)
+    close(projected, stack @ direction)
+
+
+def test_results_of_neurons_are_their_activations_times_their_output_weights():
+    model, ids = shared_model(), random_ids()
+    cache, plain = model.run_with_cache(ids)[1], plain_pass(model, ids).values
+    down = model.tree.hf.model.layers[1].mlp.down_proj.weight
+    expected = plain["blocks.1.mlp.hook_post"][..., None] * down.T
+    close(cache.get_neuron_results(1), expected)
+    close(cache.get_neuron_results(1, neuron_slice=[3, 5], pos_slice=-1), expected[:, -1, [3, 5]])
+    stack, labels = cache.stack_neuron_results(3, neuron_slice=4, incl_remainder=True, return_labels=True)
+    assert labels == ["L0N4", "L1N4", "L2N4", "remainder"]
+    close(stack[1], expected[:, :, 4])
+    close(stack.sum(0), plain["blocks.2.hook_resid_post"])
+
+
+def test_activations_are_stacked_over_layers():
+    model, ids = shared_model(), random_ids()
+    cache, plain = model.run_with_cache(ids)[1], plain_pass(model, ids).values
+    close(cache.stack_activation("pattern"), torch.stack([plain[f"blocks.{n}.attn.hook_pattern"] for n in range(3)]))
+    close(
+        cache.stack_activation("scale", 2, "ln2"), torch.stack([plain[f"blocks.{n}.ln2.hook_scale"] for n in range(2)])
+    )
+
+
+def test_the_logit_lens_of_a_cache_ends_in_the_models_logits():
+    model, ids = head_with_bias(random_model()), random_ids()
+    cache = model.run_with_cache(ids)[1]
+    lens = cache.logit_lens(positions=None)
+    close(lens.values[-1], model.tree.hf(ids).logits)
+
+
+def test_a_row_of_a_cache_gives_the_rows_results():
+    cache = shared_model().run_with_cache(random_ids())[1]
+    row = cache.apply_slice_to_batch_dim(1)
+    assert not row.has_batch_dim
+    for apply_ln in (False, True):
+        close(row.accumulated_resid(apply_ln=apply_ln), cache.accumulated_resid(apply_ln=apply_ln)[:, 1])
+        close(row.stack_head_results(apply_ln=apply_ln), cache.stack_head_results(apply_ln=apply_ln)[:, 1])
+        close(
+            row.decompose_resid(2, mlp_input=True, apply_ln=apply_ln),
+            cache.decompose_resid(2, mlp_input=True, apply_ln=apply_ln)[:, 1],
+        )
+
+
+def test_the_lens_calls_no_hook_of_the_final_norm():
+    """A cache whose hooks stay would otherwise be overwritten by its own helpers."""
+    model, seen = shared_model(), []
+    cache = model.run_with_cache(random_ids())[1]
+    with model.hooks(fwd_hooks=[("ln_final.hook_scale", lambda value, hook: seen.append(value))]):
+        cache.accumulated_resid(apply_ln=True)
+    assert seen == []
+
+
+# Directions of tokens
+
+
+def test_directions_of_tokens_give_logits_of_the_normalized_stream():
+    model, ids = shared_model(), random_ids()
+    plain = plain_pass(model, ids)
+    normalized = plain.values["ln_final.hook_normalized"]
+    close(normalized @ model.tokens_to_residual_directions(5), plain.logits[..., 5])
+    some = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    directions = model.tokens_to_residual_directions(some)
+    assert directions.shape == (2, 3, D_MODEL)
+    close(directions[1, 0], model.tokens_to_residual_directions(4))
+    assert model.tokens_to_residual_directions(torch.tensor([4])).shape == (D_MODEL,)
+
+
+def test_a_text_that_is_one_token_names_its_direction(tmp_path):
+    tokenizer = small_tokenizer(tmp_path)
+    model = sinklens.load(random_hf(vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    token = tokenizer(" apples", add_special_tokens=False).input_ids
+    assert len(token) == 1
+    close(model.tokens_to_residual_directions(" apples"), model.tokens_to_residual_directions(token[0]))
+    cache = model.run_with_cache(random_ids())[1]
+    stack = cache.decompose_resid()
+    close(cache.logit_attrs(stack, " apples"), cache.logit_attrs(stack, token[0]))
+    with pytest.raises(PromptError, match=r"' apples apples' is 2 tokens, \[' apples', ' apples'\]; give a text"):
+        model.tree.to_single_token(" apples apples")
+
+
+def test_what_names_no_token_is_refused():
+    with pytest.raises(PromptError, match="'a' needs a tokenizer, and this model came without one; give token ids"):
+        shared_model().tokens_to_residual_directions("a")
+    for given in (True, 1.5, [1, 2]):
+        with pytest.raises(
+            SettingError, match=f"tokens are a text, an id or a tensor of ids; got {type(given).__name__}"
+        ):
+            shared_model().tokens_to_residual_directions(given)
