@@ -1,0 +1,74 @@
+"""What a single pass returns, as TransformerLens defines it."""
+
+import pytest
+import torch
+from building import bridge_over, random_hf
+
+from sinklens.errors import SettingError
+from sinklens.model import load
+
+TEXT, OTHER = "Tom has 3 apples and 4 pears.", "He eats 3."
+
+
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory):
+    """TransformerLens's own model."""
+    return bridge_over(random_hf(causal=True, vocab_size=643), tmp_path_factory.mktemp("tokenizer"))
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_loss_of_text_is_transformerlenss(bridge, per_token):
+    model = load(bridge)
+    ids = model.to_tokens(TEXT)
+    expected = bridge(ids, return_type="loss", loss_per_token=per_token)
+    logits, both = model(TEXT, return_type="both", loss_per_token=per_token)
+    for loss in (
+        model(TEXT, return_type="loss", loss_per_token=per_token),
+        model.run_with_hooks(TEXT, fwd_hooks=[], return_type="loss", loss_per_token=per_token),
+        model.run_with_cache(TEXT, names_filter="hook_embed", return_type="loss", loss_per_token=per_token)[0],
+        both,
+    ):
+        assert_close(loss, expected)
+    assert_close(logits, bridge(ids))
+    assert model(TEXT, return_type=None) is None
+
+
+def test_the_loss_of_padded_texts_leaves_padding_out(bridge):
+    model = load(bridge)
+    losses = [model(text, return_type="loss", loss_per_token=True).sum() for text in (TEXT, OTHER)]
+    tokens = sum(model.to_tokens(text).shape[1] - 1 for text in (TEXT, OTHER))
+    assert_close(model([TEXT, OTHER], return_type="loss"), sum(losses) / tokens)
+
+
+def test_a_traced_pass_returns_what_is_asked_for(bridge):
+    model = load(bridge)
+    with model.trace(TEXT, return_type="loss"):
+        loss = model.output.save()
+    assert_close(loss, model(TEXT, return_type="loss"))
+
+
+def test_gradients_of_text_are_cached(bridge):
+    model = load(bridge)
+    name = "blocks.1.hook_resid_pre"
+    _, cache = model.run_with_cache(TEXT, names_filter=name, incl_bwd=True, return_type="loss")
+    _, expected = bridge.run_with_cache(model.to_tokens(TEXT), incl_bwd=True, return_type="loss")
+    assert_close(cache[f"{name}_grad"], expected[f"{name}_grad"])
+
+
+def test_a_pass_may_start_from_a_stream(bridge):
+    model = load(bridge)
+    stream = model(TEXT, stop_at_layer=1)
+    assert_close(model(stream, start_at_layer=1), model(TEXT))
+    with model.trace(stream, start_at_layer=1):
+        logits = model.output.save()
+    assert_close(logits, model(TEXT))
+
+
+@pytest.mark.parametrize("return_type", ["loss", "both"])
+def test_a_diffusion_model_has_no_loss_of_a_next_token(tiny_llada, return_type):
+    with pytest.raises(SettingError, match="next token"):
+        tiny_llada(tiny_llada.to_canvas(TEXT), return_type=return_type)
