@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.offload import device_of, weight_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.taps import connect
 
@@ -106,7 +107,8 @@ class AttentionPoints(Points):
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
         """Output weights per head."""
         output, n_heads = self.__dict__["_output"]
-        return output.weight.T.reshape(n_heads, -1, output.weight.shape[0])
+        weight = weight_of(output)
+        return weight.T.reshape(n_heads, -1, weight.shape[0])
 
 
 class Block(nn.Module):
@@ -275,12 +277,12 @@ class HookTree(HookedRootModule):
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
         """Unembedding weights."""
-        return self.hf.get_submodule(self.architecture.head).weight.T
+        return weight_of(self.hf.get_submodule(self.architecture.head)).T
 
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
         """Embedding weights."""
-        return self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}").weight
+        return weight_of(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}"))
 
 
 def _sizes(hf: PreTrainedModel) -> Sizes:
@@ -298,6 +300,6 @@ def _sizes(hf: PreTrainedModel) -> Sizes:
         d_vocab=config.vocab_size,
         n_ctx=config.max_position_embeddings,
         model_name=getattr(config, "name_or_path", "") or config.model_type,
-        device=first.device,
+        device=device_of(hf.get_input_embeddings()),
         dtype=first.dtype,
     )

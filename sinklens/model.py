@@ -21,6 +21,7 @@ from torch import Tensor
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
 from sinklens.errors import CheckpointError, PromptError
 from sinklens.hooks.architectures import architecture_of
+from sinklens.hooks.offload import value_of
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.hooks.weighing import way_named
 from sinklens.selfcheck import check as run_check
@@ -102,7 +103,8 @@ class Model(NNsight):
         if self.tokenizer is not None:
             told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
         found = hashlib.sha256(repr(told).encode())
-        for name, value in self.tree.hf.state_dict().items():
+        for name in self.tree.hf.state_dict():
+            value = value_of(self.tree.hf, name)
             found.update(f"{name}{tuple(value.shape)}{_bit_sums(value)}".encode())
         return found.hexdigest()[:16]
 

@@ -238,7 +238,7 @@ class AblateSinkAttention(Intervention):
         """The keys that each query loses."""
         batch, _, queries, keys = pattern.shape
         selection = Selection(self.top_k, None, "strongest", self.scope, (), 0)
-        real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys]
+        real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys].to(pattern.device)
         found = torch.zeros_like(pattern, dtype=torch.bool)
         for part in [Part(step, 0, queries)] if run is None else run.parts(step, queries):
             own = slice(part.start, part.stop)
