@@ -7,13 +7,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
-    ("errors", "writing", "versions"),
+    ("errors", "memory", "writing", "versions"),
     ("hooks", "checkpoints"),
     ("sampling", "sinks", "tasks"),
     ("views", "selfcheck", "model", "progress", "flags"),
     ("generation", "denoising", "steps", "tracing", "interventions"),
     ("zoo", "evaluation"),
-    ("analyses",),
+    ("analyses", "devices"),
     ("cli",),
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}

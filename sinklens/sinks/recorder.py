@@ -119,6 +119,11 @@ class SinkRecorder:
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         self.store: Store = MemoryStore(axes) if record.to is None else ZarrStore(record.to, axes, steps, record.dtype)
 
+    @property
+    def wants_patterns(self) -> bool:
+        """Whether attention patterns are kept."""
+        return bool(self._wanted)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The recorder's hooks on the tree's points."""
