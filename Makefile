@@ -11,7 +11,7 @@ STAMP := .venv/finished
 SEVERAL := --numprocesses auto --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow check format train bench notebooks docs
+.PHONY: help demo test slow check format train bench gpu notebooks docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,9 @@ train: $(STAMP)  ## train the shipped models again; an interrupted run goes on
 
 bench: $(STAMP)  ## measure what watching costs
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+gpu: $(STAMP)  ## check the GPU that is here, and measure on it (or say what a CPU cannot show)
+	$(BIN)/python -m sinklens.devices.check $(ARGS)
 
 notebooks: $(STAMP)  ## execute the tutorials that changed and write their notebooks
 	$(BIN)/python scripts/make_notebooks.py $(ARGS)

@@ -23,12 +23,12 @@ from unittest import mock
 import nnsight
 import numpy as np
 import torch
-from measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinklens
+from sinklens.devices.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
+from sinklens.devices.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
 from sinklens.experiments import sweep
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.runs import recorder
@@ -39,68 +39,11 @@ from sinklens.tasks.word_problems import held_out
 from sinklens.zoo.tokenizer import train_tokenizer
 
 RESULTS = Path(__file__).with_name("results.json")
-MASK = 1
-ANSWER = 32
 STEPS = 8
-TINY = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
 SLOW = ("others", "middle", "wide", "compile")  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
-
-
-def random_llada(d_model: int, n_layers: int, n_heads: int, vocab: int, d_mlp: int = 0) -> LlamaForCausalLM:
-    """A bidirectional Llama with random weights; `d_mlp` is 8/3 of `d_model` if not given."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=d_model, intermediate_size=d_mlp or int(d_model * 8 / 3) // 64 * 64,
-        num_hidden_layers=n_layers, num_attention_heads=n_heads, max_position_embeddings=4096,
-        tie_word_embeddings=False, mask_token_id=MASK,
-    )  # fmt: skip
-    config.is_causal = False
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    return model
-
-
-def plain_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.Tensor:
-    """LLaDA's greedy loop on a plain transformers model, head and softmax on the masked positions only."""
-    with torch.no_grad():
-        canvas = blank(prompt)
-        for _ in range(steps):
-            where = canvas == MASK
-            logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
-            candidates = logits.argmax(-1)
-            sure = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
-            proposed = canvas.masked_scatter(where, candidates)
-            confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float64).masked_scatter(where, sure)
-            for row in range(len(canvas)):
-                chosen = confidence[row].topk(ANSWER // steps).indices
-                canvas[row, chosen] = proposed[row, chosen]
-        return canvas
-
-
-def reference_loop(hf: LlamaForCausalLM, prompt: torch.Tensor, steps: int) -> torch.Tensor:
-    """The same as LLaDA's published sampling script computes it: head and float64 softmax at every position."""
-    with torch.no_grad():
-        canvas = blank(prompt)
-        for _ in range(steps):
-            where = canvas == MASK
-            logits = hf(input_ids=canvas, use_cache=False).logits
-            candidates = logits.argmax(-1)
-            sure = logits.to(torch.float64).softmax(-1).gather(-1, candidates[..., None])[..., 0]
-            proposed = torch.where(where, candidates, canvas)
-            confidence = torch.where(where, sure, -torch.inf)
-            for row in range(len(canvas)):
-                chosen = confidence[row].topk(ANSWER // steps).indices
-                canvas[row, chosen] = proposed[row, chosen]
-        return canvas
-
-
-def blank(prompt: torch.Tensor) -> torch.Tensor:
-    """The canvas before the first step."""
-    return torch.cat([prompt, torch.full((len(prompt), ANSWER), MASK)], dim=1)
 
 
 def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int, steps: int = STEPS) -> Iterator[Ratio]:

@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirection
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinklens.errors import ReadOnlyHookError
+from sinklens.hooks import fused
 from sinklens.hooks.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.normalizers import Visible, Weigh, softmax, way_of
 from sinklens.hooks.points import at
@@ -172,20 +173,15 @@ def _fused(operands: Operands) -> Float[Tensor, "batch head query d_head"]:
 def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
     """Fused attention; the column sums pass through ``hook_sink_scores``."""
     additive, causal = _with_triangle(operands)
-    if operands.query.device.type == "cpu" and operands.query.shape[2] > 1:
-        mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            operands.query,
-            operands.key,
-            operands.value,
-            0.0,
-            causal,
-            attn_mask=None if additive is None else _full(additive, operands),
-            scale=operands.scale,
-        )
-    else:
+    attended = fused.attend(operands.query, operands.key, operands.value, additive, causal, operands.scale)
+    if attended is None:
         mixed = _fused(operands)
         lse = log_sum_exp(operands.query.detach(), operands.key.detach(), operands.scale, additive, causal)
-    scores = column_sums(operands.query, operands.key, lse, operands.scale, additive, operands.real_queries(), causal)
+    else:
+        mixed, lse = attended
+    scores = column_sums(
+        operands.query, operands.key, lse, operands.scale, operands.additive(), operands.real_queries(), operands.causal
+    )  # the mask without the triangle: one row of it does for all queries
     _show_sinks(points, scores)
     return mixed
 
@@ -228,12 +224,6 @@ def _with_triangle(operands: Operands) -> tuple[Tensor | None, bool]:
     queries, keys = operands.query.shape[2], operands.key.shape[2]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=additive.device).tril(keys - queries)
     return torch.where(seen, additive, -torch.inf), False
-
-
-def _full(additive: Tensor, operands: Operands) -> Tensor:
-    """`additive` seen as [batch, head, query, key], without copying it."""
-    batch, heads, queries, _ = operands.query.shape
-    return additive.expand(batch, heads, queries, operands.key.shape[2]).to(operands.query.dtype)
 
 
 def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Tensor, "batch head query key"]) -> None:

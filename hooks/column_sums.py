@@ -9,16 +9,19 @@ Fused attention never forms A, but it knows the log-sum-exp of each of its rows,
 
 summed over blocks of queries: one extra matrix product, nothing of size S² kept, no softmax pass.
 
-column_sums_triton.py has the same as kernels for GPUs. They have been tested in Triton's interpreter and not yet on a
-GPU, so they are off: ``sinklens.hooks.column_sums.TRITON_DEVICES = ("cuda",)`` switches them on.
+column_sums_triton.py has the same as kernels for GPUs. They are used on the kinds of devices in `TRITON_DEVICES`, where
+Triton is installed and they have agreed with the formula (trust.py); elsewhere the plain version below computes.
+``sinklens.hooks.column_sums.TRITON_DEVICES = ()`` switches them off.
 
 One way this fails: a row whose every key is masked has lse = −inf and no defined attention. Such rows, and padding
 rows, are left out of the sum.
 """
 
 import math
+import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,7 +30,7 @@ from torch import Tensor
 LOG2_E = math.log2(math.e)  # scores are taken to base 2: torch's exp2 is about three times as fast as its exp
 BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}  # scores held at a time; on a CPU 8 MiB, for its last-level cache
 
-TRITON_DEVICES: tuple[str, ...] = ()  # kinds of devices on which the kernels are used
+TRITON_DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which the kernels may be used
 
 
 class Block(NamedTuple):
@@ -65,10 +68,22 @@ def column_sums(
         real: queries that count; None for all.
         causal: query i sees keys up to i + (key − query) only.
     """
-    if query.device.type in TRITON_DEVICES:
-        from sinklens.hooks import column_sums_triton
+    kernels = _kernels(query, mask, causal)
+    if kernels is not None:
+        return kernels.column_sums(query, key, lse, scale, mask, real, causal)
+    return plain_column_sums(query, key, lse, scale, mask, real, causal)
 
-        return column_sums_triton.column_sums(query, key, lse, scale, mask, real, causal)
+
+def plain_column_sums(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    lse: Float[Tensor, "batch head query"],
+    scale: float,
+    mask: Float[Tensor, "#batch #head #query key"] | None = None,
+    real: Bool[Tensor, "#batch query"] | None = None,
+    causal: bool = False,
+) -> Float[Tensor, "batch head key"]:
+    """`column_sums` without a kernel of its own, by blocks."""
     counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
     start = torch.where(counted, -lse * LOG2_E, -torch.inf)
     total = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
@@ -86,15 +101,48 @@ def log_sum_exp(
     mask: Float[Tensor, "#batch #head #query key"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "batch head query"]:
-    """log Σ_j exp(q_i · k_j · scale + mask[i, j]) in float32, by blocks; for devices whose kernel does not tell it."""
-    if query.device.type in TRITON_DEVICES:
-        from sinklens.hooks import column_sums_triton
+    """log Σ_j exp(q_i · k_j · scale + mask[i, j]) in float32; for devices whose fused attention does not return it."""
+    kernels = _kernels(query, mask, causal)
+    if kernels is not None:
+        return kernels.log_sum_exp(query, key, scale, mask, causal)
+    return plain_log_sum_exp(query, key, scale, mask, causal)
 
-        return column_sums_triton.log_sum_exp(query, key, scale, mask, causal)
+
+def plain_log_sum_exp(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    scale: float,
+    mask: Float[Tensor, "#batch #head #query key"] | None = None,
+    causal: bool = False,
+) -> Float[Tensor, "batch head query"]:
+    """`log_sum_exp` without a kernel of its own, by blocks."""
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     for block in _blocks(query, key, scale, mask, causal, torch.zeros_like(lse), 1.0):
         lse[block.row, block.heads, block.queries] = torch.logsumexp(block.scores, dim=-1)
     return lse
+
+
+def _kernels(query: Tensor, mask: Tensor | None, causal: bool) -> Any:
+    """The module of the Triton kernels where they may be used for these operands; else None."""
+    if query.device.type not in TRITON_DEVICES:
+        return None
+    kernels = _installed()
+    return kernels if kernels is not None and kernels.usable(query, mask, causal) else None
+
+
+@cache
+def _installed() -> Any:
+    """The module of the Triton kernels; None, with a warning, where Triton is missing."""
+    try:
+        from sinklens.hooks import column_sums_triton
+    except ImportError as error:
+        warnings.warn(
+            f"sink scores are computed without their Triton kernel, which is slower: {error}. Install triton.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+    return column_sums_triton
 
 
 def _blocks(

@@ -5,48 +5,45 @@ is queries, keys and one number per row, and what is written is one number per k
 own type (tensor cores for bfloat16 and float16; float32 without TF32) and sum in float32. Grouped key heads are read as
 they are, without a copy for every query head.
 
-`column_sums` and `log_sum_exp` have the arguments and results of their namesakes; column_sums.py calls them for tensors
-on a GPU where Triton is installed, and they are tested against it, without a GPU in Triton's interpreter.
+Masks come in three kinds. *none*. *key*: one number per key, the same for all queries, as `MaskSinks` and padding make
+them; it is read once per key and head and added inside the kernel, and nothing of size [query, key] exists. *full*: a
+number per query and key, read once.
 
-One way this fails: a mask is read once per tile and head, so a full [query, key] mask costs more memory traffic than
-the keys. Masks that hold for all queries are read as one row.
+`column_sums` and `log_sum_exp` have the arguments and results of their namesakes in column_sums.py, which calls them
+for tensors on a GPU where Triton is installed and `trusted` finds that they agree with the plain version. They are
+tested against it, without a GPU in Triton's interpreter.
+
+One way this fails: a number that is added in another order is another number in its last bits. The tiles are therefore
+the same for all calls of one kind (tiles.py), whatever else is in the batch.
 
 Source: the online log-sum-exp is that of FlashAttention (Dao et al., 2205.14135).
 """
 
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-TILE = {"query": 64, "key": 64}
+from sinklens.hooks import tiles, trust
+from sinklens.hooks.tiles import Tile
+from sinklens.versions import versions
+
+LOG2_E = math.log2(math.e)  # exponentials are taken to base 2, which is what the hardware has
+PROBES = ((1, 17), (17, 17), (65, 63), (127, 300))  # queries and keys of the first-use test
+NONE, KEY, FULL = 0, 1, 2  # kinds of masks
 
 
 def _jit(function: Callable[..., Any]) -> Any:
     """`triton.jit` of the bare function, whose source it reads: type checks at run time wrap every function."""
-    return triton.jit(inspect.unwrap(function))
-
-
-@_jit
-def _scores(
-    q, k, rows, columns, mask, batch, head, queries, keys, scale,
-    mask_batch, mask_head, mask_query, mask_key,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The scores of a tile in float32; -inf where a key is forbidden or either number lies outside."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
-    inside = (rows[:, None] < queries) & (columns[None, :] < keys)
-    if HAS_MASK:
-        at = mask + batch * mask_batch + head * mask_head + rows[:, None] * mask_query + columns[None, :] * mask_key
-        s += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if CAUSAL:
-        inside = inside & (columns[None, :] <= rows[:, None] + (keys - queries))
-    return tl.where(inside, s, float("-inf"))
+    return triton.jit(inspect.unwrap(function), do_not_specialize=["queries", "keys"])
 
 
 @_jit
@@ -57,30 +54,63 @@ def _tile(base, rows, row_stride, channels, channel_stride, count, WIDTH: tl.con
 
 
 @_jit
+def _key_bias(mask, columns, mask_key, keys, LOG2: tl.constexpr):
+    """One number per key, to base 2; the same for all queries."""
+    return tl.load(mask + columns.to(tl.int64) * mask_key, mask=columns < keys, other=0.0).to(tl.float32) * LOG2
+
+
+@_jit
+def _scores(
+    q, k, bias, rows, columns, mask, queries, keys, scale, mask_query, mask_key,
+    KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile in float32, to base 2; -inf where a key is forbidden or either number lies outside."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
+    inside = (rows[:, None] < queries) & (columns[None, :] < keys)
+    if KIND == 1:
+        s += bias[None, :]
+    if KIND == 2:
+        at = mask + rows[:, None].to(tl.int64) * mask_query + columns[None, :] * mask_key
+        s += tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2
+    if CAUSAL:
+        inside = inside & (columns[None, :] <= rows[:, None] + (keys - queries))
+    return tl.where(inside, s, float("-inf"))
+
+
+@_jit
 def _lse_kernel(
     query, key, mask, out, heads, group, queries, keys, scale,
     q_batch, q_head, q_row, q_channel, k_batch, k_head, k_row, k_channel,
     mask_batch, mask_head, mask_query, mask_key,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr,
+    KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """One program: some queries of one head, all keys; the largest score and the sum so far are kept per row."""
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows, channels = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    tiles = tl.cdiv(queries, ROWS)
+    place = (tl.program_id(0) // tiles).to(tl.int64)  # of batch and head; 64 bits: strides of long masks pass 2³¹
+    batch, head = place // heads, place % heads
+    first_row = (tl.program_id(0) % tiles) * ROWS
+    rows, channels = first_row + tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     q = _tile(query + batch * q_batch + head * q_head, rows, q_row, channels, q_channel, queries, WIDTH)
-    k_base = key + batch * k_batch + (head // group) * k_head
+    k_base, mask_base = key + batch * k_batch + (head // group) * k_head, mask + batch * mask_batch + head * mask_head
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    for first in range(0, keys, COLUMNS):
+    end = keys
+    if CAUSAL:  # later keys are seen by no query of this tile
+        end = tl.minimum(keys, tl.maximum(0, first_row + ROWS + keys - queries))
+    for first in range(0, end, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         k = _tile(k_base, columns, k_row, channels, k_channel, keys, WIDTH)
-        s = _scores(q, k, rows, columns, mask, batch, head, queries, keys, scale,
-                    mask_batch, mask_head, mask_query, mask_key, HAS_MASK, CAUSAL, EXACT)  # fmt: skip
+        bias = tl.zeros([COLUMNS], tl.float32)
+        if KIND == 1:
+            bias = _key_bias(mask_base, columns, mask_key, keys, LOG2)
+        s = _scores(q, k, bias, rows, columns, mask_base, queries, keys, scale, mask_query, mask_key,
+                    KIND, CAUSAL, EXACT, LOG2)  # fmt: skip
         higher = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: exp(-inf), not a NaN
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(s - safe[:, None]), 1)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: 2 ** -inf, not a NaN
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
         top = higher
-    lse = tl.where(top == float("-inf"), float("-inf"), top + tl.log(tl.where(total > 0, total, 1.0)))
-    tl.store(out + tl.program_id(1) * queries + rows, lse, mask=rows < queries)
+    lse = tl.where(top == float("-inf"), float("-inf"), (top + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2)
+    tl.store(out + place * queries + rows, lse, mask=rows < queries)
 
 
 @_jit
@@ -89,22 +119,32 @@ def _sums_kernel(
     q_batch, q_head, q_row, q_channel, k_batch, k_head, k_row, k_channel,
     mask_batch, mask_head, mask_query, mask_key,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr,
+    KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One program: some keys of one head, all queries; sums stay in registers until they are whole."""
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    columns, channels = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHANNELS)
+    """One program: some keys of one head, all queries; sums stay in registers until they are complete."""
+    tiles = tl.cdiv(keys, COLUMNS)
+    place = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = place // heads, place % heads
+    first_column = (tl.program_id(0) % tiles) * COLUMNS
+    columns, channels = first_column + tl.arange(0, COLUMNS), tl.arange(0, CHANNELS)
+    q_base, mask_base = query + batch * q_batch + head * q_head, mask + batch * mask_batch + head * mask_head
     k_base = key + batch * k_batch + (head // group) * k_head
     k = _tile(k_base, columns, k_row, channels, k_channel, keys, WIDTH)
+    bias = tl.zeros([COLUMNS], tl.float32)
+    if KIND == 1:
+        bias = _key_bias(mask_base, columns, mask_key, keys, LOG2)
     total = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, queries, ROWS):
+    begin = 0
+    if CAUSAL:  # earlier queries see no key of this tile
+        begin = tl.maximum(0, first_column - (keys - queries)) // ROWS * ROWS
+    for first in range(begin, queries, ROWS):
         rows = first + tl.arange(0, ROWS)
-        q = _tile(query + batch * q_batch + head * q_head, rows, q_row, channels, q_channel, queries, WIDTH)
-        s = _scores(q, k, rows, columns, mask, batch, head, queries, keys, scale,
-                    mask_batch, mask_head, mask_query, mask_key, HAS_MASK, CAUSAL, EXACT)  # fmt: skip
-        own = tl.load(lse + tl.program_id(1) * queries + rows, mask=rows < queries, other=float("inf"))
-        total += tl.sum(tl.exp(s - own[:, None]), 0)  # rows that do not count have lse = inf
-    tl.store(out + tl.program_id(1) * keys + columns, total, mask=columns < keys)
+        q = _tile(q_base, rows, q_row, channels, q_channel, queries, WIDTH)
+        s = _scores(q, k, bias, rows, columns, mask_base, queries, keys, scale, mask_query, mask_key,
+                    KIND, CAUSAL, EXACT, LOG2)  # fmt: skip
+        own = tl.load(lse + place * queries + rows, mask=rows < queries, other=float("inf"))
+        total += tl.sum(tl.exp2(s - own[:, None]), 0)  # rows that do not count have lse = inf
+    tl.store(out + place * keys + columns, total, mask=columns < keys)
 
 
 def column_sums(
@@ -115,12 +155,13 @@ def column_sums(
     mask: Float[Tensor, "#batch #head #query key"] | None = None,
     real: Bool[Tensor, "#batch query"] | None = None,
     causal: bool = False,
+    tile: Tile | None = None,
 ) -> Float[Tensor, "batch head key"]:
     """Σ_i A[i, j] in float32; see column_sums.py. `key` may have fewer heads, each of which serves as many in order."""
     counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
-    own = torch.where(counted, lse, torch.inf).contiguous()
+    own = torch.where(counted, lse * LOG2_E, torch.inf).contiguous()
     out = torch.empty(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
-    _launch(_sums_kernel, (query, key, own), out, scale, mask, causal, tiles=key.shape[2], tile="key")
+    _launch(_Call(_sums_kernel, (query, key, own), out, scale, mask, causal), tile)
     return out
 
 
@@ -130,30 +171,110 @@ def log_sum_exp(
     scale: float | int,
     mask: Float[Tensor, "#batch #head #query key"] | None = None,
     causal: bool = False,
+    tile: Tile | None = None,
 ) -> Float[Tensor, "batch head query"]:
     """log Σ_j exp(q_i · k_j · scale + mask[i, j]) in float32; −inf for a query that sees no key."""
     out = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(_lse_kernel, (query, key), out, scale, mask, causal, tiles=query.shape[2], tile="query")
+    _launch(_Call(_lse_kernel, (query, key), out, scale, mask, causal), tile)
     return out
 
 
-def _launch(
-    kernel: Any,
-    tensors: tuple[Tensor, ...],
-    out: Tensor,
-    scale: float | int,
-    mask: Tensor | None,
-    causal: bool,
-    tiles: int,
-    tile: str,
-) -> None:
-    query, key, *_ = tensors
+def usable(query: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    """Whether the kernels agree, on this device and for such operands, with the formulas in float64."""
+    kind = _kind(mask)
+    place = (str(query.device), query.dtype, f"width {query.shape[-1]}", ("no mask", "key mask", "full mask")[kind])
+    return trust.trusted("the Triton kernel for sink scores", (*place, causal), lambda: _probe(query, kind, causal))
+
+
+class _Call(NamedTuple):
+    """One launch: the kernel, what it reads before the mask, what it writes, and the rest of the formula."""
+
+    kernel: Any
+    tensors: tuple[Tensor, ...]
+    out: Tensor
+    scale: float | int
+    mask: Tensor | None
+    causal: bool
+
+    @property
+    def channels(self) -> int:
+        """The head width as the tensor cores want it."""
+        return max(16, triton.next_power_of_2(self.tensors[0].shape[-1]))
+
+
+def _kind(mask: Tensor | None) -> int:
+    if mask is None:
+        return NONE
+    return KEY if mask.shape[2] == 1 or mask.stride(2) == 0 else FULL
+
+
+def _launch(call: _Call, tile: Tile | None) -> None:
+    tile = _chosen(call) if tile is None else tile
+    query, key = call.tensors[:2]
     batch, heads, queries, width = query.shape
-    keys = key.shape[2]
+    keys, mask = key.shape[2], call.mask
     shown = query if mask is None else mask.expand(batch, heads, queries, keys)  # strides of 0, nothing is copied
-    kernel[(triton.cdiv(tiles, TILE[tile]), batch * heads)](
-        *tensors, shown, out, heads, heads // key.shape[1], queries, keys, float(scale),
-        *query.stride(), *key.stride(), *shown.stride(),
-        WIDTH=width, CHANNELS=max(16, triton.next_power_of_2(width)), ROWS=TILE["query"], COLUMNS=TILE["key"],
-        HAS_MASK=mask is not None, CAUSAL=causal, EXACT=query.dtype == torch.float32,
-    )  # fmt: skip
+    cuts = triton.cdiv(keys, tile.columns) if call.kernel is _sums_kernel else triton.cdiv(queries, tile.rows)
+    here = torch.cuda.device(query.device) if query.is_cuda else nullcontext()  # Triton launches on the current GPU
+    with here:
+        call.kernel[(cuts * batch * heads,)](
+            *call.tensors, shown, call.out, heads, heads // key.shape[1], queries, keys, float(call.scale) * LOG2_E,
+            *query.stride(), *key.stride(), *shown.stride(),
+            WIDTH=width, CHANNELS=call.channels, ROWS=tile.rows, COLUMNS=tile.columns,
+            KIND=_kind(mask), CAUSAL=call.causal, EXACT=query.dtype == torch.float32, LOG2=LOG2_E,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+_CHOSEN: dict[str, Tile] = {}
+
+
+def _chosen(call: _Call) -> Tile:
+    """The tile of this kind of call; long ones are timed once (tiles.py)."""
+    query, key = call.tensors[:2]
+    if call.channels * query.element_size() > 512:
+        return tiles.SMALL
+    if not query.is_cuda or query.shape[2] * key.shape[2] < tiles.LONG:
+        return tiles.DEFAULT
+    place = " | ".join([
+        "sums" if call.kernel is _sums_kernel else "lse", torch.cuda.get_device_name(query.device),
+        *(f"{name} {number}" for name, number in versions("torch", "triton").items()),
+        str(query.dtype), f"width {query.shape[-1]}", f"mask {_kind(call.mask)}", f"causal {call.causal}",
+    ])  # fmt: skip
+    if place not in _CHOSEN:
+        _CHOSEN[place] = tiles.fastest(place, tiles.TILES, lambda tile: _seconds(call, tile))
+    return _CHOSEN[place]
+
+
+def _seconds(call: _Call, tile: Tile, launches: int = 10) -> float:
+    """How long one launch takes on the GPU, after a first one that compiles; infinity where the tile does not fit."""
+    try:
+        _launch(call, tile)
+    except OutOfResources:
+        return math.inf
+    with torch.cuda.device(call.out.device):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(launches):
+            _launch(call, tile)
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3 / launches
+
+
+def _probe(like: Tensor, kind: int, causal: bool) -> None:
+    """Raises where a kernel differs from softmax written out in float64; two key heads serve four."""
+    for queries, keys in PROBES:
+        query, key = (
+            trust.numbers(2, heads, n, like.shape[-1], like=like, seed=n) for heads, n in ((4, queries), (2, keys))
+        )
+        mask = None if kind == NONE else trust.numbers(2, 4, queries if kind == FULL else 1, keys, like=like)
+        if mask is not None:
+            mask[..., 1::3] = -torch.inf
+        scale = like.shape[-1] ** -0.5
+        scores = trust.explicit_scores(query, key.repeat_interleave(2, dim=1), scale, mask, causal)
+        own = log_sum_exp(query, key, scale, mask, causal)
+        torch.testing.assert_close(own.cpu().double(), scores.logsumexp(-1), atol=1e-3, rtol=1e-3)
+        found = column_sums(query, key, own, scale, mask, None, causal)
+        sums = scores.softmax(-1).nan_to_num(0.0).sum(-2)
+        torch.testing.assert_close(found.cpu().double(), sums, atol=1e-3, rtol=1e-3)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sinklens.hooks import attention
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _tap_norm(norm: Any, points: "Points", eps: str) -> None:
         x = inputs[0].float()
         scale = at(points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, eps)).sqrt())
         normalized = at(points.hook_normalized, (x / scale).to(output.dtype))
-        return norm.weight * normalized
+        return weight_of(norm) * normalized
 
     norm.register_forward_hook(tap)
 
@@ -112,7 +113,7 @@ def _tap_result(output_projection: nn.Linear, points: "AttentionPoints") -> None
         z = rearrange(inputs[0], "batch pos (head d_head) -> batch pos head d_head", head=weights.shape[0])
         result = einsum(z, weights, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
         summed = points.hook_result(result).sum(dim=-2)
-        bias: Any = module.bias
+        bias = value_of(module, "bias")
         return summed if bias is None else summed + bias
 
     output_projection.register_forward_hook(tap)

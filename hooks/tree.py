@@ -24,6 +24,7 @@ from sinklens.hooks import names, partial_pass
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.inputs import LayerInputs, Switches
+from sinklens.hooks.offload import device_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.taps import connect
@@ -369,6 +370,6 @@ def _sizes(hf: PreTrainedModel) -> Sizes:
         d_vocab=config.vocab_size,
         n_ctx=config.max_position_embeddings,
         model_name=getattr(config, "name_or_path", "") or config.model_type,
-        device=first.device,
+        device=device_of(hf.get_input_embeddings()),
         dtype=first.dtype,
     )

@@ -28,17 +28,18 @@ from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities import composition_scores
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.hooks.offload import value_of, weight_of
 
 
 def per_head(linear: nn.Linear, d_head: int) -> Float[Tensor, "head d_model d_head"]:
     """The weights of a projection into heads."""
-    return linear.weight.unflatten(0, (-1, d_head)).transpose(-1, -2)
+    return weight_of(linear).unflatten(0, (-1, d_head)).transpose(-1, -2)
 
 
 def bias_of(linear: nn.Linear) -> Float[Tensor, " out"]:
     """The bias of a projection; zeros where it has none."""
-    bias: Tensor | None = linear.bias
-    return linear.weight.new_zeros(linear.out_features) if bias is None else bias
+    bias: Tensor | None = value_of(linear, "bias")
+    return weight_of(linear).new_zeros(linear.out_features) if bias is None else bias
 
 
 class AttentionWeights:
@@ -70,7 +71,7 @@ class AttentionWeights:
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
         """Output weights."""
         linear, d_head = self._project("o")
-        return linear.weight.T.unflatten(0, (-1, d_head))
+        return weight_of(linear).T.unflatten(0, (-1, d_head))
 
     @property
     def b_Q(self) -> Float[Tensor, "head d_head"]:
@@ -108,17 +109,17 @@ class MlpWeights:
     @property
     def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
         """Weights of the gate, whose output is ``hook_pre``."""
-        return self._linear("gate").weight.T
+        return weight_of(self._linear("gate")).T
 
     @property
     def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
         """Weights of the linear branch, whose output is ``hook_pre_linear``."""
-        return self._linear("up").weight.T
+        return weight_of(self._linear("up")).T
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
         """Output weights."""
-        return self._linear("down").weight.T
+        return weight_of(self._linear("down")).T
 
     @property
     def b_gate(self) -> Float[Tensor, " d_mlp"]:
@@ -145,7 +146,7 @@ class Embed:
     @property
     def W_E(self) -> Float[Tensor, "vocab d_model"]:
         """Embedding weights."""
-        return self._embedding.weight
+        return weight_of(self._embedding)
 
     def __call__(self, ids: Int[Tensor, "*batch pos"]) -> Float[Tensor, "*batch pos d_model"]:
         """Embeddings of token ids."""
@@ -161,7 +162,7 @@ class Unembed:
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
         """Unembedding weights."""
-        return self._head.weight.T
+        return weight_of(self._head).T
 
     @property
     def b_U(self) -> Float[Tensor, " vocab"]:

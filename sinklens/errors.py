@@ -68,6 +68,10 @@ class LedgerError(SinklensError, RuntimeError):
     """A ledger of evaluation records cannot be read or written, or is being written by another process."""
 
 
+class DeviceMemoryError(SinklensError, MemoryError):
+    """A run needed more memory than its device, or the machine, has left."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """' Nearest: a, b, c.' for an unknown name, or '' when nothing is close.
 

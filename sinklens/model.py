@@ -20,6 +20,7 @@ from sinklens.errors import CheckpointError
 from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.normalizers import way_named
+from sinklens.hooks.offload import value_of
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.passes import SinglePasses
 from sinklens.selfcheck import check as run_check
@@ -116,7 +117,8 @@ class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
         told = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
             told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
-        return fingerprint(self.tree.hf.state_dict().items(), repr(told))
+        hf = self.tree.hf
+        return fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(told))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order a step reaches them."""

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [  # from the ground up; a name is a folder, or a file at the top of the package
-    ("errors", "progress", "atomic", "versions"),
+    ("errors", "memory", "progress", "atomic", "versions"),
     ("hooks",),
     ("checkpoints",),
     ("model", "passes", "tokens", "prompts", "fingerprint", "selfcheck"),
@@ -25,6 +25,7 @@ FLOORS = [  # from the ground up; a name is a folder, or a file at the top of th
     ("tasks",),
     ("evaluation",),
     ("zoo",),
+    ("devices",),
     ("analyses",),
     ("cli",),
 ]

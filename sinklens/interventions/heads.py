@@ -181,7 +181,7 @@ class AblateSinkAttention(Intervention):
     ) -> Bool[Tensor, "batch head query key"]:
         """The keys that each query loses."""
         batch, _, queries, keys = pattern.shape
-        real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys]
+        real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys].to(pattern.device)
         found = torch.zeros_like(pattern, dtype=torch.bool)
         for part in [Part(step, 0, queries)] if run is None else run.parts(step, queries):
             own, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys are not there yet

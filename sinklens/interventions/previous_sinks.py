@@ -171,7 +171,8 @@ class PreviousSinks:
         if self._same_step:
             names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in self.layers]
             looked = self._run.tree.look(ids, self._run.real, names)
-            return Evidence({layer: looked[name] for layer, name in zip(self.layers, names, strict=True)}, ids)
+            here = {layer: looked[name].to(ids.device) for layer, name in zip(self.layers, names, strict=True)}
+            return Evidence(here, ids)
         return Evidence(seen, self._canvas.before)
 
     def _recorded(self, source: SinkTrack, place: int, device: torch.device) -> Evidence:
@@ -201,7 +202,7 @@ class PreviousSinks:
         if step not in self._chosen:
             return None
         keys = self._chosen[step][layer]
-        return Chosen(keys[:, :, None], self._told[step][:, None])
+        return Chosen(keys[:, :, None].to(value.device), self._told[step][:, None].to(value.device))
 
     def _rows(self, layer: int, step: int, value: Tensor) -> Chosen | None:
         """In a causal pass, each token is forbidden what it was when it was decoded, also if it is computed again."""
@@ -230,10 +231,10 @@ class PreviousSinks:
         keys = self._chosen[step][layer]
         found = torch.zeros(*value.shape[:2], 1, value.shape[-1], dtype=torch.bool, device=value.device)
         found[..., : keys.shape[-1]] = keys[:, :, None]
-        return Chosen(found, self._told[step][:, None])
+        return Chosen(found, self._told[step][:, None].to(value.device))
 
     def _keep_scores(self, value: Scores, hook: Point) -> None:
-        self._now[layer_of(hook)] = value
+        self._now[layer_of(hook)] = value.to(self._run.real.device)  # where keys are chosen; layers may be elsewhere
 
     def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._query = value
@@ -248,11 +249,11 @@ class PreviousSinks:
         query, key = self._query[:, -1].float(), self._key.float()
         key = key.repeat_interleave(query.shape[1] // key.shape[2], dim=2)
         scores = torch.einsum("bhd,bkhd->bhk", query, key) * self._scale + value[:, :, -1].float()
-        real = self._run.real[:, : scores.shape[-1]]
+        real = self._run.real[:, : scores.shape[-1]].to(scores.device)
         scores = scores.masked_fill(~real[:, None], -torch.inf)
         counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
         weights = way_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
-        self._now[layer_of(hook)] = weights * counts
+        self._now[layer_of(hook)] = (weights * counts).to(self._run.real.device)
 
 
 def place_of(track: SinkTrack, step: int) -> int | None:

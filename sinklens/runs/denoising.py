@@ -23,6 +23,7 @@ from sinklens.errors import HookFunctionError, HookNameError, PromptError, Setti
 from sinklens.hooks import names
 from sinklens.hooks.normalizers import way_named
 from sinklens.hooks.points import Point
+from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Intervention, Surroundings, row_key
 from sinklens.runs.recorder import SinkRecorder, step_canvases
@@ -35,6 +36,7 @@ from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.versions import versions
 
+COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points whose values are large
 Hooks = Intervention | Sequence[tuple[names.HookName, HookFunction] | Intervention]
 
 
@@ -239,11 +241,33 @@ class Denoising:
         return call
 
     def carry_out(self, listeners: Sequence[Listener] = ()) -> Course:
-        """Run all steps."""
+        """Run all steps.
+
+        Raises:
+            DeviceMemoryError: memory ran out; the model can be used again.
+        """
         from sinklens.progress import Progress
 
-        with self._hooked(), Progress(self.settings.steps, self.progress) as bar:
+        with explained(self._what_to_lower), self._hooked(), Progress(self.settings.steps, self.progress) as bar:
             return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._canvases)
+
+    def _what_to_lower(self) -> str:
+        """What was running when memory ran out, and what takes less."""
+        state, length = self.state, self.settings.gen_length
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}{', twice under cfg_scale,' if self.guided else ''}"
+        passes = f"{rows} of {state.canvas.shape[1]} positions"
+        lower = [] if self.rows == 1 else [f"prompts at a time ({self.rows})"]
+        lower += [f"gen_length ({length})", f"the length of the prompt ({state.prompt_length})"]
+        costly = sorted({name.rpartition(".")[2] for name, _ in self.hooks if name.endswith(COSTLY)})
+        lower += [f"hooks at {', '.join(costly)}"] if costly else []
+        if self._recorder is not None and self._recorder.wants_patterns:
+            lower.append("the steps and layers of Record(patterns=…)")
+        return (
+            f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._canvases) - 1} of "
+            f"{self.settings.steps}, with {passes}. Lower one of: {'; '.join(lower)}. A block that reads hook_pattern, "
+            f"hook_attn_scores, hook_result or hook_logits needs more than one that does not; Record(to='run.zarr') "
+            f"keeps recorded steps on disk. The model can be used again."
+        )
 
     def result(self) -> Generation:
         """What is left, after all steps or after those that ran until it was stopped."""

@@ -54,6 +54,11 @@ class SinkRecorder:
         if record.to is not None:
             self.store = ZarrStore(record.to, axes, steps, record.dtype, record.overwrite)
 
+    @property
+    def wants_patterns(self) -> bool:
+        """Whether attention patterns are kept."""
+        return bool(self._wanted)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The recorder's hooks on the tree's points."""

@@ -3,13 +3,20 @@
 On a machine with a GPU the same tests run compiled, and those of bfloat16 with them, which the interpreter lacks.
 """
 
+import os
+import subprocess
+import sys
+import warnings
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
+import sinklens.hooks as hooks
 from sinklens.hooks import column_sums as plain
 from sinklens.hooks import column_sums_triton as kernels
+from sinklens.hooks import tiles, trust
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.37
@@ -23,10 +30,10 @@ def operands(queries, keys, heads=4, kv_heads=4, d_head=24, dtype=torch.float32)
 
 def assert_equal_to_plain(query, key, mask=None, real=None, causal=False, atol=2e-5):
     repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    lse = plain.log_sum_exp(query, repeated, SCALE, mask, causal)
+    lse = plain.plain_log_sum_exp(query, repeated, SCALE, mask, causal)
     own = kernels.log_sum_exp(query, key, SCALE, mask, causal)
     torch.testing.assert_close(own, lse, atol=atol, rtol=1e-5)
-    sums = plain.column_sums(query, repeated, lse, SCALE, mask, real, causal)
+    sums = plain.plain_column_sums(query, repeated, lse, SCALE, mask, real, causal)
     torch.testing.assert_close(
         kernels.column_sums(query, key, own, SCALE, mask, real, causal), sums, atol=atol, rtol=1e-5
     )
@@ -88,17 +95,118 @@ def test_transposed_tensors_are_read_by_their_strides():
     assert_equal_to_plain(query, key)
 
 
-def test_the_plain_version_calls_them_for_gpus_where_that_is_switched_on(monkeypatch):
-    query, key = operands(20, 20)
-    expected = plain.column_sums(query, key, plain.log_sum_exp(query, key, SCALE), SCALE)
-    asked, launch = [], kernels._launch
+@pytest.mark.parametrize("tile", [*tiles.TILES, tiles.SMALL, tiles.Tile(16, 64, 4, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_size_of_a_tile_changes_nothing(tile, causal):
+    query, key = operands(70, 140, heads=1, kv_heads=1)
+    lse = plain.plain_log_sum_exp(query, key, SCALE, None, causal)
+    torch.testing.assert_close(kernels.log_sum_exp(query, key, SCALE, None, causal, tile), lse, atol=2e-5, rtol=1e-5)
+    sums = plain.plain_column_sums(query, key, lse, SCALE, None, None, causal)
+    found = kernels.column_sums(query, key, lse, SCALE, None, None, causal, tile)
+    torch.testing.assert_close(found, sums, atol=2e-5, rtol=1e-5)
 
-    def noted(kernel, *given, **more):
-        asked.append(kernel)
-        launch(kernel, *given, **more)
 
+def test_a_mask_of_one_row_is_read_as_one_row_whether_or_not_it_is_expanded(monkeypatch):
+    query, key = operands(70, 70)
+    row = torch.randn(2, 4, 1, 70, device=DEVICE)
+    row[..., 3::5] = -torch.inf
+    for mask in (row, row.expand(2, 4, 70, 70)):
+        assert kernels._kind(mask) == kernels.KEY
+        assert_equal_to_plain(query, key, mask=mask)
+    assert kernels._kind(row.repeat(1, 1, 70, 1)) == kernels.FULL
+
+
+@pytest.fixture
+def switched_on(monkeypatch):
+    """The kernels may be used on this machine's device, and nothing was asked of it before."""
     monkeypatch.setattr(plain, "TRITON_DEVICES", (DEVICE,))
-    monkeypatch.setattr(kernels, "_launch", noted)
+    monkeypatch.setattr(trust, "VERDICTS", {})
+
+
+@pytest.mark.usefixtures("switched_on")
+def test_they_are_used_once_they_have_agreed_with_the_formula_on_the_device(monkeypatch):
+    query, key = operands(20, 20)
+    lse = plain.plain_log_sum_exp(query, key, SCALE)
+    expected, launched = plain.plain_column_sums(query, key, lse, SCALE), []
+    launch = kernels._launch
+    monkeypatch.setattr(kernels, "_launch", lambda call, tile: (launched.append(call.kernel), launch(call, tile)))
     sums = plain.column_sums(query, key, plain.log_sum_exp(query, key, SCALE), SCALE)
-    assert asked == [kernels._lse_kernel, kernels._sums_kernel]
+    probes = 2 * len(kernels.PROBES)
+    assert launched[probes:] == [kernels._lse_kernel, kernels._sums_kernel]
+    plain.column_sums(query, key, lse, SCALE)
+    assert len(launched) == probes + 3, "the same kind of call was probed again"
     torch.testing.assert_close(sums, expected)
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("fault", ["wrong", "does not compile"])
+def test_kernels_that_fail_on_a_device_are_left_out_with_one_warning(monkeypatch, fault):
+    def broken(query, key, lse, *more):
+        if fault == "wrong":
+            return torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
+        raise RuntimeError("ptxas failed\nwith a long report")
+
+    query, key = operands(20, 20)
+    lse = plain.plain_log_sum_exp(query, key, SCALE)
+    expected = plain.plain_column_sums(query, key, lse, SCALE)
+    monkeypatch.setattr(kernels, "column_sums", broken)
+    reason = "AssertionError: Tensor-likes are not close" if fault == "wrong" else "RuntimeError: ptxas failed with a"
+    with pytest.warns(RuntimeWarning, match=rf"sink scores cannot be used on {DEVICE}.*, torch.float32, .*{reason}"):
+        assert torch.equal(plain.column_sums(query, key, lse, SCALE), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(plain.column_sums(query, key, lse, SCALE), expected)
+
+
+@pytest.mark.usefixtures("switched_on")
+def test_running_out_of_memory_in_a_probe_is_no_verdict(monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    query, key = operands(20, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "log_sum_exp", full)
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            plain.log_sum_exp(query, key, SCALE)
+    assert trust.VERDICTS == {}
+
+
+@pytest.mark.usefixtures("switched_on")
+def test_without_triton_the_plain_version_computes_and_one_warning_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sinklens.hooks.column_sums_triton", None)
+    monkeypatch.delattr(hooks, "column_sums_triton", raising=False)
+    plain._installed.cache_clear()
+    query, key = operands(20, 20)
+    with pytest.warns(RuntimeWarning, match="without their Triton kernel, which is slower: .* Install triton"):
+        lse = plain.log_sum_exp(query, key, SCALE)
+    assert torch.equal(lse, plain.plain_log_sum_exp(query, key, SCALE))
+    plain._installed.cache_clear()
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sinklens.hooks import column_sums_triton as kernels, tiles
+
+for kernel in (kernels._lse_kernel, kernels._sums_kernel):
+    tile, names = tiles.DEFAULT, kernel.arg_names
+    fixed = dict(WIDTH=128, CHANNELS=128, ROWS=tile.rows, COLUMNS=tile.columns, KIND=kernels.KEY, CAUSAL=True,
+                 EXACT=False, LOG2=kernels.LOG2_E, q_channel=1, k_channel=1)
+    types = dict(query="*bf16", key="*bf16", mask="*bf16", lse="*fp32", out="*fp32", scale="fp32")
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print("cubin" in made.asm, made.metadata.shared)
+"""
+
+
+def test_they_compile_for_an_h100_without_one():
+    """Compiling needs no GPU; it shows what the interpreter does not mind."""
+    free = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=free, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert line.startswith("True ")
+        assert int(line.split()[1]) < 99 * 1024, "more shared memory than a consumer card has"

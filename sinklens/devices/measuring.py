@@ -1,4 +1,7 @@
-"""Ratios of two ways of doing the same work, in time and in memory, and what they were measured on."""
+"""Ratios of two ways of doing the same work, in time and in memory, and what they were measured on.
+
+Work on a GPU is waited for: the clock starts when the device is idle and stops when it is idle again.
+"""
 
 import os
 import platform
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+CPU = torch.device("cpu")
 HEAD = "| A ÷ B | median | range | A | B |"
 
 
@@ -36,10 +40,17 @@ class Ratio:
     unit: str = "s"
 
 
-def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: int, less: float = 0.0) -> Ratio:
+def compare(
+    what: str,
+    a: Callable[[], object],
+    b: Callable[[], object],
+    pairs: int,
+    less: float = 0.0,
+    device: torch.device = CPU,
+) -> Ratio:
     """Time `a` and `b` in turn, after one warm-up of each; `less` seconds are taken off every time."""
     a(), b()
-    times = [(seconds(a) - less, seconds(b) - less) for _ in range(pairs)]
+    times = [(seconds(a, device) - less, seconds(b, device) - less) for _ in range(pairs)]
     ratios = sorted(x / y for x, y in times)
     return Ratio(
         what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
@@ -47,15 +58,32 @@ def compare(what: str, a: Callable[[], object], b: Callable[[], object], pairs: 
     )  # fmt: skip
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes."""
+def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
+    """How long `work` takes, on `device` and around it."""
+    settle(device)
     started = time.perf_counter()
     work()
+    settle(device)
     return time.perf_counter() - started
 
 
-def peak(work: Callable[[], object]) -> float:
+def settle(device: torch.device) -> None:
+    """Wait until `device` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak(work: Callable[[], object], device: torch.device = CPU) -> float:
     """The most memory that tensors made by `work` take at once, in MB."""
+    if device.type == "cuda":
+        settle(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        work()
+        settle(device)
+        return (torch.cuda.max_memory_allocated(device) - held) / 1e6
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -68,10 +96,16 @@ def peak(work: Callable[[], object]) -> float:
     return most / 1e6
 
 
-def compare_peaks(what: str, a: Callable[[], object], b: Callable[[], object], above: float = 0.0) -> Ratio:
+def compare_peaks(
+    what: str,
+    a: Callable[[], object],
+    b: Callable[[], object],
+    above: float = 0.0,
+    device: torch.device = CPU,
+) -> Ratio:
     """The ratio of the two's peaks of memory, each less `above`; they do not vary, so each is taken once."""
     a(), b()
-    first, second = peak(a) - above, peak(b) - above
+    first, second = peak(a, device) - above, peak(b, device) - above
     ratio = first / second
     return Ratio(what, ratio, ratio, ratio, 1, first, second, "MB")
 

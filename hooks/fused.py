@@ -1,0 +1,173 @@
+"""Fused attention that also returns the log-sum-exp of its rows.
+
+PyTorch's public `scaled_dot_product_attention` keeps the log-sum-exp to itself. The operators below it return it:
+which of them computes is decided by PyTorch's own choice for these operands (`torch._fused_sdp_choice`), so the mixed
+values are those of the public function, bit for bit. This module is the only one that knows these operators; a test
+compares their signatures with what is written here and names the version of PyTorch that it met.
+
+On a GPU an operator is used after it has agreed with attention written out in float64 (trust.py). Where there is no
+operator (PyTorch's "math" route, a single query, a head width that is no multiple of 8), `attend` returns None: the
+caller computes the log-sum-exp in a pass of its own.
+
+One way this fails: these operators are private to PyTorch. A version that changes what they return fails the probe, and
+costs speed, not correctness.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+from sinklens.hooks import trust
+
+FUSED_DEVICES: tuple[str, ...] = ("cuda",)  # beside the CPU: kinds of devices whose operators may be used
+ALIGNED = 8  # numbers per row of a mask, a multiple of it, as the memory-efficient operator reads them
+PROBES = ((64, 64), (65, 65), (127, 300))  # queries and keys of the first-use test
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Attended(NamedTuple):
+    """What fused attention computed.
+
+    Attributes:
+        mixed: the heads' outputs.
+        lse: log Σ_j exp(score_ij), in float32.
+    """
+
+    mixed: Float[Tensor, "batch head query d_head"]
+    lse: Float[Tensor, "batch head query"]
+
+
+class Operands(NamedTuple):
+    """What an operator takes; `mask` is seen as [batch, head, query, key] and aligned."""
+
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch head key d_head"]
+    value: Float[Tensor, "batch head key d_head"]
+    mask: Float[Tensor, "batch head query key"] | None
+    causal: bool
+    scale: float
+
+
+def attend(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    value: Float[Tensor, "batch head key d_head"],
+    additive: Float[Tensor, "#batch #head #query key"] | None,
+    causal: bool,
+    scale: float,
+) -> Attended | None:
+    """Fused attention with its log-sum-exp; None where no operator of PyTorch returns it for these operands.
+
+    Args:
+        additive: added to the scores; −inf forbids.
+        causal: query i sees keys up to i; queries and keys are then as many.
+    """
+    if query.shape[2] == 1:
+        return None  # a cached step; PyTorch packs its heads, and would round otherwise
+    if query.device.type == "cpu" and "cpu" not in FUSED_DEVICES:
+        return _on_cpu(Operands(query, key, value, _spread(additive, query, key), causal, scale))
+    if (
+        query.device.type not in FUSED_DEVICES
+        or query.shape[-1] % ALIGNED
+        or (causal and query.shape[2] != key.shape[2])
+    ):
+        return None
+    given = Operands(query, key, value, _spread(additive, query, key, ALIGNED), causal, scale)
+    backend = choice(given)
+    if backend not in OPERATORS:
+        return None
+    place = (str(query.device), query.dtype, f"width {query.shape[-1]}", "causal" if causal else "not causal")
+    masked = "no mask" if additive is None else "a mask"
+    route = f"PyTorch's {backend.name.lower().replace('_', ' ')} operator"
+    if not trust.trusted(route, (*place, masked), lambda: _probe(backend, query, causal, additive is not None)):
+        return None
+    return _returned(OPERATORS[backend](given), query)
+
+
+def choice(given: Operands) -> SDPBackend:
+    """The route that `scaled_dot_product_attention` takes for these operands."""
+    number = torch._fused_sdp_choice(
+        given.query, given.key, given.value, attn_mask=given.mask, dropout_p=0.0, is_causal=given.causal,
+        scale=given.scale,
+    )  # fmt: skip
+    return SDPBackend(number)
+
+
+def _on_cpu(given: Operands) -> Attended:
+    mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        given.query, given.key, given.value, 0.0, given.causal, attn_mask=given.mask, scale=given.scale
+    )
+    return Attended(mixed, lse)
+
+
+def _flash(given: Operands) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        given.query, given.key, given.value, 0.0, given.causal, False, scale=given.scale
+    )
+    return found[0], found[1]
+
+
+def _efficient(given: Operands) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        given.query, given.key, given.value, given.mask, True, 0.0, given.causal, scale=given.scale
+    )
+    return found[0], found[1]
+
+
+def _cudnn(given: Operands) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        given.query, given.key, given.value, given.mask, True, 0.0, given.causal, False, scale=given.scale
+    )
+    return found[0], found[1]
+
+
+OPERATORS = {
+    SDPBackend.FLASH_ATTENTION: _flash,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+    SDPBackend.CUDNN_ATTENTION: _cudnn,
+}
+
+
+def _returned(found: tuple[Tensor, Tensor], query: Tensor) -> Attended:
+    """The outputs without what an operator pads: rows up to a multiple of 32, or an axis of one number."""
+    mixed, lse = found
+    lse = lse[..., 0] if lse.ndim == 4 else lse
+    return Attended(mixed, lse[..., : query.shape[2]].float())
+
+
+def _spread(additive: Tensor | None, query: Tensor, key: Tensor, multiple: int = 1) -> Tensor | None:
+    """`additive` seen as [batch, head, query, key], not copied per query; its rows start at multiples of `multiple`."""
+    if additive is None:
+        return None
+    added = additive.to(query.dtype)
+    if multiple > 1:
+        keys = key.shape[2]
+        added = nn.functional.pad(added, (0, -keys % multiple)).contiguous()[..., :keys]
+    return added.expand(*query.shape[:3], key.shape[2])
+
+
+def _probe(backend: SDPBackend, like: Tensor, causal: bool, masked: bool) -> None:
+    """Raises where the operator differs from attention written out in float64."""
+    tolerance = TOLERANCE.get(like.dtype, 1e-3)
+    for queries, keys in PROBES:
+        if causal and queries != keys:
+            continue
+        shapes = ((queries, 0), (keys, 1), (keys, 2))
+        query, key, value = (trust.numbers(2, 4, n, like.shape[-1], like=like, seed=seed) for n, seed in shapes)
+        additive = trust.numbers(2, 4, 1, keys, like=like, seed=3) if masked else None
+        if additive is not None:
+            additive[..., 1::3] = -torch.inf
+        given = Operands(query, key, value, _spread(additive, query, key, ALIGNED), causal, like.shape[-1] ** -0.5)
+        found = _returned(OPERATORS[backend](given), query)
+        wanted = explicit(given)
+        torch.testing.assert_close(found.mixed.cpu().double(), wanted.mixed, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found.lse.cpu().double(), wanted.lse, atol=5e-3, rtol=1e-3)
+
+
+def explicit(given: Operands) -> Attended:
+    """Attention written out, in float64 on the CPU."""
+    scores = trust.explicit_scores(given.query, given.key, given.scale, given.mask, given.causal)
+    return Attended(scores.softmax(-1).nan_to_num(0.0) @ given.value.cpu().double(), scores.logsumexp(-1))

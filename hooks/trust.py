@@ -1,0 +1,87 @@
+"""A fast route is taken on a device only after it has agreed there with the plain one.
+
+sinklens ships two routes for GPUs whose results could depend on the card, the driver or a version: the Triton kernels
+(column_sums_triton.py) and PyTorch's own operators that return the log-sum-exp (fused.py). The first call on a device,
+for each element type and head width, runs a *probe*: a few small cases at odd sizes, compared with the plain version.
+If the probe fails, for whatever reason, a warning says so once and the plain version is used from then on.
+
+Verdicts hold for the process. The next process asks again, which is quick: Triton keeps compiled kernels on disk.
+
+One way this fails: a probe sees small tensors. ``python -m sinklens.devices.check`` tries longer ones.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Verdict(NamedTuple):
+    """What a probe said.
+
+    Attributes:
+        passed: the route may be used.
+        reason: why not; empty if it passed.
+    """
+
+    passed: bool
+    reason: str = ""
+
+
+VERDICTS: dict[tuple[Hashable, ...], Verdict] = {}
+
+
+def trusted(route: str, place: tuple[Hashable, ...], probe: Callable[[], None]) -> bool:
+    """Whether `route` may be used at `place`: (device, type, width).
+
+    Args:
+        probe: raises where the route fails or disagrees; run once per route and place.
+    """
+    key = (route, *place)
+    if key not in VERDICTS:
+        VERDICTS[key] = _verdict(probe)
+        if not VERDICTS[key].passed:
+            warnings.warn(
+                f"{route} cannot be used on {', '.join(map(str, place))}; the plain version is used instead, which is "
+                f"slower and gives the same results ({VERDICTS[key].reason})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return VERDICTS[key].passed
+
+
+def _verdict(probe: Callable[[], None]) -> Verdict:
+    try:
+        with torch.no_grad():
+            probe()
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the route
+    except Exception as error:  # noqa: BLE001 — compilers, drivers and comparisons raise many kinds; the warning names it
+        return Verdict(False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return Verdict(True)
+
+
+def numbers(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Random numbers for a probe, of the type and on the device of `like`; no global generator is touched."""
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)
+    return drawn.to(device=like.device, dtype=like.dtype)
+
+
+def explicit_scores(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    scale: float,
+    mask: Float[Tensor, "#batch #head #query key"] | None,
+    causal: bool,
+) -> Float[Tensor, "batch head query key"]:
+    """q_i · k_j · scale + mask[i, j] in float64 on the CPU; −inf where causal order hides a key."""
+    scores = query.cpu().double() @ key.cpu().double().transpose(-2, -1) * scale
+    if mask is not None:
+        scores = scores + mask.cpu().double()
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores

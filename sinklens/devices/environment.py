@@ -1,0 +1,58 @@
+"""What is here: the device, its memory, and the versions. Facts, and two claims without which the rest means little."""
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from sinklens.devices.findings import Claim, NotChecked
+from sinklens.devices.parts import Setting
+
+PACKAGES = ("sinklens", "torch", "triton", "transformers", "nnsight", "transformer-lens", "accelerate", "numpy")
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """What a figure depends on."""
+    found = {"python": platform.python_version(), "system": platform.platform(), "device": str(device)}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if device.type != "cuda":
+        return found | {"threads": str(torch.get_num_threads())}
+    card = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return found | {
+        "card": card.name, "cards": str(torch.cuda.device_count()), "capability": f"{card.major}.{card.minor}",
+        "processors": str(card.multi_processor_count), "memory": f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free",
+        "cuda": str(torch.version.cuda or torch.version.hip), "cudnn": str(torch.backends.cudnn.version()),
+    }  # fmt: skip
+
+
+def claims(setting: Setting) -> Iterator[Claim]:
+    """Every fact as a claim that holds, then the two."""
+    for name, value in facts(setting.device).items():
+        yield Claim(name, lambda value=value: value)  # type: ignore[misc]
+    yield Claim("the device multiplies matrices as the CPU does, in float32 without TF32", lambda: _product(setting))
+    yield Claim("Triton compiles for this device", lambda: _triton(setting))
+
+
+def _product(setting: Setting) -> str:
+    left, right = (torch.randn(65, 65, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    found = (left.to(setting.device) @ right.to(setting.device)).cpu().double()
+    off = float((found - left.double() @ right.double()).abs().max())
+    assert off < 1e-4, f"a product of 65 numbers differs by {off:.2g}: TF32 is on, or the device is faulty"
+    return f"differs by {off:.2g}"
+
+
+def _triton(setting: Setting) -> str:
+    if setting.device.type != "cuda":
+        raise NotChecked("no CUDA device; the kernels run in Triton's interpreter")
+    from sinklens.hooks import column_sums_triton
+
+    query = torch.zeros(1, 1, 16, 64, device=setting.device)
+    found = column_sums_triton.log_sum_exp(query, query, 1.0)
+    assert abs(float(found[0, 0, 0]) - 2.7725887) < 1e-5, f"log 16 came out as {float(found[0, 0, 0])}"
+    return f"log-sum-exp of 16 equal scores is {float(found[0, 0, 0]):.6f}"

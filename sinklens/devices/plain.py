@@ -1,0 +1,94 @@
+"""What sinklens is compared with: models without hook points, and the sampling loop written out on them."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+MASK = 1
+ANSWER = 32  # positions to decide
+LLADA_8B = {"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
+TINY = {"d_model": 192, "n_layers": 4, "n_heads": 6, "vocab": 643}
+
+
+def random_llada(
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    vocab: int,
+    d_mlp: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LlamaForCausalLM:
+    """A bidirectional Llama with random weights, made on `device`; `d_mlp` is 8/3 of `d_model` if not given."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=d_model, intermediate_size=d_mlp or int(d_model * 8 / 3) // 64 * 64,
+        num_hidden_layers=n_layers, num_attention_heads=n_heads, max_position_embeddings=4096,
+        tie_word_embeddings=False, mask_token_id=MASK,
+    )  # fmt: skip
+    config.is_causal = False
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    return _bidirectional(model)
+
+
+def twin(model: LlamaForCausalLM, attention: str = "sdpa") -> LlamaForCausalLM:
+    """Another model over the same weights, which are not copied."""
+    config: Any = copy.deepcopy(model.config)
+    first = next(model.parameters())
+    with torch.device("meta"):
+        other = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=first.dtype)
+    other.load_state_dict(model.state_dict(), assign=True)
+    rotary: Any = type(other.model.rotary_emb)
+    other.model.rotary_emb = rotary(config=config).to(first.device)
+    return _bidirectional(other.eval())
+
+
+def _bidirectional(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+def blank(prompt: Tensor) -> Tensor:
+    """The canvas before the first step."""
+    return torch.cat([prompt, torch.full((len(prompt), ANSWER), MASK, device=prompt.device)], dim=1)
+
+
+def plain_loop(hf: LlamaForCausalLM, prompt: Tensor, steps: int) -> Tensor:
+    """LLaDA's greedy loop on a plain transformers model, head and softmax on the masked positions only."""
+    with torch.no_grad():
+        canvas = blank(prompt)
+        for _ in range(steps):
+            where = canvas == MASK
+            logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
+            candidates = logits.argmax(-1)
+            sure = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
+            proposed = canvas.masked_scatter(where, candidates)
+            nowhere = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
+            _commit(canvas, proposed, nowhere.masked_scatter(where, sure), ANSWER // steps)
+        return canvas
+
+
+def reference_loop(hf: LlamaForCausalLM, prompt: Tensor, steps: int) -> Tensor:
+    """The same as LLaDA's published sampling script computes it: head and float64 softmax at every position."""
+    with torch.no_grad():
+        canvas = blank(prompt)
+        for _ in range(steps):
+            where = canvas == MASK
+            logits = hf(input_ids=canvas, use_cache=False).logits
+            candidates = logits.argmax(-1)
+            sure = logits.to(torch.float64).softmax(-1).gather(-1, candidates[..., None])[..., 0]
+            proposed = torch.where(where, candidates, canvas)
+            _commit(canvas, proposed, torch.where(where, sure, -torch.inf), ANSWER // steps)
+        return canvas
+
+
+def _commit(canvas: Tensor, proposed: Tensor, confidence: Tensor, count: int) -> None:
+    """Put the `count` surest tokens of each row on the canvas."""
+    for row in range(len(canvas)):
+        chosen = confidence[row].topk(count).indices
+        canvas[row, chosen] = proposed[row, chosen]

@@ -1,0 +1,79 @@
+"""How long a pass must take: by the card's peak of arithmetic, or by its memory, whichever takes longer.
+
+The peaks are the makers' figures for dense products in bfloat16 (float16 where a card lacks it) and for memory. A card
+that is not listed is measured: a large product, and a large copy.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from sinklens.devices.measuring import seconds
+
+
+class Peak(NamedTuple):
+    """What a card can do.
+
+    Attributes:
+        flops: per second.
+        bytes: per second, from and to its memory.
+        source: "data sheet", or "measured".
+    """
+
+    flops: float
+    bytes: float
+    source: str = "data sheet"
+
+
+CARDS = (  # part of the name that torch gives, in the order in which they are tried
+    ("B200", Peak(2250e12, 8.0e12)),
+    ("H200", Peak(989e12, 4.8e12)),
+    ("H100 PCIe", Peak(756e12, 2.0e12)),
+    ("H100 NVL", Peak(835e12, 3.9e12)),
+    ("H100", Peak(989e12, 3.35e12)),
+    ("A100-SXM4-80GB", Peak(312e12, 2.039e12)),
+    ("A100 80GB", Peak(312e12, 1.935e12)),
+    ("A100", Peak(312e12, 1.555e12)),
+    ("L40S", Peak(362e12, 0.864e12)),
+    ("L4", Peak(121e12, 0.3e12)),
+    ("A10", Peak(125e12, 0.6e12)),
+    ("RTX 4090", Peak(165e12, 1.008e12)),
+    ("RTX 3090", Peak(71e12, 0.936e12)),
+    ("T4", Peak(65e12, 0.32e12)),
+    ("V100", Peak(125e12, 0.9e12)),
+)
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The peak of `device`, by its name or measured."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        for part, peak in CARDS:
+            if part in name.replace("NVIDIA ", ""):
+                return peak
+    return _measured(device, dtype)
+
+
+def _measured(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> Peak:
+    side = 1024 if device.type == "cpu" else 8192
+    left = torch.randn(side, side, device=device).to(dtype)
+    out = torch.empty_like(left)
+    product = min(seconds(lambda: torch.matmul(left, left, out=out), device) for _ in range(repeats))
+    source = torch.empty(1 << (24 if device.type == "cpu" else 30), dtype=torch.uint8, device=device)
+    into = torch.empty_like(source)
+    copy = min(seconds(lambda: into.copy_(source), device) for _ in range(repeats))
+    return Peak(2 * side**3 / product, 2 * source.numel() / copy, "measured")
+
+
+def pass_of(sizes: dict[str, int], rows: int, length: int, answer: int, itemsize: int) -> tuple[float, float]:
+    """FLOPs and bytes of one pass that decides `answer` positions of each row: (products, weights and activations).
+
+    Per layer and token 2·(4·d² + 3·d·d_mlp) FLOPs, and 4·S·d for attention; the head at the answer's positions. Bytes
+    are those of the weights, read once, and of each layer's activations, written and read once.
+    """
+    d, mlp, layers = sizes["d_model"], sizes.get("d_mlp") or int(sizes["d_model"] * 8 / 3) // 64 * 64, sizes["n_layers"]
+    weights = layers * (4 * d * d + 3 * d * mlp)
+    tokens = rows * length
+    flops = 2 * weights * tokens + 4 * layers * tokens * length * d + 2 * rows * answer * d * sizes["vocab"]
+    activations = tokens * layers * (8 * d + 3 * mlp) * 2
+    return float(flops), float(itemsize * (weights + d * sizes["vocab"] + activations))
