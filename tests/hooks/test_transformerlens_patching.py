@@ -254,6 +254,7 @@ def test_changing_one_heads_input_changes_that_heads_part_alone(switched, letter
     found = model.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
     edits = {f"blocks.1.attn.hook_{letter}": lambda _: expected}
     close(found, plain_pass(model, ids, edits=edits).logits)
+    close(cache[f"blocks.1.attn.hook_{letter}"], expected)
     for other in {"q", "k", "v"} - {letter}:
         close(cache[f"blocks.1.attn.hook_{other}"], plain[f"blocks.1.attn.hook_{other}"])
 
