@@ -9,13 +9,15 @@ One way this fails: a track without the ids of its end tokens (``special``) tell
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
-from sinklens.sinks.track import SinkTrack
+from sinklens.sinks.data import TrackData
+
+Track = TypeVar("Track", bound=TrackData)
 
 
 def holds_end(ids: Int[np.ndarray, "batch step pos"], ends: Sequence[int]) -> Bool[np.ndarray, "batch step"]:
@@ -23,7 +25,7 @@ def holds_end(ids: Int[np.ndarray, "batch step pos"], ends: Sequence[int]) -> Bo
     return np.asarray(np.isin(ids, list(ends)).any(axis=-1))
 
 
-def running(track: SinkTrack) -> Bool[xr.DataArray, "batch step"]:
+def running(track: TrackData) -> Bool[xr.DataArray, "batch step"]:
     """False at the steps that a row of an autoregressive batch spends behind its end token."""
     token = track.data["token_id"]
     if not track.causal:
@@ -32,7 +34,7 @@ def running(track: SinkTrack) -> Bool[xr.DataArray, "batch step"]:
     return token.isel(pos=0, drop=True).copy(data=~holds_end(answer, track.special["end"]))
 
 
-def own_steps(track: SinkTrack, own: Bool[np.ndarray, "batch step"]) -> SinkTrack:
+def own_steps(track: Track, own: Bool[np.ndarray, "batch step"]) -> Track:
     """`track` with each row's own steps at the front; behind them nothing exists.
 
     ``unmask_step`` counts the batch's steps and is left out.
@@ -46,7 +48,7 @@ def own_steps(track: SinkTrack, own: Bool[np.ndarray, "batch step"]) -> SinkTrac
         if "step" in value.dims:
             chosen = value.drop_vars("step", errors="ignore").isel(batch=rows, step=steps)
             moved[name] = chosen.where(kept, nothing(value.dtype))
-    return SinkTrack(data.drop_dims("step").assign(moved))
+    return type(track)(data.drop_dims("step").assign(moved))
 
 
 def nothing(dtype: np.dtype) -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.sinks.track import SinkTrack, Unit, require_detector
+from sinklens.sinks.data import TrackData, Unit
 
 AXES = ("batch", "step", "layer", "head", "pos")
 
@@ -35,15 +35,26 @@ class Detector(ABC):
     """One definition of a sink."""
 
     @abstractmethod
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         """True where `track` has a sink: [batch, step, layer, head, pos]."""
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         """How much of a sink each position is, [batch, step, layer, head, pos]; by default its score."""
         return track.scores()
 
 
-def everywhere(values: xr.DataArray, track: SinkTrack) -> xr.DataArray:
+def require_detector(detector: object) -> None:
+    """Refuse what cannot be asked for sinks, such as the class of a detector or its name.
+
+    Raises:
+        TrackError: it is not a `Detector`.
+    """
+    if not isinstance(detector, Detector):
+        called = f"{detector.__name__}()" if isinstance(detector, type) else "EpsilonOverMean(epsilon=3)"
+        raise TrackError(f"a detector is an object such as {called}; got {detector!r}.")
+
+
+def everywhere(values: xr.DataArray, track: TrackData) -> xr.DataArray:
     """`values`, which may lack some axes, on all five axes of `track`."""
     return values.broadcast_like(track.data["score"]).transpose(*AXES)
 
@@ -87,11 +98,11 @@ class EpsilonOverMean(Detector):
     def __post_init__(self) -> None:
         _numbers(self, "epsilon")
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         score = track.scores(self.unit)
         return score - over_others(score)
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
         other = "use unit='sum' or unit='percent'" if most == 1 else "give a smaller one"
         _warn_if_never(
@@ -117,7 +128,7 @@ class TopK(Detector):
         if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer):
             raise SettingError(f"k is a number of keys; got {self.k!r}.")
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         score = track.scores()
         if not 1 <= self.k <= score.sizes["pos"]:
             raise TrackError(f"k lies between 1 and {score.sizes['pos']}, the number of positions; got {self.k}.")
@@ -152,16 +163,16 @@ class MeanPlusStd(Detector):
         if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
             raise SettingError(f"over holds 'layer', 'head', both or nothing, as a tuple; got {self.over!r}.")
 
-    def _margin(self, track: SinkTrack) -> xr.DataArray:
+    def _margin(self, track: TrackData) -> xr.DataArray:
         mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)
         return mass - mass.mean("pos") - self.k * mass.std("pos")
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         margin = self._margin(track)
         soft = (1 + np.tanh(self.slope / 2 * margin.to_numpy())) / 2  # the sigmoid, without overflow
         return everywhere(margin.copy(data=soft), track)
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         size = track.data.sizes["pos"]
         most = (size - 1) ** 0.5  # where one position has everything
         _warn_if_never(
@@ -191,12 +202,12 @@ class SinkRate(Detector):
         if not 0 <= self.share <= 1:
             raise SettingError(f"share is a share of all heads, 0 to 1; got {self.share}.")
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         alpha = track.scores("visible")
         rate = (alpha > self.epsilon).mean(("layer", "head"))
         return everywhere(rate, track).where(alpha.notnull())
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         _warn_if_never(self.epsilon >= 1 and bounded(track), f"epsilon = {self.epsilon}", "no mean attention exceeds 1")
         rate = self.strength(track)
         return (rate >= self.share) & (rate > 0)
@@ -218,10 +229,10 @@ class SmallValueNorm(Detector):
     def __post_init__(self) -> None:
         _numbers(self, "ratio", above=0)
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         return 1 / value_ratio(track)
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         return value_ratio(track) < self.ratio
 
 
@@ -249,12 +260,12 @@ class ResidualPeak(Detector):
         if self.per not in ("position", "channel"):
             raise SettingError(f"per is 'position' or 'channel'; got {self.per!r}.")
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         median = "stream_median" if self.per == "position" else "stream_channel_median"
         stream = track.need("stream_peak", median)
         return everywhere(stream["stream_peak"] / stream[median], track)
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         high = track.need("stream_peak")["stream_peak"] > self.floor
         return (self.strength(track) >= self.ratio) & everywhere(high, track)
 
@@ -278,10 +289,10 @@ class NoOp(Detector):
         _numbers(self, "ratio", above=0)
         require_detector(self.among)
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         return 1 / value_ratio(track)
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         return self.among.detect(track) & (value_ratio(track) < self.ratio)
 
 
@@ -311,21 +322,21 @@ class Broadcast(Detector):
         if self.low > self.high:
             raise SettingError(f"low is at most high; got {self.low} and {self.high}.")
 
-    def strength(self, track: SinkTrack) -> xr.DataArray:
+    def strength(self, track: TrackData) -> xr.DataArray:
         return everywhere(1 / track.need("output_rank")["output_rank"], track).where(track.scores().notnull())
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         ratio = value_ratio(track)
         flat = everywhere(track.need("output_rank")["output_rank"] < self.rank, track)
         return self.among.detect(track) & (ratio >= self.low) & (ratio <= self.high) & flat
 
 
-def bounded(track: SinkTrack) -> bool:
+def bounded(track: TrackData) -> bool:
     """Whether a row of the patterns sums to at most 1, as every one does but those of sigmoid attention."""
     return track.data.attrs.get("attention", "softmax") != "sigmoid"
 
 
-def value_ratio(track: SinkTrack) -> xr.DataArray:
+def value_ratio(track: TrackData) -> xr.DataArray:
     """|v_j| / mean_k |v_k| over the positions that exist, [batch, step, layer, head, pos]; needs "values"."""
     norm = track.need("value_norm")["value_norm"]
     return norm / norm.mean("pos")

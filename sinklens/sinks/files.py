@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -22,15 +22,13 @@ import xarray as xr
 from sinklens.atomic import whole
 from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks.active import nothing
+from sinklens.sinks.data import TrackData
 from sinklens.sinks.stores import FINISHED, FORMAT, FORMATS, WIDE, WRITTEN, beside, is_store, restore
-
-if TYPE_CHECKING:
-    from sinklens.sinks.track import SinkTrack
 
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # of tracks that are put together
 
 
-def save(track: "SinkTrack", path: Path, dtype: str, overwrite: bool = True) -> Path:
+def save(track: TrackData, path: Path, dtype: str, overwrite: bool = True) -> Path:
     """See `SinkTrack.save`."""
     if dtype not in ("float32", "float16"):
         raise TrackError(f"dtype on disk is 'float32' or 'float16'; got {dtype!r}.")
