@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sinklens
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation import statistics
+from sinklens.model import load
 from sinklens.tasks.word_problems import Problem, held_out, read_answer
+from sinklens.tracing import generate
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **setting
     Raises:
         PromptError: the model has no tokenizer.
     """
-    model = sinklens.load(model)
+    model = load(model)
     if model.tokenizer is None:
         raise PromptError(f"{model.name} came without a tokenizer, and the held-out problems are text.")
     tally: dict[str, tuple[int, int]] = {}
@@ -65,7 +66,7 @@ def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **setting
     ordered = sorted(problems, key=lambda problem: len(model.tokenizer(problem.prompt).input_ids))
     for start in range(0, len(ordered), batch):
         part = ordered[start : start + batch]
-        run = sinklens.generate(model, [p.prompt for p in part], record_sinks=False, **settings)
+        run = generate(model, [p.prompt for p in part], record_sinks=False, **settings)
         for problem, answer in zip(part, run.answers, strict=True):
             right, total = tally.get(problem.kind, (0, 0))
             tally[problem.kind] = (right + (read_answer(answer.text or "") == problem.result), total + 1)

@@ -29,13 +29,13 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-import sinklens
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
 from sinklens.sampling import AutoregressiveSettings, LladaSettings, make_settings
+from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,12 +88,12 @@ class Mechanism(Study):
             return xr.Dataset(nothing | steps, coords={"pick": list(PICKS), "step": [0]})
         kept = MaskedLogits()
         asked: dict[str, Any] = {"seed": self.seed, "chat_template": self.chat_template, "progress": False, **settings}
-        base = sinklens.generate(model, [prompt], hooks=[kept], record_sinks=False, **asked)
+        base = generate(model, [prompt], hooks=[kept], record_sinks=False, **asked)
         found = []
         for mask in masked(unchanged(self, model, prompt, settings)).values():
             hidden, changed = MaskedKeys(model), MaskedLogits()
             hooks: list[Any] = [mask, *hidden.hooks(), changed]
-            run = sinklens.generate(model, [prompt], hooks=hooks, record_sinks=False, replay=base, **asked)
+            run = generate(model, [prompt], hooks=hooks, record_sinks=False, replay=base, **asked)
             mass = attention_to(base, hidden.keys(base))
             compared = compare(base, run, kept.kept, changed.kept, above_median(base, mass))
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))

@@ -36,12 +36,12 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-import sinklens
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.sampling import AutoregressiveSettings, make_settings
+from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,8 +140,7 @@ class Patching(Study):
         if texts[0].shape != texts[1].shape:
             return None
         clean, corrupted = (
-            sinklens.generate(model, ids, seed=self.seed, record_sinks=False, progress=False, **settings)
-            for ids in texts
+            generate(model, ids, seed=self.seed, record_sinks=False, progress=False, **settings) for ids in texts
         )
         differ = clean.tokens[0] != corrupted.tokens[0]
         number = differ & (torch.arange(len(differ)) < clean.prompt_length)
@@ -155,7 +154,7 @@ class Patching(Study):
         gaps, copies = Gaps(pair, patches), len(patches)
         prompt = pair.corrupted.canvas[:, 0, : pair.corrupted.prompt_length].repeat(copies, 1)
         again = _Canvas(pair.corrupted.canvas.repeat(copies, 1, 1)) if replay else None
-        gaps.run = sinklens.generate(
+        gaps.run = generate(
             pair.clean.model, prompt, seed=self.seed, hooks=gaps.hooks(), record_sinks=False, progress=False,
             replay=again, **settings,
         )  # fmt: skip

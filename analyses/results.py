@@ -9,19 +9,48 @@ have, stay. The manifest lists the tables of the newest run under ``tables``, an
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xarray as xr
 
 from sinklens.atomic import whole
 
 if TYPE_CHECKING:
-    from sinklens.analyses.study import Findings, Study
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
-def write(study: "Study", findings: "Findings", out: Path) -> "Findings":
+@dataclass(frozen=True)
+class Findings:
+    """What a study gives.
+
+    Attributes:
+        measured: model name -> every prompt's measurements, with the axis ``prompt``.
+        examples: model name -> what the figures show of one prompt's run, for the studies and models that have it.
+        tables: name -> table.
+        manifest: all that decided the numbers.
+        files: what was written; empty without a folder.
+    """
+
+    measured: dict[str, xr.Dataset]
+    examples: dict[str, xr.Dataset]
+    tables: "dict[str, DataFrame]"
+    manifest: dict[str, Any]
+    files: tuple[Path, ...] = ()
+
+
+class Drawing(Protocol):
+    """What writing needs of a study: its name and its figures."""
+
+    name: str
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """Figures by name."""
+
+
+def write(study: Drawing, findings: Findings, out: Path) -> Findings:
     """Write tables, figures, measurements and, last, the manifest."""
     files = []
     for name, table in findings.tables.items():
@@ -64,7 +93,7 @@ def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> bool:
     return True
 
 
-def _draw(study: "Study", findings: "Findings", out: Path) -> list[Path]:
+def _draw(study: Drawing, findings: Findings, out: Path) -> list[Path]:
     """Every figure as PNG and SVG; the same numbers give the same bytes."""
     from matplotlib import pyplot
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
-import sinklens
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import holds_end, own_steps
+from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ def own_run(
     def note(confidence: "Tensor", hook: Any) -> None:
         working.append((confidence > -np.inf).any(dim=1).cpu().numpy())
 
-    run = sinklens.generate(
+    run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
         hooks=[*hooks, ("denoise.hook_confidence", note)], replay=replay, **settings,
     )  # fmt: skip

@@ -28,13 +28,13 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-import sinklens
 from sinklens.analyses.intervals import RESAMPLES
-from sinklens.analyses.results import warn_of_others, write
+from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units, batches, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
+from sinklens.model import load
 from sinklens.sampling.settings import BY_SAMPLER, make_settings
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
@@ -50,25 +50,6 @@ __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
 Report = Callable[[str, int, int], None]
 SINK = "a sink: column sum more than 3 above the mean of the others"  # said on figures; what `SinkTrack.detect` finds
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a study gives.
-
-    Attributes:
-        measured: model name -> every prompt's measurements, with the axis ``prompt``.
-        examples: model name -> what the figures show of one prompt's run, for the studies and models that have it.
-        tables: name -> table.
-        manifest: all that decided the numbers.
-        files: what was written; empty without a folder.
-    """
-
-    measured: dict[str, xr.Dataset]
-    examples: dict[str, xr.Dataset]
-    tables: "dict[str, DataFrame]"
-    manifest: dict[str, Any]
-    files: tuple[Path, ...] = ()
 
 
 @dataclass
@@ -162,7 +143,7 @@ class Study(ABC):
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
         prompts = _prompts(prompts)
-        loaded = [sinklens.load(model) for model in _several(models)]
+        loaded = [load(model) for model in _several(models)]
         names = _names(loaded)
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
@@ -291,9 +272,9 @@ def _source_hash(study: type) -> str:
 @cache
 def _code_hash() -> str:
     """Of all code that may decide a number: sinklens and the studies."""
-    import sinklens.hooks
+    from sinklens import errors, hooks
 
-    folders = [Path(module.__file__).parent for module in (sinklens, sinklens.hooks) if module.__file__]
+    folders = [Path(module.__file__).parent for module in (errors, hooks) if module.__file__]
     files = sorted({file.resolve() for folder in (*folders, Path(__file__).parent) for file in folder.rglob("*.py")})
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

@@ -36,7 +36,7 @@ from sinklens.hooks.normalizers import Visible, Weigh, softmax, way_of
 from sinklens.hooks.points import at
 
 if TYPE_CHECKING:
-    from sinklens.hooks.tree import AttentionPoints
+    from sinklens.hooks.groups import AttentionPoints
 
 NAME = "sinklens"
 POINTS = "sinklens_points"  # key in a module's __dict__: not a submodule, so no tree lists the points twice

@@ -7,15 +7,12 @@ One way this fails: ``dict(cache.cache_dict)`` is a plain dictionary again, whic
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from transformer_lens import ActivationCache
 
 from sinklens.errors import HookNameError
-
-if TYPE_CHECKING:
-    from sinklens.hooks.front import HookFront
 
 Value = TypeVar("Value")
 GRADIENT = "_grad"  # TransformerLens's ending of the name under which a point's gradient is cached
@@ -58,12 +55,19 @@ class ByPoint(dict[str, Value]):
         return self.resolve(name) + key[len(name) :]
 
 
+class Spelling(Protocol):
+    """A model that knows which point a spelling means."""
+
+    def spelled(self, name: str) -> str:
+        """The name of the point that `name` means."""
+
+
 class HookCache(ActivationCache):
     """TransformerLens's `ActivationCache`; every accepted spelling of a name works."""
 
     cache_dict: ByPoint[Tensor]
 
-    def __init__(self, cache_dict: Mapping[str, Tensor], model: "HookFront", has_batch_dim: bool = True) -> None:
+    def __init__(self, cache_dict: Mapping[str, Tensor], model: Spelling, has_batch_dim: bool = True) -> None:
         kept = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)
         super().__init__(kept, model, has_batch_dim)
 

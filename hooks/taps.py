@@ -22,7 +22,7 @@ from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
-    from sinklens.hooks.tree import AttentionPoints, Block, HookTree, Points
+    from sinklens.hooks.groups import AttentionPoints, Block, Points
 
 BLOCK = "sinklens_block"  # key in a layer's __dict__, as attention.POINTS
 

@@ -143,8 +143,9 @@ def run_demo(options: argparse.Namespace) -> None:
     """`sinklens demo`: both twins on one held-out problem."""
     from rich.console import Console
 
-    import sinklens
+    from sinklens.model import load
     from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
+    from sinklens.tracing import trace
     from sinklens.views import report, sink_paths, terminal
 
     if not 0 <= options.problem < HELD_OUT_SIZE:
@@ -152,8 +153,8 @@ def run_demo(options: argparse.Namespace) -> None:
     problem = held_out()[options.problem]
     runs = []
     for name in ("tiny-llada", "tiny-llama"):
-        model = sinklens.load(name)
-        with sinklens.trace(model, problem.prompt) as t:
+        model = load(name)
+        with trace(model, problem.prompt) as t:
             pass
         assert t.generation.sinks is not None
         t.generation.sinks.save(options.out / f"{name}.sinks.nc")
@@ -180,12 +181,13 @@ def run_trace(options: argparse.Namespace) -> None:
     """`sinklens trace`."""
     from rich.console import Console
 
-    import sinklens
+    from sinklens.model import load
+    from sinklens.tracing import generate
     from sinklens.views import most_moving_head, report, sink_path, terminal
 
     prompt = _prompt(options.prompt)
-    model = sinklens.load(options.model, dtype=options.dtype, device=options.device)
-    run = sinklens.generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings_given(options))
+    model = load(options.model, dtype=options.dtype, device=options.device)
+    run = generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings_given(options))
     assert run.sinks is not None
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")

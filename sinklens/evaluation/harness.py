@@ -23,13 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-import sinklens
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.masking import Reach
 from sinklens.interventions.selection import Pick, Scope
+from sinklens.model import load
 from sinklens.sampling import make_settings
 from sinklens.tasks.base import cut
+from sinklens.tracing import generate
 
 try:
     import lm_eval.models  # noqa: F401  its own list, which it would not read any more once ours is registered
@@ -102,7 +103,7 @@ class SinklensLM(LM):
             "device": _there(device),
             "dtype": None if dtype == "auto" else dtype,
         }
-        self.model = sinklens.load(pretrained, **{name: value for name, value in given.items() if value is not None})
+        self.model = load(pretrained, **{name: value for name, value in given.items() if value is not None})
         self.batch_size, self.seed, self.settings = int(batch_size), seed, settings
         self._device = self.model.cfg.device
         self._settings({})
@@ -164,7 +165,7 @@ class SinklensLM(LM):
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for seed, asked, places in self._batches(requests):
                 prompts = [self.encode(requests[place].args[0]) for place in places]
-                run = sinklens.generate(
+                run = generate(
                     self.model, prompts, hooks=self.hooks, seed=seed, record_sinks=False, progress=False,
                     **self._settings(asked),
                 )  # fmt: skip

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import sinklens
 from sinklens.errors import LedgerError, SettingError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record, Run, Writer
 from sinklens.evaluation.protocols import Protocol as Asking
 from sinklens.evaluation.protocols import find
 from sinklens.evaluation.units import Batch, batches, carry_out, identity, prompt_hash, reference_hash
+from sinklens.model import load
 from sinklens.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class InProcess:
     def load(self, job: Job) -> "Model":
         """The job's model."""
         if self.model is None:
-            self.model = sinklens.load(job.source, **job.load)
+            self.model = load(job.source, **job.load)
         return self.model
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:

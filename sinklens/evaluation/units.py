@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import sinklens
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record
@@ -141,7 +140,7 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
     def generate(hooks: Sequence[Intervention]) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
         settings: dict[str, Any] = protocol.of(model.record.sampler)
-        return sinklens.generate(model, prompts, seed=seed, hooks=hooks, progress=False, **settings)
+        return generate(model, prompts, seed=seed, hooks=hooks, progress=False, **settings)
 
     def unmasked() -> SinkTrack:
         track = generate(()).sinks

@@ -1,0 +1,114 @@
+"""The groups of hook points: of a norm, an attention layer, an MLP, a block.
+
+A group is a module whose children are points, named as in names.py. It also carries the weights of the layer it describes,
+under TransformerLens's names; the layer owns them.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinklens.hooks import names
+from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.points import Point, Watch
+from sinklens.hooks.weights import AttentionWeights, MlpWeights
+
+
+class Points(nn.Module):
+    """A named group of points: one row of the table each."""
+
+    def __init__(self, specs: Iterable[names.PointSpec], watch: Watch) -> None:
+        super().__init__()
+        for spec in specs:
+            setattr(self, spec.name, Point(watch))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Point: ...
+
+    def any_watched(self) -> bool:
+        """Whether anybody watches one of the points now."""
+        return any(point.watched for point in self._modules.values())  # type: ignore[union-attr]
+
+
+class NormPoints(Points):
+    """The points of one norm; calling the group applies the norm, as TransformerLens's helpers do."""
+
+    def __init__(self, watch: Watch, norm: nn.Module) -> None:
+        super().__init__(names.NORM, watch)
+        self.__dict__["_norm"] = norm  # as for the output weights below: the layer owns it
+
+    @property
+    def w(self) -> Float[Tensor, " d_model"]:
+        """Learned weight of the norm."""
+        return self.__dict__["_norm"].weight
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The norm of `x`, its learned weight included; no hook of its points is called."""
+        norm = self.__dict__["_norm"]
+        return type(norm).forward(norm, x)
+
+
+class AttentionPoints(AttentionWeights, Points):
+    """The points of one attention layer, and its weights as TransformerLens shapes them."""
+
+    hook_q: Point
+    hook_k: Point
+    hook_v: Point
+    hook_rot_q: Point
+    hook_rot_k: Point
+    hook_attn_mask: Point
+    hook_attn_scores: Point
+    hook_pattern: Point
+    hook_sink_scores: Point
+    hook_z: Point
+    hook_result: Point
+
+    def __init__(self, watch: Watch, projections: dict[str, nn.Module], d_head: int) -> None:
+        inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
+        ordered = [row for spec in names.ATTENTION for row in (inputs.get(spec.name), spec) if row is not None]
+        super().__init__([names.ATTN_IN, *ordered], watch)
+        self.__dict__["_projections"] = (projections, d_head)  # the layer owns its weights; the points look at them
+        outside = ("hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name)  # tapped at the projections
+        inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
+        self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]
+
+    def any_watched(self) -> bool:
+        """Whether a point inside the attention function is watched."""
+        return any(point.watched for point in self.__dict__["_inside"])
+
+
+class MlpPoints(MlpWeights, Points):
+    """The points of one MLP, and its weights as TransformerLens shapes them."""
+
+    def __init__(self, watch: Watch, projections: dict[str, nn.Module]) -> None:
+        super().__init__(names.MLP, watch)
+        self.__dict__["_projections"] = projections
+
+
+class Block(nn.Module):
+    """The points of one layer, in the order the forward pass reaches them."""
+
+    hook_out_is_single_residual_stream = True  # what TransformerLens's logit lens asks of a block
+
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, d_head: int) -> None:
+        super().__init__()
+        heads = {letter: getattr(architecture, letter) for letter in ("q", "k", "v", "o")}
+        mlp = {part: getattr(architecture, part) for part in ("gate", "up", "down")}
+        self.hook_resid_pre = Point(watch)
+        self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
+        self.attn = AttentionPoints(watch, _below(layer, architecture.attn, heads), d_head)
+        self.hook_attn_out = Point(watch)
+        self.hook_resid_mid = Point(watch)
+        self.hook_mlp_in = Point(watch)
+        self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2))
+        self.mlp = MlpPoints(watch, _below(layer, architecture.mlp, mlp))
+        self.hook_mlp_out = Point(watch)
+        self.hook_resid_post = Point(watch)
+
+
+def _below(layer: nn.Module, part: str, paths: dict[str, str]) -> dict[str, nn.Module]:
+    """Modules below `part` of a layer, by our short names."""
+    return {name: layer.get_submodule(f"{part}.{path}") for name, path in paths.items()}
