@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from nnsight import NNsight
 from torch import Tensor
 
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
-from sinklens.errors import CheckpointError, PromptError
+from sinklens.errors import CheckpointError, PromptError, SinklensError
 from sinklens.hooks.architectures import architecture_of
+from sinklens.hooks.interleaving import Root
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.hooks.weighing import way_named
 from sinklens.selfcheck import check as run_check
@@ -34,7 +34,7 @@ UNTOLD = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")  # of
 HELD = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
 
 
-class Model(NNsight):
+class Model(Root):
     """A loaded model with named hook points.
 
     Attributes:
@@ -51,7 +51,7 @@ class Model(NNsight):
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch makes modules in training mode
         super().__init__(tree)
-        tree.watch.interleaver, tree.watch.root = self.interleaver, self.path
+        tree.watch.handover = self.handover
         self.checkpoint = checkpoint
         self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
         self.family: str = checkpoint.family.name
@@ -62,7 +62,7 @@ class Model(NNsight):
     @property
     def tree(self) -> HookTree:
         """The tree of hook points itself, a TransformerLens `HookedRootModule`."""
-        return self._module
+        return self.wrapped
 
     @property
     def config(self) -> "PreTrainedConfig":
@@ -112,11 +112,21 @@ class Model(NNsight):
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> "tuple[Float[Tensor, 'batch pos vocab'], ActivationCache]":
         """One pass that keeps the points chosen by ``names_filter`` (all, if None): (logits, ActivationCache)."""
+        self._refuse_edits("run_with_cache")
         return self.tree.run_with_cache(*args, **kwargs)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Float[Tensor, "batch pos vocab"]:
         """One pass under ``fwd_hooks=[(name or predicate, fn(value, hook)), …]``, as in TransformerLens."""
+        self._refuse_edits("run_with_hooks")
         return self.tree.run_with_hooks(*args, **kwargs)
+
+    def _refuse_edits(self, what: str) -> None:
+        """Edits of ``edit()`` act where nnsight runs the model, which TransformerLens's passes do not ask for."""
+        if self.has_edits:
+            raise SinklensError(
+                f"this model carries edits of model.edit(), which {what} would leave out. Give the change as a hook "
+                f"function, or use model.trace; model.clear_edits() takes edits away."
+            )
 
     def encode(
         self,
@@ -213,14 +223,15 @@ class Model(NNsight):
         real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
         return ids.to(self.cfg.device), real.to(self.cfg.device)
 
-    # nnsight asks these two how the inputs of a trace make one batch.
-    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+    def count_rows(self, *inputs: Any, **kwargs: Any) -> int:
+        """Rows of the batch that the inputs of an invoke make; 0 without inputs."""
         if not inputs and not kwargs:
             return 0
         first = inputs[0] if inputs else kwargs.get("input_ids")
         return 1 if first is None else len(self.encode(first)[0])
 
-    def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
+    def join(self, invokes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Arguments and keyword arguments of one pass over the inputs of several invokes."""
         if not invokes:
             return (), {}
         inputs, kwargs = invokes[0]
