@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before any test imports nnsight: nnsight mounts an unhashable `save` on `object`, and beartype, which the jaxtyping
-# plugin would otherwise import only at the first annotated function, hashes all that `object` has as it is imported.
-import beartype  # noqa: F401
 import pytest
 import torch
 

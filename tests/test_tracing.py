@@ -413,7 +413,8 @@ def test_nnsights_iteration_counts_steps_at_points_that_nobody_watched_before(ti
         pass
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for step in select(t):
-            seen.append((step, t.step, torch.equal(t[RESID], kept[step])))
+            right = torch.equal(t[RESID], kept[step])
+            seen.append((step, t.step, right))
             t["blocks.2.hook_resid_post"]
     assert seen == [(step, step, True) for step in steps]
     assert s.steps_run == t.steps_run
