@@ -1,6 +1,6 @@
 """The groups of hook points: of a norm, an attention layer, an MLP, a block.
 
-A group is a module whose children are points, named as in names.py. It also carries the weights of the layer it describes,
+A group is a module whose children are points, named as in names.py. It also carries the weights of the layer it is for,
 under TransformerLens's names; the layer owns them.
 """
 

@@ -20,17 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 if TYPE_CHECKING:
-    from nnsight.intervention.interleaver import Interleaver
     from torch import Tensor
+
+    from sinklens.hooks.interleaving import Handover
 
 
 class Watch:
-    """What all points of one tree share: the step being run and nnsight's interleaver, if any.
+    """What all points of one tree share: the step being run and the trace blocks, if any.
 
     Attributes:
         step: number of the denoising step being run; None outside a run.
-        interleaver: nnsight's interleaver of the root that wraps the tree; None while nothing wraps it.
-        root: nnsight's path of that root, the first part of every location.
+        handover: what passes to trace blocks and back; None while no nnsight root wraps the tree.
         looked: during `HookTree.look`, value by name of the points that are looked at; they alone are watched then,
             and no hook or block is called. None otherwise.
     """
@@ -38,32 +38,15 @@ class Watch:
     def __init__(self) -> None:
         self.step: int | None = None
         self.looked: dict[str, Tensor | None] | None = None
-        self.interleaver: Interleaver | None = None
-        self.root = "model"
+        self.handover: Handover | None = None
 
     def waits_for(self, name: str) -> bool:
         """Whether an nnsight block or cache wants this visit of the point called `name`."""
-        interleaver = self.interleaver
-        if interleaver is None or not interleaver.interleaving or not interleaver.busy:
-            return False
-        return any(place in interleaver.observers for place in self._places(name)) or self.parked_at(name)
+        return self.handover is not None and self.handover.wants(name)
 
     def parked_at(self, name: str) -> bool:
         """Whether an nnsight block has stopped at this visit of the point called `name`."""
-        interleaver = self.interleaver
-        if interleaver is None or not interleaver.interleaving:
-            return False
-        places = self._places(name)
-        return any(
-            mediator.pending is not None
-            and mediator.pending.provider in places
-            and mediator.pending.iteration == mediator.occurrence(mediator.pending.provider)
-            for mediator in interleaver.mediators
-        )
-
-    def _places(self, name: str) -> tuple[str, str, str]:
-        """nnsight's locations at a point."""
-        return f"{self.root}.{name}.output", f"{self.root}.{name}.input", f"{self.root}.{name}.skip"
+        return self.handover is not None and self.handover.waits_at(name)
 
 
 class Point(HookPoint):

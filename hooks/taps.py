@@ -5,11 +5,13 @@ through a point while somebody watches it. Two places need more than a tap. A bl
 ``hook_resid_mid`` must reach the residual sum as well as the norm. A norm is recomputed from its input while its
 scale or normalized stream is watched; the result then differs from the fused one by rounding.
 
-One way this fails: accelerate wraps `forward` of the modules it moves between devices and keeps the one it found in
-``_old_forward``; nnsight takes the wrapper's place and falls back on the class's forward. The restated block is
-therefore a subclass's forward, and goes into ``_old_forward`` as well.
+One way this fails: others put a `forward` on the instance of a layer, and it hides the class's. accelerate wraps the
+one it finds and keeps it in ``_old_forward``; nnsight's controller remembers the class's. The restated block is
+therefore a subclass's forward, and takes the place of the original in both. A layer whose `forward` somebody replaced
+goes on with it and does not reach these points; the self-check refuses such a model.
 """
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +20,24 @@ from torch import Tensor, nn
 
 from sinklens.hooks import attention
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
-    from sinklens.hooks.groups import AttentionPoints, Block, Points
+    from sinklens.hooks.groups import AttentionPoints, Block, NormPoints, Points
 
 BLOCK = "sinklens_block"  # key in a layer's __dict__, as attention.POINTS
 
 
-def connect(tree: "HookTree") -> None:
-    """Install every tap of `tree` on its transformers model; done once, when the tree is built."""
-    architecture, hf = tree.architecture, tree.hf
+def connect(
+    hf: nn.Module, architecture: Architecture, embed: Point, ln_final: "NormPoints", blocks: Iterable["Block"]
+) -> None:
+    """Install every tap on a transformers model; done once, when the tree of its points is built."""
     base = hf.get_submodule(architecture.base)
-    _tap_output(base.get_submodule(architecture.embed), tree.hook_embed)
-    _tap_norm(base.get_submodule(architecture.norm), tree.ln_final, architecture.eps)
+    _tap_output(base.get_submodule(architecture.embed), embed)
+    _tap_norm(base.get_submodule(architecture.norm), ln_final, architecture.eps)
     layers: Any = base.get_submodule(architecture.layers)
-    blocks: Any = tree.blocks
     for layer, block in zip(layers, blocks, strict=True):
         _connect_layer(layer, block, architecture)
 
@@ -52,10 +55,12 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture)
     _tap_output(mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
     _tap_input(mlp.get_submodule(architecture.down), block.mlp.hook_post)
     layer.__dict__[BLOCK] = block, architecture
-    kind = type(layer)
+    kind: Any = type(layer)
     layer.__class__ = type(kind.__name__, (kind,), {"forward": _block_forward, "__module__": kind.__module__})
-    if hasattr(layer, "_old_forward"):
-        layer._old_forward = MethodType(_block_forward, layer)  # type: ignore[assignment]
+    replace_body(layer, kind.forward, _block_forward)
+    wrapped = layer.__dict__.get("_old_forward")
+    if getattr(wrapped, "__func__", None) is kind.forward:
+        layer.__dict__["_old_forward"] = MethodType(_block_forward, layer)
 
 
 def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:

@@ -11,6 +11,7 @@ One way this fails: two trees over one transformers model would both tap it. Bui
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +63,7 @@ class HookTree(ModelWeights, HookFront):
 
     Attributes:
         hf: the transformers model.
-        watch: the step counter and nnsight's interleaver, which the points share.
+        watch: the step counter and the trace blocks, which the points share.
         cfg: axis lengths and switches under TransformerLens's names.
         tokenizer_of: returns the tokenizer of the model that holds the tree; None without one.
         blocks, hook_embed, ln_final, denoise: the points.
@@ -83,7 +84,7 @@ class HookTree(ModelWeights, HookFront):
         self.hf = hf
         self.setup()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
-        connect(self)
+        connect(hf, architecture, self.hook_embed, self.ln_final, self.blocks)  # type: ignore[arg-type]
         self._inputs = [
             LayerInputs(layer, block, architecture, self._switches)
             for layer, block in zip(layers, self.blocks, strict=True)
@@ -171,18 +172,14 @@ class HookTree(ModelWeights, HookFront):
                 raise HookNameError(f"{name!r} belongs to the sampler; a single pass does not reach it.")
         if self.watch.looked is not None:
             raise SinklensError("one look is going on already; a pass that is looked at calls no hooks.")
-        interleaver = self.watch.interleaver
-        interleaving = interleaver is not None and interleaver.interleaving
+        handover = self.watch.handover
         self.watch.looked = looked = dict.fromkeys(wanted)
-        try:
-            if interleaver is not None:  # a block that waits for one of transformers' modules must not be served here
-                interleaver.interleaving = False
-            self.hidden(input_ids, attention_mask)
+        try:  # a block that waits for one of transformers' modules must not be served here
+            with nullcontext() if handover is None else handover.suspended():
+                self.hidden(input_ids, attention_mask)
             return {name: value for name, value in looked.items() if value is not None}
         finally:
             self.watch.looked = None
-            if interleaver is not None:
-                interleaver.interleaving = interleaving
 
     def refuse_compiled(self) -> None:
         """Called before a run and before a single pass; it takes longer than a pass's points do.

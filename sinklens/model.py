@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from nnsight import NNsight
 
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
 from sinklens.errors import CheckpointError
@@ -46,7 +45,7 @@ ELSEWHERE = {  # what TransformerLens and transformers have in a model, and what
 HELD = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
 
 
-class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
+class Model(SinglePasses, TokenMethods, ModuleMethods):
     """A loaded model with named hook points.
 
     Attributes:
@@ -63,7 +62,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch makes modules in training mode
         super().__init__(tree)
-        tree.watch.interleaver, tree.watch.root = self.interleaver, self.path
+        tree.watch.handover = self.handover
         tree.tokenizer_of = lambda: self.tokenizer
         self.checkpoint = checkpoint
         self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
@@ -75,7 +74,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods, NNsight):
     @property
     def tree(self) -> HookTree:
         """The tree of hook points itself, a TransformerLens `HookedRootModule`."""
-        return self._module
+        return self.wrapped
 
     @property
     def config(self) -> "PreTrainedConfig":

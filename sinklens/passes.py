@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nnsight import NNsight
 from torch import Tensor
 
-from sinklens.errors import PromptWarning
+from sinklens.errors import PromptWarning, SinklensError
+from sinklens.hooks.interleaving import Root
 from sinklens.prompts import Encoded, Prompt
 from sinklens.tokens import TokenMethods, refuse_right_padding
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BETWEEN = ("sinklens", "nnsight", "jaxtyping", "contextlib")  # packages whose frames are not the user's
 
 
-class SinglePasses(TokenMethods, NNsight):
+class SinglePasses(TokenMethods, Root):
     """One forward pass over a prompt."""
 
     tree: Any
@@ -74,6 +74,7 @@ class SinglePasses(TokenMethods, NNsight):
 
         The prompt and its `attention_mask` are what `model(...)` takes, the rest what `HookTree.run_with_cache` does.
         """
+        self._refuse_edits("run_with_cache")
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
         return self.tree.run_with_cache(ids, *args, **_with_mask(mask), **options)
 
@@ -90,6 +91,7 @@ class SinglePasses(TokenMethods, NNsight):
 
         The prompt and its `attention_mask` are what `model(...)` takes, the rest what `HookTree.run_with_hooks` does.
         """
+        self._refuse_edits("run_with_hooks")
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
         return self.tree.run_with_hooks(ids, *args, **_with_mask(mask), **options)
 
@@ -98,6 +100,14 @@ class SinglePasses(TokenMethods, NNsight):
         """TransformerLens's context manager: hooks that are on every pass inside it, and gone behind it."""
         with self.tree.hooks(*args, **options):
             yield self
+
+    def _refuse_edits(self, what: str) -> None:
+        """Edits of ``edit()`` act where nnsight runs the model, which TransformerLens's passes do not ask for."""
+        if self.has_edits:
+            raise SinklensError(
+                f"this model carries edits of model.edit(), which {what} would leave out. Give the change as a hook "
+                f"function, or use model.trace; model.clear_edits() takes edits away."
+            )
 
     def _one_pass(
         self, prompt: Any, mask: Any, prepend_bos: bool | None, padding_side: str | None, options: dict[str, Any]
@@ -126,14 +136,15 @@ class SinglePasses(TokenMethods, NNsight):
             f"masks behind a prompt, as the first step of a run has them. (Said once per model.)",
         )
 
-    # nnsight asks these two how the inputs of a trace make one batch.
-    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+    def count_rows(self, *inputs: Any, **kwargs: Any) -> int:
+        """Rows of the batch that the inputs of an invoke make; 0 without inputs."""
         prompt = inputs[0] if inputs else kwargs.get("input_ids")
         if prompt is None or kwargs.get("start_at_layer") is not None:
             return 0 if prompt is None else len(prompt)
         return len(self.reader.read(prompt, prepend_bos=kwargs.get("prepend_bos")).ids)
 
-    def _batch(self, invokes: list[tuple], fn: Any) -> tuple:
+    def join(self, invokes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Arguments and keyword arguments of one pass over the inputs of several invokes."""
         if not invokes:
             return (), {}
         if len(invokes) == 1:

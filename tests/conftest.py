@@ -7,9 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before any test imports nnsight: nnsight mounts an unhashable `save` on `object`, and beartype, which the jaxtyping
-# plugin would otherwise import only at the first annotated function, hashes all that `object` has as it is imported.
-import beartype  # noqa: F401
 import jaxtyping
 import pytest
 import torch

@@ -13,7 +13,7 @@ from building import (
 )
 from nnsight.intervention.interleaver import OutOfOrderError
 
-from sinklens.errors import CheckpointError, HookNameError, ReadOnlyHookError
+from sinklens.errors import CheckpointError, HookNameError, ReadOnlyHookError, SinklensError
 from sinklens.model import load
 
 Z = "blocks.1.attn.hook_z"
@@ -141,6 +141,27 @@ def test_an_nnsight_cache_of_everything_holds_every_point():
     for name, value in plain.items():
         assert_close(cache[f"model.{name}"].output, value)
     assert torch.equal(model(ids), shared_model()(ids))
+
+
+def test_a_cache_of_a_path_that_no_module_has_is_an_error():
+    with pytest.raises(
+        HookNameError, match=r"no module has the path 'blocks\.1\.attn\.hook_z'\. Nearest: model\.blocks"
+    ):
+        cache_modules(shared_model(), [Z])
+
+
+def cache_modules(model, paths):
+    with model.trace(random_ids()) as tracer:
+        tracer.cache(modules=paths)
+
+
+def test_all_inputs_of_a_point_can_be_read_and_set():
+    model, ids = shared_model(), random_ids()
+    with model.trace(ids):
+        given, named = model.blocks[1].attn.hook_z.inputs
+        model.blocks[1].attn.hook_z.inputs = (given[0] * 0,), named
+        logits = model.output.save()
+    assert_close(logits, plain_pass(model, ids, edits={Z: torch.zeros_like}).logits)
 
 
 def replace_scores(model, ids):
@@ -297,7 +318,10 @@ def test_an_edit_in_place_acts_in_every_trace_until_it_is_cleared():
     for _ in range(2):
         with model.trace(ids):
             changed = model.output.save()
-        assert torch.equal(changed, model.run_with_hooks(ids, fwd_hooks=[(Z, without_head_2)]))
+        assert torch.equal(changed, shared_model().run_with_hooks(ids, fwd_hooks=[(Z, without_head_2)]))
+    for run in (model.run_with_cache, model.run_with_hooks):
+        with pytest.raises(SinklensError, match=rf"edits of model.edit\(\), which {run.__name__} would leave out"):
+            run(ids)
     model.clear_edits()
     with model.trace(ids):
         unchanged = model.output.save()

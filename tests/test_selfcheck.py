@@ -1,13 +1,18 @@
 """The self-check lets good models pass and refuses each fault, planted one at a time."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
-from building import KINDS, random_hf, random_model
+from accelerate.hooks import ModelHook, add_hook_to_module
+from building import KINDS, plain_pass, random_hf, random_ids, random_model
+from nnsight import NNsight, TransformersModel
 from torch import Tensor
 
 from sinklens.checkpoints import from_pretrained_model
 from sinklens.errors import SelfCheckError
-from sinklens.hooks import attention
+from sinklens.hooks import attention, names
 from sinklens.model import Model, load
 from sinklens.selfcheck import check
 
@@ -107,7 +112,8 @@ def test_a_pattern_whose_edits_do_not_reach_the_logits_is_refused(monkeypatch):
 
     explicit_with(monkeypatch, deaf)
     with pytest.raises(
-        SelfCheckError, match="pattern of any layer to zero leaves the logits as they were: edits do not reach them"
+        SelfCheckError,
+        match=r"edits of blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern leave the logits",
     ):
         check(unchecked().tree, causal=False)
 
@@ -132,7 +138,7 @@ def test_watching_that_changes_what_is_computed_is_refused(monkeypatch, dtype):
         return lambda points, operands, sinks: honest(points, operands._replace(scale=10.0), sinks)
 
     explicit_with(monkeypatch, unscaled)
-    with pytest.raises(SelfCheckError, match=r"watching every pattern changes the logits by .*; at most .* is allowed"):
+    with pytest.raises(SelfCheckError, match=r"watching every point changes the logits by .*; at most .* is allowed"):
         check(unchecked(dtype=dtype).tree, causal=False)
 
 
@@ -158,3 +164,146 @@ def test_a_pattern_with_nan_is_refused():
     seen = [("blocks.2.attn.hook_pattern", spoil)]
     with model.hooks(fwd_hooks=seen), pytest.raises(SelfCheckError, match="logits are not finite"):
         check(model.tree, causal=False)
+
+
+def test_a_layer_whose_forward_was_replaced_is_refused_with_a_point_that_it_passes_by():
+    hf = random_hf()
+    layer = hf.model.layers[1]
+    forward = type(layer).forward
+    layer.forward = lambda *given, **named: forward(layer, *given, **named)
+    with pytest.raises(
+        SelfCheckError, match=r"blocks\.1\.hook_resid_pre was reached 0 times in one pass, and 4 other points not once"
+    ):
+        load(hf)
+
+
+def test_a_point_that_is_reached_twice_is_refused():
+    model = unchecked()
+    mlp = model.tree.hf.model.layers[2].mlp
+    mlp.register_forward_hook(lambda module, given, output: module.down_proj(module.up_proj(given[0])) * 0 + output)
+    with pytest.raises(SelfCheckError, match=r"blocks\.2\.mlp\.hook_pre_linear was reached 2 times"):
+        check(model.tree, causal=False)
+
+
+def test_a_point_that_shows_another_shape_is_refused():
+    tree = unchecked().tree
+    tree.cfg = replace(tree.cfg, d_mlp=39)
+    with pytest.raises(
+        SelfCheckError, match=r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\] where \[1, 6, 39\] was"
+    ):
+        check(tree, causal=False)
+
+
+EDITABLE = [f"blocks.1.{name}" for name, _ in names.block_specs() if not name.endswith("hook_sink_scores")]
+EDITABLE += ["hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"]
+
+
+@pytest.mark.parametrize("name", EDITABLE)
+def test_a_kind_of_point_whose_edits_go_nowhere_is_refused_by_name(name):
+    """The point shows its value and drops what comes back, in every layer."""
+    model = unchecked()
+    deaf = name.replace("blocks.1.", "blocks.*.")
+    kind = name.split(".", 2)[-1] if name.startswith("blocks.") else name
+    for point_name, point in model.tree.hook_dict.items():
+        if point_name.split(".", 2)[-1] == kind or point_name == name:
+            forward = point.forward
+            point.forward = lambda x, forward=forward: (forward(x), x)[1]
+    with pytest.raises(SelfCheckError, match=rf"edits of {re.escape(deaf)} leave the logits as they were"):
+        check(model.tree, causal=False)
+
+
+def test_a_model_without_mlps_passes():
+    model = unchecked()
+    for layer in model.tree.hf.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+    check(model.tree, causal=False)
+
+
+def test_the_check_takes_three_passes_of_one_row_and_the_start_of_one(monkeypatch):
+    model, rows = unchecked(), {"embedding": [], "layer 2": []}
+    layers = model.tree.hf.model.layers
+    model.tree.hf.model.embed_tokens.register_forward_pre_hook(lambda _, given: rows["embedding"].append(len(given[0])))
+    layers[2].register_forward_pre_hook(
+        lambda _, given, named: rows["layer 2"].append(len((*given, *named.values())[0])), with_kwargs=True
+    )
+    check(model.tree, causal=False)
+    assert rows == {"embedding": [1, 1, 1, 1], "layer 2": [1, 1, 1]}
+
+
+def test_a_model_whose_values_are_all_the_same_passes():
+    model = unchecked()
+    for layer in model.tree.hf.model.layers:
+        attn = layer.self_attn
+        attn.v_proj.weight.data.zero_()
+        attn.v_proj.bias = torch.nn.Parameter(torch.ones(attn.v_proj.out_features))
+    check(model.tree, causal=False)
+
+
+def test_a_model_of_one_layer_passes():
+    load(random_hf(num_hidden_layers=1))
+
+
+def wrap_in_nnsight(hf):
+    return NNsight(hf)
+
+
+def wrap_in_a_language_model(hf):
+    return TransformersModel(hf, task="text-generation", tokenizer=load("tiny-llama", check=False).tokenizer)
+
+
+def source_a_layer(hf):
+    wrapped = NNsight(hf)
+    assert "self_attn" in str(wrapped.model.layers[1].source)
+    return wrapped
+
+
+def accelerate_after_nnsight(hf):
+    wrapped = NNsight(hf)
+    for layer in hf.model.layers:
+        add_hook_to_module(layer, ModelHook())
+    return wrapped
+
+
+def accelerate_before_nnsight(hf):
+    for layer in hf.model.layers:
+        add_hook_to_module(layer, ModelHook())
+    return NNsight(hf)
+
+
+WRAPPINGS = [
+    wrap_in_nnsight,
+    wrap_in_a_language_model,
+    source_a_layer,
+    accelerate_after_nnsight,
+    accelerate_before_nnsight,
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
+def test_a_model_that_nnsight_wrapped_first_shows_every_point(wrap):
+    hf, ids = random_hf(), random_ids()
+    wrapped = wrap(hf)
+    model = load(hf)
+    logits, cache = model.run_with_cache(ids)
+    plain = plain_pass(model, ids)
+    assert set(cache) == set(plain.values)
+    for name, value in plain.values.items():
+        torch.testing.assert_close(cache[name], value, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, plain.logits, atol=1e-4, rtol=1e-4)
+    with wrapped.trace(ids):
+        kept = wrapped.model.layers[1].output.save()
+    torch.testing.assert_close(kept, cache["blocks.1.hook_resid_post"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_nnsight_wraps_later_shows_every_point_to_both():
+    hf, ids = random_hf(), random_ids()
+    model = load(hf)
+    wrapped = NNsight(hf)
+    with wrapped.trace(ids):
+        kept = wrapped.model.layers[1].output.save()
+    _, cache = model.run_with_cache(ids)
+    assert set(cache) == set(plain_pass(model, ids).values)
+    torch.testing.assert_close(kept, cache["blocks.1.hook_resid_post"], atol=1e-4, rtol=1e-4)
+    with model.trace(ids):
+        read = model.blocks[1].hook_resid_mid.output.save()
+    torch.testing.assert_close(read, cache["blocks.1.hook_resid_mid"], atol=1e-4, rtol=1e-4)

@@ -142,7 +142,7 @@ print(names[0], names[1], "…", *(name for name in names if name.startswith("bl
 
 # %% [markdown]
 # Layer 2 before layer 0 is too late. A plain nnsight loop over iterations would serve the value of the *next* step;
-# here it is an error, on the line that asked:
+# here it is an error, on the line that asked. (`t.iter[...]` is another name of `t.steps[...]`.)
 
 
 # %%

@@ -225,12 +225,10 @@ class Denoising:
             changed = function(seen, hook=hook)
             if changed is None:
                 return None
-            free = 2 if hook.name is not None and hook.name.endswith("hook_attn_mask") else None  # one query or all
-            if _sizes(changed, free) != _sizes(seen, free):
-                back = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            if not _same_shape(changed, seen, hook.name or ""):
                 raise HookFunctionError(
                     f"{_called(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
-                    f"and gave back {back}; return the same shape, or None to change nothing."
+                    f"and gave back {_shape_of(changed)}; return the same shape, or None to change nothing."
                 )
             if not guided:
                 return changed
@@ -354,11 +352,30 @@ def _called(function: HookFunction) -> str:
     return f"hook function {getattr(function, '__name__', repr(function))}"
 
 
-def _sizes(value: Any, free: int | None) -> list[int] | None:
-    """The shape of `value` without axis `free`; None if it is no tensor."""
+def refuse_shape(value: Any, there: Tensor, what: str, point: str) -> None:
+    """Called before `value` takes the place of the one `there` at `point`.
+
+    Raises:
+        HookFunctionError: it is no tensor of that shape.
+    """
+    if not _same_shape(value, there, point):
+        raise HookFunctionError(
+            f"{what} is {_shape_of(value)}, the one there has shape {list(there.shape)}; assign a tensor of that "
+            f"shape, or write parts of it in place: t[name][:] = 0."
+        )
+
+
+def _same_shape(value: Any, there: Tensor, point: str) -> bool:
+    """Whether `value` fits where `there` is; a mask may have one row, or one for each query."""
+    free = 2 if point.endswith("hook_attn_mask") else None
     if not isinstance(value, Tensor):
-        return None
-    return [size for axis, size in enumerate(value.shape) if axis != free]
+        return False
+    found, wanted = ([size for axis, size in enumerate(one.shape) if axis != free] for one in (value, there))
+    return found == wanted
+
+
+def _shape_of(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 class _Recording:

@@ -59,7 +59,12 @@ def _decode(
     noise = state.noise.uniform(every, dtype=torch.float64) if settings.temperature > 0 else None
     drawn = decisions.categorical_candidates(probs, noise)
     candidates = at(denoise_points.hook_candidates, drawn[:, None])
-    at(denoise_points.hook_confidence, decisions.probability(probs, candidates[:, 0])[:, None])
+    confidence = decisions.probability(probs, candidates[:, 0])[:, None]
+    if not torch.equal(at(denoise_points.hook_confidence, confidence.clone()), confidence):
+        raise ReadOnlyHookError(
+            "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
+            "Edit denoise.hook_candidates to force another token."
+        )
     if not bool(at(denoise_points.hook_commit, every).all()):
         raise ReadOnlyHookError(
             "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "

@@ -13,20 +13,17 @@ late from the *next* step, silently. At the end of every step sinklens looks who
 
 from collections.abc import Sequence
 from functools import partial
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from nnsight.intervention.batching import Batcher
-from nnsight.intervention.interleaver import Mediator
-from nnsight.intervention.tracer import InterleavingTracer
-from nnsight.tracing.util import push
 from torch import Tensor
 
-from sinklens.errors import HookOrderError, SinklensError
+from sinklens.errors import HookOrderError, SettingError, SinklensError
+from sinklens.hooks.interleaving import BlockTracer, Rows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
-from sinklens.runs.denoising import Denoising, Hooks
+from sinklens.runs.denoising import Denoising, Hooks, refuse_shape
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.result import Generation, Replayable
@@ -137,7 +134,7 @@ def _denoising(
     progress: bool | None,
 ) -> Denoising:
     held = load(model)
-    if held._edits:
+    if held.has_edits:
         raise SinklensError(
             "this model carries edits of model.edit(), which act in single traces (model.trace) and not in runs. Give "
             "the change as hooks=[(name, fn)], or write it into the block of sinklens.trace; model.clear_edits() takes "
@@ -162,22 +159,22 @@ def _refuse_nesting(model: Model) -> None:
     Raises:
         HookOrderError: a block of `model` is running.
     """
-    if model.interleaver.interleaving:
+    if model.handover.running:
         raise HookOrderError(
             f"a trace block of {model.name} is running; another run of the same model cannot begin inside it. Run it "
             f"before or after the block, or on a second model (sinklens.load again)."
         )
 
 
-class Trace(InterleavingTracer):
+class Trace(BlockTracer):
     """An open run; see `trace`. It is an nnsight tracer, so ``t.stop()``, ``t.cache()`` and ``.save()`` work."""
 
     def __init__(self, denoising: Denoising) -> None:
-        super().__init__(denoising.model, "__call__")
+        super().__init__(denoising.model)
         self._denoising = denoising
-        self.info: InterleavingTracer.Info | None
         self._generation: Generation | None = None
         self._handles: list[Any] = []  # of the points that `cache` keeps
+        self.server: StepServer | None = None
         self.steps = Steps(self)
 
     def __repr__(self) -> str:
@@ -189,6 +186,25 @@ class Trace(InterleavingTracer):
         if self._generation is None:
             raise HookOrderError("t.generation is known after the run; read it below the `with` block.")
         return self._generation
+
+    @property
+    def iter(self) -> Steps:
+        """nnsight's name for `steps`: ``t.iter[4:8]`` is ``t.steps[4:8]``."""
+        return self.steps
+
+    def all(self) -> Steps:
+        """nnsight's name for all of `steps`."""
+        return self.steps
+
+    @property
+    def planned(self) -> int:
+        """Steps planned; fewer run where all rows end early."""
+        return self._denoising.settings.steps
+
+    @property
+    def running(self) -> bool:
+        """Whether the block is running."""
+        return self._denoising.model.handover.running
 
     @property
     def step(self) -> int | None:
@@ -205,7 +221,7 @@ class Trace(InterleavingTracer):
             SinklensError: no step has begun, as before the loop over ``t.steps``; raised where the block ends.
             HookOrderError: it stands outside the block.
         """
-        if not self._denoising.model.interleaver.interleaving:
+        if not self.running:
             raise HookOrderError("t.stop() ends a run from inside its `with sinklens.trace(...)` block; there is none.")
         super().stop()
 
@@ -223,15 +239,20 @@ class Trace(InterleavingTracer):
             steps: numbers of steps; negative ones count from the end. None means all.
 
         Raises:
-            HookNameError: no such point.
-            SettingError: no such step.
+            HookNameError: no such point or module.
+            SettingError: no such step, or an option of nnsight's cache beside names of points (or the reverse).
+            HookOrderError: it stands outside the block or after the run, or a step has passed.
         """
-        if names is None:
-            return super().cache(**options)
-        if not _names_points(names):
-            return super().cache(names, **options)
-        tree, total = self._denoising.model.tree, self._denoising.settings.steps
-        chosen = frozenset(within("step", steps, total))
+        if names is None or not _names_points(names):
+            if steps is not None:
+                raise SettingError("steps= belongs to t.cache(names) of hook points; nnsight's cache keeps every step.")
+            return super().cache(**options) if names is None else super().cache(names, **options)
+        if options:
+            raise SettingError(
+                f"{', '.join(options)}= belongs to nnsight's cache(modules=...), not to names of points."
+            )
+        chosen = self._cached_steps(steps)
+        tree = self._denoising.model.tree
         kept = StepCaches(tree)
 
         def keep(point: Point, value: Tensor) -> None:
@@ -242,18 +263,43 @@ class Trace(InterleavingTracer):
             self._handles.append(after(tree.hook_dict[name], partial(keep, tree.hook_dict[name])))  # type: ignore[arg-type]
         return kept
 
+    def _cached_steps(self, steps: Sequence[int] | None) -> frozenset[int]:
+        """The steps that `cache` keeps, all of them still to come."""
+        server, chosen = self.server, within("step", steps, self.planned)
+        if server is None or not self.running or server.over:
+            raise HookOrderError(
+                "t.cache(names) keeps what comes after it, so it stands inside the `with sinklens.trace(...)` block, "
+                "before the steps it keeps."
+            )
+        if not chosen:
+            raise SettingError("t.cache(names, steps=[]) keeps nothing; leave steps out to keep all.")
+        if steps is not None and server.step is not None and chosen[0] < server.step:
+            raise HookOrderError(
+                f"step {chosen[0]} cannot be kept any more, the run is at step {server.step}; t.cache stands before "
+                f"the steps that it keeps."
+            )
+        return frozenset(chosen)
+
     def __getitem__(self, name: str) -> Any:
         """The value at the hook point `name` in this step; an in-place edit of it takes effect."""
         return self._point(name).output
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Replace the value at the hook point `name` in this step."""
-        self._point(name).output = value
+        """Replace the value at the hook point `name` in this step.
+
+        Raises:
+            HookFunctionError: `value` has another shape than the one there.
+        """
+        point = self._point(name)
+        refuse_shape(
+            value, point.output, f"the value assigned to t[{name!r}]", self._denoising.model.tree.resolve(name)
+        )
+        point.output = value
 
     def _point(self, name: str) -> Any:
         model: Model = self._denoising.model
         resolved = model.tree.resolve(name)
-        if not model.interleaver.interleaving:
+        if not self.running:
             raise HookOrderError(
                 f"t[{name!r}] has a value only while the run goes on: read it inside the `with sinklens.trace(...)` "
                 f"block and keep it in a variable. After the block, t.canvas, t.sinks and t.text remain."
@@ -268,7 +314,7 @@ class Trace(InterleavingTracer):
                 raise HookOrderError(f"t.{name} is known after the run; read it below the `with` block.")
             return getattr(self._generation, name)
         model = self._denoising.model
-        if name in model._child_map:
+        if model.has_child(name):
             return getattr(model, name)
         raise AttributeError(
             f"a trace has no attribute {name!r}; hook points are read as t['blocks.0.hook_resid_pre']."
@@ -278,72 +324,40 @@ class Trace(InterleavingTracer):
 
         def __enter__(self) -> "Trace": ...
 
-    @staticmethod
-    def source(filename: str) -> str:
-        """nnsight's reader of the source that a block stands in.
+    def begin(self) -> None:
+        """Called before the block runs."""
+        if self._generation is not None:
+            raise SinklensError("this trace has run already; call sinklens.trace(...) again for another run.")
+        _refuse_nesting(self._denoising.model)
+        self.server = StepServer(self._denoising.model)
 
-        Raises:
-            SinklensError: there is none, as in a plain REPL or exec'd code.
-        """
-        text = InterleavingTracer.source(filename)
-        if not text:
-            raise SinklensError(
-                f"the body of a trace is read as source, and {filename} has none (a plain REPL, or code run by exec). "
-                f"Write it in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]): it needs none."
-            )
-        return text
+    def rows(self) -> Rows:
+        """Under guidance, a block sees the conditional rows of a pass; otherwise all rows."""
+        rows = self._denoising.rows
+        return Rows(rows, 2 * rows if self._denoising.guided else rows)
+
+    def carry_out(self) -> Generation:
+        """The run."""
+        assert self.server is not None
+        self._denoising.carry_out([self.server])
+        self.server.close()
+        self._generation = self._denoising.result()
+        return self._generation
+
+    def end(self) -> None:
+        """Called when the block has run, also after an error."""
+        self.server = None
+        for handle in self._handles:
+            handle.remove()
 
     def execute(self, code: CodeType) -> None:
         """Run the captured body in step with the sampler, then hand the names it assigned back to its frame."""
-        if self._generation is not None:
-            raise SinklensError("this trace has run already; call sinklens.trace(...) again for another run.")
-        assert self.info is not None
-        frame, model = self.info.frame, self._denoising.model
-        _refuse_nesting(model)
-        self.batcher = _ConditionalRows(model, self._denoising)
-        mediator = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
-        mediator.batch_group = [0, self._denoising.rows]
-        model.interleaver.mediators.append(mediator)
-        try:
-            model.interleave(self._run, batcher=self.batcher)
-        except Exception as error:  # noqa: BLE001 — whatever it is, only its traceback is shortened
-            raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
-        finally:
-            model.interleaver.cancel()
-            self.info = None
-            for handle in self._handles:
-                handle.remove()
-        self._generation = self._denoising.result()
-        push(frame, mediator.lcls.writes())
-
-    def _run(self) -> None:
-        listener = StepServer(self._denoising.model)
-        self._denoising.carry_out([listener])
-        listener.close()
-
-
-def _block_frames(error: Exception, filename: str) -> TracebackType | None:
-    """The traceback of an error, from the first line of the block on; whole if no line of the block is in it."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename != filename:
-        entry = entry.tb_next
-    return entry if entry is not None else error.__traceback__
+        super().execute(code)
+        if self._generation is None:  # t.stop() ended the run
+            self._generation = self._denoising.result()
 
 
 def _names_points(names: Any) -> bool:
     """Whether `names` are hook points rather than nnsight's modules."""
     listed = names if isinstance(names, list | tuple) else [names]
     return all(isinstance(entry, str | FunctionType) for entry in listed)
-
-
-class _ConditionalRows(Batcher):
-    """Under guidance, a block sees the conditional rows of a pass; otherwise all rows."""
-
-    def __init__(self, model: Model, denoising: Denoising) -> None:
-        super().__init__(model)
-        self._guided = denoising.guided
-        self.total = 2 * denoising.rows
-
-    @property
-    def batching(self) -> bool:
-        return self._guided

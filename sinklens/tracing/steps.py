@@ -7,62 +7,75 @@ One way this fails: nnsight would serve a point that a block asks for too late f
 end of every step `StepServer` looks who still waits for a point, and raises on the line that asked.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-from nnsight.intervention.interleaver import Event, Mediator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sinklens.errors import HookOrderError, SettingError
+from sinklens.hooks.interleaving import wait_for
 from sinklens.model import Model
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
-    from sinklens.tracing import Trace
 
 STEP = "denoise.step"
 OVER = object()  # served at STEP instead of a number when the run has ended
 
 
 class StepServer:
-    """Offers every step's number to the blocks that wait for it, and finds those that wait in vain."""
+    """Offers every step's number to the blocks that wait for it, and finds those that wait in vain.
+
+    Attributes:
+        step: the step being run, or the last one; None before the first.
+        over: whether the run has ended.
+    """
 
     def __init__(self, model: Model) -> None:
-        self._interleaver = model.interleaver
-        self._root = model.path + "."
-        self._names = {f"{model.path}.{name}": name for name in model.hook_names()}
-        self._step: int | None = None
+        self._handover = model.handover
+        self._names = model.hook_names()
+        self.step: int | None = None
+        self.over = False
 
     def before(self, step: int, state: "State") -> None:
         """Serve the step's number."""
-        self._step = step
-        self._interleaver.handle(STEP, step)
+        self.step = step
+        self._handover.count_visits(self._names, step)
+        self._handover.serve(STEP, step)
 
     def after(self, step: int, state: "State") -> None:
         """Look who still waits for a point of the step that just ended."""
         self._refuse(
+            step,
             f"was asked for in step {step} after the step had passed it. Points are read in the order a step reaches "
-            f"them (model.hook_names()): move this line up, or ask in the next step."
+            f"them (model.hook_names()): move this line up, or ask in the next step.",
         )
 
     def close(self) -> None:
         """The run is over: end the loops that wait for another step."""
-        while STEP in self._interleaver.parked:
-            self._interleaver.handle(STEP, OVER)
-        ran = 0 if self._step is None else self._step + 1
-        self._refuse(f"was asked for when the run was over; it had {ran} steps.")
+        self.over = True
+        self._handover.release(STEP, OVER)
+        ran = 0 if self.step is None else self.step + 1
+        self._refuse(None, f"was asked for when the run was over; it had {ran} steps.")
 
-    def _refuse(self, why: str) -> None:
-        """Raise, on the line that waits for a point, that it waits in vain.
+    def _refuse(self, step: int | None, why: str) -> None:
+        """Raise, on the line that waits for a point, that it waits in vain."""
+        self._handover.refuse_late(step, lambda place: HookOrderError(f"{place!r} {why}"))
 
-        nnsight's own ``t.iter`` pins what it asks for to a later visit; its loops end by nnsight's own rules.
-        """
-        for mediator in self._interleaver.mediators:
-            pending = mediator.pending
-            if pending is None or pending.event is Event.BARRIER or mediator.iteration:
-                continue
-            if pending.provider is not None and pending.provider.startswith(self._root):
-                place = self._names.get(pending.provider.rpartition(".")[0], pending.provider)
-                mediator.worker.throw(HookOrderError(f"{place!r} {why}"))
+
+class Owner(Protocol):
+    """The open run that steps belong to."""
+
+    @property
+    def planned(self) -> int:
+        """Steps planned."""
+
+    @property
+    def server(self) -> StepServer | None:
+        """Offers the steps; None before the block runs."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the block is running."""
 
 
 class Steps:
@@ -73,60 +86,106 @@ class Steps:
     for each step in turn and gives its number.
     """
 
-    def __init__(self, owner: "Trace", chosen: Sequence[int] | None = None) -> None:
-        self._owner = owner
-        self._chosen = list(range(len(self))) if chosen is None else list(chosen)
+    def __init__(self, owner: Owner, chosen: Sequence[int] | None = None) -> None:
+        self._owner, self._selected = owner, chosen is not None
+        self._chosen = list(range(owner.planned)) if chosen is None else list(chosen)
 
     def __len__(self) -> int:
-        """Steps planned."""
-        return self._owner._denoising.settings.steps
+        """Steps selected; of ``t.steps`` itself, those planned."""
+        return len(self._chosen)
 
-    def __getitem__(self, key: int | slice | Sequence[int]) -> "Steps":
+    def __repr__(self) -> str:
+        return f"Steps({self._chosen})"
+
+    def __getitem__(self, key: Any) -> "Steps":
         """A selection, visited in ascending order.
 
         Raises:
-            SettingError: a step that the run does not have.
+            SettingError: a step that the run does not have, something else than numbers of steps, an empty list, or a
+                selection of a selection.
         """
-        total = len(self)
+        total = self._owner.planned
+        if self._selected:
+            raise SettingError(f"t.steps{self._chosen} is a selection already; select from t.steps itself.")
         if isinstance(key, slice):
-            return Steps(self._owner, sorted(range(total)[key]))
-        wanted = [key] if isinstance(key, int) else list(key)
-        for step in wanted:
-            if not isinstance(step, int) or not -total <= step < total:
-                raise SettingError(
-                    f"step {step!r} does not exist; this run has {total} steps, 0 to {total - 1} "
-                    f"(or -{total} to -1 from the end)."
-                )
-        return Steps(self._owner, sorted({step % total for step in wanted}))
+            return Steps(self._owner, sorted(_sliced(key, total)))
+        wanted = list(key) if isinstance(key, Iterable) and not isinstance(key, str) and _sized(key) else [key]
+        if not wanted:
+            raise SettingError("t.steps[[]] names no step, so its loop would never run; leave the loop out.")
+        return Steps(self._owner, sorted({_number(step, total) for step in wanted}))
 
     def at(self, *fractions: float) -> "Steps":
         """The steps at fractions of the run: 0 is the first, 1 the last."""
         for fraction in fractions:
             if not 0 <= fraction <= 1:
                 raise SettingError(f"a fraction of the run lies between 0 and 1; got {fraction}.")
-        return self[[round(fraction * (len(self) - 1)) for fraction in fractions]]
+        return self[[round(fraction * (self._owner.planned - 1)) for fraction in fractions]]
 
     def __iter__(self) -> Iterator[int]:
-        mediator = Mediator.current("t.steps") if self._owner._denoising.model.interleaver.interleaving else None
-        if mediator is None:
+        server = self._owner.server
+        if server is None or not self._owner.running:
             raise HookOrderError("t.steps can be walked only inside the `with sinklens.trace(...)` block.")
         for step in self._chosen:
-            now = self._owner.step
-            if now is not None and step < now:
+            if server.step is not None and (step < server.step or (server.over and step == server.step)):
+                where = "is over" if server.over else f"is at step {server.step}"
                 raise HookOrderError(
-                    f"step {step} was asked for, but the run is at step {now} already; steps are visited in order, "
+                    f"step {step} was asked for, but the run {where} already; steps are visited in order, "
                     f"each in one loop. Put both loops' statements into one loop over t.steps."
                 )
-            if step != now and self._wait(mediator, step) is OVER:
+            if server.over or (step != server.step and wait_for(STEP, step) is OVER):
                 return
             yield step
-        if self._chosen:  # what follows the loop belongs after its last step, not into it
-            self._wait(mediator, self._chosen[-1] + 1)
+        if self._chosen and not server.over:  # what follows the loop belongs after its last step, not into it
+            wait_for(STEP, self._chosen[-1] + 1)
 
-    @staticmethod
-    def _wait(mediator: Mediator, step: int) -> Any:
-        """Pause the block until `step` begins or the run is over."""
-        mediator.iteration = step  # asked for unpinned, the same visit would be served again and again
-        served = Mediator.value(STEP)
-        mediator.iteration = None
-        return served
+    def __enter__(self) -> Any:
+        raise HookOrderError("`with t.iter[...]:` is no loop over steps; write `for step in t.steps[...]:`.")
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_AT = "Steps are whole numbers; fractions of the run are t.steps.at(0.5)."
+
+
+def _sized(key: Any) -> bool:
+    """Whether `key` is a list of steps, not a number in a tensor or array without axes."""
+    return getattr(key, "ndim", 1) > 0
+
+
+def _whole(value: Any) -> int:
+    """`value` as a number.
+
+    Raises:
+        SettingError: it is none, or True or False.
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise SettingError(f"t.steps takes numbers of steps, not {bool(value)}; a mask selects nothing. {_AT}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise SettingError(f"step {value!r} does not exist. {_AT}") from None
+
+
+def _number(step: Any, total: int) -> int:
+    """A step counted from the start of the run."""
+    number = _whole(step)
+    if not -total <= number < total:
+        raise SettingError(
+            f"step {number} does not exist; this run has {total} steps, 0 to {total - 1} "
+            f"(or -{total} to -1 from the end)."
+        )
+    return number % total
+
+
+def _sliced(key: slice, total: int) -> range:
+    """The steps of a slice.
+
+    Raises:
+        SettingError: an end that is no whole number, a stride of 0, or a start beyond the run.
+    """
+    start, stop, stride = (None if end is None else _whole(end) for end in (key.start, key.stop, key.step))
+    if stride == 0:
+        raise SettingError("a slice of steps has a stride of 1 or more; got 0.")
+    if start is not None and not -total <= start <= total:
+        raise SettingError(f"a slice of steps that starts at {start} is empty; this run has {total} steps.")
+    return range(total)[slice(start, stop, stride)]

@@ -384,23 +384,136 @@ def test_an_autoregressive_run_has_the_same_names(tiny_llama):
     assert all(0 < value <= 1 for value in confidences)
 
 
-def test_nnsights_own_iteration_and_cache_work_on_a_trace(tiny_llada):
-    seen = []
+def test_nnsights_own_cache_works_on_a_trace(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         cache = t.cache(modules=["model.blocks.0.hook_resid_post"])
-        for _ in t.iter[:3]:
-            seen.append(t.blocks[0].hook_resid_pre.output.shape)
-    assert len(seen) == 3
     assert len(cache["model.blocks.0.hook_resid_post"]) == 24
 
 
-def test_an_open_nnsight_loop_ends_with_nnsights_warning(tiny_llada):
+RESID = "blocks.0.hook_resid_pre"
+
+
+@pytest.mark.parametrize(
+    ("select", "steps"),
+    [
+        (lambda t: t.iter[2:4], [2, 3]),
+        (lambda t: t.iter[1], [1]),
+        (lambda t: t.iter[[0, 2, 4]], [0, 2, 4]),
+        (lambda t: t.iter[:3], [0, 1, 2]),
+        (lambda t: t.iter[:], list(range(24))),
+        (lambda t: t.all(), list(range(24))),
+        (lambda t: tiny(t).iter[2:4], [2, 3]),
+        (lambda t: t.blocks[0].hook_resid_pre.iter[[1, 3]], [1, 3]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:model.iter is deprecated")
+def test_nnsights_iteration_counts_steps_at_points_that_nobody_watched_before(tiny_llada, select, steps):
+    seen, kept = [], {}
+    with sinklens.trace(tiny_llada, PROMPT, hooks=[(RESID, lambda value, hook: kept.update({hook.step: value}))]) as s:
+        pass
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for step in select(t):
+            right = torch.equal(t[RESID], kept[step])
+            seen.append((step, t.step, right))
+            t["blocks.2.hook_resid_post"]
+    assert seen == [(step, step, True) for step in steps]
+    assert s.steps_run == t.steps_run
+
+
+def tiny(t):
+    """The model of a trace, whose own `iter` is nnsight's."""
+    return t._denoising.model
+
+
+@pytest.mark.parametrize("iteration", ["iter", "steps"])
+def test_an_iteration_after_another_goes_on_counting(tiny_llada, iteration):
     seen = []
-    with pytest.warns(UserWarning, match="the loop asked for a step the run did not make"):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps[[1]]:
+            t[RESID]
+        for step in getattr(t, iteration)[2:4]:
+            seen.append((step, t.step, t[RESID].shape[0]))
+    assert seen == [(2, 2, 1), (3, 3, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:model.iter is deprecated")
+def test_nnsights_own_iteration_after_a_loop_over_steps_goes_on_counting(tiny_llada):
+    seen = []
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps[[1]]:
+            t[RESID]
+        for step in tiny_llada.iter[[3, 5]]:
+            t[RESID]
+            seen.append((step, t.step))
+    assert seen == [(3, 3), (5, 5)]
+
+
+def test_an_edit_under_nnsights_iteration_takes_effect_at_its_steps(tiny_llada):
+    edited = []
+
+    def changed(value, hook):
+        edited.extend([hook.step] if value.abs().max() == 0 else [])
+
+    with sinklens.trace(tiny_llada, PROMPT, hooks=[("blocks.1.hook_resid_pre", changed)]) as t:
+        for _ in t.iter[2:4]:
+            t["blocks.0.hook_resid_post"][:] = 0
+    assert edited == [2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:model.iter is deprecated")
+def test_nnsights_iteration_refuses_a_point_that_the_step_has_passed(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 2 after the step had"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
-            for _ in t.iter[:]:
-                seen.append(t.blocks[0].hook_resid_pre.output.shape)
-    assert len(seen) == t.steps_run == 24
+            for _ in tiny_llada.iter[2:4]:
+                t["blocks.1.hook_resid_pre"]
+                t[RESID]
+
+
+def test_an_open_nnsight_loop_ends_with_the_run_and_what_follows_it_runs(tiny_llada):
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sinklens.trace(tiny_llada, PROMPT, threshold=0.5) as t:
+            for step in t.iter[:]:
+                seen.append(step)
+            after = t.result
+    assert seen == list(range(t.steps_run))
+    assert after is t.generation
+    assert t.steps_run < 24
+
+
+def test_the_result_in_a_block_is_the_finished_run(tiny_llada, base):
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        text = t.result.text
+    assert text == base.text == t.text
+
+
+def test_a_point_asked_for_in_a_function_is_that_of_the_step_and_after_the_block_an_error(tiny_llada):
+    def width():
+        return t["hook_embed"].shape[-1]
+
+    with sinklens.trace(tiny_llada, PROMPT, steps=1) as t:
+        inside = [width() for _ in t.steps]
+    assert inside == [tiny_llada.cfg.d_model]
+    with pytest.raises(HookOrderError, match=r"only while the run goes on"):
+        width()
+
+
+def test_len_of_a_selection_counts_it(tiny_llada):
+    steps = sinklens.trace(tiny_llada, PROMPT).steps
+    assert (len(steps), len(steps[::8]), repr(steps[::8])) == (24, 3, "Steps([0, 8, 16])")
+
+
+@pytest.mark.parametrize(
+    "key", [torch.tensor([5, -1]), torch.tensor([5, -1]).numpy(), (5, 23), {23, 5}, range(5, 24, 18)]
+)
+def test_steps_come_as_any_collection_of_whole_numbers(tiny_llada, key):
+    assert list(sinklens.trace(tiny_llada, PROMPT).steps[key]._chosen) == [5, 23]
+
+
+def test_a_step_may_be_a_number_of_torch_or_numpy(tiny_llada):
+    steps = sinklens.trace(tiny_llada, PROMPT).steps
+    assert [steps[key]._chosen for key in (torch.tensor(2), torch.tensor([2]).numpy()[0], -22)] == [[2]] * 3
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
@@ -438,6 +551,66 @@ def test_a_point_asked_for_when_the_run_is_over_is_an_error(tiny_llada):
             t["hook_embed"]
 
 
+def test_a_second_loop_over_steps_that_have_run_is_an_error(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"step 0 was asked for, but the run is over already"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps:
+                pass
+            for _ in t.steps:
+                pass
+
+
+def test_the_last_step_is_not_there_again_when_the_run_is_over(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"step 23 was asked for, but the run is over already"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps:
+                pass
+            for _ in t.steps[-1]:
+                pass
+
+
+def test_a_loop_in_a_loop_over_the_same_steps_is_an_error(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"step 1 was asked for, but the run is at step 3 already"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps[:3]:
+                for _ in t.steps[:3]:
+                    pass
+
+
+def cache_too_late(model, steps, after):
+    with sinklens.trace(model, PROMPT) as t:
+        for _ in t.steps[after]:
+            pass
+        t.cache("hook_embed", steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "after", "text"),
+    [
+        ([2, 9], [5], r"step 2 cannot be kept any more, the run is at step 6"),
+        (None, [23], r"keeps what comes after it, so it stands inside"),
+    ],
+)
+def test_a_cache_of_steps_that_have_passed_is_an_error(tiny_llada, steps, after, text):
+    with pytest.raises(HookOrderError, match=text):
+        cache_too_late(tiny_llada, steps, after)
+
+
+def test_a_cache_outside_the_block_is_an_error(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"it stands inside the `with sinklens.trace"):
+        sinklens.trace(tiny_llada, PROMPT).cache("hook_embed")
+    assert not tiny_llada.tree.hook_dict["hook_embed"].watched
+
+
+def test_an_autoregressive_confidence_cannot_be_edited_since_it_decides_nothing(tiny_llama):
+    with pytest.raises(ReadOnlyHookError, match=r"hook_confidence of an autoregressive model decides nothing"):
+        sinklens.generate(tiny_llama, PROMPT, hooks=[("denoise.hook_confidence", lambda value, hook: value * 0.5)])
+    with pytest.raises(ReadOnlyHookError, match=r"Edit denoise.hook_candidates to force another token"):
+        with sinklens.trace(tiny_llama, PROMPT) as t:
+            for _ in t.steps:
+                t["denoise.hook_confidence"][:] = 0
+
+
 def test_a_step_that_has_passed_is_an_error(tiny_llada):
     with pytest.raises(HookOrderError, match=r"step 2 was asked for, but the run is at step 5 already"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
@@ -454,6 +627,27 @@ def test_a_step_that_has_passed_is_an_error(tiny_llada):
         (lambda t: t["blocks.9.attn.hook_pattern"], HookNameError, r"layer 9 does not exist; this model has 4"),
         (lambda t: t.steps[24], SettingError, r"step 24 does not exist; this run has 24 steps, 0 to 23"),
         (lambda t: t.steps[[0, -25]], SettingError, r"step -25 does not exist"),
+        (lambda t: t.steps[True], SettingError, r"numbers of steps, not True; a mask selects nothing"),
+        (lambda t: t.steps[torch.ones(24, dtype=torch.bool)], SettingError, r"numbers of steps, not True"),
+        (lambda t: t.steps[1.0], SettingError, r"step 1.0 does not exist.*t.steps.at\(0.5\)"),
+        (lambda t: t.steps["3"], SettingError, r"step '3' does not exist"),
+        (lambda t: t.steps[None], SettingError, r"step None does not exist"),
+        (lambda t: t.steps[0.5:], SettingError, r"step 0.5 does not exist.*t.steps.at\(0.5\)"),
+        (lambda t: t.steps[::0], SettingError, r"a stride of 1 or more; got 0"),
+        (lambda t: t.steps[[]], SettingError, r"t.steps\[\[\]\] names no step"),
+        (lambda t: t.steps.at(), SettingError, r"names no step"),
+        (lambda t: t.steps[30:], SettingError, r"a slice of steps that starts at 30 is empty; this run has 24 steps"),
+        (lambda t: t.steps[8:][0], SettingError, r"is a selection already; select from t.steps itself"),
+        (lambda t: t.iter[24], SettingError, r"step 24 does not exist; this run has 24 steps, 0 to 23"),
+        (lambda t: t.cache(modules=["model.blocks.0.hook_z"]), HookNameError, r"no module has the path"),
+        (lambda t: t.cache(modules=["blocks.0.attn.hook_z"]), HookNameError, r"Nearest: model.blocks.0.attn.hook_z"),
+        (lambda t: t.cache("hook_embed", steps=[]), SettingError, r"keeps nothing; leave steps out to keep all"),
+        (lambda t: t.cache("hook_embed", device="cpu"), SettingError, r"device= belongs to nnsight's cache"),
+        (lambda t: t.cache(steps=[1]), SettingError, r"steps= belongs to t.cache\(names\) of hook points"),
+        (lambda t: t.__setitem__("hook_embed", 0), HookFunctionError, r"assigned to t\['hook_embed'\] is int, the one"),
+        (lambda t: t.__setitem__("hook_embed", torch.zeros(1, 1, 192)), HookFunctionError, r"\[1, 1, 192\], the one"),
+        (lambda t: t.iter[:3].__enter__(), HookOrderError, r"write `for step in t.steps\[...\]:`"),
+        (lambda t: t.barrier(2)(), ValueError, r"A barrier was never reached"),
         (lambda t: t.steps.at(1.5), SettingError, r"between 0 and 1; got 1.5"),
         (lambda t: t[PATTERN][:, 6], IndexError, r"index 6 is out of bounds"),
         (lambda t: t.text, HookOrderError, r"t.text is known after the run"),
@@ -468,7 +662,7 @@ def test_a_wrong_name_layer_step_or_head_is_refused(tiny_llada, body, error, tex
 def test_sink_scores_cannot_be_written(tiny_llada):
     with pytest.raises(ReadOnlyHookError, match=r"only reports what attention did.*hook_attn_mask"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
-            t["blocks.0.attn.hook_sink_scores"] = torch.zeros(1)
+            t["blocks.0.attn.hook_sink_scores"] = t["blocks.0.attn.hook_sink_scores"] * 0
 
 
 def test_a_run_inside_a_block_of_the_same_model_is_refused(tiny_llada, base):

@@ -1,0 +1,62 @@
+"""nnsight stands behind one module, and importing it gets in nobody's way."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from contracts import FILES, HOME, ROOT, uses
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != HOME], ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_other_file_knows_the_inside_of_nnsight(file):
+    assert uses(file.read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from nnsight.intervention.interleaver import Mediator", {"Mediator"}),
+        ("from nnsight import NNsight, save", set()),
+        ("from nnsight import intervention", {"intervention"}),
+        ("def f():\n    import nnsight.tracing.util", {"nnsight.tracing.util"}),
+        ("if TYPE_CHECKING:\n    from nnsight.intervention.tracer import InterleavingTracer", {"InterleavingTracer"}),
+        ("model._edits", {"_edits"}),
+        ("getattr(model, '_child_map')", {"_child_map"}),
+        ("class A:\n    def _batch_size(self): ...", {"_batch_size"}),
+        ("point.watch.handover.running", set()),
+    ],
+)
+def test_the_scan_finds_each_kind_of_use(text, found):
+    assert uses(text) == found
+
+
+def test_the_one_file_uses_it_and_nothing_of_sinklens_but_errors():
+    assert {"Mediator", "_edits", "mount"} <= uses(HOME.read_text())
+    imported = {node.module for node in ast.walk(ast.parse(HOME.read_text())) if isinstance(node, ast.ImportFrom)}
+    assert {module for module in imported if module.startswith("sinklens")} == {"sinklens.errors"}
+
+
+SAVES = "import nnsight; assert vars(object)['save'].__func__ is nnsight.save, 'nnsight has lost its save'"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["import sinklens", "import sinklens.model", "import beartype", SAVES],
+        ["import beartype", "import sinklens.model", SAVES],
+        ["import nnsight", "import sinklens.model", "import beartype", SAVES],
+        ["import sinklens", "sinklens.load('tiny-llada')", "from beartype import beartype", SAVES],
+    ],
+)
+def test_beartype_can_be_imported_before_and_after_sinklens_and_nnsight_keeps_its_save(order):
+    done = subprocess.run([sys.executable, "-c", "\n".join(order)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_sinklens_nnsight_does_get_in_the_way_of_beartype():
+    """What the order of imports in interleaving.py is for; when this fails, it can go."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import nnsight, beartype"], capture_output=True, text=True, check=False
+    )
+    assert "unhashable type" in done.stderr

@@ -1,0 +1,193 @@
+"""Private names of other libraries: each does what sinklens relies on, and the design page lists them all."""
+
+import ast
+import re
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from building import random_hf
+from contracts import FILES, HOME, ROOT, relied_on, uses
+from torch import nn
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+PYTHONS = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and os: public, in spite of their names
+
+
+def test_the_flash_attention_of_the_cpu_returns_the_log_sum_exp():
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    with relied_on("torch", "aten._scaled_dot_product_flash_attention_for_cpu (output, log-sum-exp)"):
+        mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=None, scale=0.5
+        )
+        scores = query @ key.transpose(-2, -1) * 0.5
+        torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mixed, scores.softmax(-1) @ value, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tensor_counts_what_was_written_to_it():
+    value = torch.zeros(3)
+    with relied_on("torch", "Tensor._version, a count of writes"):
+        before = value._version
+        value[:1] = 1
+        assert value._version == before + 1
+
+
+def test_a_compiled_module_can_be_told_from_its_attributes():
+    with relied_on("torch", "Module._compiled_call_impl and OptimizedModule._orig_mod"):
+        module = nn.Linear(2, 2)
+        assert module.__dict__.get("_compiled_call_impl") is None
+        module.compile(backend="eager")
+        assert module.__dict__["_compiled_call_impl"] is not None
+        assert "_orig_mod" in torch.compile(nn.Linear(2, 2), backend="eager")._modules
+
+
+def test_a_module_keeps_its_children_and_hooks_in_dictionaries():
+    module = nn.Sequential(nn.Identity())
+    with relied_on("torch", "Module._modules and the four dictionaries of hooks"):
+        assert list(module._modules) == ["0"]
+        for register, kept in (
+            (module.register_forward_hook, "_forward_hooks"),
+            (module.register_forward_pre_hook, "_forward_pre_hooks"),
+            (module.register_full_backward_hook, "_backward_hooks"),
+            (module.register_full_backward_pre_hook, "_backward_pre_hooks"),
+        ):
+            handle = register(lambda *_: None)
+            assert len(getattr(module, kept)) == 1
+            handle.remove()
+            assert not getattr(module, kept)
+
+
+def test_accelerate_keeps_the_forward_it_wraps():
+    module = nn.Identity()
+    add_hook_to_module(module, ModelHook())
+    with relied_on("accelerate", "_old_forward, the bound method that the wrapper calls"):
+        assert module.__dict__["_old_forward"].__func__ is nn.Identity.forward
+        module.__dict__["_old_forward"] = lambda x: x + 1
+        assert module(1) == 2
+    remove_hook_from_module(module)
+
+
+def test_transformers_lists_tied_weights_and_says_which_attention_runs():
+    hf = random_hf()
+    with relied_on("transformers", "PreTrainedModel._tied_weights_keys and config._attn_implementation"):
+        assert "lm_head.weight" in hf._tied_weights_keys
+        hf.set_attn_implementation("sdpa")
+        assert hf.config._attn_implementation == "sdpa"
+
+
+def test_transformer_lens_puts_hooks_on_through_one_method():
+    class Tree(HookedRootModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.point = HookPoint()
+            self.setup()
+            self.enabled = []
+
+        def _enable_hook(self, name, hook, dir):
+            self.enabled.append((name, dir))
+            super()._enable_hook(name, hook, dir)
+
+        def forward(self, x):
+            return self.point(x)
+
+    with relied_on(
+        "transformer_lens", "HookedRootModule._enable_hook, which every hook of run_with_hooks goes through"
+    ):
+        tree = Tree()
+        assert tree.run_with_hooks(1, fwd_hooks=[("point", lambda value, hook: value + 1)]) == 2
+        assert tree.enabled == [("point", "fwd")]
+
+
+# The table
+
+
+def private(text: str, own: set[str]) -> set[str]:
+    """Private names of other libraries in a source: attributes, and strings that attributes are asked for with."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            inherited = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
+            found |= {node.attr} if inherited or node.attr not in own else set()
+        strings = []
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in (
+            "getattr",
+            "hasattr",
+            "get",
+        ):
+            strings = node.args
+        elif isinstance(node, ast.Compare):
+            strings = [node.left]
+        found |= {
+            part.value for part in strings if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        } - own
+    return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - PYTHONS
+
+
+def own_names() -> set[str]:
+    """Names that sinklens defines or assigns."""
+    found = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def listed() -> dict[str, tuple[str, str, str]]:
+    """Library, file and contract test by name, of the table in the design page."""
+    text = (ROOT / "docs" / "design.md").read_text().split("## What is private elsewhere", 1)[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
+    return {
+        name: (library, file.strip("`"), test.strip("`"))
+        for library, names, file, test in rows
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+
+
+def used() -> dict[str, set[str]]:
+    """Private names by the files that use them."""
+    own, found = own_names(), {}
+    for file in FILES:
+        names = private(file.read_text(), own) | (uses(file.read_text()) if file == HOME else set())
+        for name in names:
+            found.setdefault(name, set()).add(str(file.relative_to(ROOT)))
+    return found
+
+
+def test_the_design_page_lists_every_private_name_where_it_is_used():
+    table = listed()
+    assert {name: set(file.replace("`", "").split(", ")) for name, (_, file, _) in table.items()} == used()
+
+
+@pytest.mark.parametrize(("name", "row"), listed().items())
+def test_each_listed_name_has_a_contract_test_that_names_it_and_its_library(name, row):
+    library, _, test = row
+    file, function = test.split("::")
+    text = (ROOT / "tests" / file).read_text()
+    body = text.split(f"def {function}(", 1)
+    assert len(body) == 2, f"{test} does not exist"
+    body = body[1].split("\ndef ", 1)[0]
+    assert re.search(rf"\b{re.escape(name)}\b", body), f"{test} does not try {name}"
+    assert f"{library.replace('-', '_')}" in body
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x._version", {"_version"}),
+        ("super()._enable_hook(1)", {"_enable_hook"}),
+        ("self._mine", set()),
+        ("getattr(x, '_keys', None)", {"_keys"}),
+        ("x.__dict__.get('_impl')", {"_impl"}),
+        ("'_orig' in x", {"_orig"}),
+        ("value._replace(a=1)", set()),
+    ],
+)
+def test_the_scan_finds_each_kind_of_private_name(text, found):
+    assert private(text, {"_mine", "_enable_hook"}) == found
