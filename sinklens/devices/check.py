@@ -83,7 +83,12 @@ def run_part(part: Part, command: list[str], limit: float, keep: Callable[[Findi
             command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment, start_new_session=True
         )
         stopped = threading.Event()
-        timer = threading.Timer(limit, lambda: (stopped.set(), _kill(process)))
+
+        def stop() -> None:
+            stopped.set()
+            _kill(process)
+
+        timer = threading.Timer(limit, stop)
         timer.start()
         try:
             assert process.stdout is not None
@@ -128,7 +133,9 @@ def inside(part: Part, setting: Setting) -> None:
 
 def prepare(device: str) -> None:
     """What a part's process needs before it imports Triton or computes: the interpreter without a GPU, and no TF32."""
-    if not device.startswith("cuda"):
+    if device.startswith("cuda"):
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 

@@ -165,12 +165,12 @@ def _guidance(both: list[Model]) -> str:
 
 def _cache(device: torch.device) -> str:
     model = samples.shipped("tiny-llama", device)
-    given = {"gen_length": 8, "progress": False}
+    given: dict[str, Any] = {"gen_length": 8, "progress": False}
     with_cache, without = (sinklens.generate(model, samples.PROMPTS, use_cache=use, **given) for use in (True, False))
     assert torch.equal(with_cache.tokens, without.tokens), "the cache changed the tokens"
     assert with_cache.sinks is not None
     assert without.sinks is not None
-    scores = [torch.from_numpy(run.sinks.scores().to_numpy()) for run in (with_cache, without)]
+    scores = [torch.from_numpy(track.scores().to_numpy()) for track in (with_cache.sinks, without.sinks)]
     return near(scores[0], scores[1], 10 * NEAR)
 
 

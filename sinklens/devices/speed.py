@@ -48,7 +48,7 @@ class Bench:
         self.sizes = dict(TINY if setting.small else LLADA_8B)
         if not setting.small:
             self.sizes["n_layers"] = _layers_that_fit(setting.device)
-        self.plain: LlamaForCausalLM = random_llada(**self.sizes, device=setting.device, dtype=self.dtype)  # type: ignore[arg-type]
+        self.plain: LlamaForCausalLM = random_llada(**self.sizes, device=setting.device, dtype=self.dtype)
         self.model: Model = sinklens.load(twin(self.plain))
 
     def prompt(self, length: int, rows: int) -> Tensor:
@@ -212,8 +212,8 @@ def _nnsight(bench: Bench, canvas: Tensor) -> tuple[Callable[[], Tensor], bool]:
     def work() -> Tensor:
         with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
             kept = [layer.self_attn.output[1][0].float().sum(1) for layer in traced.model.layers]
-            stacked = torch.stack(kept).save()
-        return stacked  # noqa: RET504  (it has its value when the block has ended)
+            stacked: Any = torch.stack(kept).save()  # type: ignore[attr-defined]
+        return stacked  # it has its value when the block has ended
 
     return work, True
 

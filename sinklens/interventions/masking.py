@@ -146,7 +146,7 @@ class MaskSinks(Intervention):
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             found = chosen.at(hook, value)
-            if found is None or not bool(found.keys.any()):
+            if found is None or not found.any():
                 return None
             return value.masked_fill(found.keys, -torch.inf)
 

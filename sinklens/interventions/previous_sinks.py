@@ -33,10 +33,16 @@ class Chosen(NamedTuple):
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
         rows: queries of each row of the batch that they hold for; the others are left alone.
+        some: whether there are any keys; None if that was not asked yet.
     """
 
     keys: Bool[Tensor, "batch head query key"]
     rows: Bool[Tensor, "batch query"]
+    some: bool | None = None
+
+    def any(self) -> bool:
+        """Whether there are any keys. On a GPU an answer that is known already saves waiting for the device."""
+        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Evidence(NamedTuple):
@@ -89,6 +95,7 @@ class PreviousSinks:
         self._canvas = Canvas()
         self._now: dict[int, Scores] = {}
         self._chosen: dict[int, dict[int, Keys]] = {}  # by step; of a diffusion run only the step being run
+        self._some: dict[int, bool] = {}  # by layer: whether the step chosen last has keys there
         self._told: dict[int, Bool[Tensor, " batch"]] = {}  # rows of these steps that the scores tell of
         self._prompts_checked = source is None
         self._scale = model.cfg.d_head**-0.5
@@ -163,6 +170,8 @@ class PreviousSinks:
         found = self._selection.choose(scores, real, self._run, canvas, step, among=among, track=track)
         self._told[step] = (real if there is None else there).any(dim=1)
         self._chosen[step] = {layer: self._heads_only(mask) for layer, mask in found.items()}
+        some = torch.stack([mask.any() for mask in self._chosen[step].values()]).tolist()
+        self._some = dict(zip(self._chosen[step], some, strict=True))
 
     def _evidence(self, step: int, ids: Tensor, seen: dict[int, Scores]) -> Evidence:
         if self._source is not None:
@@ -202,7 +211,8 @@ class PreviousSinks:
         if step not in self._chosen:
             return None
         keys = self._chosen[step][layer]
-        return Chosen(keys[:, :, None].to(value.device), self._told[step][:, None].to(value.device))
+        rows = self._told[step][:, None].to(value.device)
+        return Chosen(keys[:, :, None].to(value.device), rows, self._some[layer])
 
     def _rows(self, layer: int, step: int, value: Tensor) -> Chosen | None:
         """In a causal pass, each token is forbidden what it was when it was decoded, also if it is computed again."""

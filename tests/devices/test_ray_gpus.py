@@ -1,0 +1,55 @@
+"""One process per GPU: workers of a Ray cluster whose GPUs exist by name only are given one each."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sinklens.evaluation.conditions import Condition
+from sinklens.evaluation.distributed import OnRay
+from sinklens.evaluation.evaluating import InProcess, Job
+from sinklens.evaluation.protocols import find
+from sinklens.evaluation.units import Batch
+from sinklens.interventions import Intervention
+from sinklens.tasks.tiny_gsm import TinyGsm
+
+SAMPLES = tuple(TinyGsm().samples(6))
+JOB = Job("tiny-llada", {}, TinyGsm(), find("tiny-gsm"), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noting(Intervention):
+    """Changes nothing; notes which GPUs the process that it runs in may use."""
+
+    folder: str
+
+    def on(self, model, run=None):
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        (Path(self.folder) / str(os.getpid())).write_text(f"{seen} {model.cfg.device.type}")
+        return []
+
+
+@pytest.fixture
+def cluster():
+    ray = pytest.importorskip("ray")
+    ray.shutdown()
+    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield ray
+    ray.shutdown()
+
+
+def test_each_worker_sees_one_gpu_and_no_two_the_same(cluster, tmp_path):
+    condition = Condition("noting", (Noting(folder=str(tmp_path)),))
+    work = [Batch(condition, SAMPLES[at : at + 1]) for at in range(6)]
+    engine = OnRay()
+    assert engine._shares() == ({"num_cpus": 1, "num_gpus": 1}, 2)
+    done = {batch.samples[0].id: records for batch, records in engine.carry_out(JOB, work)}
+    seen = [file.read_text().split() for file in tmp_path.iterdir()]
+    assert sorted(gpu for gpu, _ in seen) == ["0", "1"]
+    assert {device for _, device in seen} == {"cpu"}, "there is no such GPU, so the model is on the CPU"
+    (_, alone), *_ = InProcess().carry_out(JOB, work[:1])
+    for mine, theirs in zip(done[SAMPLES[0].id], alone, strict=True):
+        assert {n: v for n, v in mine.items() if n != "seconds"} == {n: v for n, v in theirs.items() if n != "seconds"}
