@@ -6,11 +6,11 @@ from typing import Any, get_args, get_origin
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add a flag for every sampler setting."""
-    from sinklens.sampling.settings import Settings, meaning
+    from sinklens.sampling.settings import Settings, setting_help
 
     group = command.add_argument_group("sampler settings (which apply depends on the model)")
     for name, kind in Settings.__annotations__.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=meaning(name), **_flag(kind))
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=setting_help(name), **_flag(kind))
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
