@@ -249,11 +249,11 @@ def _tell(run: "Generation", model: "Model") -> None:
 def run_hooks(options: argparse.Namespace) -> None:
     """`sinklens hooks`."""
     from sinklens.checkpoints import build_empty, family_of, translate
-    from sinklens.checkpoints.files import find, read_config
+    from sinklens.checkpoints.files import find_checkpoint, read_config
     from sinklens.hooks import architecture_of, table
     from sinklens.hooks.tree import HookTree
 
-    folder = find(options.model, None)
+    folder = find_checkpoint(options.model, None)
     raw = read_config(folder)
     family = family_of(raw, str(folder))
     config = translate(raw, family, str(folder))

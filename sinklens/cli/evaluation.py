@@ -164,12 +164,12 @@ def _refuse_idle(given: dict[str, Any], models: Sequence[str]) -> None:
     from dataclasses import fields
 
     from sinklens.checkpoints import family_of
-    from sinklens.checkpoints.files import find, read_config
+    from sinklens.checkpoints.files import find_checkpoint, read_config
     from sinklens.sampling.settings import BY_SAMPLER
 
     if not given:
         return
-    samplers = sorted({family_of(read_config(find(name, None)), name).sampler for name in models})
+    samplers = sorted({family_of(read_config(find_checkpoint(name, None)), name).sampler for name in models})
     known = {entry.name for sampler in samplers for entry in fields(BY_SAMPLER[sampler])}
     for name in given:
         if name not in known:

@@ -66,7 +66,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.checkpoints.files import find
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.zoo.export import write_checkpoint
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.tokenizer import MASK as MASK_TOKEN
@@ -295,7 +295,7 @@ def _numbers() -> dict[str, int]:
     """The tokens' numbers, from the tokenizer of tiny-llada, which is the same."""
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(find("tiny-llada", None) / "tokenizer.json")).get_vocab()
+    return Tokenizer.from_file(str(find_checkpoint("tiny-llada", None) / "tokenizer.json")).get_vocab()
 
 
 def _labelled(values: np.ndarray) -> xr.DataArray:

@@ -133,7 +133,7 @@ def _start_from(name: str, model: "PreTrainedModel") -> None:
     """
     from safetensors.torch import load_file
 
-    folder = files.find(name, None)
+    folder = files.find_checkpoint(name, None)
     family = family_of(files.read_config(folder), str(folder))
     stored = {files.rename(key, family): value for key, value in load_file(folder / "model.safetensors").items()}
     own = model.state_dict()

@@ -172,9 +172,9 @@ def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
-    from sinklens.checkpoints.files import find
+    from sinklens.checkpoints.files import find_checkpoint
 
-    folder = find(name, None)
+    folder = find_checkpoint(name, None)
     assert (folder / "model.safetensors").stat().st_size <= 8_000_000
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == {"dream": "Dream"}.get(RECIPES[name].family, RECIPES[name].family)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import sinklens
-from sinklens.checkpoints.files import find
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.sinks import (
     Broadcast,
@@ -109,7 +109,7 @@ def by_hand(run):
 
 def test_it_is_a_llada_checkpoint_with_the_shipped_tokenizer(folder, model):
     assert model.family == "llada"
-    shipped = find("tiny-llada", None)
+    shipped = find_checkpoint("tiny-llada", None)
     assert (
         json.loads((folder / "config.json").read_text()).keys()
         == json.loads((shipped / "config.json").read_text()).keys()

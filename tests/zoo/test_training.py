@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from sinklens.checkpoints.files import find
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.corpus import ANSWER_LENGTH, build_corpus
@@ -246,7 +246,7 @@ def test_tiny_mmada_starts_as_tiny_llada_with_new_tokens_added():
     recipe = replace(RECIPES["tiny-mmada"], problems=400, pictures=200, batch=16)
     tokenizer = training.make_tokenizer(recipe)
     model = training.build_model(recipe, tokenizer)
-    stored = load_file(find("tiny-llada", None) / "model.safetensors")["model.transformer.wte.weight"]
+    stored = load_file(find_checkpoint("tiny-llada", None) / "model.safetensors")["model.transformer.wte.weight"]
     embedding = model.get_input_embeddings().weight
     assert torch.equal(embedding[: len(stored)], stored.float())
     assert len(embedding) == len(tokenizer) > len(stored)
