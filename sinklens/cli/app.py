@@ -305,7 +305,7 @@ def run_train(options: argparse.Namespace) -> None:
 
     from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
     from sinklens.zoo.export import export, write_card
-    from sinklens.zoo.scores import on_the_way, scores
+    from sinklens.zoo.scores import scores, training_score
 
     if options.name == "planted":
         out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
@@ -330,13 +330,13 @@ def run_train(options: argparse.Namespace) -> None:
             flush=True,
         )
     out = export(recipe, folder, options.out or folder / "checkpoint")
-    for record in curve.accuracy_curve(recipe, folder, on_the_way):
+    for record in curve.accuracy_curve(recipe, folder, training_score):
         print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
     found = []
     for score in scores(recipe, out, run_generated_code=options.run_generated_code):
         print(f"{score.what}: {score.accuracy}", flush=True)
         found.append(score)
-    write_card(recipe, folder, out, found, curve.read(folder))
+    write_card(recipe, folder, out, found, curve.read_curve(folder))
     print(f"Checkpoint in {out}")
 
 
