@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Sampler = Literal["llada", "dream", "autoregressive"]
+Required = Mapping[str, tuple[str | int | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Family:
     causal: bool = False
     shift: bool = False
     config_names: Mapping[str, str] = field(default_factory=dict)
-    required: Mapping[str, tuple[str | int | None, ...]] = field(default_factory=dict)
+    required: Required = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     mask_token_id: int | None = None
     eot_token_id: int | None = None
@@ -63,7 +64,7 @@ _LLADA_CONFIG = {
     "max_sequence_length": "max_position_embeddings",
     "weight_tying": "tie_word_embeddings",
 }
-_LLADA_REQUIRED = {
+_LLADA_REQUIRED: Required = {
     "alibi": (False,),
     "rope": (True,),
     "block_type": ("llama",),
@@ -94,7 +95,7 @@ _LLADA_RENAMES = {
     r"\.up_proj\.": ".mlp.up_proj.",
     r"\.ff_out\.": ".mlp.down_proj.",
 }
-_QWEN_REQUIRED = {
+_QWEN_REQUIRED: Required = {
     "hidden_act": ("silu",),
     "rope_scaling": (None,),
     "use_sliding_window": (False,),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -200,7 +200,7 @@ def from_bridge(bridge: "TransformerBridge", tokenizer: "PreTrainedTokenizerBase
     Raises:
         CheckpointError: its weights were folded or otherwise processed and no longer fit the class.
     """
-    original = bridge.original_model
+    original = cast("PreTrainedModel", bridge.original_model)
     renamed = {name.replace("._original_component", ""): value for name, value in original.named_parameters()}
     shell = build_empty(original.config)
     expected = {name: tuple(value.shape) for name, value in shell.named_parameters(remove_duplicate=False)}

@@ -18,7 +18,7 @@ import torch
 from sinklens.atomic import whole
 from sinklens.errors import CheckpointError, SinklensError
 
-Record = dict[str, int | float]
+Record = dict[str, Any]  # plain JSON values
 
 
 def read_records(file: Path) -> list[Record]:
