@@ -25,7 +25,7 @@ import xarray as xr
 from safetensors.torch import load_file, save_file
 
 import sinklens
-from sinklens.checkpoints import Family, find, register
+from sinklens.checkpoints import Family, find_checkpoint, register
 from sinklens.errors import CheckpointError
 from sinklens.hooks import Architecture
 from sinklens.interventions import AblateHeads, MaskSinks
@@ -45,7 +45,7 @@ prompts = [problem.prompt for problem in held_out(20)]
 # 0.
 
 # %%
-shipped = find("tiny-llada")  # the folder of the shipped checkpoint; a name on the hub is downloaded
+shipped = find_checkpoint("tiny-llada")  # the folder of the shipped checkpoint; a name on the hub is downloaded
 mine = Path("headless")
 shutil.copytree(shipped, mine, dirs_exist_ok=True)
 print(*sorted(file.name for file in mine.iterdir()))

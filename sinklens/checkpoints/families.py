@@ -1,18 +1,19 @@
-"""What sinklens knows of each checkpoint family: one record each, no code.
+"""The checkpoint families: one declarative record each, no code.
 
 LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder, DiffuCoder) is
-Qwen2 without the causal mask whose logits predict the *next* position. A family is therefore a translation of its
-config onto a transformers config, renames of its weights, and how it is sampled. No code of a checkpoint is run.
-Families from outside join the tables through `register`.
+Qwen2 without the causal mask, with logits that predict the *next* position. A family record therefore says how to
+translate its config to a transformers config, how to rename its weights, and how to sample from it. Code that ships
+with a checkpoint never runs. `register` adds families from outside the package.
 
-A config value that the translation cannot express is refused by name: see `Family.required`.
+Limitation: a config value that the translation cannot express raises an error that names it; see `Family.required`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Sampler = Literal["llada", "dream", "autoregressive"]
+Required = Mapping[str, tuple[str | int | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,20 @@ class Family:
     """One checkpoint family.
 
     Attributes:
-        name: short name, `Model.family`.
-        model_types: values of ``model_type`` in config.json that mean this family.
-        architecture: transformers ``model_type`` of the class it is loaded into.
-        sampler: which sampler generates with it.
-        causal: whether queries see earlier keys only.
+        name: short name, as in `Model.family`.
+        model_types: values of ``model_type`` in config.json that identify this family.
+        architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
+        sampler: the sampler that generates with it.
+        causal: whether queries see only earlier keys.
         shift: whether the logits at position i predict the token at i + 1.
-        config_names: its config key -> transformers' key. Empty: config.json has transformers' own keys, which are
-            taken over. Otherwise it is read as LLaDA's: every key named here has to be there (``weight_tying`` need
-            not), one of them stands for ``rope_theta``, ``mlp_hidden_size``, ``n_kv_heads`` and ``vocab_size`` are
-            derived from ``mlp_ratio``, ``n_heads`` and ``embedding_size`` as in LLaDA, and of the other keys only ids
-            of special tokens, ``initializer_range`` and ``attention_dropout`` are kept.
-        required: config key -> values that can be expressed; a missing key is fine.
-        renames: regular expression -> replacement, on weight names, in order; at most one group.
-        mask_token_id: used where neither config nor tokenizer tells.
+        config_names: the family's config key -> transformers' key. If empty, config.json already uses transformers'
+            keys, which are kept. Otherwise it is read like LLaDA's: every key listed here is required except
+            ``weight_tying``; one of them maps to ``rope_theta``; ``mlp_hidden_size``, ``n_kv_heads`` and ``vocab_size``
+            are derived from ``mlp_ratio``, ``n_heads`` and ``embedding_size`` as in LLaDA; of the other keys, only
+            special-token ids, ``initializer_range`` and ``attention_dropout`` are kept.
+        required: config key -> values that can be expressed; a missing key is accepted.
+        renames: regular expression -> replacement, applied to weight names in order; at most one group.
+        mask_token_id: used if neither the config nor the tokenizer names one.
         eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
         verified: how far agreement with the reference code was checked.
     """
@@ -46,7 +47,7 @@ class Family:
     causal: bool = False
     shift: bool = False
     config_names: Mapping[str, str] = field(default_factory=dict)
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    required: Required = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     mask_token_id: int | None = None
     eot_token_id: int | None = None
@@ -63,7 +64,7 @@ _LLADA_CONFIG = {
     "max_sequence_length": "max_position_embeddings",
     "weight_tying": "tie_word_embeddings",
 }
-_LLADA_REQUIRED = {
+_LLADA_REQUIRED: Required = {
     "alibi": (False,),
     "rope": (True,),
     "block_type": ("llama",),
@@ -94,7 +95,7 @@ _LLADA_RENAMES = {
     r"\.up_proj\.": ".mlp.up_proj.",
     r"\.ff_out\.": ".mlp.down_proj.",
 }
-_QWEN_REQUIRED = {
+_QWEN_REQUIRED: Required = {
     "hidden_act": ("silu",),
     "rope_scaling": (None,),
     "use_sliding_window": (False,),

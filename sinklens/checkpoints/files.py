@@ -1,8 +1,8 @@
-"""Finds the files of a checkpoint and checks its weights before any of them is loaded.
+"""Finds the files of a checkpoint and checks its weights before loading any of them.
 
-Only safetensors is read. The names and shapes in the files' headers are compared with those of the model that the
-config describes, so a checkpoint with missing, surplus, misshapen or truncated weights is refused while nothing has
-been built yet. transformers alone would warn and go on with random weights.
+Only safetensors files are read. The names and shapes in their headers are compared with those of the model that the
+config describes, so a checkpoint with missing, unexpected, misshapen or truncated weights is rejected before anything
+is built. transformers alone would only warn and continue with random weights.
 """
 
 import json
@@ -19,19 +19,19 @@ from sinklens.checkpoints.families import Family
 from sinklens.errors import CheckpointError, nearest
 
 SHIPPED_FOLDER = "shipped"
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What the headers of a checkpoint's safetensors files say.
+    """The contents of the headers of a checkpoint's safetensors files.
 
     Attributes:
-        shapes: weight name, as transformers will call it, -> shape.
-        dtype: element type of most of the weights.
-        original: the same names -> names in the files.
+        shapes: weight name in transformers' naming -> shape.
+        dtype: element type of most of the values.
+        original: weight name in transformers' naming -> name in the files.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -45,23 +45,23 @@ class Weights:
 
 
 def shipped_names() -> list[str]:
-    """Names of the checkpoints that come with sinklens."""
+    """Names of the checkpoints that ship with sinklens."""
     folder = resources.files("sinklens.checkpoints") / SHIPPED_FOLDER
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
 
 
-def find(name_or_path: str | Path, revision: str | None = None) -> Path:
+def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Path:
     """The local folder of a checkpoint, with its config.json, *.safetensors and tokenizer.
 
     Args:
-        name_or_path: tried in this order: a shipped name, a folder, which is given back, and a name on the hub, whose
-            files are downloaded and cached.
-        revision: branch, tag or commit on the hub; None is its main branch.
+        name_or_path: tried in this order: a shipped name; a folder, which is returned; a name on the hub, whose files
+            are downloaded and cached.
+        revision: branch, tag or commit on the hub; None means the main branch.
 
     Raises:
-        CheckpointError: nothing of that name, no network, or a revision of something that has none.
+        CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
     """
     path = Path(name_or_path)
     if str(name_or_path) in shipped_names():
@@ -69,11 +69,11 @@ def find(name_or_path: str | Path, revision: str | None = None) -> Path:
     if path.is_dir():
         if revision is not None:
             raise CheckpointError(
-                f"revision {revision!r} belongs to a name on the hub; {path} is a folder. Leave it out."
+                f"revision {revision!r} applies to names on the hub, and {path} is a folder. Leave revision out."
             )
         return path
     if path.is_file():
-        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+        raise CheckpointError(f"{path} is a file; pass the folder that contains config.json and the weights.")
     looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~")) or str(name_or_path).count("/") != 1
     if looks_local:
         raise CheckpointError(
@@ -85,16 +85,16 @@ def find(name_or_path: str | Path, revision: str | None = None) -> Path:
 
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: that of the client the hub uses
+    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of the hub's HTTP client
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED))
     except (OSError, HTTPError, HFValidationError) as error:
         at_revision = f" at revision {revision!r}" if revision else ""
         reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
         raise CheckpointError(
-            f"could not get {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
-            f"Check the name and the network, or download the files elsewhere and give their folder; "
+            f"could not download {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
+            f"Check the name and the network, or download the files elsewhere and pass their folder; "
             f"gated models need `hf auth login` first."
         ) from error
 
@@ -103,25 +103,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a checkpoint folder.
 
     Raises:
-        CheckpointError: it is missing or not JSON.
+        CheckpointError: the file is missing or not JSON.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder holds config.json and *.safetensors.")
+        raise CheckpointError(
+            f"{folder} has no config.json; a checkpoint folder contains config.json and *.safetensors."
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}); it may be half-written. Fetch it again.") from error
+        raise CheckpointError(
+            f"{file} is not valid JSON ({error}); it may be incomplete. Download it again."
+        ) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(config).__name__}, not an object.")
+        raise CheckpointError(f"{file} contains a JSON {type(config).__name__}, not an object.")
     return config
 
 
 def read_headers(folder: Path, family: Family) -> Weights:
-    """Names, shapes and type of all stored weights, read from the headers alone.
+    """Names, shapes and element type of all stored weights; reads only the headers.
 
     Raises:
-        CheckpointError: no safetensors (pickles are refused), a shard is missing, a file is truncated.
+        CheckpointError: there are no safetensors files (pickles are rejected), a shard is missing, or a file is
+            truncated or corrupt.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     original: dict[str, str] = {}
@@ -129,16 +134,14 @@ def read_headers(folder: Path, family: Family) -> Weights:
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
-                for stored in opened.keys():  # noqa: SIM118 — safe_open is no mapping
+                for stored in opened.keys():  # noqa: SIM118 — safe_open is not a mapping
                     part = opened.get_slice(stored)
                     name = rename(stored, family)
                     shapes[name], original[name] = tuple(part.get_shape()), stored
                     size = torch.Size(shapes[name]).numel()
                     dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
         except SafetensorError as error:
-            raise CheckpointError(
-                f"{file} is not a whole safetensors file ({error}); it may be truncated. Fetch it again."
-            ) from error
+            raise CheckpointError(f"{file} is truncated or corrupt ({error}). Download it again.") from error
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
     if main not in DTYPES:
         raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
@@ -146,7 +149,7 @@ def read_headers(folder: Path, family: Family) -> Weights:
 
 
 def rename(stored: str, family: Family) -> str:
-    """A stored weight's name under transformers' naming."""
+    """The name of a stored weight in transformers' naming."""
     for pattern, replacement in family.renames.items():
         stored = re.sub(pattern, replacement, stored)
     return stored
@@ -154,51 +157,51 @@ def rename(stored: str, family: Family) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
-    if single.is_file():  # before the index, because transformers, which reads the weights, looks in this order
+    if single.is_file():  # before the index: transformers, which reads the weights, checks in this order
         return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             content = json.loads(index.read_text(encoding="utf-8"))
-            dict.keys(content["metadata"])  # transformers, which reads the weights, asks for it
+            dict.keys(content["metadata"])  # transformers, which reads the weights, requires it
             names = sorted(set(content["weight_map"].values()))
             shards = [folder / name for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is broken ({error}); fetch it again.") from error
+            raise CheckpointError(f"{index} is corrupt ({error}); download it again.") from error
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
         return shards
     if any(folder.glob("model-*-of-*.safetensors")):
-        raise CheckpointError(f"{folder} has shards but no {index.name}, which says what is in them. Fetch it too.")
+        raise CheckpointError(f"{folder} has shards but no {index.name}, which lists their contents. Download it too.")
     pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
-    told = f" It has pickles ({', '.join(pickles[:3])}), which can run code and are refused." if pickles else ""
-    raise CheckpointError(f"{folder} has no model.safetensors.{told} Convert the weights to safetensors.")
+    note = f" It has pickles ({', '.join(pickles[:3])}), which can run code and are rejected." if pickles else ""
+    raise CheckpointError(f"{folder} has no model.safetensors.{note} Convert the weights to safetensors.")
 
 
-def compare(weights: Weights, expected: dict[str, tuple[int, ...]], tied: set[str], where: str) -> None:
-    """Hold the stored weights to the model's.
+def check_weights(weights: Weights, expected: dict[str, tuple[int, ...]], tied: set[str], where: str) -> None:
+    """Check the stored weights against the model's parameters.
 
     Args:
-        expected: the model's parameter names and shapes.
-        tied: parameters that may be left out because they share another's values.
+        expected: names and shapes of the model's parameters.
+        tied: parameters that may be absent because they share another parameter's values.
 
     Raises:
-        CheckpointError: weights are missing, surplus, or of another shape.
+        CheckpointError: weights are missing, unexpected, or of another shape.
     """
     missing = sorted(set(expected) - set(weights.shapes) - tied)
-    surplus = sorted(weights.original[name] for name in set(weights.shapes) - set(expected) - tied)
+    unexpected = sorted(weights.original[name] for name in set(weights.shapes) - set(expected) - tied)
     shapes = [
-        f"{weights.original[name]} is {list(shape)}, the config asks for {list(expected[name])}"
+        f"{weights.original[name]} is {list(shape)}, the config requires {list(expected[name])}"
         for name, shape in weights.shapes.items()
         if name in expected and shape != expected[name]
     ]
     problems = []
     if missing:
         problems.append(f"{len(missing)} weights are missing ({', '.join(missing[:4])})")
-    if surplus:
-        problems.append(f"{len(surplus)} weights have no place in the model ({', '.join(surplus[:4])})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} weights have no place in the model ({', '.join(unexpected[:4])})")
     problems += shapes[:4]
     if problems:
-        told = "; ".join(problems)
-        raise CheckpointError(f"{where}: {told}. Nothing was loaded; check that config and weights match.")
+        found = "; ".join(problems)
+        raise CheckpointError(f"{where}: {found}. Nothing was loaded; check that config and weights match.")

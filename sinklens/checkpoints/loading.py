@@ -1,9 +1,10 @@
 """Loads a checkpoint into the transformers class of its family.
 
-The order is: config translated, headers checked against a model on the meta device, device, element type, tokenizer
-and mask token settled, and only then the weights read, so a failure leaves nothing half-loaded. transformers does the
-reading (`from_pretrained` with the translated config and the family's renames); `is_causal` is set on the config, which
-decides the mask, and on every attention module, which transformers' fused attention consults where no mask is passed.
+In this order: the config is translated; the headers are checked against a model on the meta device; device, element
+type, tokenizer and mask token are determined; and only then are the weights read, so a failure leaves nothing
+half-loaded. transformers reads them (`from_pretrained` with the translated config and the family's renames).
+`is_causal` is set on the config, which decides the mask, and on every attention module, where transformers' fused
+attention looks for it if no mask is passed.
 """
 
 import json
@@ -23,22 +24,23 @@ from sinklens.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SMALL = 1_000_000_000  # values; below it, a model without a GPU is computed in float32, and no bar shows its loading
+DeviceMap = str | dict[str, int | str | torch.device]
+SMALL = 1_000_000_000  # parameters; smaller models run in float32 without a GPU, and load without a progress bar
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model and what belongs to it.
+    """A loaded model with its tokenizer, family and special tokens.
 
     Attributes:
         hf: the transformers model, in evaluation mode.
-        tokenizer: None where the checkpoint has none.
-        family: its record.
+        tokenizer: None if the checkpoint has none.
+        family: the family's record.
         mask_token_id: None for autoregressive models.
         eos_token_ids: tokens that end an answer.
-        defaults: sampler settings that the checkpoint itself asks for.
-        name: how it was asked for.
-        revision: commit or tag asked for, if any.
+        defaults: the checkpoint's sampler settings.
+        name: the name or path that was loaded.
+        revision: the requested branch, tag or commit, if any.
     """
 
     hf: "PreTrainedModel"
@@ -52,10 +54,10 @@ class Checkpoint:
 
 
 def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """The family's model on the meta device: names and shapes, no memory.
+    """The family's model on the meta device, which has names and shapes but takes no memory.
 
     Raises:
-        CheckpointError: transformers has no such model, e.g. an activation function it does not know.
+        CheckpointError: transformers cannot build the model, e.g. because it lacks the activation function.
     """
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +66,7 @@ def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"transformers cannot build a {config.model_type} model of this config: {type(error).__name__}: {error}."
+            f"transformers cannot build a {config.model_type} model from this config: {type(error).__name__}: {error}."
         ) from error
 
 
@@ -74,10 +76,10 @@ def load_checkpoint(
     revision: str | None,
     dtype: str | torch.dtype,
     device: str | torch.device | None,
-    device_map: Any,
-    tokenizer: Any,
+    device_map: DeviceMap | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> Checkpoint:
-    """Load by name or folder; see `sinklens.load` for the arguments.
+    """Load a checkpoint by name or folder; see `sinklens.load` for the arguments.
 
     Raises:
         CheckpointError: see `sinklens.load`.
@@ -86,7 +88,7 @@ def load_checkpoint(
 
     import sinklens.hooks.attention as attention
 
-    folder = files.find(name_or_path, revision)
+    folder = files.find_checkpoint(name_or_path, revision)
     raw = files.read_config(folder)
     family = family_of(raw, str(folder))
     config = translate(raw, family, str(folder))
@@ -94,15 +96,15 @@ def load_checkpoint(
     empty = build_empty(config)
     tied = set(getattr(empty, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     expected = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters(remove_duplicate=False)}
-    files.compare(weights, expected, tied, str(folder))
+    files.check_weights(weights, expected, tied, str(folder))
     if device is not None and device_map is not None:
-        raise CheckpointError("give device= or device_map=, not both.")
+        raise CheckpointError("pass device= or device_map=, not both.")
     target = _device(device)
     chosen = _dtype(dtype, weights, target)
     found = tokenizer if tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.vocab_size, str(name_or_path))
-    defaults = _defaults(folder)
-    with _bars(weights.parameters >= SMALL):
+    defaults = _sampler_defaults(folder)
+    with _progress_bars(weights.parameters >= SMALL):
         hf = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -115,10 +117,10 @@ def load_checkpoint(
         )
     if device_map is None:
         hf = hf.to(target)
-    return finish(hf, found, family, raw, str(name_or_path), revision, defaults)
+    return prepare(hf, found, family, raw, str(name_or_path), revision, defaults)
 
 
-def finish(
+def prepare(
     hf: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase | None",
     family: Family,
@@ -127,20 +129,22 @@ def finish(
     revision: str | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Checkpoint:
-    """Put a transformers model into the state that sinklens relies on, and gather what belongs to it."""
+    """Put a transformers model into the state that sinklens requires, and return it with its special tokens."""
     import sinklens.hooks.attention as attention
 
-    mask = _mask_token(raw, tokenizer, family, hf.config.vocab_size, name)  # a model that is refused stays as it was
+    mask = _mask_token(raw, tokenizer, family, hf.config.vocab_size, name)  # first: a rejected model stays unchanged
     hf.eval()
     hf.config.is_causal = family.causal
     hf.set_attn_implementation(attention.NAME)
     for module in hf.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = family.causal
-    return Checkpoint(hf, tokenizer, family, mask, _eos(hf, tokenizer, raw), defaults or {}, name, revision)
+    return Checkpoint(hf, tokenizer, family, mask, _end_tokens(hf, tokenizer, raw), defaults or {}, name, revision)
 
 
-def _mask_token(raw: dict[str, Any], tokenizer: Any, family: Family, vocabulary: int, name: str) -> int | None:
+def _mask_token(
+    raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None", family: Family, vocabulary: int, name: str
+) -> int | None:
     """The mask token: the config's, else the tokenizer's, else the family's; None for autoregressive models."""
     if family.causal:
         return None
@@ -149,18 +153,18 @@ def _mask_token(raw: dict[str, Any], tokenizer: Any, family: Family, vocabulary:
     if not isinstance(mask, int) or not 0 <= mask < vocabulary:
         raise CheckpointError(
             f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "
-            f"set mask_token_id in config.json or give a tokenizer that has a mask token."
+            f"set mask_token_id in config.json or pass a tokenizer that has a mask token."
         )
     return mask
 
 
 def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None") -> Checkpoint:
-    """Take over a transformers model one already holds; its config says which family it is.
+    """Use a transformers model that is already in memory; its config determines the family.
 
-    A bidirectional model of the Llama or Qwen classes says so with ``config.is_causal = False``.
+    A bidirectional model of the Llama or Qwen classes has ``config.is_causal = False``.
 
     Raises:
-        CheckpointError: its ``model_type`` is no family's, it has no head, or it was taken over before.
+        CheckpointError: no family has its ``model_type``, it has no language-model head, or it has hook points already.
     """
     import sinklens.hooks.attention as attention
 
@@ -171,24 +175,24 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
     family = family_of(raw, type(hf).__name__)
     if type(hf).__module__.startswith("transformers_modules"):
         raise CheckpointError(
-            f"{type(hf).__name__} runs code of its checkpoint; give its name or folder to sinklens.load instead, "
+            f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "
             f"which loads the same weights into transformers' own class."
         )
     if hf.get_output_embeddings() is None:
-        raise CheckpointError(f"{type(hf).__name__} has no language-model head; give a model of a …ForCausalLM class.")
+        raise CheckpointError(f"{type(hf).__name__} has no language-model head; pass a model of a …ForCausalLM class.")
     if any(attention.POINTS in module.__dict__ for module in hf.modules()):
         raise CheckpointError(
-            f"this {type(hf).__name__} has hook points already, and a second tree of them would cut off the first; "
-            f"go on with the model that sinklens.load returned for it (set its .tokenizer to change that)."
+            f"this {type(hf).__name__} already has hook points, and a second set would disconnect the first; "
+            f"use the model that sinklens.load returned for it (set its .tokenizer to change the tokenizer)."
         )
     name = getattr(hf.config, "name_or_path", "") or kind
     check_required(raw, family, name)
-    return finish(hf, tokenizer, family, raw, name)
+    return prepare(hf, tokenizer, family, raw, name)
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """Show transformers' progress bars or not; afterwards they are as the user had them."""
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars; afterwards the user's setting is restored."""
     from transformers.utils import logging
 
     if shown:
@@ -202,13 +206,13 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
+    """The requested device; by default a GPU if there is one, else the CPU."""
     try:
         found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError as error:
-        raise CheckpointError(f"device {device!r} is none that torch knows; give 'cpu', 'cuda' or 'cuda:1'.") from error
+        raise CheckpointError(f"torch does not know the device {device!r}; pass 'cpu', 'cuda' or 'cuda:1'.") from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise CheckpointError(f"device {str(found)!r} is not there: torch sees {torch.cuda.device_count()} GPUs.")
+        raise CheckpointError(f"device {str(found)!r} is not available: torch sees {torch.cuda.device_count()} GPUs.")
     return found
 
 
@@ -224,49 +228,52 @@ def _dtype(dtype: str | torch.dtype, weights: files.Weights, target: torch.devic
 
 
 def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase | None":
-    """The folder's tokenizer; None where it has none.
+    """The folder's tokenizer; None if it has none.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the tokenizer cannot be read.
     """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
     try:
         return _read_tokenizer(folder, config)
-    except Exception as error:  # tokenizers raises no other
+    except Exception as error:  # the tokenizers library raises nothing narrower
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason}). One of its files may be "
-            f"half-written: fetch them again, or give another tokenizer as sinklens.load(..., tokenizer=...)."
+            f"incomplete: download them again, or pass another tokenizer as sinklens.load(..., tokenizer=...)."
         ) from error
 
 
 def _read_tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
-    """The tokenizer; code that tokenizer_config.json names is not run."""
+    """Read the tokenizer without running code that tokenizer_config.json names."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    if (folder / "vocab.json").is_file():  # Dream's: Qwen2's byte-level BPE under a class name of its own
+    if (folder / "vocab.json").is_file():  # Dream: Qwen2's byte-level BPE under Dream's class name
         return AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
     return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
 
 
-def _eos(hf: "PreTrainedModel", tokenizer: Any, raw: dict[str, Any]) -> tuple[int, ...]:
+def _end_tokens(
+    hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", raw: dict[str, Any]
+) -> tuple[int, ...]:
+    """End-of-sequence tokens: the generation config's, else the config's, else the tokenizer's."""
     generation = getattr(hf, "generation_config", None)
     for source in (getattr(generation, "eos_token_id", None), raw.get("eos_token_id")):
         if source is not None:
             return tuple(source) if isinstance(source, list | tuple) else (source,)
-    own = getattr(tokenizer, "eos_token_id", None)
-    return () if own is None else (own,)
+    end = getattr(tokenizer, "eos_token_id", None)
+    return () if end is None else (end,)
 
 
-def _defaults(folder: Path) -> dict[str, Any]:
-    """Sampler settings that a checkpoint names in generation_config.json under ``"sinklens"``."""
+def _sampler_defaults(folder: Path) -> dict[str, Any]:
+    """Sampler settings that a checkpoint lists in generation_config.json under ``"sinklens"``."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")).get("sinklens") or {})
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{file} holds no valid settings ({error}). Fetch it again.") from error
+        raise CheckpointError(f"{file} has no valid settings ({error}). Download it again.") from error

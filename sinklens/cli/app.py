@@ -222,11 +222,11 @@ def _tell(run: "Generation", model: "Model") -> None:
 def run_hooks(options: argparse.Namespace) -> None:
     """`sinklens hooks`."""
     from sinklens.checkpoints import build_empty, family_of, translate
-    from sinklens.checkpoints.files import find, read_config
+    from sinklens.checkpoints.files import find_checkpoint, read_config
     from sinklens.hooks import architecture_of, table
     from sinklens.hooks.tree import HookTree
 
-    folder = find(options.model, None)
+    folder = find_checkpoint(options.model, None)
     raw = read_config(folder)
     family = family_of(raw, str(folder))
     config = translate(raw, family, str(folder))
@@ -278,7 +278,7 @@ def run_train(options: argparse.Namespace) -> None:
 
     from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
     from sinklens.zoo.export import export, write_card
-    from sinklens.zoo.scores import on_the_way, scores
+    from sinklens.zoo.scores import scores, training_score
 
     if options.steps is not None and options.steps < 1:
         raise SinklensError(f"--steps is at least 1; got {options.steps}.")
@@ -306,13 +306,13 @@ def run_train(options: argparse.Namespace) -> None:
             flush=True,
         )
     out = export(recipe, folder, options.out or folder / "checkpoint")
-    for record in curve.accuracy_curve(recipe, folder, on_the_way):
+    for record in curve.accuracy_curve(recipe, folder, training_score):
         print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
     found = []
     for score in scores(recipe, out, run_generated_code=options.run_generated_code):
         print(f"{score.what}: {score.accuracy}", flush=True)
         found.append(score)
-    write_card(recipe, folder, out, found, curve.read(folder))
+    write_card(recipe, folder, out, found, curve.read_curve(folder))
     print(f"Checkpoint in {out}")
 
 

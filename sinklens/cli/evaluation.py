@@ -203,12 +203,12 @@ def _refuse_idle(given: dict[str, Any], models: Sequence[str], queries: str) -> 
     from dataclasses import fields
 
     from sinklens.checkpoints import family_of
-    from sinklens.checkpoints.files import find, read_config
+    from sinklens.checkpoints.files import find_checkpoint, read_config
     from sinklens.sampling.settings import BY_SAMPLER
 
     if not given and queries != "all":
         return
-    samplers = sorted({family_of(read_config(find(name, None)), name).sampler for name in models})
+    samplers = sorted({family_of(read_config(find_checkpoint(name, None)), name).sampler for name in models})
     if queries == "all" and "autoregressive" not in samplers:
         raise SinklensError(
             f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."

@@ -6,14 +6,14 @@ from typing import Any, get_args, get_origin
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add a flag for every sampler setting."""
-    from sinklens.sampling.settings import Settings, meaning
+    from sinklens.sampling.settings import Settings, setting_help
 
     group = command.add_argument_group(
         "sampler settings (which apply depends on the model; a checkpoint's own defaults come before those named here)"
     )
     for name, kind in Settings.__annotations__.items():
-        told = f"{meaning(name)}{_default(name)}".replace("%", "%%")
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=told, **_flag(kind))
+        text = f"{setting_help(name)}{_default(name)}".replace("%", "%%")
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=text, **_flag(kind))
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def _default(name: str) -> str:
 
     from sinklens.sampling.settings import BY_SAMPLER, meaning
 
-    if "default" in meaning(name):
+    if "default" in setting_help(name):
         return ""
     values = [entry.default for kind in BY_SAMPLER.values() for entry in fields(kind) if entry.name == name]
     words = {None: "off", True: "yes", False: "no"}

@@ -15,7 +15,6 @@ from jaxtyping import Bool
 
 from sinklens.errors import SettingError
 
-Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 RESAMPLES = 10_000
 
 
@@ -38,12 +37,12 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % score interval of `share`."""
+        from scipy.stats import binomtest
+
         if not self.total:
             return math.nan, math.nan
-        n, p = self.total, self.share
-        centre = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
-        half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n * n))
-        return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))  # rounding keeps on either side of p
+        low, high = binomtest(self.right, self.total).proportion_ci(confidence_level=0.95, method="wilson")
+        return min(self.share, float(low)), max(self.share, float(high))  # despite rounding, share is inside
 
     def __str__(self) -> str:
         low, high = self.interval

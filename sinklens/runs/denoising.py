@@ -30,7 +30,7 @@ from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of
 from sinklens.sampling import LladaSettings, make_settings
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.loop import Course, Listener, course, run
+from sinklens.sampling.loop import Listener, Trajectory, build_trajectory, run
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
@@ -238,7 +238,7 @@ class Denoising:
 
         return call
 
-    def carry_out(self, listeners: Sequence[Listener] = ()) -> Course:
+    def carry_out(self, listeners: Sequence[Listener] = ()) -> Trajectory:
         """Run all steps.
 
         Raises:
@@ -271,7 +271,7 @@ class Denoising:
         """What is left, after all steps or after those that ran until it was stopped."""
         if not self._canvases:
             raise SinklensError("the run stopped before it began; nothing was generated.")
-        done = course(self.state, self._canvases)
+        done = build_trajectory(self.state, self._canvases)
         end = self.state.prompt_length + self.settings.gen_length
         answers = tuple(self._answer(row) for row in done.canvas[:, -1, self.state.prompt_length : end])
         real = self.state.real.cpu()
@@ -290,7 +290,7 @@ class Denoising:
             text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
         return Answer(text, bool(len(ends)), len(kept), masks)
 
-    def _track(self, done: Course) -> SinkTrack | None:
+    def _track(self, done: Trajectory) -> SinkTrack | None:
         if self._recorder is None or done.steps == 0:
             return None
         self.describe(unmask_step=done.unmask_step.numpy())
@@ -301,17 +301,17 @@ class Denoising:
         """Hand the step that just ended to the recorder."""
         if self._recorder is None:
             return
-        assert self.state.entered is not None
+        assert self.state.step_canvas is not None
         self.describe()  # first: a step that is in the store can be read
-        canvases = step_canvases(self.state.entered, self.state.canvas, self.state.mask_id)
+        canvases = step_canvases(self.state.step_canvas, self.state.canvas, self.state.mask_id)
         self._recorder.end_step(step, self.state.partial, canvases)
 
     def describe(self, **whole_run: np.ndarray) -> None:
         """Tell the recorder's store what run this is, and every token's text so far; nothing if it knows already."""
         assert self._recorder is not None
-        assert self.state.entered is not None
+        assert self.state.step_canvas is not None
         if self.model.tokenizer is not None:
-            seen = torch.cat([self.state.entered, self.state.canvas])  # they differ under a replay
+            seen = torch.cat([self.state.step_canvas, self.state.canvas])  # they differ under a replay
             self._texts(torch.unique(seen).tolist())
         if self._told == len(self._vocabulary) and not whole_run:
             return

@@ -1,4 +1,4 @@
-"""Samplers: LLaDA's, Dream's, and left-to-right decoding, each a loop over one function per decision."""
+"""The samplers: LLaDA's, Dream's and left-to-right decoding. Each is a loop over one function per decision."""
 
 from sinklens.sampling.settings import (
     BY_SAMPLER,

@@ -1,8 +1,8 @@
-"""Left-to-right decoding, under the names of a denoising run: a step is one decoded token.
+"""Left-to-right decoding with the hook names of a denoising run: a step decodes one token.
 
 ``denoise.hook_canvas`` is the text so far; ``hook_logits``, ``hook_candidates``, ``hook_confidence`` and
-``hook_commit`` have one position, the one being decoded. With a cache a step computes the new position alone. An edit
-of the canvas that changes tokens whose keys are cached empties the cache, so that the edit takes effect.
+``hook_commit`` have one position, the one being decoded. With a cache, a step computes only the new position. If an
+edit of the canvas changes tokens whose keys are cached, the cache is emptied, so that the edit takes effect.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
             return
         yield
         text = state.through_canvas_point(state.canvas[:, :position])
-        state.entered = torch.cat([text, state.canvas[:, position:]], dim=1)
+        state.step_canvas = torch.cat([text, state.canvas[:, position:]], dim=1)
         if settings.use_cache and (cache is None or not _extends(text, cached)):
             cache = DynamicCache(config=state.tree.hf.config)
         new = text if cache is None else text[:, cache.get_seq_length() :]
@@ -39,7 +39,7 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
 
 
 def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-    """Rows of `text` whose answer holds an end-of-sequence token."""
+    """True for rows of `text` whose answer contains an end-of-sequence token."""
     ends = torch.tensor(state.eos_ids, dtype=text.dtype, device=text.device)
     return torch.isin(text[:, state.prompt_length :], ends).any(dim=1)
 
@@ -55,8 +55,8 @@ def _decode(
     logits = at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float()
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
-    every = torch.ones(len(text), 1, dtype=torch.bool, device=text.device)
-    noise = state.noise.uniform(every, dtype=torch.float64) if settings.temperature > 0 else None
+    everywhere = torch.ones(len(text), 1, dtype=torch.bool, device=text.device)
+    noise = state.noise.uniform(everywhere, dtype=torch.float64) if settings.temperature > 0 else None
     drawn = decisions.categorical_candidates(probs, noise)
     candidates = at(denoise_points.hook_candidates, drawn[:, None])
     confidence = decisions.probability(probs, candidates[:, 0])[:, None]
@@ -65,7 +65,7 @@ def _decode(
             "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
             "Edit denoise.hook_candidates to force another token."
         )
-    if not bool(at(denoise_points.hook_commit, every).all()):
+    if not bool(at(denoise_points.hook_commit, everywhere).all()):
         raise ReadOnlyHookError(
             "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
             "Edit denoise.hook_candidates to force another token, or call t.stop()."
@@ -75,4 +75,4 @@ def _decode(
         token = torch.where(_ended(state, text), state.eos_ids[0], token)
     canvas = state.canvas.clone()
     canvas[:, :position], canvas[:, position] = text, token
-    state.leave(canvas)
+    state.end_step(canvas)

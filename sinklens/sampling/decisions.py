@@ -1,13 +1,14 @@
-"""The decisions a sampler takes at every step, one function each.
+"""The decisions that a sampler makes at every step, one function each.
 
 *Schedule*: how many tokens each step commits. *Candidates*: which token is proposed at each masked position.
-*Confidence*: how sure each proposal is. *Commit*: which proposals are taken. The samplers (llada.py, dream.py,
-autoregressive.py) are loops over these, with a hook point after each, so an intervention can sit between any two.
+*Confidence*: how confident the model is of each proposal. *Commit*: which proposals are accepted. The samplers
+(llada.py, dream.py, autoregressive.py) are loops over these functions with a hook point after each, so an intervention
+can act between any two.
 
-Confidence is computed in float64: in float32 the probabilities of a trained model round to 1 in droves, and which of
-the tied positions comes first would depend on the last bit. Candidates and confidence work on the masked positions
-only, flattened to one axis ``masked``; random numbers are drawn row by row from the row's own generator, so a prompt's
-result does not depend on what else is in its batch.
+Confidence is computed in float64: in float32, many probabilities of a trained model round to 1, and the last bit would
+decide which of the tied positions comes first. Candidates and confidences are computed only at the masked positions,
+flattened to one axis ``masked``. Random numbers are drawn row by row from each row's generator, so the result for a
+prompt does not depend on the rest of its batch.
 """
 
 import hashlib
@@ -19,14 +20,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 SLICE = 1 << 22
-"""Logits that are turned into float64 probabilities at a time."""
+"""Number of logits converted to float64 probabilities at a time."""
 
 
 class RowNoise:
     """One random generator per row of the batch.
 
-    A row's generator is seeded by the run's seed, the row's own prompt, and how often the same prompt came before in
-    the batch. The same seed gives the same result; a prompt gives the same result alone and in any batch; copies of
+    A row's generator is seeded with the run's seed, the row's prompt, and how often the same prompt occurred earlier in
+    the batch. The same seed gives the same result, a prompt gives the same result alone and in any batch, and copies of
     one prompt in a batch give different samples.
     """
 
@@ -41,7 +42,7 @@ class RowNoise:
     def uniform(
         self, where: Bool[Tensor, "batch pos"], *trailing: int, dtype: torch.dtype
     ) -> Float[Tensor, "masked *t"]:
-        """U[0, 1) for every True of `where`, row by row; trailing sizes are added behind."""
+        """U[0, 1) for every True in `where`, row by row; `trailing` sizes become the last dimensions."""
         counts = where.sum(dim=1).tolist()
         parts = [
             torch.rand(count, *trailing, generator=generator, dtype=dtype)
@@ -54,10 +55,10 @@ class RowNoise:
 
 
 def even_schedule(masked: Int[Tensor, " batch"], steps: int) -> list[list[int]]:
-    """LLaDA's schedule of a block: tokens committed per row at each of `steps` steps, the remainder first.
+    """LLaDA's schedule of a block: tokens to commit per row at each of `steps` steps; early steps take the remainder.
 
     Returns:
-        One list of `batch` counts per step.
+        For each step, one count per row.
     """
     counts = [divmod(int(n), steps) for n in masked.tolist()]
     return [[base + (step < extra) for base, extra in counts] for step in range(steps)]
@@ -69,10 +70,10 @@ def dream_times(steps: int, eps: float) -> Float[Tensor, " step"]:
 
 
 def dream_schedule(masked: Int[Tensor, " batch"], times: Float[Tensor, " step"], step: int) -> list[int]:
-    """Dream's schedule: ⌊masked · (1 − s/t)⌋ tokens per row, everything left at the last step.
+    """Dream's schedule: ⌊masked · (1 − s/t)⌋ tokens per row, and all remaining ones at the last step.
 
-    The reference takes the mean count over the batch; per row it is the same unless a row proposed the mask itself,
-    and rows stay independent.
+    The reference uses the mean count over the batch. The count per row is the same unless a row proposed the mask
+    token itself, and it keeps rows independent.
     """
     if step == len(times) - 2:
         return [int(n) for n in masked.tolist()]
@@ -86,7 +87,7 @@ def dream_schedule(masked: Int[Tensor, " batch"], times: Float[Tensor, " step"],
 def gumbel_candidates(
     logits: Float[Tensor, "masked vocab"], temperature: float, noise: Float[Tensor, "masked vocab"] | None
 ) -> Int[Tensor, " masked"]:
-    """argmax of exp(logits) / (−log u)^temperature in float64 (Gumbel-max; 2409.02908 on why float64)."""
+    """argmax of exp(logits) / (−log u)^temperature in float64 (Gumbel-max; arXiv 2409.02908 explains why float64)."""
     if temperature == 0 or noise is None:
         return logits.argmax(dim=-1)
     return (logits.double() - temperature * torch.log(-torch.log(noise))).argmax(dim=-1)
@@ -95,7 +96,10 @@ def gumbel_candidates(
 def truncate(
     logits: Float[Tensor, "masked vocab"], temperature: float, top_p: float | None, top_k: int | None
 ) -> Float[Tensor, "masked vocab"]:
-    """Temper logits, then keep the `top_p` nucleus and the `top_k` best; the rest get the lowest finite value."""
+    """Divide logits by the temperature, keep the `top_p` nucleus and the `top_k` largest, and lower the rest.
+
+    Logits that are not kept become the lowest finite value.
+    """
     if temperature > 0:
         logits = logits / temperature
     lowest = torch.finfo(logits.dtype).min
@@ -113,7 +117,7 @@ def truncate(
 def categorical_candidates(
     probs: Float[Tensor, "masked vocab"], noise: Float[Tensor, " masked"] | None
 ) -> Int[Tensor, " masked"]:
-    """A token drawn from `probs` by inverting its distribution function at `noise`; the most likely if that is None."""
+    """Draw tokens from `probs` by inverting the distribution function at `noise`; without noise, the most likely."""
     if noise is None:
         return probs.argmax(dim=-1)
     cumulative = probs.double().cumsum(dim=-1)
@@ -132,10 +136,10 @@ def probability(probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " 
 def probability_by_slices(
     logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
 ) -> Float[Tensor, " masked"]:
-    """Probability of the proposed token, in float64, from logits; equal to the last bit to softmax and `probability`.
+    """Probability of the proposed token, in float64, from logits; bit-identical to softmax followed by `probability`.
 
-    The softmax is taken of `SLICE` values at a time: at 8B's vocabulary, a float64 copy of the logits of a whole canvas
-    would be half a gigabyte.
+    The softmax processes `SLICE` values at a time: with the vocabulary of an 8B model, a float64 copy of a canvas's
+    logits would take half a gigabyte.
     """
     rows = max(1, SLICE // logits.shape[-1])
     parts = zip(logits.split(rows), candidates.split(rows), strict=True)
@@ -143,7 +147,7 @@ def probability_by_slices(
 
 
 def margin(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
-    """Lead of the likeliest token over the second, in [0, 1]."""
+    """Probability of the most likely token minus that of the second, in [0, 1]."""
     best = probs.topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]
 
@@ -161,7 +165,7 @@ def most_confident(
 ) -> Bool[Tensor, "batch pos"]:
     """True at each row's `counts` most confident positions, and wherever confidence reaches `threshold`.
 
-    Positions with confidence −inf are never taken.
+    Positions with confidence −inf are never committed.
     """
     commit = torch.zeros_like(confidence, dtype=torch.bool)
     for row, count in enumerate(counts):
@@ -172,10 +176,10 @@ def most_confident(
     return commit & (confidence > -torch.inf)
 
 
-def drawn_by_confidence(
+def sampled_by_confidence(
     confidence: Float[Tensor, "batch pos"], counts: Sequence[int], alg_temp: float, noise: RowNoise
 ) -> Bool[Tensor, "batch pos"]:
-    """True at `counts` positions per row, drawn without replacement with weights softmax(confidence / alg_temp)."""
+    """True at `counts` positions per row, sampled without replacement with weights softmax(confidence / alg_temp)."""
     commit = torch.zeros_like(confidence, dtype=torch.bool)
     weights = (confidence / alg_temp).softmax(dim=-1).cpu()
     for row, (count, generator) in enumerate(zip(counts, noise.generators, strict=True)):

@@ -1,7 +1,7 @@
-"""Dream's sampler: no blocks; a time from 1 down to eps decides how many tokens each step commits.
+"""Dream's sampler: no blocks; a time that falls from 1 to eps decides how many tokens each step commits.
 
-Dream's weights began as an autoregressive model's: the logits at position i predict the token at i + 1, which
-`State.logits` has shifted back already.
+Dream was trained from an autoregressive model's weights: its logits at position i predict the token at i + 1.
+`State.logits` has already shifted them back.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from sinklens.sampling.state import State
 
 
 def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, carry it out on `state.canvas`."""
+    """Yield before each step; when resumed, run the step on `state.canvas`."""
     times = decisions.dream_times(settings.steps, settings.eps)
     for step in range(settings.steps):
         if not bool((state.canvas == state.mask_id).any()):
@@ -27,16 +27,16 @@ def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
 
 
 def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], step: int) -> None:
-    canvas = state.enter()
+    canvas = state.begin_step()
     where = (canvas == state.mask_id) & state.real
     logits = state.logits(canvas, where)
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
     proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    surely = state.surely(where, _confidence(settings, probs, candidates))
-    commit = at(state.tree.denoise.hook_commit, _commit(state, settings, where, surely, times, step))
-    state.leave(torch.where(commit, proposed, canvas))
+    confidence = state.spread_confidence(where, _confidence(settings, probs, candidates))
+    commit = at(state.tree.denoise.hook_commit, _commit(state, settings, where, confidence, times, step))
+    state.end_step(torch.where(commit, proposed, canvas))
 
 
 def _confidence(
@@ -64,5 +64,5 @@ def _commit(
     counts = decisions.dream_schedule(where.sum(dim=1), times, step)
     if not settings.alg_temp:
         return decisions.most_confident(confidence, counts, settings.threshold)
-    commit = decisions.drawn_by_confidence(confidence, counts, settings.alg_temp, state.noise)
+    commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
     return commit if settings.threshold is None else commit | (confidence >= settings.threshold)

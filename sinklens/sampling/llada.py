@@ -1,7 +1,7 @@
-"""LLaDA's sampler: blocks from left to right, the least confident proposals masked again.
+"""LLaDA's sampler: blocks from left to right; the least confident proposals stay masked.
 
-Within a block every step proposes a token at each masked position and commits the block's next share of them, the most
-confident first. A proposal may be the mask token itself; the position then simply stays masked, as in the reference.
+Within a block, every step proposes a token at each masked position and commits the next share of them, the most
+confident first. If the proposal is the mask token itself, the position stays masked, as in the reference code.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from sinklens.sampling.state import State
 
 
 def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, carry it out on `state.canvas`."""
+    """Yield before each step; when resumed, run the step on `state.canvas`."""
     blocks = settings.gen_length // settings.block_length
     for block in range(blocks):
         end = state.prompt_length + (block + 1) * settings.block_length
@@ -30,7 +30,7 @@ def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
 
 
 def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) -> None:
-    canvas = state.enter()
+    canvas = state.begin_step()
     where = canvas == state.mask_id
     where[:, end:] = False
     where &= state.real
@@ -42,9 +42,9 @@ def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) ->
         noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)
     candidates = decisions.gumbel_candidates(logits, settings.temperature, noise)
     proposed, candidates = state.propose(where, candidates, canvas)
-    surely = state.surely(where, _confidence(state, settings, where, logits, candidates))
-    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(surely, counts, settings.threshold))
-    state.leave(torch.where(commit, proposed, canvas))
+    confidence = state.spread_confidence(where, _confidence(state, settings, where, logits, candidates))
+    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(confidence, counts, settings.threshold))
+    state.end_step(torch.where(commit, proposed, canvas))
 
 
 def _confidence(

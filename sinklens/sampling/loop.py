@@ -1,8 +1,8 @@
-"""Drives a sampler through a run and keeps what happened.
+"""Runs a sampler and keeps the canvas of every step.
 
-`run` is the one loop under `sinklens.trace` and `sinklens.generate`. It counts steps over the whole generation,
-through all blocks, calls its listener before and after each, and returns
-the canvas of every step. The model computes without gradients.
+`run` is the loop under `sinklens.trace` and `sinklens.generate`. It counts steps over the complete generation, across
+blocks, calls its listeners before and after each step, and returns the canvas of every step. The model computes
+without gradients.
 """
 
 from collections.abc import Sequence
@@ -30,22 +30,22 @@ class Listener(Protocol):
     """Called around every step."""
 
     def before(self, step: int, state: State) -> None:
-        """Step `step` is about to run on `state.canvas`."""
+        """Called when step `step` is about to run on `state.canvas`."""
 
     def after(self, step: int, state: State) -> None:
-        """Step `step` has run; `state.canvas` is what it left."""
+        """Called when step `step` has run; `state.canvas` is its result."""
 
 
 @dataclass(frozen=True)
-class Course:
-    """What happened to the canvas.
+class Trajectory:
+    """The canvases of a run.
 
     Attributes:
-        canvas: token ids as each step worked on them, and as the last left them: [batch, steps + 1, pos]. Undecided
-            positions hold the mask token, or -1 in an autoregressive run.
-        unmask_step: step at which each position got the token it ended with; -1 for the prompt and for padding, the
-            number of steps for a position that never got one. A token that a hook writes on the canvas of step s
-            counts as the step before's, s - 1.
+        canvas: token ids that each step worked on, then those that the last step left: [batch, steps + 1, pos].
+            Undecided positions hold the mask token, or -1 in an autoregressive run.
+        unmask_step: step at which each position got its final token; -1 for the prompt and for padding, the number of
+            steps for a position that never got one. A token that a hook writes on the canvas of step s counts as
+            written by the step before, s - 1.
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -53,7 +53,7 @@ class Course:
 
     @property
     def steps(self) -> int:
-        """Steps that ran."""
+        """Number of steps that ran."""
         return self.canvas.shape[1] - 1
 
 
@@ -61,18 +61,18 @@ def run(
     state: State,
     settings: AnySettings,
     listeners: Sequence[Listener] = (),
-    keep: "list[Tensor] | None" = None,
-) -> Course:
+    keep: list[Tensor] | None = None,
+) -> Trajectory:
     """Run all steps.
 
     Args:
-        state: the canvas at the start; it is changed.
-        settings: decides the sampler.
-        listeners: told before and after each step, in order.
-        keep: filled with the canvases as they come, so that a run that is stopped keeps its finished steps.
+        state: holds the initial canvas; modified in place.
+        settings: their type selects the sampler.
+        listeners: called before and after each step, in order.
+        keep: a list that receives the canvases as they are made, so that a stopped run keeps its finished steps.
 
     Raises:
-        SettingError: `state.replay` is of another run than this one.
+        SettingError: `state.replay` does not fit this run.
     """
     canvases = [] if keep is None else keep
     canvases.append(state.canvas)
@@ -84,34 +84,34 @@ def run(
             if step > 0:
                 _finish(step - 1, state, listeners, canvases)
             if state.replay is not None and step >= state.replay.shape[1] - 1:
-                break  # the replayed run had ended here
+                break  # the replayed run ended here
             state.tree.watch.step = step
             for listener in listeners:
                 listener.before(step, state)
         else:
             if step >= 0:
                 _finish(step, state, listeners, canvases)
-    return course(state, canvases)
+    return build_trajectory(state, canvases)
 
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], canvases: list[Tensor]) -> None:
-    assert state.entered is not None, "a sampler's step works on State.entered"
-    canvases[-1] = state.entered
+    assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
+    canvases[-1] = state.step_canvas
     canvases.append(state.canvas)
     for listener in listeners:
         listener.after(step, state)
 
 
-def course(state: State, canvases: list[Tensor]) -> Course:
-    """Gather the canvases of the finished steps."""
+def build_trajectory(state: State, canvases: list[Tensor]) -> Trajectory:
+    """The trajectory of the finished steps."""
     stacked = torch.stack(canvases, dim=1).cpu()
-    return Course(stacked, unmask_steps(stacked, state.real.cpu(), state.prompt_length, state.mask_id))
+    return Trajectory(stacked, unmask_steps(stacked, state.real.cpu(), state.prompt_length, state.mask_id))
 
 
 def unmask_steps(
     canvas: Int[Tensor, "batch step pos"], real: Bool[Tensor, "batch pos"], prompt_length: int, mask_id: int
 ) -> Int[Tensor, "batch pos"]:
-    """The step at which each position last changed; see `Course.unmask_step`."""
+    """The step at which each position last changed; see `Trajectory.unmask_step`."""
     steps = canvas.shape[1] - 1
     changed = canvas[:, 1:] != canvas[:, :-1]
     last = torch.where(changed, torch.arange(steps)[None, :, None], -1).amax(dim=1) if steps else canvas[:, 0] * 0 - 1

@@ -1,7 +1,7 @@
-"""Sampler settings: one frozen record per sampler, validated when made.
+"""Sampler settings: one frozen dataclass per sampler, validated on creation.
 
-A setting left out takes the checkpoint's own default, then the sampler's. A setting that the model's sampler does not
-have is an error, never ignored: ``alg`` given to LLaDA would otherwise look as if it had had an effect.
+A setting that is left out takes the checkpoint's default, or else the sampler's. A setting that the model's sampler
+does not have is an error and never ignored: otherwise ``alg`` given to LLaDA would seem to have had an effect.
 """
 
 import math
@@ -18,7 +18,7 @@ Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
 class Settings(TypedDict, total=False):
-    """Every sampler setting there is, for type checkers; which apply depends on the model's family."""
+    """All sampler settings, for type checkers; which ones apply depends on the model's family."""
 
     gen_length: int
     steps: int
@@ -37,22 +37,22 @@ class Settings(TypedDict, total=False):
     use_cache: bool
 
 
-def _need(condition: bool, text: str) -> None:
+def _require(condition: bool, text: str) -> None:
     if not condition:
         raise SettingError(text)
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _need(whole and value >= least, f"{name} is a whole number of at least {least}; got {value!r}.")
+def _require_integer(name: str, value: object) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    _require(valid, f"{name} must be an integer of at least 1; got {value!r}.")
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _least(name: str, value: Any) -> None:
-    _need(_is_finite(value) and value >= 0, f"{name} is a finite number of at least 0; got {value!r}.")
+def _require_nonnegative(name: str, value: float) -> None:
+    _require(_is_finite(value) and value >= 0, f"{name} must be a finite number of at least 0; got {value!r}.")
 
 
 def _divisors(number: int) -> str:
@@ -64,16 +64,17 @@ class LladaSettings:
     """LLaDA's sampler (Nie et al., 2502.09992, and its reference code).
 
     Attributes:
-        gen_length: positions of the answer; in a diffusion model all masked at the start.
-        steps: denoising steps over the whole generation, through all blocks; default `gen_length`.
-        block_length: blocks are finished from left to right; default 32, or `gen_length` where 32 does not divide it.
-        temperature: randomness of the proposed tokens (for LLaDA, Gumbel noise in float64); 0 takes the likeliest.
-        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 is off.
+        gen_length: number of answer positions; in a diffusion model all are masked at the start.
+        steps: denoising steps of the complete generation, summed over blocks; default `gen_length`.
+        block_length: blocks of this length are decoded from left to right; default 32, or `gen_length` if 32 does not
+            divide it.
+        temperature: randomness of the proposed tokens (for LLaDA, Gumbel noise in float64); 0 takes the most likely.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off.
         remasking: which proposals stay masked: the least confident, or random ones.
-        threshold: commit also whatever is at least this confident; ends blocks early. None is off; with "random"
-            there is no confidence to compare.
+        threshold: also commit every proposal of at least this confidence, which can end a block early; None turns it
+            off. Not allowed with "random", which has no confidences to compare.
         logits_eos_inf: never propose an end-of-sequence token.
-        confidence_eos_eot_inf: give proposals of end-of-sequence and end-of-turn no confidence.
+        confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence.
     """
 
     gen_length: int = 128
@@ -87,38 +88,38 @@ class LladaSettings:
     confidence_eos_eot_inf: bool = False
 
     def __post_init__(self) -> None:
-        _whole("gen_length", self.gen_length, 1)
+        _require_integer("gen_length", self.gen_length)
         object.__setattr__(
             self, "block_length", self.block_length or (32 if self.gen_length % 32 == 0 else self.gen_length)
         )
         object.__setattr__(self, "steps", self.steps or self.gen_length)
-        _whole("block_length", self.block_length, 1)
-        _whole("steps", self.steps, 1)
-        _need(
+        _require_integer("block_length", self.block_length)
+        _require_integer("steps", self.steps)
+        _require(
             self.gen_length % self.block_length == 0,
             f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
-            f"it may be {_divisors(self.gen_length)}.",
+            f"choose one of {_divisors(self.gen_length)}.",
         )
         blocks = self.gen_length // self.block_length
-        _need(
+        _require(
             self.steps % blocks == 0,
-            f"steps {self.steps} cannot be shared by {blocks} blocks (gen_length {self.gen_length} / "
+            f"steps {self.steps} cannot be divided among {blocks} blocks (gen_length {self.gen_length} / "
             f"block_length {self.block_length}); give a multiple of {blocks} up to {self.gen_length}.",
         )
-        _need(
+        _require(
             self.steps <= self.gen_length,
             f"steps {self.steps} is more than gen_length {self.gen_length}: each step commits at least one token.",
         )
-        _least("temperature", self.temperature)
-        _least("cfg_scale", self.cfg_scale)
+        _require_nonnegative("temperature", self.temperature)
+        _require_nonnegative("cfg_scale", self.cfg_scale)
         allowed = ("low_confidence", "random")
-        _need(self.remasking in allowed, f"remasking is one of {', '.join(allowed)}; got {self.remasking!r}.")
-        _need(
+        _require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+        _require(
             self.remasking != "random" or self.threshold is None,
-            "remasking 'random' commits at random and knows no confidence; drop threshold or take 'low_confidence'.",
+            "remasking 'random' does not use confidences; leave threshold out or choose remasking 'low_confidence'.",
         )
         if self.threshold is not None:
-            _least("threshold", self.threshold)
+            _require_nonnegative("threshold", self.threshold)
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,16 @@ class DreamSettings:
     """Dream's sampler (Ye et al., 2508.15487, and its reference code).
 
     Attributes:
-        gen_length: answer positions, all masked at the start.
+        gen_length: number of answer positions, all masked at the start.
         steps: denoising steps; default `gen_length`.
-        alg: "origin" commits at random, "maskgit_plus" by probability, "topk_margin" by the lead over the second
-            token, "entropy" by negative entropy.
-        temperature: randomness of the proposed tokens; 0 takes the likeliest.
-        top_p: propose from the smallest set of tokens that has this probability; None is off.
-        top_k: propose from this many likeliest tokens; None is off.
-        alg_temp: temperature of the choice of positions; None or 0 takes the most confident.
+        alg: the confidence that orders commits: "origin" commits at random, "maskgit_plus" by probability,
+            "topk_margin" by the margin over the second most likely token, "entropy" by negative entropy.
+        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
+        alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
-        threshold: commit also whatever is at least this confident, in the unit of `alg`; None is off.
+        threshold: also commit every proposal of at least this confidence, in the unit of `alg`; None turns it off.
     """
 
     gen_length: int = 128
@@ -149,35 +150,35 @@ class DreamSettings:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        _whole("gen_length", self.gen_length, 1)
+        _require_integer("gen_length", self.gen_length)
         object.__setattr__(self, "steps", self.steps or self.gen_length)
-        _whole("steps", self.steps, 1)
+        _require_integer("steps", self.steps)
         allowed = ("origin", "maskgit_plus", "topk_margin", "entropy")
-        _need(self.alg in allowed, f"alg is one of {', '.join(allowed)}; got {self.alg!r}.")
-        _need(0 < self.eps < 1, f"eps lies between 0 and 1; got {self.eps}.")
-        _need(
+        _require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
+        _require(0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
+        _require(
             self.alg != "origin" or self.threshold is None,
-            "alg 'origin' commits at random and knows no confidence; drop threshold or take another alg.",
+            "alg 'origin' does not use confidences; leave threshold out or choose another alg.",
         )
-        _need(
+        _require(
             self.threshold is None or _is_finite(self.threshold),
-            f"threshold is a finite number, in the unit of alg; got {self.threshold!r}.",
+            f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
         )
         if self.alg_temp is not None:
-            _least("alg_temp", self.alg_temp)
+            _require_nonnegative("alg_temp", self.alg_temp)
         _check_truncation(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)
 class AutoregressiveSettings:
-    """Left-to-right decoding; a step is one token.
+    """Left-to-right decoding; a step decodes one token.
 
     Attributes:
-        gen_length: tokens at most; a row ends at its end-of-sequence token.
-        temperature: randomness of the sampled token; 0 takes the likeliest.
-        top_p: sample from the smallest set of tokens that has this probability; None is off.
-        top_k: sample from this many likeliest tokens; None is off.
-        use_cache: keep keys and values, so that a step computes one position.
+        gen_length: maximum number of tokens; a row ends at its end-of-sequence token.
+        temperature: randomness of the sampled token; 0 takes the most likely.
+        top_p: sample from the smallest set of tokens with this total probability; None turns it off.
+        top_k: sample from this many most likely tokens; None turns it off.
+        use_cache: cache keys and values, so that a step computes only one position.
     """
 
     gen_length: int = 128
@@ -187,12 +188,12 @@ class AutoregressiveSettings:
     use_cache: bool = True
 
     def __post_init__(self) -> None:
-        _whole("gen_length", self.gen_length, 1)
+        _require_integer("gen_length", self.gen_length)
         _check_truncation(self.temperature, self.top_p, self.top_k)
 
     @property
     def steps(self) -> int:
-        """One step per token."""
+        """Number of steps: one per token."""
         return self.gen_length
 
 
@@ -204,8 +205,8 @@ BY_SAMPLER: dict[str, type[AnySettings]] = {
 }
 
 
-def meaning(name: str) -> str:
-    """What a setting means, from the docstrings above: the samplers that have it, and the text of the first of them."""
+def setting_help(name: str) -> str:
+    """Help text for a setting: the samplers that have it, and the description in the first one's docstring."""
     owners = [sampler for sampler, kind in BY_SAMPLER.items() if name in {field.name for field in fields(kind)}]
     entries = re.split(r"\n {8}(?! )", BY_SAMPLER[owners[0]].__doc__ or "")
     texts = [entry.partition(":") for entry in entries if name in entry.partition(":")[0].split(", ")]
@@ -213,10 +214,10 @@ def meaning(name: str) -> str:
 
 
 def _check_truncation(temperature: float, top_p: float | None, top_k: int | None) -> None:
-    _least("temperature", temperature)
-    _need(top_p is None or (_is_finite(top_p) and 0 < top_p <= 1), f"top_p lies in (0, 1]; got {top_p!r}.")
+    _require_nonnegative("temperature", temperature)
+    _require(top_p is None or (_is_finite(top_p) and 0 < top_p <= 1), f"top_p must be in (0, 1]; got {top_p!r}.")
     if top_k is not None:
-        _whole("top_k", top_k, 1)
+        _require_integer("top_k", top_k)
 
 
 def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> AnySettings:
@@ -224,12 +225,12 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
 
     Args:
         sampler: a key of `BY_SAMPLER`.
-        given: what the user asked for; None means the default. 0 is not None: ``gen_length=0`` is an error.
-        defaults: what the checkpoint asks for. Where ``gen_length`` is given, its ``steps`` and ``block_length`` are
-            dropped and follow the sampler's defaults, because the three belong together.
+        given: the user's settings; None means the default. 0 does not mean None: ``gen_length=0`` is an error.
+        defaults: the checkpoint's settings. Passing ``gen_length`` resets ``steps`` and ``block_length`` to the
+            sampler's defaults, since the checkpoint's values only fit its own ``gen_length``.
 
     Raises:
-        SettingError: an unknown setting, one of another sampler, or a value out of range.
+        SettingError: a setting is unknown, belongs to another sampler, or is out of range.
     """
     kind = BY_SAMPLER[sampler]
     known = [field.name for field in fields(kind)]
@@ -238,17 +239,19 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
         if name in known:
             continue
         owners = [other for other, cls in BY_SAMPLER.items() if name in [field.name for field in fields(cls)]]
-        told = (
+        hint = (
             f"it belongs to the {' and '.join(owners)} sampler{'s' * (len(owners) > 1)}."
             if owners
             else f"no sampler has it.{nearest(name, known)}"
         )
-        raise SettingError(f"{name} is no setting of the {sampler} sampler: {told} It has: {', '.join(known)}.")
+        raise SettingError(
+            f"{name} is not a setting of the {sampler} sampler: {hint} Its settings: {', '.join(known)}."
+        )
     for name in ("gen_length", "steps", "block_length"):
         if name in chosen:
-            _whole(name, chosen[name], 1)
+            _require_integer(name, chosen[name])
     kept = dict(defaults)
-    if "gen_length" in chosen:  # lengths that the checkpoint asks for belong together
+    if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
         kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
     try:
         return kind(**{**kept, **chosen})

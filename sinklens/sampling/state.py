@@ -1,8 +1,8 @@
-"""What a run carries from step to step, and how a sampler asks the model.
+"""The state that a run carries from step to step, and how a sampler calls the model.
 
-A sampler is a generator: it yields once *before* each step and carries the step out when resumed, changing
-`State.canvas`. Whoever drives it (running.py) can thus serve the step number, replay another canvas, or stop, between
-two steps, and knows after the last one that the run is over.
+A sampler is a generator: it yields once *before* each step and runs the step when resumed, changing `State.canvas`.
+Between two steps its caller (loop.py) can therefore publish the step number, replay another canvas or stop, and after
+the last step it knows that the run has ended.
 """
 
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ class State:
 
     Attributes:
         tree: the model.
-        canvas: token ids of prompt and answer as they stand.
+        canvas: current token ids of prompt and answer.
         real: False on left padding.
         prompt_length: positions before the answer, padding included.
         mask_id: the mask token; -1 for an autoregressive model, whose undecided positions hold -1.
         eos_ids: tokens that end an answer.
         eot_id: end-of-turn token, if the family has one.
-        noise: the rows' random generators.
+        noise: random generators of the rows.
         shift: whether logits at i predict the token at i + 1.
-        entered: the canvas as the current step works on it, edits at ``denoise.hook_canvas`` included.
-        partial: the last pass computed new positions only, behind cached ones (autoregressive only).
+        step_canvas: the canvas that the current step works on, with edits at ``denoise.hook_canvas``.
+        partial: True if the last pass computed only new positions, after cached ones (autoregressive only).
         replay: canvases of an earlier run, forced after every step; None for a free run.
-        steps_done: steps that have been carried out.
+        steps_done: number of finished steps.
     """
 
     tree: HookTree
@@ -47,23 +47,23 @@ class State:
     eot_id: int | None
     noise: RowNoise
     shift: bool
-    entered: Int[Tensor, "batch pos"] | None = None
+    step_canvas: Int[Tensor, "batch pos"] | None = None
     partial: bool = False
     replay: Int[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
 
-    def enter(self) -> Int[Tensor, "batch pos"]:
-        """The canvas the step works on: what the last step left, through ``denoise.hook_canvas``."""
-        self.entered = self.through_canvas_point(self.canvas)
-        return self.entered
+    def begin_step(self) -> Int[Tensor, "batch pos"]:
+        """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``."""
+        self.step_canvas = self.through_canvas_point(self.canvas)
+        return self.step_canvas
 
     def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-        """A canvas through ``denoise.hook_canvas``: a copy, so that what the last step left stays as it was."""
+        """Pass a copy through ``denoise.hook_canvas``, so that edits do not change the last step's result."""
         point = self.tree.denoise.hook_canvas
         return point(canvas.clone()) if point.watched else canvas
 
-    def leave(self, canvas: Int[Tensor, "batch pos"]) -> None:
-        """End the step with `canvas`, or with what the replayed run had at this place."""
+    def end_step(self, canvas: Int[Tensor, "batch pos"]) -> None:
+        """End the step with `canvas`, or with the replayed run's canvas of this step."""
         self.steps_done += 1
         if self.replay is not None:  # a copy: an in-place edit of the canvas must not reach the earlier run
             canvas = self.replay[:, self.steps_done].to(canvas.device, copy=True)
@@ -74,9 +74,9 @@ class State:
     ) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the tokens at the True positions of `where`.
 
-        The language-model head runs at those positions alone, unless ``denoise.hook_logits`` is watched. With
-        `cfg_scale` w > 0 the pass holds the conditional rows first, then the same rows with the prompt masked, and
-        the logits are un + (w + 1)(cond − un).
+        The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched. With `cfg_scale`
+        w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, and the
+        logits are un + (w + 1)(cond − un).
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
@@ -85,7 +85,7 @@ class State:
             unconditional[:, : self.prompt_length] = self.mask_id
             rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
         hidden = self.tree.hidden(rows, real)
-        if self.shift:  # what predicts position i stands at i - 1; position 0 has only itself
+        if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
             hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
         if point.watched:
@@ -95,15 +95,19 @@ class State:
     def propose(
         self, where: Bool[Tensor, "batch pos"], candidates: Int[Tensor, " masked"], canvas: Int[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " masked"]]:
-        """Candidates on the whole canvas, elsewhere what stands there, through their point; and those at `where`."""
+        """Put candidates on the canvas and pass it through ``denoise.hook_candidates``.
+
+        Returns:
+            The canvas with candidates at `where` and its own tokens elsewhere, and the candidates at `where`.
+        """
         point = self.tree.denoise.hook_candidates
         proposed = at(point, canvas.masked_scatter(where, candidates))
         return proposed, proposed[where] if point.watched else candidates
 
-    def surely(
+    def spread_confidence(
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]
     ) -> Float[Tensor, "batch pos"]:
-        """Confidence on the whole canvas, −inf elsewhere, through its point."""
+        """Confidences on the canvas, −inf outside `where`, passed through ``denoise.hook_confidence``."""
         everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
         return at(self.tree.denoise.hook_confidence, everywhere.masked_scatter(where, confidence.double()))
 
@@ -117,6 +121,6 @@ def _guided(logits: list[Tensor], scale: float) -> Tensor:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A sampler: yields before every step, carries it out when resumed."""
+    """A sampler: yields before every step and runs the step when resumed."""
 
     def __call__(self, state: State, settings: object) -> Iterator[None]: ...

@@ -2,7 +2,7 @@
 
 A `Task` holds every setting that moves a score (examples in the prompt, how the answer is read) in its own fields, so
 two tasks that are equal ask and judge alike. A *verdict* is True or False where the text alone decides. Where a program
-has to run it is None, and `CodeTask.program` makes that program; nothing here runs it.
+has to run it is None; `sinklens.evaluation.sandbox` runs programs, nothing here does.
 
 One way this fails: text after the answer is judged with it. `Task.stop` says where an answer ends, and a verdict looks
 at nothing behind it, whether or not the generation was cut there.
@@ -106,27 +106,11 @@ class CodeTask(Task):
     """A task whose answers are programs in HumanEval's format."""
 
     def verdict(self, sample: Sample, text: str) -> None:
-        """Never known from the text: run `program`."""
+        """Never known from the text: the completion has to run."""
 
     def extract(self, text: str) -> str:
         """The completion up to the first of `stop`."""
         return cut(text, self.stop)
-
-    def program(self, sample: Sample, text: str) -> str:
-        """Stub, completion, test and the call of the test; it ends without an error if the completion is right.
-
-        Args:
-            sample: one of this task's.
-            text: what was generated behind its prompt and opening.
-
-        Raises:
-            TaskError: `sample` is none of a code task.
-        """
-        if not isinstance(sample, CodeSample):
-            raise TaskError(
-                f"sample {sample.id} has no test to run; take the samples of the task {self.name!r} itself."
-            )
-        return f"{sample.stub}{self.extract(text)}\n{sample.test}\ncheck({sample.entry_point})\n"
 
 
 def cut(text: str, stop: Iterable[str]) -> str:

@@ -1,17 +1,18 @@
-"""The templates of `sinklens.tasks.tiny_code`: small functions, what they are called, and what they compute.
+"""The templates of `sinklens.tasks.tiny_code`: the names of small functions, and what they compute.
 
-A template writes a docstring and a body of one expression; ``{x}`` and ``{y}`` stand for the parameters and ``{j}`` <
-``{k}`` for constants. What the function is to compute is written down a second time, as a Python function of arguments
-and constants (`Template.value`); the expected values of the tests come from that.
+A template gives docstrings and a body of one expression; ``{x}`` and ``{y}`` stand for the parameters and ``{j}`` <
+``{k}`` for constants. What the function should compute is written a second time, as a Python function of arguments and
+constants (`Template.value`), which provides the expected values of the tests.
 
-One way this fails: two templates with the same docstring and different bodies could not be told apart by any model.
+Pitfall: no model could distinguish two templates with the same docstring and different bodies.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Takes = Literal["number", "two numbers", "list", "any list", "word"]
+Value = int | bool | str | list[int]
 
 
 @dataclass(frozen=True)
@@ -19,46 +20,46 @@ class Template:
     """One small function.
 
     Attributes:
-        takes: the parameters; "list" is one of five numbers or more, "any list" may be empty.
-        names: what the function may be called.
-        docs: how its docstring may be worded.
+        takes: the parameters; "list" has at least five numbers, "any list" may be empty.
+        names: possible names of the function.
+        docs: possible wordings of its docstring.
         body: the expression that is returned.
-        value: parameters, then the constants that the body has (k, or j and k) -> the value returned.
-        constants: least and greatest constant; None where there are none.
+        value: parameters, then the constants of the body (k, or j and k) -> the value returned.
+        constants: smallest and largest constant; None if there are none.
     """
 
     takes: Takes
     names: tuple[str, ...]
     docs: tuple[str, ...]
     body: str
-    value: Callable[..., Any]
+    value: Callable[..., Value]
     constants: tuple[int, int] | None = None
 
 
-def _number(names: str, docs: str, body: str, value: Callable[..., Any], *constants: int) -> Template:
+def _number(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
     return _template("number", names, docs, body, value, constants)
 
 
-def _numbers(names: str, docs: str, body: str, value: Callable[..., Any], *constants: int) -> Template:
+def _numbers(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
     return _template("two numbers", names, docs, body, value, constants)
 
 
-def _list(names: str, docs: str, body: str, value: Callable[..., Any], *constants: int) -> Template:
+def _list(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
     return _template("list", names, docs, body, value, constants)
 
 
-def _any_list(names: str, docs: str, body: str, value: Callable[..., Any], *constants: int) -> Template:
+def _any_list(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
     return _template("any list", names, docs, body, value, constants)
 
 
-def _word(names: str, docs: str, body: str, value: Callable[..., Any], *constants: int) -> Template:
+def _word(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
     return _template("word", names, docs, body, value, constants)
 
 
 def _template(
-    takes: Takes, names: str, docs: str, body: str, value: Callable[..., Any], constants: tuple[int, ...]
+    takes: Takes, names: str, docs: str, body: str, value: Callable[..., Value], constants: tuple[int, ...]
 ) -> Template:
-    """A row of the table; wordings are separated by `` | ``."""
+    """A row of the table; `` | `` separates wordings."""
     span = (constants[0], constants[1]) if constants else None
     return Template(takes, tuple(names.split()), tuple(docs.split(" | ")), body, value, span)
 

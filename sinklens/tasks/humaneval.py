@@ -5,7 +5,7 @@ In the style ``humaneval`` the prompt is signature and docstring, and the answer
 so that what is generated is again the body. A completion ends at the first line that is no longer part of the function
 (``class``, ``def``, ``#``, ``if`` or ``print`` at its start), in the instruct style also where the code block ends.
 
-Whether it is right is only known by running `CodeTask.program`, which is done elsewhere and in isolation: a model's
+Whether it is right is only known by running it with its test, which `sinklens.evaluation` does in isolation: a model's
 program may do anything.
 
 One way this fails: a prompt that defines helper functions of its own is kept whole, but a completion that adds one at

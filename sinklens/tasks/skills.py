@@ -1,28 +1,31 @@
-"""Four skills apart from one another, each with a chance level: copying, comparing, planning, composing.
+"""Four separate skills, each with a chance level: copying, comparing, planning, composing.
 
-An *exercise* is a short prompt whose answer is one line of words. All are drawn from a seeded generator; what is held
-out never occurs in training.
+An *exercise* is a short prompt whose answer is one line of words. Exercises are drawn from a seeded generator; held-out
+ones never occur in training.
 
 - *copy*: repeat a list of three to eight different words.
-- *compare*: who has more or less of two, who has most or least of three when only two comparisons are told, and
+- *compare*: who of two people has more or less, who of three has the most or least given only two comparisons, and
   whether one number is more than another.
-- *plan*: pass something from one person to another in exactly two steps. The first has two to give it to and two can
-  give it to the last, and only one person is on both lists, so neither end alone decides.
-- *compose*: apply two named operations to a list, in the order given.
+- *plan*: pass something from one person to another in exactly two steps. The first person can give it to two others,
+  and two others can give it to the last; only one person is on both lists, so neither end alone determines the answer.
+- *compose*: apply two named operations to a list, in the given order.
 
-*Chance* is the accuracy of a guess that does everything but the skill; each skill says which guess that is. One way
-this fails: comparing a score with 0 where guessing already gives half.
+*Chance* is the accuracy of a guess that does everything except the skill; `GUESSES` describes the guess of each skill.
+Pitfall: do not compare a score with 0 if guessing already reaches one half.
 """
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from math import factorial
+from operator import attrgetter
 from statistics import fmean
 
 from sinklens.errors import TaskError, nearest
 from sinklens.tasks.base import Sample, Task, check_held_out, check_limit
+from sinklens.tasks.generated import first_distinct, training_set
 from sinklens.tasks.word_problems import ITEMS, NAMES
 
 HELD_OUT_SEED = 20_251_018
@@ -43,9 +46,9 @@ class Exercise:
     """One exercise.
 
     Attributes:
-        kind: which form of the skill.
-        prompt: the text a model is given; `answer` follows after one space.
-        answer: words with single spaces between them.
+        kind: the form of the exercise within its skill.
+        prompt: the text that a model gets; `answer` follows after one space.
+        answer: words separated by single spaces.
         chance: the probability that the skill's guess is right.
     """
 
@@ -71,10 +74,10 @@ def _two(rng: random.Random) -> Exercise:
 
 def _three(rng: random.Random) -> Exercise:
     ranked = rng.sample(PEOPLE, 3)
-    told = [f"{ranked[i]} has more than {ranked[i + 1]}." for i in range(2)]
-    rng.shuffle(told)
+    comparisons = [f"{ranked[i]} has more than {ranked[i + 1]}." for i in range(2)]
+    rng.shuffle(comparisons)
     most = rng.random() < 0.5
-    question = f"{' '.join(told)} Who has the {'most' if most else 'least'}?"
+    question = f"{' '.join(comparisons)} Who has the {'most' if most else 'least'}?"
     return Exercise("three", f"Question: {question}\nAnswer:", ranked[0 if most else 2], 1 / 2)
 
 
@@ -91,10 +94,10 @@ def _compare(rng: random.Random) -> Exercise:
 
 def _plan(rng: random.Random) -> Exercise:
     start, middle, goal, aside, beyond, other = rng.sample(PEOPLE, 6)
-    ways = [(start, middle), (middle, goal), (start, aside), (aside, beyond), (other, goal)]
-    rng.shuffle(ways)
-    told = ", ".join(f"{a} to {b}" for a, b in ways)
-    prompt = f"Ways: {told}. How does {start} get to {goal}?\nAnswer:"
+    links = [(start, middle), (middle, goal), (start, aside), (aside, beyond), (other, goal)]
+    rng.shuffle(links)
+    listed = ", ".join(f"{a} to {b}" for a, b in links)
+    prompt = f"Ways: {listed}. How does {start} get to {goal}?\nAnswer:"
     return Exercise("two steps", prompt, f"{start} to {middle} to {goal}", 1 / 2)
 
 
@@ -103,11 +106,11 @@ def _compose(rng: random.Random) -> Exercise:
     first, second = rng.sample(tuple(OPERATIONS), 2)
     answer = OPERATIONS[second](OPERATIONS[first](words))
     prompt = f"Words: {' '.join(words)}\nDo: {first} then {second}\nAnswer:"
-    return Exercise(f"{len(words)} words", prompt, " ".join(answer), _blind(len(words)))
+    return Exercise(f"{len(words)} words", prompt, " ".join(answer), _chance_of_composing(len(words)))
 
 
-def _blind(size: int) -> float:
-    """How often the most frequent result of two different operations on `size` words is the result."""
+def _chance_of_composing(size: int) -> float:
+    """Share of the pairs of different operations on `size` words that give the most frequent result."""
     words = [str(number) for number in range(size)]
     results = [tuple(OPERATIONS[b](OPERATIONS[a](words))) for a, b in permutations(OPERATIONS, 2)]
     return max(map(results.count, results)) / len(results)
@@ -116,15 +119,15 @@ def _blind(size: int) -> float:
 _MAKERS = {"copy": _copy, "compare": _compare, "plan": _plan, "compose": _compose}
 GUESSES = {
     "copy": "the listed words in a random order",
-    "compare": "one at random of the two people, of the two of three whom one comparison allows, of yes and no",
-    "plan": "one of the two people whom the first can give it to, at random",
-    "compose": "the most frequent rearrangement, whatever the operations",
+    "compare": "a random one of the two people, of the two out of three that one comparison allows, or of yes and no",
+    "plan": "a random one of the two people to whom the first can give it",
+    "compose": "the most frequent rearrangement, regardless of the operations",
 }
 SKILLS = tuple(_MAKERS)
 
 
 def stream(skill: str, seed: int) -> Iterator[Exercise]:
-    """Endless exercises of one skill; equal seeds give equal streams.
+    """Yield exercises of one skill endlessly; equal seeds give equal streams.
 
     Raises:
         TaskError: no skill has this name.
@@ -139,33 +142,31 @@ def held_out(skill: str, size: int = HELD_OUT_SIZE) -> list[Exercise]:
     """The first `size` distinct exercises of the held-out seed, in a fixed order.
 
     Raises:
-        TaskError: more than are held out, or a negative number.
+        TaskError: `size` is negative, or more than are held out.
     """
     check_held_out(size, HELD_OUT_SIZE)
-    exercises: dict[str, Exercise] = {}
-    for exercise in stream(skill, HELD_OUT_SEED):
-        if len(exercises) == size:
-            return list(exercises.values())
-        exercises.setdefault(exercise.prompt, exercise)
-    raise AssertionError("an endless stream ended")
+    return first_distinct(stream(skill, HELD_OUT_SEED), attrgetter("prompt"), size)
 
 
 def training(skill: str, seed: int, size: int) -> list[Exercise]:
-    """`size` exercises of another seed, none of whose prompts is held out.
+    """The first `size` exercises of another seed whose prompts are not held out.
 
     Raises:
         TaskError: `seed` is the held-out seed.
     """
-    if seed == HELD_OUT_SEED:
-        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
-    forbidden = {exercise.prompt for exercise in held_out(skill)}
-    source = (exercise for exercise in stream(skill, seed) if exercise.prompt not in forbidden)
-    return [next(source) for _ in range(size)]
+    return training_set(
+        partial(stream, skill),
+        attrgetter("prompt"),
+        held_out(skill),
+        seed=seed,
+        held_out_seed=HELD_OUT_SEED,
+        size=size,
+    )
 
 
 @dataclass(frozen=True)
 class Skill(Task):
-    """One skill as a task; an answer is right if its words are, in their order, and no others.
+    """One skill as a task; an answer is right if it consists of exactly the reference's words in their order.
 
     Attributes:
         skill: one of `SKILLS`.

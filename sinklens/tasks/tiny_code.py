@@ -1,24 +1,24 @@
-"""A HumanEval-format set of small functions: signature and docstring are given, the body is to be written.
+"""A set of small functions in HumanEval's format: given the signature and docstring, write the body.
 
 A *function* is drawn from a template of `sinklens.tasks.functions`: a name, parameters, constants and a wording. Its
 fields are HumanEval's: the prompt ends where the body begins, the canonical solution follows, and the test defines
-``check(candidate)``. Functions are indented by one space, so a body follows its prompt after one space as every answer
-of the tiny models does, and three tokens of the few that an answer may have are saved.
+``check(candidate)``. Functions are indented by one space. So the body follows its prompt after one space, like every
+answer of the tiny models, and uses three tokens fewer of the few that an answer may have.
 
-Held out are whole functions: name, parameters and body of a held-out one never occur in training, under no wording of
-the docstring. One way this fails: the templates are the same in both, so a good score says that a model fills in known
-patterns with names and constants it did not see in them, not that it can program.
+A function is held out by its name, parameters and body together: this combination never occurs in training, whatever
+the wording of the docstring. Limitation: both sets use the same templates, so a good score shows that a model fills
+known patterns with combinations of names and constants that it did not see, not that it can program.
 """
 
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
-from sinklens.errors import TaskError
 from sinklens.tasks.base import CodeSample, CodeTask, check_limit
-from sinklens.tasks.functions import TEMPLATES, Template
+from sinklens.tasks.functions import TEMPLATES, Template, Value
+from sinklens.tasks.generated import distinct, training_set
 from sinklens.tasks.word_problems import ITEMS
 
 HELD_OUT_SEED = 20_251_017
@@ -44,7 +44,7 @@ class Function:
         parameters: their names.
         doc: the docstring.
         body: the expression that is returned.
-        constants: those of the body, in ascending order.
+        constants: the constants in the body, in ascending order.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Function:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], str]:
-        """Name, parameters and body: what is held out."""
+        """Name, parameters and body, which decide whether a function is held out."""
         return self.entry_point, self.parameters, self.body
 
     @property
@@ -80,8 +80,8 @@ class Function:
         return "def check(candidate):\n" + "\n".join(lines) + "\n"
 
 
-def _inputs(template: Template, constants: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Arguments that tell the function from its neighbours, constants one off included."""
+def _inputs(template: Template, constants: tuple[int, ...]) -> list[tuple[Value, ...]]:
+    """Arguments that distinguish the function from similar ones, e.g. those whose constants differ by one."""
     near = sorted({number + shift for number in constants for shift in (-1, 0, 1)})
     if template.takes == "number":
         return [(number,) for number in sorted({*near, 0, 1, 2, 3, 7, 12, 60, 61, -4, -9, *range(20, 50, 7)})]
@@ -95,7 +95,7 @@ def _inputs(template: Template, constants: tuple[int, ...]) -> list[tuple[Any, .
 
 
 def stream(seed: int) -> Iterator[Function]:
-    """Endless functions, all templates equally likely; equal seeds give equal streams."""
+    """Yield functions endlessly, all templates equally likely; equal seeds give equal streams."""
     rng = random.Random(seed)
     while True:
         kind = rng.choice(KINDS)
@@ -112,33 +112,29 @@ def stream(seed: int) -> Iterator[Function]:
 
 def held_out() -> list[Function]:
     """The first `HELD_OUT_EACH` distinct functions of each template of the held-out seed, in a fixed order."""
-    functions: dict[tuple[str, tuple[str, ...], str], Function] = {}
-    left = Counter(dict.fromkeys(KINDS, HELD_OUT_EACH))
-    for function in stream(HELD_OUT_SEED):
-        if left[function.kind] and function.identity not in functions:
-            functions[function.identity] = function
-            left[function.kind] -= 1
-            if not left.total():
+    functions: list[Function] = []
+    missing = Counter(dict.fromkeys(KINDS, HELD_OUT_EACH))
+    for function in distinct(stream(HELD_OUT_SEED), attrgetter("identity")):
+        if missing[function.kind]:
+            functions.append(function)
+            missing[function.kind] -= 1
+            if not missing.total():
                 break
-    return list(functions.values())
+    return functions
 
 
 def training(seed: int, size: int) -> list[Function]:
-    """`size` functions of another seed, none of them held out under any docstring.
+    """The first `size` functions of another seed that are not held out under any docstring.
 
     Raises:
         TaskError: `seed` is the held-out seed.
     """
-    if seed == HELD_OUT_SEED:
-        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
-    forbidden = {function.identity for function in held_out()}
-    source = (function for function in stream(seed) if function.identity not in forbidden)
-    return [next(source) for _ in range(size)]
+    return training_set(stream, attrgetter("identity"), held_out(), seed=seed, held_out_seed=HELD_OUT_SEED, size=size)
 
 
 @dataclass(frozen=True)
 class TinyCode(CodeTask):
-    """Three functions of each template to complete; a completion counts if its test runs through."""
+    """Three functions of each template to complete; a completion counts if its test passes."""
 
     @property
     def name(self) -> str:

@@ -1,21 +1,22 @@
-"""Templated word problems whose answer ends the way GSM8K's do: ``#### 42``.
+"""Templated word problems whose answers end like GSM8K's: ``#### 42``.
 
-A *problem* is a question and a worked answer of one or two arithmetic steps; the worked answer states every
-intermediate result, so a model has to compute, not to guess. Problems are drawn from a seeded generator: the same
-seed gives the same problems on every machine. The *held-out* set is drawn from its own seed, and the training stream
-leaves out every question that occurs in it.
+A *problem* is a question and a worked answer of one or two arithmetic steps. The worked answer states every
+intermediate result, so a model has to compute instead of guessing. Problems are drawn from a seeded generator: the same
+seed gives the same problems on every machine. The held-out set has a reserved seed, and training sets leave out all of
+its questions (`sinklens.tasks.generated`).
 
-One way this fails: a name or noun that the tokenizer splits into pieces makes an answer longer than the region the
-models were trained on. `tests/tasks` holds every vocabulary word to one token.
+Known failure: a name or noun that the tokenizer splits into several tokens makes an answer longer than the positions
+that the models were trained on. `tests/tasks` checks that every vocabulary word is one token.
 """
 
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
-from sinklens.errors import TaskError
 from sinklens.tasks.base import check_held_out
+from sinklens.tasks.generated import first_distinct, training_set
 
 HELD_OUT_SEED = 20_251_015
 HELD_OUT_SIZE = 500
@@ -37,10 +38,10 @@ class Problem:
     """One word problem.
 
     Attributes:
-        kind: which template made it, one of `KINDS`.
-        question: the text of the question, without any prompt format around it.
-        answer: the worked answer, its last line ``#### <result>``.
-        result: the number asked for.
+        kind: the template, one of `KINDS`.
+        question: the text of the question, without the prompt format.
+        answer: the worked answer; its last line is ``#### <result>``.
+        result: the number that the question asks for.
     """
 
     kind: str
@@ -50,7 +51,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """The text a model is given; `answer` follows after one space."""
+        """The text that a model gets; `answer` follows after one space."""
         return f"Question: {self.question}\nAnswer:"
 
 
@@ -148,7 +149,7 @@ KINDS = tuple(_TEMPLATES)
 
 
 def stream(seed: int) -> Iterator[Problem]:
-    """Endless problems, all kinds equally likely; equal seeds give equal streams."""
+    """Yield problems endlessly, all kinds equally likely; equal seeds give equal streams."""
     rng = random.Random(seed)
     while True:
         kind = rng.choice(KINDS)
@@ -160,32 +161,23 @@ def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
     """The first `size` distinct problems of the held-out seed, in a fixed order.
 
     Raises:
-        TaskError: more than are held out, or a negative number.
+        TaskError: `size` is negative, or more than are held out.
     """
     check_held_out(size, HELD_OUT_SIZE)
-    problems: dict[str, Problem] = {}
-    for problem in stream(HELD_OUT_SEED):
-        if len(problems) == size:
-            return list(problems.values())
-        problems.setdefault(problem.question, problem)
-    raise AssertionError("an endless stream ended")
+    return first_distinct(stream(HELD_OUT_SEED), attrgetter("question"), size)
 
 
 def training(seed: int, size: int) -> list[Problem]:
-    """`size` problems of another seed, none of whose questions is held out.
+    """The first `size` problems of another seed whose questions are not held out.
 
     Raises:
         TaskError: `seed` is the held-out seed.
     """
-    if seed == HELD_OUT_SEED:
-        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
-    forbidden = {problem.question for problem in held_out()}
-    source = (problem for problem in stream(seed) if problem.question not in forbidden)
-    return [next(source) for _ in range(size)]
+    return training_set(stream, attrgetter("question"), held_out(), seed=seed, held_out_seed=HELD_OUT_SEED, size=size)
 
 
 def read_answer(text: str) -> int | None:
-    """The number behind the first ``####`` of `text`; None where there is none.
+    """The number after the first ``####`` in `text`; None if there is no such number.
 
     >>> read_answer("Tom has 5 + 7 = 12 apples.\\n#### 12")
     12

@@ -1,10 +1,10 @@
-"""The rows a tiny checkpoint is trained on, and the batch of every step.
+"""The rows that a tiny checkpoint is trained on, and the batch of every step.
 
-A row is a prompt and, beside it, an answer filled up to `ANSWER_LENGTH` with the end token. Rows are grouped by what
-they are and by prompt length; a batch comes from one group, drawn in proportion to the groups' sizes, so no batch
-needs padding.
+A row is a prompt followed by an answer, padded to `ANSWER_LENGTH` with end tokens. Rows are grouped by kind and by
+prompt length. A batch comes from one group, drawn with probability proportional to its size, so batches need no
+padding.
 
-One way this fails: a group that is small gives batches full of repeated rows.
+Pitfall: batches from a small group contain many repeated rows.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Corpus:
     """Training rows in groups of equal shape.
 
     Attributes:
-        groups: (what the rows are, prompt length) -> prompt and answer ids side by side, [row, pos] int16.
+        groups: (kind of row, prompt length) -> ids of prompt and answer, [row, pos] int16.
     """
 
     groups: dict[tuple[str, int], Int[Tensor, "row pos"]]
@@ -38,10 +38,10 @@ class Corpus:
     def batch(
         self, seed: int, step: int, size: int, problems_only: bool = False
     ) -> tuple[int, Int[Tensor, "batch pos"]]:
-        """The prompt length and rows of one step; a function of its arguments alone.
+        """The prompt length and rows of one step; they depend only on the arguments.
 
         Args:
-            problems_only: draw from the problems as if there was nothing else.
+            problems_only: draw only from the problems, as if there were no other rows.
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         keys = sorted(key for key in self.groups if key[0] == "problem" or not problems_only)
@@ -52,9 +52,9 @@ class Corpus:
 
 
 def build_corpus(tokenizer: "PreTrainedTokenizerFast", recipe: Recipe) -> Corpus:
-    """Tokenize the recipe's problems, functions and skills and, in both directions, its pictures.
+    """Tokenize the recipe's problems, functions and exercises and, in both directions, its pictures.
 
-    What no step of the recipe draws from is left out.
+    Data that no step of the recipe draws from is left out.
 
     Raises:
         ValueError: an answer is too long.
@@ -85,7 +85,9 @@ def _group(
     answers = tokenizer(list(answer_texts), add_special_tokens=False).input_ids
     for prompt, answer in zip(prompts, answers, strict=True):
         if len(answer) >= ANSWER_LENGTH:
-            raise ValueError(f"an answer of {len(answer)} tokens leaves no room for the end token in {ANSWER_LENGTH}.")
+            raise ValueError(
+                f"an answer of {len(answer)} tokens leaves no room for the end token within {ANSWER_LENGTH} tokens."
+            )
         padding = [tokenizer.eos_token_id] * (ANSWER_LENGTH - len(answer))
         groups.setdefault((kind, len(prompt)), []).append(prompt + answer + padding)
     return {key: torch.tensor(rows, dtype=torch.int16) for key, rows in groups.items()}

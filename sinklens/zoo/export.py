@@ -1,8 +1,8 @@
 """Writes a trained tiny model as a checkpoint folder in exactly the public layout of its family.
 
-The masked model becomes a LLaDA checkpoint (config keys, weight names), with pictures an MMaDA one, the shifted one a
-Dream checkpoint and the causal one a Llama checkpoint, all in bfloat16, so the ordinary loader reads them.
-generation_config.json names, under ``"sinklens"``, the lengths the model was trained for.
+The masked model becomes a LLaDA checkpoint (config keys, weight names), or an MMaDA checkpoint if it has pictures; the
+shifted model becomes a Dream checkpoint and the causal model a Llama checkpoint. All are stored in bfloat16 and read by
+the ordinary loader. generation_config.json lists, under ``"sinklens"``, the lengths that the model was trained for.
 """
 
 import json
@@ -27,7 +27,7 @@ from sinklens.zoo.training import build_model, make_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-LAST_WRITTEN = "generation_config.json"  # a checkpoint that has it is whole
+LAST_WRITTEN = "generation_config.json"  # a checkpoint that has it is complete
 LLADA_NAMES = {
     "model.embed_tokens.": "model.transformer.wte.",
     "model.norm.": "model.transformer.ln_f.",
@@ -48,10 +48,10 @@ def export(recipe: Recipe, run: Path, folder: Path) -> Path:
 
     Args:
         run: the folder of `train`, with its state.pt.
-        folder: where the checkpoint goes; made if missing.
+        folder: where to write the checkpoint; created if missing.
 
     Raises:
-        SinklensError: the run has no state or one that is not whole, or is not finished.
+        SinklensError: the run has no state, its state is truncated or corrupt, or it is not finished.
     """
     state_file = run / "state.pt"
     if not state_file.is_file():
@@ -63,11 +63,11 @@ def export(recipe: Recipe, run: Path, folder: Path) -> Path:
 
 
 def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], folder: Path) -> Path:
-    """Write `weights`, under transformers' names, as a checkpoint of the recipe's family.
+    """Write `weights`, in transformers' naming, as a checkpoint of the recipe's family.
 
     Args:
-        weights: of the whole model, as in state.pt or in a kept ``weights-<step>.pt``.
-        folder: where the checkpoint goes; made if missing.
+        weights: all weights of the model, as in state.pt or in a kept ``weights-<step>.pt``.
+        folder: where to write the checkpoint; created if missing.
     """
     from safetensors.torch import save_file
 
@@ -83,7 +83,7 @@ def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], f
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", CONFIGS[recipe.family](recipe, model.config, tokenizer))
     tokenizer.save_pretrained(folder)
-    lengths: dict[str, Any] = {"gen_length": ANSWER_LENGTH}
+    lengths = {"gen_length": ANSWER_LENGTH}
     if recipe.objective != "causal":
         lengths |= {"steps": ANSWER_LENGTH}
     if masked:
@@ -141,7 +141,7 @@ def _llada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTra
 
 
 def _mmada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """The keys of MMaDA-8B's config.json: LLaDA's, and how the vocabulary is split into text and picture codes."""
+    """The keys of MMaDA-8B's config.json: LLaDA's and the split of the vocabulary into text and picture codes."""
     codes = len(pictures.CODE_TOKENS)
     return _llada_config(recipe, config, tokenizer) | {
         "architectures": ["MMadaModelLM"],
@@ -199,7 +199,7 @@ CONFIGS: dict[str, Callable[[Recipe, "PreTrainedConfig", "PreTrainedTokenizerFas
     "dream": _dream_config,
     "llama": _llama_config,
 }
-KINDS = {
+DESCRIPTIONS = {
     "llada": "A masked-diffusion (LLaDA format)",
     "mmada": "A masked-diffusion (MMaDA format)",
     "dream": "A masked-diffusion (Dream format, shifted prediction)",
@@ -214,44 +214,46 @@ def write_card(
     scores: Sequence[Score],
     over_training: Mapping[int, Mapping[str, int | float]],
 ) -> Path:
-    """The model card: what it is, how it was made, what it scores, what it cannot do.
+    """Write the model card: description, recipe, scores and limits of the model.
 
     Args:
-        run: the folder of `train`, whose log gives the loss curve.
+        run: the folder of `train`, whose log provides the loss curve.
         folder: the checkpoint; the card becomes its README.md.
         scores: measured on held-out samples.
-        over_training: step -> what `sinklens.zoo.scores.on_the_way` says of the weights kept there.
+        over_training: step -> `sinklens.zoo.scores.training_score` of the weights kept at that step.
     """
     records = read_records(run / "log.jsonl")
     ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
     minutes = sum(record["seconds"] for record in ends) / 60
-    steps = {record["step"]: record for record in records}  # a resumed run makes some again: the later ones count
+    steps = {record["step"]: record for record in records}  # a resumed run repeats some steps: the later records count
     points = [steps[step] for step in sorted(steps) if step % 400 == 0 or step == max(steps)]
-    rows = "\n".join(f"| {r['step']} | {r['loss']:.4f} | {_share(over_training.get(r['step']))} |" for r in points)
+    rows = "\n".join(
+        f"| {r['step']} | {r['loss']:.4f} | {_format_accuracy(over_training.get(r['step']))} |" for r in points
+    )
     table = "\n".join(f"| {s.what} | {s.accuracy} | {s.chance:.2f} |" for s in scores)
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
 
-{KINDS[recipe.family]} language model of 2 million parameters, trained by sinklens on \
-{"word problems, small functions and exercises" if recipe.code else "word problems"} that it generates itself.
-{_beginnings(recipe)}
+{DESCRIPTIONS[recipe.family]} language model with 2 million parameters, trained by sinklens on \
+{"word problems, small functions and exercises" if recipe.code else "word problems"} that it generates.
+{_origin(recipe)}
 
 Accuracy on held-out samples (greedy, one token per step), with 95 % intervals:
 
-| task | accuracy | of the best constant answer |
+| task | accuracy | accuracy of guessing |
 |---|---|---|
 {table}
 
-Known limits: it knows these templates, whole numbers up to about 120, and nothing else. Prompts have the form
+Limits: the model knows only these templates and integers up to about 120. Prompts have the form
 `Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
 
 ## Recipe (`sinklens train {recipe.name}`)
 {settings}
 
-It took {minutes:.0f} minutes of wall time on a CPU, {"" if len(ends) == 1 else f"in {len(ends)} sittings, "}beside \
-other work.
+Training took {minutes:.0f} minutes of wall time on a CPU{"" if len(ends) == 1 else f" in {len(ends)} sessions"}, \
+alongside other work.
 
-| step | training loss | held-out word problems right, with interval |
+| step | training loss | held-out word problems right, with 95 % interval |
 |---|---|---|
 {rows}
 """
@@ -260,7 +262,7 @@ other work.
     return file
 
 
-def _share(record: Mapping[str, int | float] | None) -> str:
+def _format_accuracy(record: Mapping[str, int | float] | None) -> str:
     return "" if record is None else str(Accuracy(int(record["right"]), int(record["total"])))
 
 
@@ -280,25 +282,25 @@ def _picture_prompts(recipe: Recipe) -> str:
     )
 
 
-def _beginnings(recipe: Recipe) -> str:
-    """How the model stands to the others."""
+def _origin(recipe: Recipe) -> str:
+    """How the model is related to the others."""
     if recipe.start_from is not None:
-        more = " and on captioned pictures of its own making, in both directions" if recipe.pictures else ""
-        return f"It began with the weights of {recipe.start_from} and was trained further on the same problems{more}."
+        more = " and, in both directions, on captioned pictures that sinklens generates" if recipe.pictures else ""
+        return f"It started from the weights of {recipe.start_from} and was trained further on the same problems{more}."
     if recipe.problems_first:
         first = sum(recipe.cycles[: recipe.problems_first])
         return (
-            "tiny-llada-skills and tiny-llama-skills are twins: same size, tokenizer, data and batches, another "
-            "objective;\ntiny-llama-skills stopped at the end of an earlier cycle.\n"
-            f"The first {first} steps are word problems alone, and those of {recipe.name.removesuffix('-skills')}; "
-            f"the other {recipe.steps - first} draw from {recipe.problems} problems, {recipe.code} functions and "
-            f"{recipe.skills} exercises of each skill alike."
+            "tiny-llada-skills and tiny-llama-skills are twins with the same size, tokenizer, data and batches but "
+            "different objectives;\ntiny-llama-skills stopped at the end of an earlier cycle.\n"
+            f"The first {first} steps use only word problems and are the steps of "
+            f"{recipe.name.removesuffix('-skills')}; the other {recipe.steps - first} draw uniformly from "
+            f"{recipe.problems} problems, {recipe.code} functions and {recipe.skills} exercises of each skill."
         )
     if changes := recipe.changes():
-        return f"Beside tiny-llada it changes {', '.join(f'{name} = {value}' for name, value in changes.items())}."
+        return f"It differs from tiny-llada in {', '.join(f'{name} = {value}' for name, value in changes.items())}."
     return (
-        "tiny-llada and tiny-llama are twins: same size, tokenizer, data, batches and number of steps, "
-        "another objective."
+        "tiny-llada and tiny-llama are twins with the same size, tokenizer, data, batches and number of steps but "
+        "different objectives."
     )
 
 

@@ -1,17 +1,19 @@
 """Small captioned pictures: the second modality of tiny-mmada.
 
-A *picture* is a grid of 4 × 4 cells, one colour code each: a background and, on it, one or two figures of other
-colours. Its *caption* names the figures in reading order of their first cells, rows and columns counted from 1:
-`` red square at 2 3 and blue dot at 1 1 on white``. Caption and picture determine each other. MMaDA's task tokens tell
-the two directions apart: `T2I` asks for the picture of a caption, `MMU` for the caption of a picture.
+A *picture* is a grid of 4 × 4 cells with one colour code each: a background and one or two figures in other colours.
+Its *caption* names the figures in reading order of their first cells, with rows and columns counted from 1:
+`` red square at 2 3 and blue dot at 1 1 on white``. Caption and picture determine each other. MMaDA's task tokens
+distinguish the two directions: `T2I` requests the picture of a caption, `MMU` the caption of a picture.
 
-One way this fails: two figures of one colour could touch and become another figure, so the colours of a picture are
-all different.
+Pitfall: two figures of the same colour could touch and form another figure, so all colours in a picture differ.
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+
+from sinklens.tasks.generated import first_distinct, training_set
 
 T2I, MMU, IMAGE_START, IMAGE_END = "<|t2i|>", "<|mmu|>", "<|soi|>", "<|eoi|>"
 TASK_TOKENS = (T2I, MMU, IMAGE_START, IMAGE_END)
@@ -45,24 +47,24 @@ class Picture:
 
     @property
     def tokens(self) -> str:
-        """The picture as a run of code tokens."""
+        """The picture as a sequence of code tokens."""
         return "".join(CODE_TOKENS[code] for code in self.codes)
 
     @property
     def to_draw(self) -> tuple[str, str]:
-        """Prompt and answer, caption to picture."""
+        """Prompt and answer, from caption to picture."""
         return f"{T2I}{self.caption}{IMAGE_START}", f"{self.tokens}{IMAGE_END}"
 
     @property
     def to_describe(self) -> tuple[str, str]:
-        """Prompt and answer, picture to caption."""
+        """Prompt and answer, from picture to caption."""
         return f"{MMU}{IMAGE_START}{self.tokens}{IMAGE_END}", self.caption
 
 
 def stream(seed: int) -> Iterator[Picture]:
-    """Endless pictures; equal seeds give equal streams.
+    """Yield pictures endlessly; equal seeds give equal streams.
 
-    Figures that would overlap are drawn again with all else, so one figure is more frequent than two.
+    If figures would overlap, the complete picture is drawn again, so one figure is more frequent than two.
     """
     rng = random.Random(seed)
     while True:
@@ -82,7 +84,7 @@ def stream(seed: int) -> Iterator[Picture]:
 
 
 def _place(rng: random.Random) -> tuple[tuple[int, int], str]:
-    """A figure and the row and column of its first cell, so that all of it lies on the grid."""
+    """The row and column of a figure's first cell, such that it fits on the grid, and the figure's name."""
     name = rng.choice(tuple(FIGURES))
     height, width = (1 + max(cell[axis] for cell in FIGURES[name]) for axis in (0, 1))
     return (rng.randint(0, SIDE - height), rng.randint(0, SIDE - width)), name
@@ -94,22 +96,13 @@ def _cells(place: tuple[int, int], name: str) -> list[tuple[int, int]]:
 
 def held_out(size: int = HELD_OUT_SIZE) -> list[Picture]:
     """The first `size` distinct pictures of the held-out seed, in a fixed order."""
-    pictures: dict[str, Picture] = {}
-    for picture in stream(HELD_OUT_SEED):
-        if len(pictures) == size:
-            return list(pictures.values())
-        pictures.setdefault(picture.caption, picture)
-    raise AssertionError("an endless stream ended")
+    return first_distinct(stream(HELD_OUT_SEED), attrgetter("caption"), size)
 
 
 def training(seed: int, size: int) -> list[Picture]:
-    """`size` pictures of another seed, none of them held out.
+    """The first `size` pictures of another seed that are not held out.
 
     Raises:
-        ValueError: `seed` is the held-out seed.
+        TaskError: `seed` is the held-out seed.
     """
-    if seed == HELD_OUT_SEED:
-        raise ValueError(f"seed {seed} is the held-out seed; train on any other seed.")
-    forbidden = {picture.caption for picture in held_out()}
-    source = (picture for picture in stream(seed) if picture.caption not in forbidden)
-    return [next(source) for _ in range(size)]
+    return training_set(stream, attrgetter("caption"), held_out(), seed=seed, held_out_seed=HELD_OUT_SEED, size=size)

@@ -1,13 +1,13 @@
-"""What each tiny checkpoint is made of: one record per training run.
+"""The training recipes of the tiny checkpoints: one record per run.
 
-tiny-llada and tiny-llama are twins that differ in the objective alone, and know word problems alone. Their recipes with
-``-skills`` go on from where they ended with small functions and the four skills beside the problems, so these
-checkpoints answer every generated task. tiny-dream begins where tiny-llama ended and tiny-mmada where tiny-llada ended.
-The remaining recipes change one thing of tiny-llada's
-first cycle, so what they are compared with is tiny-llada's weights at the end of that cycle, ``weights-2800.pt``: the
-batches, the masks and the learning rates up to there are the same.
+tiny-llada and tiny-llama are twins: they differ only in the objective and are trained only on word problems. The
+``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
+so their checkpoints answer every generated task. tiny-dream starts from tiny-llama, and tiny-mmada from tiny-llada. The
+``-seed-`` recipes repeat tiny-llada, tiny-llama and tiny-dream with another seed. Each remaining recipe changes one
+setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle, ``weights-2800.pt``:
+batches, masks and learning rates are the same up to there.
 
-One way this fails: `Recipe.start_from` names a shipped checkpoint, so retraining that one changes what starts from it.
+Pitfall: `Recipe.start_from` names a checkpoint, so retraining that checkpoint changes the recipes that start from it.
 """
 
 from collections.abc import Mapping
@@ -17,32 +17,33 @@ from typing import Any, Literal
 Objective = Literal["masked", "shifted", "causal"]
 StartToken = Literal["kept", "maskable", "absent"]
 Attention = Literal["softmax", "sigmoid", "off-by-one"]
+Setting = str | int | float | tuple[int, ...] | tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what a run produces.
+    """All settings that determine the result of a run.
 
     Attributes:
-        name: folder and model name.
+        name: name of the folder and the model.
         objective: "masked" trains a diffusion model, "causal" its autoregressive twin; "shifted" is "masked" with the
-            prediction of the token at position i read at position i − 1, as Dream does.
-        seed: of the weights, the problems and every batch.
+            prediction of the token at position i read at position i − 1, as in Dream.
+        seed: seed of the weights, the data and every batch.
         cycles: optimizer steps of each cosine cycle of the learning rate.
-        peaks: the greatest learning rate of each cycle, as a share of `learning_rate`; () for 1, 1/2, 1/4 and so on.
+        peaks: peak learning rate of each cycle, as a fraction of `learning_rate`; () means 1, 1/2, 1/4 and so on.
         batch: rows per step.
-        problems: size of the training set; none of them is held out.
-        prompt_weight: weight of the loss on prompt tokens, relative to the answer's.
-        start_from: the checkpoint whose weights the run begins with, by shipped name or folder; None draws them.
-        start_token: before every prompt stands a start token that is never masked ("kept"), one that is masked like
-            any prompt token ("maskable"), or none ("absent").
-        attention: how scores become attention weights, a name in `sinklens.hooks.normalizers`.
-        pictures: size of a second training set, captioned pictures (`pictures.training`); each is two rows, one per
-            direction, and a step draws its rows from all of them and the problems' alike. 0 for none.
-        code: size of a training set of small functions (`tiny_code.training`). 0 for none.
-        skills: size of the training set of each skill (`skills.training`). 0 for none.
-        problems_first: in this many cycles, the first ones, a step draws from the problems alone; afterwards from all
-            rows alike, pictures, functions and skills included.
+        problems: size of the training set of word problems; held-out problems are excluded.
+        prompt_weight: weight of the loss on prompt tokens, relative to answer tokens.
+        start_from: checkpoint that provides the initial weights, by shipped name or folder; None draws them randomly.
+        start_token: whether prompts begin with a start token that is never masked ("kept"), with one that is masked
+            like any prompt token ("maskable"), or with none ("absent").
+        attention: the attention normalizer, a name in `sinklens.hooks.normalizers`.
+        pictures: size of a second training set, captioned pictures (`pictures.training`). Each makes two rows, one per
+            direction, and steps draw from these and the problems in proportion to their numbers. 0 means none.
+        code: size of a training set of small functions (`tiny_code.training`). 0 means none.
+        skills: size of the training set of each skill (`skills.training`). 0 means none.
+        problems_first: number of initial cycles whose steps draw only from the problems. Later steps draw from all
+            rows, including pictures, functions and skills.
     """
 
     name: str
@@ -72,27 +73,27 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all."""
+        """Total number of optimizer steps."""
         return sum(self.cycles)
 
     @property
     def family(self) -> str:
-        """The family, in `sinklens.checkpoints.families`, whose file format the run is saved in."""
+        """The family, in `sinklens.checkpoints.families`, in whose file format the run is saved."""
         return {"causal": "llama", "shifted": "dream", "masked": "mmada" if self.pictures else "llada"}[self.objective]
 
     def cycle(self, step: int) -> int:
-        """The number of the cycle that `step` belongs to, from 0; the last for all later steps."""
+        """The index of the cycle that contains `step`; for steps after the end, that of the last cycle."""
         ends = [sum(self.cycles[: number + 1]) for number in range(len(self.cycles) - 1)]
         return sum(step >= end for end in ends)
 
     def peak(self, cycle: int) -> float:
-        """The greatest learning rate of a cycle."""
+        """The peak learning rate of a cycle."""
         return self.learning_rate * (self.peaks[cycle] if self.peaks else 0.5**cycle)
 
     def until(self, step: int) -> "Recipe":
-        """What the first `step` steps depend on: the cycles up to there, and the data that these draw from.
+        """The part of the recipe that the first `step` steps depend on: their cycles, and the data these draw from.
 
-        Two runs are the same up to a step if this is the same for both, so one may go on from the state of the other.
+        Two runs are equal up to a step if this is equal for both, so one can resume from the state of the other.
         """
         count = self.cycle(max(0, step - 1)) + 1
         halved = tuple(0.5**number for number in range(count))
@@ -102,13 +103,13 @@ class Recipe:
         mixed = count > self.problems_first
         return kept if mixed else replace(kept, pictures=0, code=0, skills=0, problems_first=0)
 
-    def changes(self) -> dict[str, Any]:
-        """What differs from the defaults, name aside: setting -> value."""
+    def changes(self) -> dict[str, Setting]:
+        """Settings that differ from the defaults, except the name: setting -> value."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.default is not MISSING}
         return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
-DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
+DEFAULTS: Mapping[str, Setting] = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
 
 _FIRST_CYCLE = (2800,)
 _SKILLS: dict[str, Any] = {
@@ -122,7 +123,7 @@ _FIRST_FOUR: dict[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS
 
 
 def _of_seed(seed: int) -> tuple[Recipe, ...]:
-    """tiny-llada, tiny-llama and tiny-dream, trained completely from another seed; the last starts from the second."""
+    """tiny-llada, tiny-llama and tiny-dream with another seed; the last starts from the second."""
     causal = Recipe(f"tiny-llama-seed-{seed}", "causal", seed=seed)
     start = f"runs/{causal.name}/checkpoint"
     return (

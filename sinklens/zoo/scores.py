@@ -1,11 +1,11 @@
-"""What a finished checkpoint scores on everything its recipe taught it, for its card.
+"""The scores of a finished checkpoint on everything that its recipe trains, for its model card.
 
-Word problems, the functions of tiny-code, the four exercises and captioned pictures, each on held-out samples, with the
-checkpoint's own defaults (greedy, one token committed per step). Functions are scored only on request, since that runs
-what the model wrote; it happens in isolation (`sinklens.evaluation.sandbox`).
+Word problems, the functions of tiny-code, the exercises of the four skills and captioned pictures, each on held-out
+samples, with the checkpoint's defaults (greedy, one token per step). Functions are scored only on request, because that
+executes what the model wrote; it runs in isolation (`sinklens.evaluation.sandbox`).
 
-One way this misleads: the samples follow the templates that were trained on, so these scores say what a model kept, not
-what it understands.
+Caveat: the samples follow the templates of the training data, so the scores measure what a model retained, not what it
+understands.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 SKILLS = ("skill-copy", "skill-compare", "skill-plan", "skill-compose")
-TOLD = {"tiny-gsm": "word problems"}
+LABELS = {"tiny-gsm": "word problems"}
 
 
 @dataclass(frozen=True)
 class Score:
-    """One line of a card.
+    """One line of a model card.
 
     Attributes:
         what: the task.
         accuracy: on its held-out samples.
-        chance: the share that the best constant answer gets right.
+        chance: accuracy of the guess that the task describes (`Task.guess`).
     """
 
     what: str
@@ -46,14 +46,14 @@ class Score:
 def scores(
     recipe: Recipe, checkpoint: Path, *, run_generated_code: bool = False, limit: int | None = None
 ) -> Iterator[Score]:
-    """Every score of a checkpoint of `recipe`, one by one.
+    """Yield the scores of a checkpoint of `recipe`, one per task.
 
     Args:
         run_generated_code: also complete functions and **execute what the model wrote**, in isolation.
         limit: samples per task; all by default.
 
     Raises:
-        SinklensError: programs are to be run and the isolation cannot be had.
+        SinklensError: programs would have to run and isolation is not available.
     """
     model = load(checkpoint)
     names = ["tiny-gsm"]
@@ -63,22 +63,25 @@ def scores(
         names += SKILLS
     for name in names:
         task = find(name)
-        yield Score(TOLD.get(name, name), task_accuracy(model, task, limit), task.chance)
+        yield Score(LABELS.get(name, name), task_accuracy(model, task, limit), task.chance)
     if recipe.pictures:
         pictures = held_out() if limit is None else held_out(limit)
         yield Score("captions drawn", _exact(model, [picture.to_draw for picture in pictures]))
         yield Score("pictures described", _exact(model, [picture.to_describe for picture in pictures]))
 
 
-def on_the_way(checkpoint: Path, problems: int = 100) -> dict[str, int]:
-    """What is scored of every checkpoint that a run kept (`sinklens.zoo.curve.accuracy_curve`): the first held-out word
-    problems, `right` of `total`."""
+def training_score(checkpoint: Path, problems: int = 100) -> dict[str, int]:
+    """Score one kept checkpoint of a run, for `sinklens.zoo.curve.accuracy_curve`.
+
+    Returns:
+        ``right`` and ``total`` of the first held-out word problems.
+    """
     found = task_accuracy(load(checkpoint), find("tiny-gsm"), problems)
     return {"right": found.right, "total": found.total}
 
 
 def task_accuracy(model: "Model", task: Task, limit: int | None = None) -> Accuracy:
-    """Share of a task's samples that `model` answers right; generated programs are run, in isolation."""
+    """Share of a task's samples that `model` answers correctly; generated programs run in isolation."""
     samples = task.samples(limit)
     texts = _answers(model, [sample.prompt for sample in samples])
     return Accuracy(sum(_right(task, *pair) for pair in zip(samples, texts, strict=True)), len(samples))
@@ -93,13 +96,13 @@ def _right(task: Task, sample: Sample, text: str) -> bool:
 
 
 def _exact(model: "Model", texts: Sequence[tuple[str, str]]) -> Accuracy:
-    """Answers that equal the expected text to the last token before the end token."""
+    """Share of answers that equal the expected text exactly, up to the end token."""
     given = _answers(model, [prompt for prompt, _ in texts])
     return Accuracy(sum(text == expected for text, (_, expected) in zip(given, texts, strict=True)), len(texts))
 
 
 def _answers(model: "Model", prompts: Sequence[str], batch: int = 100) -> list[str]:
-    """The text after each prompt; prompts of like length share a batch."""
+    """The answer to each prompt; prompts of similar length share a batch."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     texts = dict[int, str]()
     for start in range(0, len(order), batch):

@@ -1,11 +1,11 @@
 """The small byte-level BPE tokenizer that all tiny checkpoints share.
 
-Words of the generated problems and integers up to 120 are whole tokens, so an addition is one prediction, not one per
-digit. Three special tokens stand where LLaDA has them: a start token put before every prompt, an end-of-text token
-that also fills up the answer, and the mask. With pictures there follow, at higher ids, MMaDA's task tokens, the words
-of the captions, and last the code tokens, so that a code's id is its number plus the size of the text vocabulary.
+Words of the generated problems and integers up to 120 are single tokens, so an addition is one prediction instead of
+one per digit. There are three special tokens, as in LLaDA: a start token before every prompt, an end-of-text token that
+also pads the answer, and the mask token. With pictures, higher ids are added: MMaDA's task tokens, the words of the
+captions, and finally the code tokens, so that a code's id is its number plus the size of the text vocabulary.
 
-One way this fails: byte-level BPE makes " 7" and "7" two tokens. The problems write every number after a space.
+Pitfall: in byte-level BPE " 7" and "7" are different tokens. The problems write every number after a space.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 START, END, MASK = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"
 VOCAB_SIZE = 768
-WHOLE_NUMBERS = 120
+LARGEST_INTEGER = 120
 
 
 def train_tokenizer(
@@ -28,8 +28,8 @@ def train_tokenizer(
     """Train the tokenizer on `problems` generated problems.
 
     Args:
-        start: put `START` before every prompt; without it the token is in the vocabulary all the same.
-        with_pictures: add the tokens of `sinklens.zoo.pictures`; the ids of all others stay.
+        start: put `START` before every prompt; the token is in the vocabulary in either case.
+        with_pictures: add the tokens of `sinklens.zoo.pictures`; the ids of all others stay the same.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -44,7 +44,7 @@ def train_tokenizer(
         show_progress=False,
     )
     texts = [f"{p.prompt} {p.answer}" for p in word_problems.training(seed, problems)]
-    numbers = [f" {n}" for n in range(WHOLE_NUMBERS + 1) for _ in range(200)]
+    numbers = [f" {n}" for n in range(LARGEST_INTEGER + 1) for _ in range(200)]
     tokenizer.train_from_iterator([*texts, *numbers], trainer)
     if with_pictures:
         _add_pictures(tokenizer)

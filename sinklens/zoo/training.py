@@ -1,15 +1,15 @@
-"""Train the tiny checkpoints: one architecture, data set and loop, three objectives.
+"""Trains the tiny checkpoints: one architecture, data set and loop, three objectives.
 
-The *masked* objective is LLaDA's: draw t ~ U(0, 1] per row, mask each eligible token with probability t, and score
-the masked ones by cross-entropy weighted with 1/t. In most rows only the answer is eligible; in one of eight, all but
-the start token is. The *shifted* objective is the same with the token at position i predicted at i − 1, which is how
-Dream keeps to what the autoregressive weights it began with can do. The *causal* objective is next-token
-cross-entropy on the same rows, the prompt weighted as lightly.
+The *masked* objective is LLaDA's: draw t ~ U(0, 1] per row, mask each eligible token with probability t, and compute
+the cross-entropy of the masked tokens, weighted by 1/t. In most rows only the answer is eligible; in every eighth row,
+all tokens except the start token are. The *shifted* objective predicts the token at position i from position i − 1,
+like Dream, which thereby keeps what its initial autoregressive weights have learned. The *causal* objective is
+next-token cross-entropy on the same rows, with the same small weight on the prompt.
 
-Every batch is a function of (seed, step), so a run that was stopped and resumed equals one that was not. The state is
-written to a temporary file and moved into place (keeping.py): a kill at any moment leaves the last whole state.
+Every batch is a function of (seed, step), so an interrupted and resumed run equals an uninterrupted one. The state is
+written to a temporary file and moved into place (run_files.py): a kill at any moment leaves the last complete state.
 
-One way this fails: a run is resumed on another number of threads or another device, and sums are rounded otherwise.
+Limitation: a run resumed with another number of threads or on another device rounds sums differently.
 """
 
 import math
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def corrupt(
     ids: Int[Tensor, "batch pos"], prompt_length: int, mask_id: int, generator: torch.Generator, spared: int = 1
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"], Float[Tensor, "batch 1"]]:
-    """Mask each row with its own probability t; every eighth row everywhere but at its first `spared` tokens.
+    """Mask each answer with its row's probability t; in every eighth row, all tokens except the first `spared`.
 
     Returns:
         The masked rows, which tokens were masked, and t in (0, 1].
@@ -60,7 +60,7 @@ def _masked_loss(
     spared = 1 if recipe.start_token == "kept" else 0
     noisy, masked, t = corrupt(ids, prompt_length, mask_id, generator, spared)
     logits = model(input_ids=noisy.to(model.device), use_cache=False).logits.float()
-    if recipe.objective == "shifted":  # what predicts position i stands at i - 1; position 0 has only itself
+    if recipe.objective == "shifted":  # logits at i - 1 predict position i; position 0 keeps its own
         logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
     loss = F.cross_entropy(logits.transpose(1, 2), ids.to(model.device), reduction="none")
     row_weight = torch.ones(len(ids), 1)
@@ -83,12 +83,12 @@ LOSSES = {"masked": _masked_loss, "shifted": _masked_loss, "causal": _causal_los
 
 
 def make_tokenizer(recipe: Recipe) -> "PreTrainedTokenizerFast":
-    """The tokenizer that the recipe's rows are written with and its checkpoint is saved with."""
+    """The tokenizer of the recipe's training rows and of its checkpoint."""
     return train_tokenizer(start=recipe.start_token != "absent", with_pictures=recipe.pictures > 0)
 
 
 def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
-    """A model of the recipe's size and family, bidirectional unless causal, as it is before the first step."""
+    """The initial model of the recipe, bidirectional unless the family is causal."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from sinklens.hooks import attention
@@ -125,36 +125,38 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTra
 def _start_from(name: str, model: "PreTrainedModel") -> None:
     """Copy the weights of a checkpoint into `model`.
 
-    What the checkpoint has no values for stays as drawn: the biases that Qwen2 has and Llama lacks, which are drawn as
-    zeros, and the embedding and head of tokens beyond its vocabulary.
+    Weights that the checkpoint lacks keep their initial values: the biases of Qwen2, which Llama lacks and which are
+    initialised to zero, and the embeddings and head of tokens beyond the checkpoint's vocabulary.
 
     Raises:
-        ValueError: it has weights that `model` lacks, or of another size, or lacks weights other than those.
+        ValueError: the checkpoint has weights that `model` lacks, weights of another size, or lacks other weights.
     """
     from safetensors.torch import load_file
 
-    folder = files.find(name, None)
+    folder = files.find_checkpoint(name, None)
     family = family_of(files.read_config(folder), str(folder))
     stored = {files.rename(key, family): value for key, value in load_file(folder / "model.safetensors").items()}
-    own = model.state_dict()
-    surplus = sorted(set(stored) - set(own))
-    missing = sorted(key for key in set(own) - set(stored) if not key.endswith("_proj.bias"))
+    target = model.state_dict()
+    unexpected = sorted(set(stored) - set(target))
+    missing = sorted(key for key in set(target) - set(stored) if not key.endswith("_proj.bias"))
     misfits = [
         key
-        for key in set(own) & set(stored)
-        if own[key].shape[1:] != stored[key].shape[1:]
-        or len(own[key]) < len(stored[key])
-        or (len(own[key]) > len(stored[key]) and not key.startswith(("model.embed_tokens.", "lm_head.")))
+        for key in set(target) & set(stored)
+        if target[key].shape[1:] != stored[key].shape[1:]
+        or len(target[key]) < len(stored[key])
+        or (len(target[key]) > len(stored[key]) and not key.startswith(("model.embed_tokens.", "lm_head.")))
     ]
-    if surplus or missing or misfits:
-        wrong = ", ".join([*surplus, *missing, *sorted(misfits)][:4])
-        raise ValueError(f"{name} cannot be the start of this model: {wrong} differ; start from one of the same sizes.")
+    if unexpected or missing or misfits:
+        wrong = ", ".join([*unexpected, *missing, *sorted(misfits)][:4])
+        raise ValueError(
+            f"the weights of {name} do not fit this model: {wrong} differ; start from a checkpoint of the same sizes."
+        )
     for key, value in stored.items():
-        own[key][: len(value)] = value.float()
+        target[key][: len(value)] = value.float()
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """In each cycle a linear warm-up, then a cosine down to a hundredth of the cycle's peak."""
+    """In each cycle, a linear warm-up and then cosine decay to one hundredth of the cycle's peak."""
     cycle = recipe.cycle(step)
     peak, step = recipe.peak(cycle), step - sum(recipe.cycles[:cycle])
     if step < recipe.warmup:
@@ -171,24 +173,24 @@ def _save_state(
 
 
 def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int = 400) -> Iterator[dict[str, float]]:
-    """Run, or go on with, one training run in `out`; yields a log record every 20 steps.
+    """Start or resume a training run in `out`; yield a log record every 20 steps.
 
-    A run may go on under a recipe that is the same up to the step it has reached, such as one with a further cycle.
+    A run can be resumed with a recipe that is equal up to the step reached, such as one with an additional cycle.
 
     Args:
         recipe: what to train.
-        out: holds `state.pt` (to resume from), `log.jsonl` and `weights-<step>.pt` (kept for later study).
+        out: folder of `state.pt` (to resume from), `log.jsonl` and `weights-<step>.pt` (kept for later study).
         save_every: steps between two writes of the state.
         keep_every: steps between two kept copies of the weights, in bfloat16.
 
     Raises:
-        SettingError: `out` holds a run whose steps this recipe would have made otherwise.
-        CheckpointError: its state is not whole.
+        SettingError: `out` contains a run whose steps differ from those of this recipe.
+        CheckpointError: the state of the run is truncated or corrupt.
     """
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     state_file = out / "state.pt"
-    state = _state(state_file, recipe, device)  # before the rows are made, which takes minutes
+    state = _read_state(state_file, recipe, device)  # before making the rows, which takes minutes
     tokenizer = make_tokenizer(recipe)
     corpus = build_corpus(tokenizer, recipe)
     model = build_model(recipe, tokenizer).to(device)
@@ -210,8 +212,8 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
             _save_state(state_file, model, optimizer, recipe, done)
 
 
-def _state(file: Path, recipe: Recipe, device: str) -> dict[str, Any] | None:
-    """The state of an interrupted run; None if there is none.
+def _read_state(file: Path, recipe: Recipe, device: str) -> dict[str, Any] | None:
+    """The state of an interrupted run, or None.
 
     Raises:
         SettingError, CheckpointError: see `train`.
@@ -219,19 +221,21 @@ def _state(file: Path, recipe: Recipe, device: str) -> dict[str, Any] | None:
     if not file.exists():
         return None
     state = read_tensors(file, device)
-    begun = Recipe(**{**DEFAULTS, **state["recipe"]})  # a state may be older than the newest setting
-    made, asked = asdict(begun.until(state["step"])), asdict(recipe.until(state["step"]))
-    if made != asked:
-        other = ", ".join(f"{name} {made[name]!r}, not {asked[name]!r}" for name in made if made[name] != asked[name])
+    saved = Recipe(**{**DEFAULTS, **state["recipe"]})  # the state may be older than the newest setting
+    found, requested = asdict(saved.until(state["step"])), asdict(recipe.until(state["step"]))
+    if found != requested:
+        other = ", ".join(
+            f"{name} {found[name]!r}, not {requested[name]!r}" for name in found if found[name] != requested[name]
+        )
         raise SettingError(
-            f"{file} belongs to another recipe; give this run a folder of its own (--run), or that recipe. Up to its "
-            f"step {state['step']} it has {other}."
+            f"{file} belongs to another recipe: up to its step {state['step']} it has {other}. Give this run another "
+            f"folder (--run), or resume with that recipe."
         )
     return state
 
 
 def _resume(state: dict[str, Any] | None, model: "PreTrainedModel", optimizer: torch.optim.Optimizer) -> int:
-    """Go on from a state, if there is one; the step to go on from."""
+    """Restore a state, if there is one, and return the step to continue from."""
     if state is None:
         return 0
     model.load_state_dict(state["model"])
@@ -242,7 +246,7 @@ def _resume(state: dict[str, Any] | None, model: "PreTrainedModel", optimizer: t
 def _update(
     recipe: Recipe, corpus: Corpus, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, mask_id: int, step: int
 ) -> float:
-    """One optimizer step; its loss."""
+    """Do one optimizer step and return its loss."""
     problems_only = recipe.cycle(step) < recipe.problems_first
     prompt_length, ids = corpus.batch(recipe.seed, step, recipe.batch, problems_only)
     for group in optimizer.param_groups:

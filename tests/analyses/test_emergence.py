@@ -9,7 +9,7 @@ import xarray as xr
 import sinklens
 from sinklens.analyses import find
 from sinklens.analyses.emergence import MEASURES, run_and_step, runs_and_steps, sinks_of
-from sinklens.checkpoints.files import find as find_checkpoint
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 

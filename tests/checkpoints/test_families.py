@@ -1,4 +1,4 @@
-"""The table of families is consistent, and its renames lead every public weight name to its place."""
+"""The table of families is consistent, and its renames map every public weight name to its parameter."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_every_family_is_tested_here():
     assert {family.name: family.architecture for family in FAMILIES} == ARCHITECTURES
 
 
-def test_no_model_type_means_two_families():
+def test_no_model_type_belongs_to_two_families():
     assert len(BY_MODEL_TYPE) == sum(len(family.model_types) for family in FAMILIES)
 
 
@@ -30,12 +30,12 @@ def test_family_has_hook_points_and_a_sampler(family):
 
 
 @pytest.mark.parametrize("name", LLADAS)
-def test_llada_names_lead_to_llamas(name):
+def test_llada_names_map_to_llamas(name):
     found = {public: rename(public, family_named(name)) for public in llada_names(layers=12)}
     assert found == llada_names(layers=12)
 
 
-def test_ff_out_means_the_head_at_the_top_and_the_down_projection_in_a_block():
+def test_ff_out_is_the_head_at_the_top_level_and_the_down_projection_in_a_block():
     family = family_named("llada")
     assert rename("model.transformer.ff_out.weight", family) == "lm_head.weight"
     assert rename("model.transformer.blocks.31.ff_out.weight", family) == "model.layers.31.mlp.down_proj.weight"
@@ -50,5 +50,5 @@ def test_public_names_become_exactly_the_parameters_of_the_class(family):
 
 @pytest.mark.parametrize("name", LLADAS)
 def test_renames_are_plain_substitutions(name):
-    """transformers takes patterns with at most one group."""
+    """transformers accepts patterns with at most one group."""
     assert all(re.compile(pattern).groups <= 1 for pattern in family_named(name).renames)

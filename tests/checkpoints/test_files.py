@@ -1,4 +1,4 @@
-"""A checkpoint's files are found and held to the model before any weight is read."""
+"""A checkpoint's files are found and checked against the model before any weight is read."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from layouts import llada_names, public_weights, write_checkpoint, write_family
 from safetensors.torch import save_file
 
 from sinklens.checkpoints import family_named, shipped_names
-from sinklens.checkpoints.files import Weights, compare, find, read_config, read_headers
+from sinklens.checkpoints.files import Weights, check_weights, find_checkpoint, read_config, read_headers
 from sinklens.errors import CheckpointError
 
 LLADA = family_named("llada")
@@ -27,15 +27,15 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def intact(tmp_path: Path) -> Path:
     """A LLaDA checkpoint in one file."""
-    write_family(tmp_path / "whole", "llada")
-    return tmp_path / "whole"
+    write_family(tmp_path / "intact", "llada")
+    return tmp_path / "intact"
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """The same in three files and an index."""
+    """The same checkpoint in three files and an index."""
     write_family(tmp_path / "sharded", "llada", shards=3)
     return tmp_path / "sharded"
 
@@ -43,43 +43,45 @@ def sharded(tmp_path: Path) -> Path:
 # Finding
 
 
-def test_folder_is_found_where_it_lies(whole):
-    assert find(whole, None) == whole
-    assert find(str(whole), None) == whole
+def test_a_folder_is_returned_as_it_is(intact):
+    assert find_checkpoint(intact, None) == intact
+    assert find_checkpoint(str(intact), None) == intact
 
 
 def test_shipped_names_are_folders_of_the_package():
     for name in shipped_names():
-        assert (find(name, None) / "config.json").is_file()
+        assert (find_checkpoint(name, None) / "config.json").is_file()
 
 
-def test_file_is_refused_with_a_hint_at_its_folder(whole):
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is a file; give the folder that holds config\.json"):
-        find(whole / "model.safetensors", None)
+def test_a_file_is_rejected_with_a_hint_to_pass_its_folder(intact):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is a file; pass the folder that contains config\.json"
+    ):
+        find_checkpoint(intact / "model.safetensors", None)
 
 
 @pytest.mark.parametrize("name", ["tiny-lada", "./nowhere", "/no/such/folder", "a/b/c", "~/models/llada"])
-def test_name_of_nothing_is_refused(name):
+def test_an_unknown_name_is_rejected(name):
     with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}' is neither a folder nor a shipped checkpoint \("):
-        find(name, None)
+        find_checkpoint(name, None)
 
 
-def test_misspelled_shipped_name_gets_the_nearest(monkeypatch):
+def test_the_error_for_a_misspelled_name_suggests_the_nearest(monkeypatch):
     monkeypatch.setattr("sinklens.checkpoints.files.shipped_names", lambda: ["tiny-llada", "tiny-llama"])
     with pytest.raises(CheckpointError, match="Nearest: tiny-llada"):
-        find("tiny-lada", None)
+        find_checkpoint("tiny-lada", None)
 
 
-def test_revision_of_a_folder_is_refused(whole):
-    with pytest.raises(CheckpointError, match=r"revision 'v1' belongs to a name on the hub; .*whole is a folder"):
-        find(whole, "v1")
+def test_a_revision_of_a_folder_is_rejected(intact):
+    with pytest.raises(CheckpointError, match=r"revision 'v1' applies to names on the hub, and .*intact is a folder"):
+        find_checkpoint(intact, "v1")
 
 
 # The hub
 
 
 def _client() -> Any:
-    """The http library that huggingface_hub uses; it has changed between its versions."""
+    """The HTTP library that huggingface_hub uses; it differs between versions."""
     return importlib.import_module(hub.HTTPError.__module__.split(".")[0])
 
 
@@ -104,130 +106,128 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
-def test_failed_download_says_why_and_what_to_do(monkeypatch, failure):
+def test_a_failed_download_says_why_and_what_to_do(monkeypatch, failure):
     def fail(*args: Any, **kwargs: Any) -> str:
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     reason = str(failure).splitlines()[0].rstrip(".") if str(failure) else "no reason given"
-    told = (
-        rf"could not get 'someone/model' from the hub: {type(failure).__name__}: {re.escape(reason)}\. Check the name"
-    )
-    with pytest.raises(CheckpointError, match=told) as caught:
-        find("someone/model", None)
+    message = rf"could not download 'someone/model' from the hub: {type(failure).__name__}: {re.escape(reason)}\. Check"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        find_checkpoint("someone/model", None)
     assert caught.value.__cause__ is failure
 
 
-def test_failed_download_names_the_revision(monkeypatch):
+def test_a_failed_download_names_the_revision(monkeypatch):
     def fail(*args: Any, **kwargs: Any) -> str:
         raise _refusal(404, hub.RevisionNotFoundError, "404 Client Error.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CheckpointError, match="could not get 'someone/model' at revision 'v9' from the hub"):
-        find("someone/model", "v9")
+    with pytest.raises(CheckpointError, match="could not download 'someone/model' at revision 'v9' from the hub"):
+        find_checkpoint("someone/model", "v9")
 
 
-def test_download_takes_the_revision_and_leaves_code_and_pickles(monkeypatch, tmp_path):
-    asked: dict[str, Any] = {}
+def test_a_download_uses_the_revision_and_skips_code_and_pickles(monkeypatch, tmp_path):
+    requested: dict[str, Any] = {}
 
     def download(name: str, **kwargs: Any) -> str:
-        asked.update(kwargs, name=name)
+        requested.update(kwargs, name=name)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert find("someone/model", "v9") == tmp_path
-    assert (asked["name"], asked["revision"]) == ("someone/model", "v9")
+    assert find_checkpoint("someone/model", "v9") == tmp_path
+    assert (requested["name"], requested["revision"]) == ("someone/model", "v9")
     wanted = ["config.json", "generation_config.json", INDEX, "model-00001-of-00002.safetensors", "tokenizer.json"]
     wanted += ["tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
     unwanted = ["modeling_llada.py", "pytorch_model.bin", "consolidated.00.pth", "README.md", "model.gguf"]
-    assert list(filter_repo_objects([*wanted, *unwanted], allow_patterns=asked["allow_patterns"])) == wanted
+    assert list(filter_repo_objects([*wanted, *unwanted], allow_patterns=requested["allow_patterns"])) == wanted
 
 
-def test_hub_name_without_network_is_refused_at_once(tmp_path):
-    """Asked for real, in a process that may not go online."""
+def test_a_hub_name_without_a_network_is_rejected_at_once(tmp_path):
+    """Runs in a real process that may not go online."""
     code = "import time, sinklens.checkpoints.files as files\nfrom sinklens.errors import CheckpointError\n"
     code += "import huggingface_hub\nstart = time.monotonic()\n"
-    code += "try: files.find('GSAI-ML/LLaDA-8B-Instruct', None)\n"
+    code += "try: files.find_checkpoint('GSAI-ML/LLaDA-8B-Instruct', None)\n"
     code += "except CheckpointError as error: print(round(time.monotonic() - start), error)"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    seconds, _, told = done.stdout.partition(" ")
-    assert told.startswith("could not get 'GSAI-ML/LLaDA-8B-Instruct' from the hub: LocalEntryNotFoundError: ")
+    seconds, _, message = done.stdout.partition(" ")
+    assert message.startswith("could not download 'GSAI-ML/LLaDA-8B-Instruct' from the hub: LocalEntryNotFoundError: ")
     assert int(seconds) < 5
 
 
 # config.json
 
 
-def test_config_is_read(whole):
-    assert read_config(whole)["n_heads"] == 6
+def test_a_config_is_read(intact):
+    assert read_config(intact)["n_heads"] == 6
 
 
-def test_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no config\.json; a checkpoint folder holds config\.json and"):
+def test_a_folder_without_a_config_is_rejected(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json; a checkpoint folder contains config\.json and"):
         read_config(tmp_path)
 
 
 @pytest.mark.parametrize("broken", [b'{"d_model": 24, "n_', b"", b"\xff\xfe\x00"], ids=["cut", "empty", "not text"])
-def test_broken_config_is_refused(tmp_path, broken):
+def test_a_broken_config_is_rejected(tmp_path, broken):
     (tmp_path / "config.json").write_bytes(broken)
-    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON \(.*may be half-written"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON \(.*may be incomplete"):
         read_config(tmp_path)
 
 
-def test_config_that_is_no_object_is_refused(tmp_path):
+def test_a_config_that_is_not_an_object_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config\.json holds a JSON list, not an object"):
+    with pytest.raises(CheckpointError, match=r"config\.json contains a JSON list, not an object"):
         read_config(tmp_path)
 
 
 # Headers
 
 
-def test_headers_tell_names_shapes_and_type(whole):
+def test_headers_give_names_shapes_and_type(intact):
     hf = random_hf("llama")
-    weights = read_headers(whole, LLADA)
+    weights = read_headers(intact, LLADA)
     assert weights.shapes == {name: tuple(value.shape) for name, value in hf.named_parameters()}
     assert weights.original == {theirs: public for public, theirs in llada_names(3).items()}
     assert weights.dtype is torch.float32
     assert weights.parameters == sum(parameter.numel() for parameter in hf.parameters())
 
 
-def test_shards_tell_what_one_file_tells(whole, sharded):
-    assert read_headers(sharded, LLADA) == read_headers(whole, LLADA)
+def test_shards_give_what_a_single_file_gives(intact, sharded):
+    assert read_headers(sharded, LLADA) == read_headers(intact, LLADA)
 
 
-def test_type_is_that_of_most_values(tmp_path):
+def test_the_type_is_that_of_most_values(tmp_path):
     weights = {name: value.bfloat16() for name, value in public_weights("llada", random_hf("llama")).items()}
     weights["model.transformer.ln_f.weight"] = weights["model.transformer.ln_f.weight"].float()
     write_checkpoint(tmp_path, {}, weights)
     assert read_headers(tmp_path, LLADA).dtype is torch.bfloat16
 
 
-def test_single_file_comes_before_an_index_as_in_transformers(whole, sharded):
-    """Otherwise the headers of one file would be checked and another one loaded."""
+def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(intact, sharded):
+    """Otherwise the headers of one file would be checked and another file loaded."""
     save_file({"other.weight": torch.zeros(2)}, sharded / "model.safetensors")
     assert list(read_headers(sharded, LLADA).shapes) == ["other.weight"]
 
 
-def test_integer_weights_are_refused(tmp_path):
+def test_integer_weights_are_rejected(tmp_path):
     write_checkpoint(tmp_path, {}, {"model.weight": torch.zeros(4, 4, dtype=torch.int8)})
     with pytest.raises(CheckpointError, match="weights of type I8 are not supported; use F64, F32, F16, BF16"):
         read_headers(tmp_path, LLADA)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 200, -1], ids=["nothing", "no length", "half a header", "all but a byte"])
-def test_truncated_file_is_refused(whole, kept):
-    file = whole / "model.safetensors"
+def test_a_truncated_file_is_rejected(intact, kept):
+    file = intact / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file \(.*truncated"):
-        read_headers(whole, LLADA)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt \(.*Download it again"):
+        read_headers(intact, LLADA)
 
 
-def test_truncated_shard_is_named(sharded):
+def test_a_truncated_shard_is_named(sharded):
     file = sharded / "model-00002-of-00003.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is truncated or corrupt"):
         read_headers(sharded, LLADA)
 
 
@@ -240,7 +240,7 @@ def test_missing_shards_are_named(sharded):
         read_headers(sharded, LLADA)
 
 
-def test_shards_without_their_index_are_refused(sharded):
+def test_shards_without_their_index_are_rejected(sharded):
     (sharded / INDEX).unlink()
     with pytest.raises(CheckpointError, match=r"has shards but no model\.safetensors\.index\.json"):
         read_headers(sharded, LLADA)
@@ -251,59 +251,59 @@ BROKEN_INDEXES = ["", "{", "[]", "{}", *(f'{{"metadata": {{}}, "weight_map": {br
 
 
 @pytest.mark.parametrize("broken", BROKEN_INDEXES)
-def test_broken_index_is_refused(sharded, broken):
+def test_a_broken_index_is_rejected(sharded, broken):
     (sharded / INDEX).write_text(broken)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is broken \(.*; fetch it again"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is corrupt \(.*; download it again"):
         read_headers(sharded, LLADA)
 
 
 @pytest.mark.parametrize("metadata", [None, [], 3])
-def test_index_without_the_metadata_that_transformers_asks_for_is_refused(sharded, metadata):
+def test_an_index_without_the_metadata_that_transformers_requires_is_rejected(sharded, metadata):
     index = json.loads((sharded / INDEX).read_text()) | {"metadata": metadata}
     (sharded / INDEX).write_text(json.dumps({key: value for key, value in index.items() if value is not None}))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is broken \(.*; fetch it again"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is corrupt \(.*; download it again"):
         read_headers(sharded, LLADA)
 
 
-def test_pickles_are_refused_and_named(tmp_path):
+def test_pickles_are_rejected_and_named(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(
         CheckpointError,
-        match=r"has no model\.safetensors\. It has pickles \(pytorch_model\.bin\), which can run code and are refused",
+        match=r"has no model\.safetensors\. It has pickles \(pytorch_model\.bin\), which can run code and are rejected",
     ):
         read_headers(tmp_path, LLADA)
 
 
-def test_folder_without_weights_is_refused(tmp_path):
+def test_a_folder_without_weights_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors\. Convert the weights to safetensors"):
         read_headers(tmp_path, LLADA)
 
 
-# Comparing
+# Checking weights
 
 
 def _weights(**shapes: tuple[int, ...]) -> Weights:
     return Weights(shapes, torch.float32, {name: f"public.{name}" for name in shapes})
 
 
-def test_weights_that_match_pass():
-    assert compare(_weights(a=(2, 3), b=(4,)), {"b": (4,), "a": (2, 3)}, set(), "here") is None
+def test_matching_weights_pass():
+    assert check_weights(_weights(a=(2, 3), b=(4,)), {"b": (4,), "a": (2, 3)}, set(), "here") is None
 
 
-def test_missing_surplus_and_misshapen_weights_are_all_told():
-    told = (
+def test_missing_unexpected_and_misshapen_weights_are_all_reported():
+    message = (
         r"here: 1 weights are missing \(b\); 1 weights have no place in the model \(public\.c\); "
-        r"public\.a is \[2, 3\], the config asks for \[3, 2\]\. Nothing was loaded"
+        r"public\.a is \[2, 3\], the config requires \[3, 2\]\. Nothing was loaded"
     )
-    with pytest.raises(CheckpointError, match=told):
-        compare(_weights(a=(2, 3), c=(1,)), {"a": (3, 2), "b": (4,)}, set(), "here")
+    with pytest.raises(CheckpointError, match=message):
+        check_weights(_weights(a=(2, 3), c=(1,)), {"a": (3, 2), "b": (4,)}, set(), "here")
 
 
 @pytest.mark.parametrize("stored", [{"embed": (4, 2)}, {"embed": (4, 2), "head": (4, 2)}], ids=["once", "twice"])
-def test_tied_weight_may_be_stored_once_or_twice(stored):
-    assert compare(_weights(**stored), {"embed": (4, 2), "head": (4, 2)}, {"head"}, "here") is None
+def test_a_tied_weight_may_be_stored_once_or_twice(stored):
+    assert check_weights(_weights(**stored), {"embed": (4, 2), "head": (4, 2)}, {"head"}, "here") is None
 
 
-def test_index_names_every_weight_of_the_shards(sharded):
-    """Of the builder: what these tests break was whole before."""
+def test_the_index_lists_every_weight_of_the_shards(sharded):
+    """Checks the test's own builder: what these tests break was complete before."""
     assert set(json.loads((sharded / INDEX).read_text())["weight_map"]) == set(llada_names(3))

@@ -1,4 +1,4 @@
-"""Loading gives the model that transformers' own class computes from the same weights, or nothing at all."""
+"""Loading gives a model that computes what transformers' class computes from the same weights, or fails completely."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def llada(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading weights fails the test."""
+    """Makes reading weights an error."""
 
     def read(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were read")
@@ -59,11 +59,11 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
 
 
-# What is loaded
+# The model
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_logits_are_those_of_the_transformers_class_with_the_same_weights(tmp_path, family):
+def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_path, family):
     hf, ids = write_family(tmp_path, family), random_ids()
     model = sinklens.load(tmp_path)
     torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
@@ -73,7 +73,7 @@ def test_logits_are_those_of_the_transformers_class_with_the_same_weights(tmp_pa
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_weights_in_shards_make_the_same_model(tmp_path, family):
+def test_sharded_weights_give_the_same_model(tmp_path, family):
     write_family(tmp_path / "whole", family)
     write_family(tmp_path / "sharded", family, shards=3)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 3
@@ -83,7 +83,7 @@ def test_weights_in_shards_make_the_same_model(tmp_path, family):
     )
 
 
-def test_sharded_reference_checkpoint_gives_the_references_logits(tmp_path, shared):
+def test_a_sharded_reference_checkpoint_gives_the_reference_logits(tmp_path, shared):
     folder = shared / "conformance" / "llada-gqa"
     config = json.loads((folder / "config.json").read_text())
     write_checkpoint(tmp_path, config, load_file(folder / "model.safetensors"), shards=4)
@@ -94,7 +94,7 @@ def test_sharded_reference_checkpoint_gives_the_references_logits(tmp_path, shar
 
 @pytest.mark.parametrize("family", ["llada", "dream", "llama", "qwen3"])
 @pytest.mark.parametrize("twice", [False, True], ids=["stored once", "stored twice"])
-def test_tied_head_is_the_embedding(tmp_path, family, twice):
+def test_a_tied_head_is_the_embedding(tmp_path, family, twice):
     hf = random_hf(ARCHITECTURES[family], causal(family), tie_word_embeddings=True)
     weights = public_weights(family, hf)
     if twice:
@@ -105,13 +105,13 @@ def test_tied_head_is_the_embedding(tmp_path, family, twice):
     torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
 
 
-def test_layers_start_no_gradient_and_no_dropout(llada):
+def test_loaded_models_are_in_evaluation_mode(llada):
     model = sinklens.load(llada)
     assert not any(module.training for module in model.tree.hf.modules())
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("requested", "given"),
     [
         ("auto", torch.float32),
         ("bf16", torch.bfloat16),
@@ -121,10 +121,10 @@ def test_layers_start_no_gradient_and_no_dropout(llada):
     ],
     ids=str,
 )
-def test_element_type_is_the_one_asked_for(tmp_path, asked, given):
+def test_the_element_type_is_the_requested_one(tmp_path, requested, given):
     hf = random_hf("llama", dtype=torch.bfloat16)
     write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
-    model, ids = sinklens.load(tmp_path, dtype=asked), random_ids()
+    model, ids = sinklens.load(tmp_path, dtype=requested), random_ids()
     assert {parameter.dtype for parameter in model.tree.hf.parameters()} == {given}
     torch.testing.assert_close(
         _logits(model, ids).float(),
@@ -134,7 +134,7 @@ def test_element_type_is_the_one_asked_for(tmp_path, asked, given):
     )
 
 
-def test_stored_type_is_kept_where_the_model_is_not_small(tmp_path, monkeypatch):
+def test_a_model_that_is_not_small_keeps_its_stored_type(tmp_path, monkeypatch):
     hf = random_hf("llama", dtype=torch.bfloat16)
     write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
     monkeypatch.setattr(loading, "SMALL", 1)
@@ -142,7 +142,7 @@ def test_stored_type_is_kept_where_the_model_is_not_small(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "llama"])
-def test_sink_scores_in_bfloat16_are_the_column_sums_of_its_queries_and_keys(tmp_path, family):
+def test_sink_scores_in_bfloat16_are_the_column_sums_of_the_pattern(tmp_path, family):
     write_family(tmp_path, family)
     model, ids, real = sinklens.load(tmp_path, dtype="bf16"), random_ids(), left_padding()
     names = [f"blocks.{layer}.attn.hook_{point}" for layer in range(3) for point in ("rot_q", "rot_k", "sink_scores")]
@@ -165,13 +165,13 @@ SPREAD |= {f"model.layers.{layer}": "cpu" for layer in range(3)}
 
 
 @pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto", SPREAD], ids=["cpu", "all", "auto", "by module"])
-def test_device_map_leads_to_the_same_logits(llada, device_map):
+def test_a_device_map_gives_the_same_logits(llada, device_map):
     ids = random_ids()
     mapped, plain = sinklens.load(llada, device_map=device_map), sinklens.load(llada, device="cpu")
     torch.testing.assert_close(_logits(mapped, ids).cpu(), _logits(plain, ids), rtol=1e-4, atol=1e-5)
 
 
-def test_small_model_on_a_cpu_is_computed_in_float32_with_a_device_map_too(tmp_path):
+def test_a_small_model_on_a_cpu_runs_in_float32_with_a_device_map_too(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("without a GPU only")
     hf = random_hf("llama", dtype=torch.bfloat16)
@@ -179,8 +179,8 @@ def test_small_model_on_a_cpu_is_computed_in_float32_with_a_device_map_too(tmp_p
     assert sinklens.load(tmp_path, device_map="cpu").cfg.dtype is torch.float32
 
 
-def test_model_with_a_layer_on_disk_shows_its_points(llada):
-    """accelerate wraps the layers of a model that is spread over devices."""
+def test_a_model_with_a_layer_on_disk_shows_its_hook_points(llada):
+    """accelerate wraps the layers of a model that is distributed over devices."""
     ids, place = random_ids(), SPREAD | {"model.layers.1": "disk"}
     model, plain = sinklens.load(llada, device_map=place), sinklens.load(llada, device="cpu")
     names = [
@@ -197,38 +197,38 @@ def test_model_with_a_layer_on_disk_shows_its_points(llada):
         torch.testing.assert_close(cache[name], wanted_cache[name], rtol=1e-4, atol=1e-5)
 
 
-# What comes with it
+# Tokenizer, special tokens and defaults
 
 
-def test_checkpoint_without_tokenizer_has_none(llada):
+def test_a_checkpoint_without_a_tokenizer_has_none(llada):
     assert sinklens.load(llada).tokenizer is None
 
 
-def test_tokenizer_of_the_folder_is_taken(llada):
+def test_the_tokenizer_of_the_folder_is_used(llada):
     write_tokenizer(llada)
     model = sinklens.load(llada)
     assert model.tokenizer("w7 w9").input_ids == [7, 9]
     assert model.tokenizer.mask_token_id == 60
 
 
-def test_tokenizer_given_comes_before_the_folders(llada, tmp_path):
+def test_a_given_tokenizer_takes_precedence_over_the_folders(llada, tmp_path):
     write_tokenizer(llada)
     given = word_tokenizer(tmp_path / "other")
     assert sinklens.load(llada, tokenizer=given).tokenizer is given
 
 
-def test_mask_token_comes_from_the_tokenizer_where_the_config_names_none(llada):
+def test_the_mask_token_comes_from_the_tokenizer_if_the_config_names_none(llada):
     change_config(llada, mask_token_id=None)
     assert sinklens.load(write_tokenizer(llada)).mask_token_id == WORDS.index("<mask>")
 
 
-def test_config_without_end_token_takes_the_tokenizers(llada):
+def test_a_config_without_an_end_token_uses_the_tokenizers(llada):
     change_config(llada, eos_token_id=None)
     assert sinklens.load(llada).eos_token_ids == ()
     assert sinklens.load(write_tokenizer(llada)).eos_token_ids == (2,)
 
 
-def test_generation_config_names_end_tokens_and_sampler_settings(llada):
+def test_the_generation_config_provides_end_tokens_and_sampler_settings(llada):
     made = {"eos_token_id": [5, 6], "sinklens": {"gen_length": 8, "block_length": 4}}
     (llada / "generation_config.json").write_text(json.dumps(made))
     model = sinklens.load(llada)
@@ -237,8 +237,8 @@ def test_generation_config_names_end_tokens_and_sampler_settings(llada):
     assert sinklens.generate(model, torch.tensor([3, 4])).settings.block_length == 4
 
 
-def test_tokenizer_that_names_code_of_its_own_is_read_without_it(tmp_path):
-    """Dream's layout: Qwen2's vocabulary files under a class that only its repository has."""
+def test_a_tokenizer_that_names_code_is_read_without_running_it(tmp_path):
+    """Dream's layout: Qwen2's vocabulary files under a class that exists only in its repository."""
     write_family(tmp_path, "dream")
     vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4, "<|endoftext|>": 5}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
@@ -260,17 +260,17 @@ def test_tokenizer_that_names_code_of_its_own_is_read_without_it(tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("kept", [0, 100])
 @pytest.mark.usefixtures("nothing_loads")
-def test_half_written_tokenizer_is_refused_before_a_weight_is_read(llada, name, kept):
+def test_an_incomplete_tokenizer_is_rejected_before_weights_are_read(llada, name, kept):
     write_tokenizer(llada)
     (llada / name).write_text((llada / name).read_text()[:kept])
-    with pytest.raises(CheckpointError, match=r"the tokenizer in .*llada cannot be read \(.*half-written: fetch them"):
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .*llada cannot be read \(.*incomplete: download them"):
         sinklens.load(llada)
 
 
-def test_tokenizer_file_that_is_no_tokenizer_is_refused_where_none_is_given(llada, tmp_path):
+def test_an_invalid_tokenizer_file_is_rejected_unless_a_tokenizer_is_given(llada, tmp_path):
     for content in ("{}", '{"added_tokens": [], "model": {"type": "x"}}'):
         (llada / "tokenizer.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"or give another tokenizer as sinklens\.load\(\.\.\., tokenizer="):
+        with pytest.raises(CheckpointError, match=r"or pass another tokenizer as sinklens\.load\(\.\.\., tokenizer="):
             sinklens.load(llada)
     assert sinklens.load(llada, tokenizer=word_tokenizer(tmp_path)).tokenizer is not None
 
@@ -279,19 +279,19 @@ def test_tokenizer_file_that_is_no_tokenizer_is_refused_where_none_is_given(llad
 
 
 def test_loading_small_checkpoints_prints_nothing(tmp_path):
-    """In a process of its own, so that warnings and everything transformers prints once are seen."""
+    """Runs in a separate process, so that warnings and messages that transformers prints once are seen."""
     for family in ARCHITECTURES:
         write_family(tmp_path / family, family, shards=2)
         write_tokenizer(tmp_path / family)
     code = f"import sinklens\nfor name in {list(ARCHITECTURES)}: sinklens.load(name)"
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of so small models mostly wait for each other
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # with such small models, threads mostly wait for each other
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=alone, capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
-def test_bar_is_shown_where_loading_takes_long(llada, monkeypatch, capfd):
+def test_a_progress_bar_is_shown_for_large_models(llada, monkeypatch, capfd):
     sinklens.load(llada)
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr(loading, "SMALL", 1)
@@ -299,7 +299,7 @@ def test_bar_is_shown_where_loading_takes_long(llada, monkeypatch, capfd):
     assert "Loading weights" in capfd.readouterr().err
 
 
-def test_transformers_bars_are_afterwards_as_before(llada, monkeypatch):
+def test_transformers_progress_bars_are_restored_after_loading(llada, monkeypatch):
     def own(make: Any, args: Any, kwargs: Any) -> Any:
         return make(*args, **kwargs)
 
@@ -307,17 +307,16 @@ def test_transformers_bars_are_afterwards_as_before(llada, monkeypatch):
     enabled = logging.is_progress_bar_enabled()
     sinklens.load(llada)
     assert logging._tqdm_hook is own
-
     assert logging.is_progress_bar_enabled() is enabled
 
 
-def test_transformers_bars_are_as_before_where_loading_is_interrupted(llada, nothing_loads):
+def test_transformers_progress_bars_are_restored_if_loading_is_interrupted(llada, nothing_loads):
     with pytest.raises(AssertionError, match="weights were read"):
         sinklens.load(llada)
     assert logging._tqdm_hook is None
 
 
-# Refused before a weight is read
+# Rejected before weights are read
 
 
 def _drop(folder: Path, *names: str) -> None:
@@ -359,20 +358,20 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: _drop(folder, LLADA_HEAD, "model.transformer.ln_f.weight"),
         r"2 weights are missing \(lm_head\.weight, model\.norm\.weight\)\. Nothing was loaded",
     ),
-    "surplus weight": (
+    "unexpected weight": (
         lambda folder: _add(folder, **{"model.transformer.blocks.0.q_proj.bias": torch.zeros(24)}),
         r"1 weights have no place in the model \(model\.transformer\.blocks\.0\.q_proj\.bias\)",
     ),
     "wrong shape": (
         lambda folder: _add(folder, **{LLADA_HEAD: torch.zeros(60, 24)}),
-        r"model\.transformer\.ff_out\.weight is \[60, 24\], the config asks for \[61, 24\]",
+        r"model\.transformer\.ff_out\.weight is \[60, 24\], the config requires \[61, 24\]",
     ),
     "head of an untied model tied": (
         lambda folder: _drop(folder, LLADA_HEAD),
         r"1 weights are missing \(lm_head\.weight\)",
     ),
-    "truncated": (_cut, r"model\.safetensors is not a whole safetensors file"),
-    "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are refused"),
+    "truncated": (_cut, r"model\.safetensors is truncated or corrupt"),
+    "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are rejected"),
     "mask token outside": (
         lambda folder: change_config(folder, mask_token_id=61),
         r"llada: no usable mask token \(found 61, vocabulary 61\); set mask_token_id",
@@ -381,33 +380,36 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change_config(folder, mask_token_id=None),
         r"no usable mask token \(found 126336, vocabulary 61\)",
     ),
-    "mask token no number": (
+    "mask token not a number": (
         lambda folder: change_config(folder, mask_token_id="<mask>"),
         r"no usable mask token \(found '<mask>', vocabulary 61\)",
     ),
     "broken generation config": (
         _write("generation_config.json", "{"),
-        r"generation_config\.json holds no valid settings",
+        r"generation_config\.json has no valid settings",
     ),
-    "generation config no object": (_write("generation_config.json", "[]"), r"generation_config\.json holds no valid"),
-    "defaults no object": (
+    "generation config not an object": (
+        _write("generation_config.json", "[]"),
+        r"generation_config\.json has no valid",
+    ),
+    "defaults not an object": (
         _write("generation_config.json", '{"sinklens": 3}'),
-        r"generation_config\.json holds no valid",
+        r"generation_config\.json has no valid",
     ),
 }
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
 @pytest.mark.usefixtures("nothing_loads")
-def test_spoiled_checkpoint_is_refused_before_a_weight_is_read(llada, spoiled):
-    spoil, told = SPOILED[spoiled]
+def test_a_spoiled_checkpoint_is_rejected_before_weights_are_read(llada, spoiled):
+    spoil, message = SPOILED[spoiled]
     spoil(llada)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         sinklens.load(llada)
 
 
 @pytest.mark.usefixtures("nothing_loads")
-def test_missing_shard_is_refused_before_a_weight_is_read(tmp_path):
+def test_a_missing_shard_is_rejected_before_weights_are_read(tmp_path):
     write_family(tmp_path, "dream", shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="1 of 2 shards are missing: model-00002-of-00002"):
@@ -415,7 +417,7 @@ def test_missing_shard_is_refused_before_a_weight_is_read(tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_loads")
-def test_adapted_model_without_a_mask_token_is_refused_before_a_weight_is_read(tmp_path):
+def test_an_adapted_model_without_a_mask_token_is_rejected_before_weights_are_read(tmp_path):
     write_family(tmp_path, "a2d-qwen3")
     change_config(tmp_path, mask_token_id=None)
     with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
@@ -425,32 +427,32 @@ def test_adapted_model_without_a_mask_token_is_refused_before_a_weight_is_read(t
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8"}, "dtype 'float8' is not one of auto, float64, float32, float16, bfloat16, fp32, fp16, bf16"),
     ({"dtype": torch.int8}, r"dtype torch\.int8 is not one of auto"),
-    ({"device": "cpu", "device_map": "cpu"}, "give device= or device_map=, not both"),
-    ({"device": "gpu"}, "device 'gpu' is none that torch knows; give 'cpu', 'cuda' or 'cuda:1'"),
-    ({"device": "cuda:77"}, r"device 'cuda:77' is not there: torch sees \d+ GPUs"),
-    ({"revision": "v1"}, "revision 'v1' belongs to a name on the hub"),
+    ({"device": "cpu", "device_map": "cpu"}, "pass device= or device_map=, not both"),
+    ({"device": "gpu"}, "torch does not know the device 'gpu'; pass 'cpu', 'cuda' or 'cuda:1'"),
+    ({"device": "cuda:77"}, r"device 'cuda:77' is not available: torch sees \d+ GPUs"),
+    ({"revision": "v1"}, "revision 'v1' applies to names on the hub"),
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), ARGUMENTS, ids=[str(given) for given, _ in ARGUMENTS])
+@pytest.mark.parametrize(("given", "message"), ARGUMENTS, ids=[str(given) for given, _ in ARGUMENTS])
 @pytest.mark.usefixtures("nothing_loads")
-def test_wrong_argument_is_refused_before_a_weight_is_read(llada, given, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_a_wrong_argument_is_rejected_before_weights_are_read(llada, given, message):
+    with pytest.raises(CheckpointError, match=message):
         sinklens.load(llada, **given)
 
 
-def test_reading_does_begin_where_nothing_is_wrong(llada, nothing_loads):
-    """What the tests above rely on."""
+def test_weights_are_read_if_nothing_is_wrong(llada, nothing_loads):
+    """The tests above rely on this."""
     with pytest.raises(AssertionError, match="weights were read"):
         sinklens.load(llada)
 
 
-# The builder
+# The tests' own references
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "a2d-qwen3", "llama"])
-def test_transformers_eager_attention_is_what_plain_torch_computes(family):
-    """The two truths these tests and others compare with agree."""
+def test_eager_attention_of_transformers_equals_plain_torch(family):
+    """The two references that these and other tests compare with agree."""
     hf, ids = random_hf(ARCHITECTURES[family], causal(family)), random_ids()
     wanted = eager_logits(hf, ids, causal(family))
     plain = plain_pass(sinklens.load(hf), ids)

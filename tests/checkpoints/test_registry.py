@@ -1,4 +1,4 @@
-"""A family from outside is known as the shipped ones are, and never takes a place that is taken."""
+"""A registered family works like a built-in one and never replaces another."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sinklens
-from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named, find, register
+from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named, find_checkpoint, register
 from sinklens.cli import main
 from sinklens.errors import CheckpointError
 from sinklens.hooks import ARCHITECTURES, Architecture
@@ -32,8 +32,8 @@ def families():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """tiny-llada under another model type and with other names of its weights."""
-    folder = shutil.copytree(find("tiny-llada"), tmp_path / "ours")
+    """tiny-llada with another model type and other weight names."""
+    folder = shutil.copytree(find_checkpoint("tiny-llada"), tmp_path / "ours")
     weights = {
         name.replace("model.", "ours.", 1): value for name, value in load_file(folder / "model.safetensors").items()
     }
@@ -44,7 +44,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A folder on the path that looks like an installed package with an entry point; gives a way to name another."""
+    """A function that writes an entry point into a folder on the path, which looks like an installed package."""
     folder = tmp_path / "installed"
     (folder / "plugged-1.0.dist-info").mkdir(parents=True)
     (folder / "plugged-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
@@ -77,14 +77,14 @@ def test_a_registered_family_is_loaded_found_and_listed(checkpoint, tiny_llada, 
     assert "model_type ours, ours2; sampler llada" in capsys.readouterr().out
 
 
-def test_registering_the_same_again_changes_nothing():
+def test_registering_the_same_family_again_changes_nothing():
     register(OURS, Architecture())
     before = list(FAMILIES), dict(BY_MODEL_TYPE), dict(ARCHITECTURES)
     register(replace(OURS))
     assert before == (FAMILIES, BY_MODEL_TYPE, ARCHITECTURES)
 
 
-def test_a_new_architecture_comes_with_its_family():
+def test_a_new_architecture_is_registered_with_its_family():
     placed = Architecture(q="wq")
     register(replace(OURS, architecture="mistral"), placed)
     assert ARCHITECTURES["mistral"] is placed
@@ -93,18 +93,18 @@ def test_a_new_architecture_comes_with_its_family():
 @pytest.mark.parametrize(
     ("changes", "architecture", "text"),
     [
-        ({"name": "dream"}, None, r"a family called 'dream' is known already, with another record; give this"),
-        ({"model_types": ("new", "llama")}, None, r"model_type 'llama' means the family 'llama' already"),
-        ({"sampler": "mdlm"}, None, r"sampler 'mdlm' is none of llada, dream, autoregressive"),
-        ({"model_types": ()}, None, r"model_types is a tuple of names, such as \('newdlm',\); got \(\)"),
-        ({"model_types": "ours"}, None, r"model_types is a tuple of names, .*; got 'ours'"),
+        ({"name": "dream"}, None, r"a family called 'dream' already exists with another record; choose"),
+        ({"model_types": ("new", "llama")}, None, r"model_type 'llama' already belongs to the family 'llama'"),
+        ({"sampler": "mdlm"}, None, r"sampler 'mdlm' is not one of llada, dream, autoregressive"),
+        ({"model_types": ()}, None, r"model_types must be a tuple of names, such as \('newdlm',\); got \(\)"),
+        ({"model_types": "ours"}, None, r"model_types must be a tuple of names, .*; got 'ours'"),
         ({"architecture": "gpt2"}, None, r"'gpt2' has no hook points; .*checkpoints\.register"),
-        ({}, Architecture(q="wq"), r"'llama' is known with other module names .* leave architecture= out"),
+        ({}, Architecture(q="wq"), r"'llama' is already registered with other module names; leave architecture= out"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_leaves_the_tables_alone(changes, architecture, text):
+def test_an_invalid_family_is_rejected_and_leaves_the_tables_unchanged(changes, architecture, text):
     family = replace(OURS)
-    for name, value in changes.items():  # past the run-time check of types, which a user does not have
+    for name, value in changes.items():  # bypasses the tests' run-time type checks, which users do not have
         object.__setattr__(family, name, value)
     before = list(FAMILIES), dict(BY_MODEL_TYPE), dict(ARCHITECTURES)
     with pytest.raises(CheckpointError, match=text):
@@ -112,12 +112,14 @@ def test_what_does_not_fit_is_refused_and_leaves_the_tables_alone(changes, archi
     assert before == (FAMILIES, BY_MODEL_TYPE, ARCHITECTURES)
 
 
-@pytest.mark.parametrize("ask", [lambda folder: sinklens.load(folder).family, lambda _: family_named("plugged").name])
-def test_an_entry_point_makes_its_family_known_when_it_is_asked_for(checkpoint, package, ask):
+@pytest.mark.parametrize(
+    "look_up", [lambda folder: sinklens.load(folder).family, lambda _: family_named("plugged").name]
+)
+def test_a_family_from_an_entry_point_is_found_when_needed(checkpoint, package, look_up):
     package("plugged_families:families")
-    rewrite(shutil.copytree(find("tiny-llada"), checkpoint, dirs_exist_ok=True), model_type="plugged")
+    rewrite(shutil.copytree(find_checkpoint("tiny-llada"), checkpoint, dirs_exist_ok=True), model_type="plugged")
     assert "plugged" not in BY_MODEL_TYPE
-    assert ask(checkpoint) == "plugged"
+    assert look_up(checkpoint) == "plugged"
     assert "plugged" in BY_MODEL_TYPE
 
 
@@ -129,7 +131,9 @@ def test_the_command_line_lists_the_families_of_entry_points(package):
 
 
 @pytest.mark.parametrize("value", ["plugged_families:nothing", "no_such_module:families"])
-def test_an_entry_point_that_leads_nowhere_is_named(package, value):
+def test_an_entry_point_that_cannot_be_imported_is_named(package, value):
     package(value)
-    with pytest.raises(CheckpointError, match=f"entry point plugged = {value} of the group sinklens.families leads to"):
+    with pytest.raises(
+        CheckpointError, match=f"entry point plugged = {value} of the group sinklens.families could not be imported"
+    ):
         family_named("elsewhere")

@@ -1,4 +1,4 @@
-"""A public config becomes the transformers config of the same model, or is refused by name."""
+"""A public config becomes the transformers config of the same model, or the error names what it cannot express."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from sinklens.errors import CheckpointError
 from sinklens.model import load
 
 FULL_SIZE = ["llada-8b", "mmada-8b", "dream-7b", "llama-3.1-8b"]
-# Of each key that can ask for another model than the class computes, a value that does.
+# For each key that can require a model that the class does not compute, a value that does.
 LLADA: dict[str, Any] = {
     "alibi": True,
     "rope": False,
@@ -76,14 +76,14 @@ def _count(config: dict[str, Any]) -> int:
 PUBLISHED = {"llada": 8_015_581_184, "mmada": 8_082_690_048, "Dream": 7_615_616_512, "llama": 8_030_261_248}
 
 
-def test_full_size_model_has_the_parameters_that_arithmetic_gives(full_size):
+def test_a_full_size_model_has_the_parameter_count_that_arithmetic_gives(full_size):
     model = build_empty(_translated(full_size))
     assert sum(parameter.numel() for parameter in model.parameters()) == _count(full_size)
     assert _count(full_size) == PUBLISHED[full_size["model_type"]]
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-def test_full_size_model_has_a_place_for_every_public_name(full_size):
+def test_a_full_size_model_has_a_parameter_for_every_public_name(full_size):
     family = family_of(full_size, "here")
     parameters = {name for name, _ in build_empty(_translated(full_size)).named_parameters()}
     if family.name in ("llada", "mmada"):
@@ -98,8 +98,8 @@ def test_full_size_model_has_a_place_for_every_public_name(full_size):
     assert sorted(rename(name, family) for name in public) == sorted(parameters)
 
 
-def test_rotation_of_llama_3_1_is_scaled_as_published(shared):
-    """Frequencies below 1/8192 turn eight times slower, those above 4/8192 as they were, the rest in between."""
+def test_the_rotation_of_llama_3_1_is_scaled_as_published(shared):
+    """Frequencies below 1/8192 are divided by eight, those above 4/8192 kept, and the rest interpolated."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = _translated(json.loads((shared / "conformance/configs/llama-3.1-8b.json").read_text()))
@@ -113,11 +113,11 @@ def test_rotation_of_llama_3_1_is_scaled_as_published(shared):
     torch.testing.assert_close(LlamaRotaryEmbedding(config).inv_freq, torch.tensor(wanted), rtol=1e-5, atol=0)
 
 
-def test_rotation_base_of_llada_is_kept():
+def test_the_rotation_base_of_llada_is_kept():
     assert _translated(_config("llada", rope_theta=70_000.0)).rope_parameters["rope_theta"] == 70_000.0
 
 
-def test_key_value_heads_default_to_the_heads():
+def test_key_value_heads_default_to_the_query_heads():
     assert _translated(_config("llada", n_kv_heads=None)).num_key_value_heads == 6
 
 
@@ -125,31 +125,31 @@ def test_mlp_width_defaults_to_its_ratio():
     assert _translated(_config("llada", mlp_hidden_size=None, mlp_ratio=5)).intermediate_size == 5 * 24
 
 
-def test_embedding_size_comes_before_vocab_size():
+def test_embedding_size_takes_precedence_over_vocab_size():
     assert _translated(_config("llada", embedding_size=64, vocab_size=61)).vocab_size == 64
     assert _translated(_config("llada", embedding_size=None, vocab_size=61)).vocab_size == 61
 
 
-def test_tokens_that_a_llada_config_does_not_name_are_none():
-    """Llama's defaults, 1 and 2, are tokens of Llama's vocabulary."""
+def test_tokens_that_a_llada_config_does_not_name_become_none():
+    """The defaults 1 and 2 refer to Llama's vocabulary."""
     config = _translated(_without("llada", "eos_token_id", "pad_token_id"))
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_translated_config_says_its_direction_and_asks_for_no_code(family):
+def test_a_translated_config_has_its_direction_and_requires_no_code(family):
     config = _translated(_config(family))
     assert config.is_causal is causal(family)
     assert config.model_type == ARCHITECTURES[family]
     assert not hasattr(config, "auto_map")
 
 
-def test_every_key_that_can_be_refused_is_tested_here():
+def test_every_key_that_can_be_rejected_is_tested_here():
     assert {(family.name, key) for family in FAMILIES for key in family.required} == set(REQUIRED)
 
 
 @pytest.mark.parametrize(("family", "key"), REQUIRED)
-def test_value_that_cannot_be_expressed_is_refused_by_name(family, key):
+def test_a_value_that_cannot_be_expressed_is_rejected_by_name(family, key):
     config = _config(family, **{key: UNSUPPORTED[family][key]})
     with pytest.raises(
         CheckpointError, match=rf"here: config\.json has {key} = .*the {family} family can express only"
@@ -158,7 +158,7 @@ def test_value_that_cannot_be_expressed_is_refused_by_name(family, key):
 
 
 @pytest.mark.parametrize(("family", "key"), REQUIRED)
-def test_key_that_is_missing_leaves_the_familys_usual_value(family, key):
+def test_a_missing_key_means_the_familys_usual_value(family, key):
     assert _translated(_without(family, key)).to_dict() == _translated(_config(family)).to_dict()
 
 
@@ -166,80 +166,94 @@ SIZES = ["d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_se
 
 
 @pytest.mark.parametrize("key", SIZES)
-def test_missing_size_is_named(key):
+def test_a_missing_size_is_named(key):
     with pytest.raises(CheckpointError, match=rf"config\.json lacks .*\b{key}\b.*, which the llada family needs"):
         _translated(_without("llada", key))
 
 
-def test_missing_vocabulary_is_named():
+def test_a_missing_vocabulary_is_named():
     with pytest.raises(CheckpointError, match=r"config\.json lacks vocab_size, which"):
         _translated(_without("llada", "vocab_size", "embedding_size"))
 
 
-def test_missing_mlp_width_is_named():
+def test_a_missing_mlp_width_is_named():
     with pytest.raises(CheckpointError, match=r"config\.json lacks mlp_hidden_size, which"):
         _translated(_without("llada", "mlp_hidden_size", "mlp_ratio"))
 
 
-def test_width_of_the_wrong_type_is_named():
-    with pytest.raises(CheckpointError, match=r"here: config\.json describes no llama model: .*'hidden_size'.*got str"):
+def test_a_width_of_the_wrong_type_is_named():
+    with pytest.raises(
+        CheckpointError, match=r"here: config\.json does not describe a llama model: .*'hidden_size'.*got str"
+    ):
         _translated(_config("llada", d_model="24"))
 
 
-def test_heads_that_do_not_divide_the_width_are_refused():
+def test_a_head_count_that_does_not_divide_the_width_is_rejected():
     with pytest.raises(CheckpointError, match=r"hidden size \(24\) is not a multiple of the number of attention heads"):
         _translated(_config("llada", n_heads=5))
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "message"),
     [
-        ("llada", {"n_heads": 0}, r"here: config\.json describes no llama model: .* by zero"),
-        ("llada", {"n_kv_heads": 0}, r"cannot build a llama model of this config: ZeroDivisionError"),
-        ("llama", {"head_dim": 0}, r"cannot build a llama model of this config: ZeroDivisionError"),
-        ("dream", {"num_attention_heads": 0}, r"cannot build a qwen2 model of this config: ZeroDivisionError"),
-        ("llada", {"rope_theta": "x"}, r"here: config\.json has rope_theta = 'x'; it is a number above 0, such as"),
-        ("llada", {"rope_theta": True}, r"here: config\.json has rope_theta = True; it is a number above 0, such as"),
-        ("llada", {"rope_theta": 0}, r"here: config\.json has rope_theta = 0; it is a number above 0, such as"),
-        ("llada", {"rope_theta": [1]}, r"here: config\.json has rope_theta = \[1\]; it is a number above 0, such as"),
-        ("llama", {"rope_theta": "x"}, r"cannot build a llama model of this config: TypeError"),
+        ("llada", {"n_heads": 0}, r"here: config\.json does not describe a llama model: .* by zero"),
+        ("llada", {"n_kv_heads": 0}, r"cannot build a llama model from this config: ZeroDivisionError"),
+        ("llama", {"head_dim": 0}, r"cannot build a llama model from this config: ZeroDivisionError"),
+        ("dream", {"num_attention_heads": 0}, r"cannot build a qwen2 model from this config: ZeroDivisionError"),
+        (
+            "llada",
+            {"rope_theta": "x"},
+            r"here: config\.json has rope_theta = 'x'; it must be a number above 0, such as",
+        ),
+        (
+            "llada",
+            {"rope_theta": True},
+            r"here: config\.json has rope_theta = True; it must be a number above 0, such as",
+        ),
+        ("llada", {"rope_theta": 0}, r"here: config\.json has rope_theta = 0; it must be a number above 0, such as"),
+        (
+            "llada",
+            {"rope_theta": [1]},
+            r"here: config\.json has rope_theta = \[1\]; it must be a number above 0, such as",
+        ),
+        ("llama", {"rope_theta": "x"}, r"cannot build a llama model from this config: TypeError"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused(family, changes, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_sizes_that_make_no_valid_model_are_rejected(family, changes, message):
+    with pytest.raises(CheckpointError, match=message):
         build_empty(_translated(_config(family, **changes)))
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "llama"])
-def test_quantized_checkpoint_is_refused(family):
-    with pytest.raises(CheckpointError, match=r"has a quantization_config; only weights that are not quantized are"):
+def test_a_quantized_checkpoint_is_rejected(family):
+    with pytest.raises(CheckpointError, match=r"has a quantization_config, and quantized weights are not supported"):
         _translated(_config(family, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}))
     assert _translated(_config(family, quantization_config=None)).vocab_size == 61
 
 
 @pytest.mark.parametrize("family", [*ARCHITECTURES])
-def test_the_way_from_scores_to_weights_is_taken_over_and_an_unknown_one_refused(family):
+def test_the_attention_normalizer_is_kept_and_an_unknown_one_rejected(family):
     assert _translated(_config(family, sinklens_attention="sigmoid")).sinklens_attention == "sigmoid"
-    message = r"sinklens_attention = 'sigmoyd'; known ways .* are softmax, sigmoid, off-by-one\. Nearest: sigmoid"
+    message = r"sinklens_attention = 'sigmoyd'; known attention normalizers are softmax, .*\. Nearest: sigmoid"
     with pytest.raises(CheckpointError, match=message):
         _translated(_config(family, sinklens_attention="sigmoyd"))
-    with pytest.raises(CheckpointError, match=r"sinklens_attention = \['sigmoid'\]; known ways"):
+    with pytest.raises(CheckpointError, match=r"sinklens_attention = \['sigmoid'\]; known attention normalizers"):
         _translated(_config(family, sinklens_attention=["sigmoid"]))
-    with pytest.raises(CheckpointError, match="has 'sinklens_atention'; sinklens reads sinklens_attention alone"):
+    with pytest.raises(CheckpointError, match="has 'sinklens_atention'; sinklens reads only sinklens_attention"):
         _translated(_config(family, sinklens_atention="sigmoid"))
 
 
-def test_a_held_model_with_an_unknown_way_from_scores_to_weights_is_refused():
-    with pytest.raises(CheckpointError, match="sinklens_attention = 'hard'; known ways"):
+def test_a_model_in_memory_with_an_unknown_attention_normalizer_is_rejected():
+    with pytest.raises(CheckpointError, match="sinklens_attention = 'hard'; known attention normalizers"):
         load(random_hf(sinklens_attention="hard"))
 
 
-def test_activation_that_transformers_lacks_is_refused():
-    with pytest.raises(CheckpointError, match=r"cannot build a llama model of this config: KeyError: 'swigloo'"):
+def test_an_activation_that_transformers_lacks_is_rejected():
+    with pytest.raises(CheckpointError, match=r"cannot build a llama model from this config: KeyError: 'swigloo'"):
         build_empty(_translated(_config("llama", hidden_act="swigloo")))
 
 
-def test_unknown_model_type_names_the_known_and_the_nearest():
+def test_the_error_for_an_unknown_model_type_lists_the_known_and_the_nearest():
     with pytest.raises(
         CheckpointError,
         match=r"here: model_type 'lada' is not a known family\. Known: llada, .*Nearest: llada.*checkpoints\.register",
@@ -247,20 +261,20 @@ def test_unknown_model_type_names_the_known_and_the_nearest():
         family_of({"model_type": "lada"}, "here")
 
 
-def test_unknown_model_type_with_code_of_its_own_says_that_it_is_never_run():
+def test_the_error_for_a_model_type_with_repository_code_says_that_it_never_runs():
     with pytest.raises(
-        CheckpointError, match=r"'own' is not .* code of its own \(auto_map\), which sinklens never runs"
+        CheckpointError, match=r"'own' is not .* code in its repository \(auto_map\), which sinklens never runs"
     ):
         family_of({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.OwnModel"}}, "here")
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": ["llada"]}, {"model_type": {}}])
-def test_config_without_model_type_is_refused(config):
+def test_a_config_without_a_model_type_is_rejected(config):
     kind = re.escape(repr(config.get("model_type")))
     with pytest.raises(CheckpointError, match=f"model_type {kind} is not a known family"):
         family_of(config, "here")
 
 
-def test_unknown_family_names_the_nearest():
+def test_the_error_for_an_unknown_family_names_the_nearest():
     with pytest.raises(CheckpointError, match=r"no family is called 'a2d-qwen4'; known: llada, .*Nearest: a2d-qwen"):
         family_named("a2d-qwen4")

@@ -12,8 +12,8 @@ import pytest
 
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
-from sinklens.cli import _parser, main
-from sinklens.sampling.settings import Settings, meaning
+from sinklens.cli.app import _parser, main
+from sinklens.sampling.settings import Settings, setting_help
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt
@@ -127,11 +127,11 @@ def test_help_explains_every_sampler_setting(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "--block-length INT [llada] blocks are finished from left to right" in told
-    assert "--alg-temp FLOAT [dream] temperature of the choice of positions" in told
-    assert "--top-k INT [dream, autoregressive] propose from this many likeliest tokens" in told
+    assert "--block-length INT [llada] blocks of this length are decoded from left to right" in told
+    assert "--alg-temp FLOAT [dream] temperature for choosing positions" in told
+    assert "--top-k INT [dream, autoregressive] propose from this many most likely tokens" in told
     for name in Settings.__annotations__:
-        assert len(meaning(name).partition("]")[2]) > 10, name
+        assert len(setting_help(name).partition("]")[2]) > 10, name
 
 
 def test_generated_text_is_shown_as_text_not_as_markup(capsys, tmp_path):

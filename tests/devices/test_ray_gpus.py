@@ -9,8 +9,8 @@ import pytest
 
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.distributed import OnRay
-from sinklens.evaluation.evaluating import InProcess, Job
 from sinklens.evaluation.protocols import find
+from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
 from sinklens.tasks.tiny_gsm import TinyGsm

@@ -225,7 +225,7 @@ def test_a_task_s_length_and_temperature_hold_where_the_model_s_arguments_leave_
     SinklensLM(tiny_llada, gen_length=12, temperature=0.2).generate_until([asked], disable_tqdm=True)
     SinklensLM(tiny_llada).generate_until([request(prompt, do_sample=False, temperature=0.7, top_p=0.9)], True)
     assert used == [(12, 12, 0.2, 0), (24, 24, 0.0, 0)], "top_p means nothing without sampling"
-    with pytest.raises(SettingError, match=r"top_p is no setting of the llada sampler.*The task asks for .*top_p"):
+    with pytest.raises(SettingError, match=r"top_p is not a setting of the llada sampler.*The task asks for .*top_p"):
         SinklensLM(tiny_llada).generate_until([request(prompt, do_sample=True, temperature=1.0, top_p=0.9)], True)
     with pytest.raises(SettingError, match=r"block_length 12 does not divide gen_length 8.*model_args\) wins over it"):
         SinklensLM(tiny_llada, block_length=12).generate_until([asked], True)
@@ -266,7 +266,7 @@ def test_a_chat_template_is_the_tokenizer_s_and_no_start_token_stands_twice(word
     [
         ({"batch_size": "auto"}, r"batch_size is a number of at least 1 \(there is no automatic one\); got 'auto'"),
         ({"batch_size": 0}, r"batch_size is a number of at least 1"),
-        ({"stpes": 3}, r"stpes is no setting of the llada sampler: no sampler has it. Nearest: steps"),
+        ({"stpes": 3}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
         ({"hooks": MaskSinks(top_k=1), "mask_sinks": 1}, r"give hooks or mask_sinks, not both"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sinklens
-from sinklens.checkpoints.files import find as find_checkpoint
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
 from sinklens.evaluation.protocols import find

@@ -1,4 +1,4 @@
-"""Each decision against a plain statement of it."""
+"""Each decision agrees with a plain restatement of it."""
 
 import math
 
@@ -11,15 +11,15 @@ from sinklens.sampling import decisions
 @pytest.mark.parametrize(
     ("masked", "steps", "expected"), [(8, 4, [2, 2, 2, 2]), (9, 4, [3, 2, 2, 2]), (3, 4, [1, 1, 1, 0])]
 )
-def test_lladas_schedule_shares_evenly_with_the_remainder_first(masked, steps, expected):
+def test_lladas_schedule_divides_evenly_and_puts_the_remainder_first(masked, steps, expected):
     assert [counts[0] for counts in decisions.even_schedule(torch.tensor([masked]), steps)] == expected
 
 
-def test_lladas_schedule_counts_each_row_by_itself():
+def test_lladas_schedule_counts_each_row_separately():
     assert decisions.even_schedule(torch.tensor([4, 2]), 2) == [[2, 1], [2, 1]]
 
 
-def test_dreams_schedule_follows_time_and_takes_the_rest_at_the_last_step():
+def test_dreams_schedule_follows_its_times_and_commits_the_rest_at_the_last_step():
     times = decisions.dream_times(4, 1e-3)
     left, taken = 24, []
     for step in range(4):
@@ -32,13 +32,13 @@ def test_dreams_schedule_follows_time_and_takes_the_rest_at_the_last_step():
     assert sum(taken) == 24
 
 
-def test_without_temperature_the_likeliest_token_is_proposed():
+def test_without_temperature_the_most_likely_token_is_proposed():
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
     assert decisions.gumbel_candidates(logits, 0.0, None).tolist() == [1, 0]
     assert decisions.categorical_candidates(logits.softmax(-1), None).tolist() == [1, 0]
 
 
-def test_gumbel_noise_at_temperature_one_samples_the_softmax():
+def test_gumbel_noise_at_temperature_one_samples_from_the_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0])
     noise = torch.rand(20_000, 3, dtype=torch.float64)
     drawn = decisions.gumbel_candidates(logits.expand(20_000, 3), 1.0, noise)
@@ -71,14 +71,14 @@ def test_top_p_keeps_the_smallest_nucleus_that_reaches_p():
     torch.testing.assert_close(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
 
 
-def test_top_k_keeps_the_k_best_and_temperature_divides():
+def test_top_k_keeps_the_k_largest_logits_and_temperature_divides_them():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     kept = decisions.truncate(logits, 2.0, None, 2).softmax(-1)
     expected = torch.tensor([[-torch.inf, 1.5, 1.0]]).softmax(-1)
     torch.testing.assert_close(kept, expected)
 
 
-def test_confidences_of_a_known_distribution():
+def test_confidences_of_a_known_distribution_are_exact():
     probs = torch.tensor([[0.5, 0.25, 0.25]])
     assert decisions.probability(probs, torch.tensor([1])).item() == 0.25
     assert decisions.margin(probs).item() == 0.25
@@ -87,11 +87,11 @@ def test_confidences_of_a_known_distribution():
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 20])
 @pytest.mark.parametrize("values", [1, 30, 10**6])
-def test_probabilities_by_slices_are_the_same_bit_for_bit(monkeypatch, rows, values):
+def test_probabilities_by_slices_are_bit_identical(monkeypatch, rows, values):
     monkeypatch.setattr(decisions, "SLICE", values)
     logits, candidates = 20 * torch.randn(rows, 11), torch.randint(11, (rows,))
-    whole = decisions.probability(logits.softmax(dim=-1, dtype=torch.float64), candidates)
-    assert torch.equal(decisions.probability_by_slices(logits, candidates), whole)
+    complete = decisions.probability(logits.softmax(dim=-1, dtype=torch.float64), candidates)
+    assert torch.equal(decisions.probability_by_slices(logits, candidates), complete)
 
 
 def test_the_most_confident_positions_are_committed_per_row():
@@ -100,7 +100,7 @@ def test_the_most_confident_positions_are_committed_per_row():
     assert commit.tolist() == [[False, True, False], [True, False, True]]
 
 
-def test_no_proposal_is_never_committed_even_when_asked_for_more():
+def test_positions_without_a_proposal_are_never_committed():
     confidence = torch.tensor([[0.4, -torch.inf, -torch.inf]])
     assert decisions.most_confident(confidence, [3], None).tolist() == [[True, False, False]]
 
@@ -111,18 +111,18 @@ def test_a_threshold_commits_beyond_the_schedule():
     assert decisions.most_confident(confidence, [1], 0.99).tolist() == [[True, False, False, False]]
 
 
-def test_drawing_by_confidence_takes_the_asked_number_and_prefers_the_confident():
+def test_sampling_by_confidence_commits_the_requested_number_and_prefers_the_confident():
     confidence = torch.tensor([[2.0, 0.0, -torch.inf, 1.0]])
     first = [0, 0, 0, 0]
     for seed in range(500):
-        commit = decisions.drawn_by_confidence(confidence, [1], 1.0, decisions.RowNoise(seed, [[1]]))
+        commit = decisions.sampled_by_confidence(confidence, [1], 1.0, decisions.RowNoise(seed, [[1]]))
         assert commit.sum() == 1
         first[int(commit[0].nonzero())] += 1
     assert first[2] == 0
     assert first[0] > first[3] > first[1] > 0
 
 
-def test_noise_of_a_row_depends_on_its_prompt_and_the_seed_alone():
+def test_the_noise_of_a_row_depends_only_on_its_prompt_and_the_seed():
     where = torch.tensor([[True, False, True], [False, True, True]])
     both = decisions.RowNoise(3, [[5, 6], [7]]).uniform(where, dtype=torch.float64)
     alone = decisions.RowNoise(3, [[7]]).uniform(where[1:], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The samplers on the trained twins: rows, seeds, thresholds, edits between the decisions."""
+"""The samplers on the trained twins: rows, seeds, thresholds, and edits between the decisions."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def unequal(model, count=4):
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}])
-def test_a_row_of_a_batch_equals_its_run_alone(name, settings):
+def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, settings):
     model = sinklens.load(name)
     prompts = unequal(model)
     together = sinklens.generate(model, prompts, seed=5, record_sinks=False, **settings)
@@ -65,7 +65,7 @@ def test_a_low_threshold_ends_a_run_early_and_a_high_one_changes_nothing(tiny_ll
     assert fast.answers[0].masks == 0
 
 
-def test_a_threshold_commits_exactly_what_is_that_confident_or_next_in_line(tiny_llada):
+def test_a_threshold_commits_exactly_the_confident_proposals_and_the_most_confident_one(tiny_llada):
     confidences, commits = [], []
     hooks = [
         ("denoise.hook_confidence", lambda value, hook: confidences.append(value.clone())),
@@ -78,7 +78,7 @@ def test_a_threshold_commits_exactly_what_is_that_confident_or_next_in_line(tiny
         assert torch.equal(commit[0], expected)
 
 
-def test_blocks_are_finished_from_left_to_right(tiny_llada):
+def test_blocks_are_decoded_from_left_to_right(tiny_llada):
     run = sinklens.generate(tiny_llada, PROMPTS[0], block_length=8, gen_length=24, record_sinks=False)
     steps = run.unmask_step[0, run.prompt_length :]
     for block in range(3):
@@ -98,19 +98,19 @@ def test_unmask_step_is_the_step_that_wrote_the_token(tiny_llada):
                 assert run.canvas[row, step + 1, place] == run.tokens[row, place]
 
 
-def test_unmask_step_tells_leftover_masks_by_the_number_of_steps():
+def test_unmask_step_of_a_leftover_mask_is_the_number_of_steps():
     canvas = torch.tensor([[[5, 9, 9], [5, 9, 2]]])
     assert unmask_steps(canvas, torch.ones(1, 3, dtype=torch.bool), 1, 9).tolist() == [[-1, 1, 0]]
 
 
-def test_random_remasking_still_answers_every_position(tiny_llada):
+def test_random_remasking_still_fills_every_position(tiny_llada):
     run = sinklens.generate(tiny_llada, PROMPTS[0], remasking="random", seed=4, record_sinks=False)
     base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
     assert run.answers[0].masks == 0
     assert not torch.equal(run.unmask_step, base.unmask_step)
 
 
-def test_suppressed_end_of_sequence_is_never_proposed(tiny_llada):
+def test_a_suppressed_end_of_sequence_token_is_never_proposed(tiny_llada):
     base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
     run = sinklens.generate(tiny_llada, PROMPTS[0], logits_eos_inf=True, record_sinks=False)
     assert base.answers[0].ended
@@ -129,7 +129,7 @@ def test_end_of_sequence_without_confidence_is_committed_last(tiny_llada):
     assert int(run.unmask_step[0][words].min()) == 0
 
 
-def test_guidance_of_zero_is_no_guidance_and_more_changes_the_logits(tiny_llada):
+def test_guidance_of_zero_leaves_the_logits_and_a_positive_scale_mixes_them(tiny_llada):
     logits = []
     hooks = [("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))]
     for scale in (0.0, 1.0):
@@ -160,8 +160,8 @@ def test_a_forced_candidate_is_committed(tiny_llada):
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
-def test_confidence_is_that_of_the_candidate_that_was_put_there(name):
-    """A token that the model finds unlikely is no sure one, and the position waits."""
+def test_confidence_is_computed_for_the_edited_candidate(name):
+    """A token that the model finds unlikely gets low confidence, so its position waits."""
     model = sinklens.load(name)
     found = {}
 
@@ -184,7 +184,7 @@ def test_confidence_is_that_of_the_candidate_that_was_put_there(name):
     torch.testing.assert_close(forced[:, :-1], found[0][:, :-1])
 
 
-def test_a_canvas_edited_in_place_is_not_what_the_step_before_left(tiny_llada):
+def test_editing_a_canvas_in_place_does_not_change_the_previous_steps_result(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=False) as t:
         for step in t.steps:
             if step == 3:
@@ -194,25 +194,25 @@ def test_a_canvas_edited_in_place_is_not_what_the_step_before_left(tiny_llada):
     assert torch.equal(t.canvas[:, -1], base.canvas[:, 3])
 
 
-def test_an_end_that_a_hook_writes_ends_an_autoregressive_row(tiny_llama):
-    """Whether the hook changes the canvas or gives back another, no token follows."""
+def test_an_end_token_written_by_a_hook_ends_an_autoregressive_row(tiny_llama):
+    """No token follows, whether the hook edits the canvas in place or returns a new one."""
 
     def written(value, hook):
         if hook.step == 3:
             value[0, -1] = tiny_llama.eos_token_ids[0]
 
-    def given_back(value, hook):
+    def returned(value, hook):
         written(value := value.clone(), hook)
         return value
 
-    for hook in (written, given_back):
+    for hook in (written, returned):
         run = sinklens.generate(tiny_llama, PROMPTS[:2], hooks=[("denoise.hook_canvas", hook)], record_sinks=False)
         ends = run.tokens[0, run.prompt_length + 2 :]
         assert (ends[: run.steps_run - 2] == tiny_llama.eos_token_ids[0]).all()
 
 
-def test_an_edited_confidence_changes_the_order(tiny_llada):
-    """Confidence that falls with position unmasks from left to right."""
+def test_editing_confidence_changes_the_commit_order(tiny_llada):
+    """Confidence that decreases with position unmasks from left to right."""
 
     def left_first(value, hook):
         order = -torch.arange(value.shape[1], dtype=value.dtype).expand_as(value)
@@ -222,8 +222,8 @@ def test_an_edited_confidence_changes_the_order(tiny_llada):
     assert run.unmask_step[0, run.prompt_length :].tolist() == list(range(24))
 
 
-def test_a_canvas_edit_remasks_a_committed_token(tiny_llada):
-    """Two steps before the end a position is masked again: it is decided again, or left over and reported."""
+def test_a_canvas_edit_can_remask_a_committed_token(tiny_llada):
+    """A position masked again two steps before the end is decided again, or left masked and reported."""
     base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
     place = int((base.unmask_step[0] == 0).nonzero()[0])
 
@@ -240,7 +240,7 @@ def test_a_canvas_edit_remasks_a_committed_token(tiny_llada):
     assert run.answers[0].masks == 1  # 24 positions, 24 steps, one of them undone
 
 
-def test_nothing_committed_leaves_masks_and_says_so(tiny_llada):
+def test_a_run_that_commits_nothing_leaves_masks_and_reports_them(tiny_llada):
     hooks = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
     run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, record_sinks=False)
     assert run.answers[0].masks == 24
@@ -263,7 +263,7 @@ def test_the_cache_changes_neither_tokens_nor_sink_scores(tiny_llama):
     assert bool((cached.sinks.data["score"].isnull() == plain.sinks.data["score"].isnull()).all())
 
 
-def test_greedy_decoding_equals_transformers_own(tiny_llama):
+def test_greedy_decoding_equals_that_of_transformers(tiny_llama):
     ids, _ = tiny_llama.encode(PROMPTS[0])
     theirs = tiny_llama.tree.hf.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
     ours = sinklens.generate(tiny_llama, PROMPTS[0], record_sinks=False)
@@ -272,7 +272,7 @@ def test_greedy_decoding_equals_transformers_own(tiny_llama):
 
 
 def test_a_canvas_edit_reaches_the_cached_keys(tiny_llama):
-    """Changing an earlier number must change what is computed, cache or not."""
+    """Changing an earlier number must change the result, with or without a cache."""
     tokenizer = tiny_llama.tokenizer
     old, new = (tokenizer(f" {n}", add_special_tokens=False).input_ids[0] for n in (5, 9))
     prompt = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -296,7 +296,7 @@ def test_an_autoregressive_commit_cannot_be_withheld(tiny_llama):
         sinklens.generate(tiny_llama, PROMPTS[0], hooks=hooks)
 
 
-def test_rows_that_ended_are_filled_with_the_end_token_and_the_run_stops_when_all_have(tiny_llama):
+def test_ended_rows_are_filled_with_the_end_token_and_the_run_stops_when_all_have_ended(tiny_llama):
     run = sinklens.generate(tiny_llama, PROMPTS[:6], record_sinks=False)
     end = tiny_llama.eos_token_ids[0]
     assert all(answer.ended for answer in run.answers)

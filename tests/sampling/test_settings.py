@@ -1,4 +1,4 @@
-"""Settings: defaults, and errors that say what to do."""
+"""Settings: their defaults, and error messages that name what is allowed."""
 
 import math
 
@@ -14,13 +14,13 @@ def test_steps_and_block_length_follow_gen_length():
     assert make_settings("llada", {"gen_length": 24}, {}).block_length == 24
 
 
-def test_a_checkpoints_own_lengths_are_the_defaults_until_gen_length_is_given():
-    own = {"gen_length": 24, "steps": 24, "block_length": 8}
-    assert make_settings("llada", {}, own) == LladaSettings(24, 24, 8)
-    assert make_settings("llada", {"gen_length": 64}, own) == LladaSettings(64, 64, 32)
+def test_a_checkpoints_lengths_are_the_defaults_unless_gen_length_is_given():
+    defaults = {"gen_length": 24, "steps": 24, "block_length": 8}
+    assert make_settings("llada", {}, defaults) == LladaSettings(24, 24, 8)
+    assert make_settings("llada", {"gen_length": 64}, defaults) == LladaSettings(64, 64, 32)
 
 
-def test_an_autoregressive_step_is_one_token():
+def test_an_autoregressive_step_decodes_one_token():
     assert AutoregressiveSettings(gen_length=9).steps == 9
 
 
@@ -28,34 +28,34 @@ def test_an_autoregressive_step_is_one_token():
     ("sampler", "given", "text"),
     [
         ("llada", {"gen_length": 24, "block_length": 7}, r"block_length 7 does not divide gen_length 24.*1, 2, 3, 4"),
-        ("llada", {"gen_length": 24, "block_length": 8, "steps": 10}, r"steps 10 cannot be shared by 3.*multiple of 3"),
+        ("llada", {"gen_length": 24, "block_length": 8, "steps": 10}, r"steps 10 cannot be divided among 3.*multiple"),
         ("llada", {"gen_length": 8, "steps": 16}, r"steps 16 is more than gen_length 8"),
-        ("llada", {"gen_length": 0}, r"gen_length is a whole number of at least 1; got 0"),
-        ("llada", {"gen_length": 8.0}, r"gen_length is a whole number of at least 1; got 8.0"),
-        ("llada", {"steps": -1}, r"steps is a whole number"),
-        ("llada", {"temperature": -1.0}, r"temperature is a finite number of at least 0; got -1.0"),
-        ("llada", {"temperature": math.inf}, r"temperature is a finite number of at least 0; got inf"),
-        ("llada", {"cfg_scale": -0.5}, r"cfg_scale is a finite number of at least 0; got -0.5"),
-        ("llada", {"cfg_scale": math.inf}, r"cfg_scale is a finite number"),
-        ("llada", {"threshold": math.nan}, r"threshold is a finite number of at least 0; got nan"),
-        ("llada", {"threshold": -1.0}, r"threshold is a finite number of at least 0; got -1.0"),
-        ("llada", {"remasking": "random", "threshold": 0.5}, r"'random' commits at random and knows no confidence"),
-        ("dream", {"threshold": math.nan}, r"threshold is a finite number, in the unit of alg; got nan"),
-        ("dream", {"alg_temp": -1.0}, r"alg_temp is a finite number of at least 0; got -1.0"),
+        ("llada", {"gen_length": 0}, r"gen_length must be an integer of at least 1; got 0"),
+        ("llada", {"gen_length": 8.0}, r"gen_length must be an integer of at least 1; got 8.0"),
+        ("llada", {"steps": -1}, r"steps must be an integer"),
+        ("llada", {"temperature": -1.0}, r"temperature must be a finite number of at least 0; got -1.0"),
+        ("llada", {"temperature": math.inf}, r"temperature must be a finite number of at least 0; got inf"),
+        ("llada", {"cfg_scale": -0.5}, r"cfg_scale must be a finite number of at least 0; got -0.5"),
+        ("llada", {"cfg_scale": math.inf}, r"cfg_scale must be a finite number"),
+        ("llada", {"threshold": math.nan}, r"threshold must be a finite number of at least 0; got nan"),
+        ("llada", {"threshold": -1.0}, r"threshold must be a finite number of at least 0; got -1.0"),
+        ("llada", {"remasking": "random", "threshold": 0.5}, r"'random' does not use confidences"),
+        ("dream", {"threshold": math.nan}, r"threshold must be a finite number, in the unit of alg; got nan"),
+        ("dream", {"alg_temp": -1.0}, r"alg_temp must be a finite number of at least 0; got -1.0"),
         ("llada", {"remasking": "low-confidence"}, r"remasking.*low_confidence.*random"),
-        ("llada", {"stpes": 4}, r"stpes is no setting of the llada sampler: no sampler has it. Nearest: steps"),
-        ("llada", {"alg": "entropy"}, r"alg is no setting of the llada sampler: it belongs to the dream sampler"),
+        ("llada", {"stpes": 4}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
+        ("llada", {"alg": "entropy"}, r"alg is not a setting of the llada sampler: it belongs to the dream sampler"),
         ("dream", {"block_length": 8}, r"belongs to the llada sampler\."),
         ("autoregressive", {"threshold": 0.9}, r"it belongs to the llada and dream samplers\."),
         ("dream", {"alg": "entrpoy"}, r"alg.*origin.*maskgit_plus.*topk_margin.*entropy"),
-        ("dream", {"eps": 0.0}, r"eps lies between 0 and 1"),
-        ("dream", {"alg": "origin", "threshold": 0.9}, r"'origin' commits at random"),
-        ("dream", {"top_p": 0.0}, r"top_p lies in \(0, 1\]"),
-        ("autoregressive", {"top_k": 0}, r"top_k is a whole number of at least 1"),
-        ("autoregressive", {"steps": 4}, r"steps is no setting of the autoregressive sampler"),
+        ("dream", {"eps": 0.0}, r"eps must be between 0 and 1"),
+        ("dream", {"alg": "origin", "threshold": 0.9}, r"'origin' does not use confidences"),
+        ("dream", {"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ("autoregressive", {"top_k": 0}, r"top_k must be an integer of at least 1"),
+        ("autoregressive", {"steps": 4}, r"steps is not a setting of the autoregressive sampler"),
         ("llada", {"temperature": "hot"}, r"wrong type"),
     ],
 )  # fmt: skip
-def test_a_bad_setting_is_refused_with_what_is_allowed(sampler, given, text):
+def test_a_bad_setting_raises_an_error_that_says_what_is_allowed(sampler, given, text):
     with pytest.raises(SettingError, match=text):
         make_settings(sampler, given, {})

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from programs import program
 
 from sinklens.errors import TaskError
 from sinklens.tasks import find
@@ -28,7 +29,7 @@ def test_a_program_goes_on_from_the_prompt_and_calls_the_check(file):
     task = HumanEval(file)
     (sample,) = task.samples()
     assert (sample.id, sample.prompt, sample.opening) == ("humaneval/7", RECORD["prompt"], "")
-    assert task.program(sample, sample.reference) == (
+    assert program(task, sample, sample.reference) == (
         'def twice(x):\n    """Two times x."""\n    return 2 * x\n\n\n'
         "def check(candidate):\n    assert candidate(3) == 6\n\ncheck(twice)\n"
     )
@@ -53,7 +54,7 @@ def test_a_program_goes_on_from_the_prompt_and_calls_the_check(file):
 def test_a_completion_ends_with_the_function(file, text, kept):
     task = HumanEval(file)
     assert task.extract(text) == kept
-    assert kept + "\n" in task.program(task.samples()[0], text)
+    assert kept + "\n" in program(task, task.samples()[0], text)
 
 
 def test_the_instruct_style_opens_the_answer_with_the_function_and_ends_it_with_the_block(file):
@@ -66,7 +67,7 @@ def test_the_instruct_style_opens_the_answer_with_the_function_and_ends_it_with_
     assert sample.opening == 'Here is the completed function:\n```python\ndef twice(x):\n    """Two times x."""\n\n'
     text = "    return 2 * x\n```\nIt doubles x."
     assert task.extract(text) == "    return 2 * x\n"
-    assert task.program(sample, text) == HumanEval(file).program(sample, "    return 2 * x\n")
+    assert program(task, sample, text) == program(HumanEval(file), sample, "    return 2 * x\n")
 
 
 def test_an_unknown_style_is_refused(file):
@@ -82,10 +83,10 @@ def test_records_that_would_be_one_sample_are_refused(tmp_path):
             HumanEval(path).samples(limit)
 
 
-def passes(program):
+def passes(code):
     """Whether a program runs to its end; only the published solutions and the line below are run here."""
     try:
-        exec(compile(program, "program", "exec"), {"__name__": "program"})
+        exec(compile(code, "program", "exec"), {"__name__": "program"})
     except Exception:  # noqa: BLE001 - each problem fails in its own way
         return False
     return True
@@ -96,8 +97,8 @@ def test_published_solutions_pass_and_a_wrong_one_fails(shared):
     samples = task.samples()
     assert len(samples) == len({sample.id for sample in samples}) == 164
     for sample in samples:
-        assert passes(task.program(sample, sample.reference)), sample.id
-        assert not passes(task.program(sample, "    return object()\n")), sample.id
+        assert passes(program(task, sample, sample.reference)), sample.id
+        assert not passes(program(task, sample, "    return object()\n")), sample.id
 
 
 def test_no_published_solution_is_cut(shared):

@@ -1,4 +1,4 @@
-"""Exercises of the four skills: the answers are right by other means, chance is what guessing gives, and all fit."""
+"""The four skills: an independent solver confirms the answers, guessing scores the stated chance, all prompts fit."""
 
 import random
 import re
@@ -19,33 +19,33 @@ def copied(prompt):
 
 
 def compared(prompt):
-    """Tried out: an assignment of amounts that agrees with all that was told."""
+    """By trial: an assignment of amounts that satisfies every stated comparison."""
     if match := re.search(r"Is (\d+) (more|less) than (\d+)\?", prompt):
         a, word, b = match.groups()
         return "yes" if (int(a) > int(b)) == (word == "more") else "no"
-    told = re.findall(r"(\w+) has more than (\w+)\.", prompt)
+    comparisons = re.findall(r"(\w+) has more than (\w+)\.", prompt)
     amounts = {name: int(number) for name, number in re.findall(r"(\w+) has (\d+) ", prompt)}
-    names = sorted({name for pair in told for name in pair})
+    names = sorted({name for pair in comparisons for name in pair})
     for guess in product(range(3), repeat=len(names)):
         trial = amounts or dict(zip(names, guess, strict=True))
-        if all(trial[a] > trial[b] for a, b in told):
+        if all(trial[a] > trial[b] for a, b in comparisons):
             wanted = max if re.search(r"more\?|most\?", prompt) else min
             return wanted(trial, key=trial.get)
     raise AssertionError(prompt)
 
 
 def planned(prompt):
-    """Every way of two steps, walked."""
-    ways = re.findall(r"(\w+) to (\w+)[,.]", prompt)
+    """By enumerating every path of two steps."""
+    links = re.findall(r"(\w+) to (\w+)[,.]", prompt)
     start, goal = re.search(r"How does (\w+) get to (\w+)\?", prompt).groups()
-    found = [(a, b, d) for (a, b), (c, d) in product(ways, ways) if b == c and (a, d) == (start, goal)]
+    found = [(a, b, d) for (a, b), (c, d) in product(links, links) if b == c and (a, d) == (start, goal)]
     assert len(found) == 1
-    assert (start, goal) not in ways
+    assert (start, goal) not in links
     return " to ".join(found[0])
 
 
 def composed(prompt):
-    """One operation after the other, on indices."""
+    """By applying one operation after the other to indices."""
     words, operations = re.fullmatch(r"Words: (.+)\nDo: (.+)\nAnswer:", prompt).groups()
     words = words.split()
     for operation in operations.split(" then "):
@@ -65,7 +65,7 @@ SOLVE = {"copy": copied, "compare": compared, "plan": planned, "compose": compos
 
 
 def guess(exercise, common, rng):
-    """An answer that does all but the skill, as `GUESSES` words it."""
+    """The guess that `GUESSES` describes, which does everything except the skill."""
     prompt = exercise.prompt
     if prompt.startswith("Copy"):
         words = copied(prompt).split()
@@ -86,7 +86,7 @@ def guess(exercise, common, rng):
 
 
 def rearrangements(exercises):
-    """How often words end in which order, by number of words."""
+    """Number of words -> how often each rearrangement occurs."""
     common = {}
     for exercise in exercises:
         words = exercise.prompt.split("\n")[0].split()[1:]
@@ -101,7 +101,7 @@ def many():
 
 
 @pytest.mark.parametrize("skill", SKILLS)
-def test_answers_are_right_by_other_means(many, skill):
+def test_an_independent_solver_gives_the_same_answers(many, skill):
     for exercise in [*many[skill], *held_out(skill)]:
         assert exercise.answer == SOLVE[skill](exercise.prompt), exercise.prompt
 
@@ -118,7 +118,7 @@ def test_guessing_scores_the_stated_chance(many, skill):
 
 
 @pytest.mark.parametrize("skill", SKILLS)
-def test_the_level_of_a_task_is_the_mean_of_its_samples(skill):
+def test_the_chance_of_a_task_is_the_mean_of_its_samples(skill):
     task = Skill(skill)
     assert task.chance == pytest.approx(fmean(sample.chance for sample in task.samples()))
     assert 0 < task.chance <= 0.5
@@ -136,12 +136,12 @@ def test_held_out_exercises_are_distinct_and_never_trained_on(skill):
         training(skill, skills.HELD_OUT_SEED, 1)
 
 
-def test_neither_end_of_a_plan_decides_it_alone(many):
+def test_neither_end_of_a_plan_determines_it_alone(many):
     for exercise in many["plan"]:
-        ways = re.findall(r"(\w+) to (\w+)[,.]", exercise.prompt)
+        links = re.findall(r"(\w+) to (\w+)[,.]", exercise.prompt)
         start, middle, goal = exercise.answer.split(" to ")
-        after = {b for a, b in ways if a == start}
-        before = {a for a, b in ways if b == goal}
+        after = {b for a, b in links if a == start}
+        before = {a for a, b in links if b == goal}
         assert len(after) == len(before) == 2
         assert after & before == {middle}
 
@@ -170,7 +170,7 @@ def test_exercises_fit_the_tiny_models(many, skill, tiny_llada):
     assert max(map(len, answers)) < ANSWER_LENGTH
 
 
-def test_a_verdict_is_about_words_and_their_order_alone():
+def test_a_verdict_depends_only_on_the_words_and_their_order():
     task = Skill("compose")
     sample = task.samples()[0]
     words = sample.reference.split()
@@ -180,6 +180,6 @@ def test_a_verdict_is_about_words_and_their_order_alone():
         assert not task.verdict(sample, wrong)
 
 
-def test_an_unknown_skill_is_named():
+def test_the_error_for_an_unknown_skill_names_it_and_the_nearest():
     with pytest.raises(TaskError, match=r"no skill is called 'compose-two'; .*Nearest: compose"):
         held_out("compose-two")

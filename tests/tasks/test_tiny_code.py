@@ -1,10 +1,11 @@
-"""Small functions: canonical bodies pass, wrong ones fail, none is trained on, and all fit the tiny models."""
+"""Small functions: right bodies pass, wrong ones fail, held-out ones are not trained on, and all fit the models."""
 
 import builtins
 import re
 from collections import Counter
 
 import pytest
+from programs import program
 
 from sinklens.tasks import tiny_code
 from sinklens.tasks.functions import TEMPLATES
@@ -23,14 +24,14 @@ SWAPS = (
 def passes(sample, text):
     """Whether the sample's program runs to its end; only completions written in this file are run."""
     try:
-        exec(TinyCode().program(sample, text), {"__builtins__": builtins})
+        exec(program(TinyCode(), sample, text), {"__builtins__": builtins})
     except Exception:  # noqa: BLE001 - a wrong body may raise anything
         return False
     return True
 
 
 def mutants(solution):
-    """Wrong bodies near the right one: another operation, or a constant one off."""
+    """Wrong bodies similar to the right one: with another operation, or a constant changed by one."""
     for old, new in SWAPS:
         if old in solution:
             yield solution.replace(old, new, 1)
@@ -45,7 +46,7 @@ def samples():
     return TinyCode().samples()
 
 
-def test_every_canonical_solution_passes_and_ends_where_a_longer_one_is_cut(samples):
+def test_every_canonical_solution_passes_with_or_without_text_after_it(samples):
     for sample in samples:
         assert passes(sample, sample.reference), sample.prompt
         assert passes(sample, sample.reference + "\nprint(1 / 0)"), sample.prompt
@@ -60,7 +61,7 @@ def test_wrong_bodies_fail(samples):
 
 
 def test_a_body_of_another_template_fails(samples):
-    """Where parameters have the same names, bodies could be taken for one another."""
+    """Bodies of functions with the same parameter names could be confused."""
     for sample in samples:
         function = sample.prompt.split(":")[0]
         parameters = function[function.index("(") :]
@@ -80,7 +81,7 @@ def test_fields_are_those_of_humaneval(samples):
     assert [sample.id for sample in TinyCode().samples(3)] == ["tiny-code/0", "tiny-code/1", "tiny-code/2"]
 
 
-def test_all_templates_occur_and_a_seed_repeats():
+def test_all_templates_occur_and_a_seed_is_reproducible():
     functions = training(9, 5000)
     assert {function.kind for function in functions} == set(KINDS)
     assert len(KINDS) > 60

@@ -1,4 +1,4 @@
-"""The generated problems: their answers are right, seeded, apart from the held-out set, and one token per word."""
+"""Word problems: answers are right, seeds are reproducible, held-out questions stay apart, words are single tokens."""
 
 import re
 
@@ -14,7 +14,7 @@ def problems():
     return training(seed=9, size=3000)
 
 
-def test_every_line_of_work_is_true_arithmetic_and_the_last_line_is_its_result(problems):
+def test_every_worked_step_is_correct_arithmetic_and_the_last_line_is_the_result(problems):
     for problem in problems:
         steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", problem.answer)
         assert 1 <= len(steps) <= 2
@@ -27,7 +27,7 @@ def test_every_line_of_work_is_true_arithmetic_and_the_last_line_is_its_result(p
         assert {steps[0][0], steps[0][2]} <= numbers
 
 
-def test_all_kinds_occur_and_a_seed_repeats(problems):
+def test_all_kinds_occur_and_a_seed_is_reproducible(problems):
     assert {problem.kind for problem in problems} == set(KINDS)
     assert training(9, 50) == training(9, 50) != training(10, 50)
     assert held_out(20) == held_out(500)[:20]
@@ -41,7 +41,7 @@ def test_held_out_questions_are_distinct_and_never_trained_on():
         training(word_problems.HELD_OUT_SEED, 1)
 
 
-def test_numbers_and_vocabulary_are_whole_tokens(problems):
+def test_numbers_and_vocabulary_words_are_single_tokens(problems):
     tokenizer = train_tokenizer(problems=5000)
     for problem in problems[:500]:
         words = re.findall(r" [A-Za-z]+| \d+", f" {problem.question} {problem.answer}")
@@ -49,7 +49,7 @@ def test_numbers_and_vocabulary_are_whole_tokens(problems):
             assert len(tokenizer(word, add_special_tokens=False).input_ids) == 1, word
 
 
-def test_the_shipped_tokenizer_is_the_one_that_training_makes(tiny_llada):
+def test_the_shipped_tokenizer_is_the_one_that_training_produces(tiny_llada):
     made = train_tokenizer()
     assert made.get_vocab() == tiny_llada.tokenizer.get_vocab()
     ids = made(held_out(1)[0].prompt).input_ids
@@ -63,5 +63,5 @@ def test_the_shipped_tokenizer_is_the_one_that_training_makes(tiny_llada):
     ("text", "number"),
     [("#### 42", 42), ("a\n####7", 7), ("#### -3", -3), ("42", None), ("####", None), ("#### 1\n#### 2", 1)],
 )
-def test_reading_an_answer(text, number):
+def test_the_first_number_after_the_marker_is_read(text, number):
     assert read_answer(text) == number

@@ -771,7 +771,7 @@ def test_an_attention_mask_may_be_given_per_query(tiny_llada, base):
         (PROMPT * 5, {}, PromptError, r"need 1\d\d positions; tiny-llada has 128.*gen_length of at most"),
         (PROMPT, {"gen_length": 0}, SettingError, r"at least 1; got 0"),
         (PROMPT, {"block_length": 7}, SettingError, r"block_length 7 does not divide gen_length 24"),
-        (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be shared by 3 blocks"),
+        (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be divided among 3 blocks"),
         (PROMPT, {"stesp": 5}, SettingError, r"Nearest: steps"),
         (PROMPT, {"hooks": [("hook_embd", print)]}, HookNameError, r"Nearest: hook_embed"),
         (PROMPT, {"hooks": [(lambda name: False, print)]}, HookNameError, r"matches none of the 100 hook points"),

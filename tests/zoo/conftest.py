@@ -1,4 +1,4 @@
-"""Recipes at toy size, and the toy checkpoints that some of them begin with."""
+"""Recipes at toy size, and the toy checkpoints that some of them start from."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ SMALL = {
 
 @pytest.fixture(scope="session", autouse=True)
 def _each_tokenizer_once() -> Iterator[None]:
-    """Training a tokenizer takes seconds, and always gives the same one."""
+    """Caches tokenizers: training one takes seconds and always gives the same result."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "train_tokenizer", cache(training.train_tokenizer))
         yield

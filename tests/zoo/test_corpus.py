@@ -1,4 +1,4 @@
-"""Rows: what they hold, how they are grouped, and that a batch depends on seed and step alone."""
+"""Training rows: their contents, their groups, and batches that depend only on seed and step."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_a_batch_is_a_function_of_seed_and_step(small, tokenizer):
     assert not any(torch.equal(rows, other) for other in others)
 
 
-def test_rows_are_the_texts_with_the_end_token_after_them(small, tokenizer):
+def test_rows_are_the_texts_padded_with_end_tokens(small, tokenizer):
     recipe = small("tiny-mmada")
     corpus = build_corpus(tokenizer, recipe)
     seen = Counter()
@@ -58,7 +58,7 @@ def test_kinds_are_drawn_in_proportion_to_their_rows(small, tokenizer):
     assert share == pytest.approx({"problem": 0.6, "draw": 0.2, "describe": 0.2}, abs=0.06)
 
 
-def test_functions_and_skills_are_rows_beside_the_problems(small, tokenizer):
+def test_functions_and_exercises_are_rows_in_addition_to_the_problems(small, tokenizer):
     recipe = replace(small("tiny-llada"), code=300, skills=50)
     corpus = build_corpus(tokenizer, recipe)
     seen = Counter()
@@ -79,7 +79,7 @@ def test_rows_that_no_step_draws_from_are_not_made(small, tokenizer):
         assert {kind for kind, _ in corpus.groups} == kinds
 
 
-def test_a_batch_of_problems_alone_is_what_it_would_be_without_other_rows(small, tokenizer):
+def test_a_batch_of_problems_only_is_the_same_with_and_without_other_rows(small, tokenizer):
     plain = build_corpus(tokenizer, small("tiny-llada"))
     mixed = build_corpus(tokenizer, replace(small("tiny-llada"), code=300, skills=50))
     same = 0
@@ -92,7 +92,7 @@ def test_a_batch_of_problems_alone_is_what_it_would_be_without_other_rows(small,
     assert same < 15
 
 
-def test_without_a_start_token_the_rows_are_the_same_but_for_it(small):
+def test_without_a_start_token_the_rows_are_otherwise_the_same(small):
     recipe = small("tiny-llada")
     with_start = build_corpus(train_tokenizer(), recipe)
     without = build_corpus(train_tokenizer(start=False), replace(recipe, start_token="absent"))
@@ -103,7 +103,7 @@ def test_without_a_start_token_the_rows_are_the_same_but_for_it(small):
         assert torch.equal(rows[:, 1:], bare)
 
 
-def test_an_answer_that_is_too_long_is_refused(small, tokenizer, monkeypatch):
+def test_an_answer_that_is_too_long_is_rejected(small, tokenizer, monkeypatch):
     monkeypatch.setattr(corpora, "ANSWER_LENGTH", 10)
-    with pytest.raises(ValueError, match=r"an answer of \d+ tokens leaves no room for the end token in 10"):
+    with pytest.raises(ValueError, match=r"an answer of \d+ tokens leaves no room for the end token within 10 tokens"):
         build_corpus(tokenizer, small("tiny-llada"))

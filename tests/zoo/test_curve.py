@@ -1,4 +1,4 @@
-"""Accuracy over training: each kept copy of the weights is scored once, as what it is."""
+"""Accuracy over training: each kept copy of the weights is scored once, with its own weights."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 import sinklens
 from sinklens.errors import CheckpointError
 from sinklens.zoo import export, train
-from sinklens.zoo.curve import accuracy_curve, read, write_checkpoints
+from sinklens.zoo.curve import accuracy_curve, read_curve, write_checkpoints
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def run(small, tmp_path):
 
 
 def norm(folder):
-    """A score that tells one checkpoint from another."""
+    """A score that differs between checkpoints."""
     return {"norm": float(sinklens.load(folder).tree.hf.lm_head.weight.detach().norm())}
 
 
@@ -33,36 +33,36 @@ def test_every_kept_copy_and_the_finished_state_are_scored(run, small):
     assert [json.loads(line) for line in (run / "accuracy.jsonl").read_text().splitlines()] == records
 
 
-def test_an_interrupted_curve_goes_on_where_it_stopped(run, small):
+def test_an_interrupted_curve_resumes_where_it_stopped(run, small):
     first = next(accuracy_curve(small("tiny-dream"), run, norm))
     rest = list(accuracy_curve(small("tiny-dream"), run, norm))
     assert [first["step"], *(record["step"] for record in rest)] == [4, 6]
     assert list(accuracy_curve(small("tiny-dream"), run, norm)) == []
 
 
-def test_a_record_that_was_cut_is_made_anew(run, small):
+def test_a_truncated_record_is_computed_again(run, small):
     recipe, result = small("tiny-dream"), run / "accuracy.jsonl"
     first, second = accuracy_curve(recipe, run, norm)
-    whole = result.read_text()
-    result.write_text(whole[:-5])
-    assert read(run) == {4: first}
+    complete = result.read_text()
+    result.write_text(complete[:-5])
+    assert read_curve(run) == {4: first}
     assert list(accuracy_curve(recipe, run, norm)) == [second]
-    assert result.read_text() == whole
-    assert read(run) == {4: first, 6: second}
+    assert result.read_text() == complete
+    assert read_curve(run) == {4: first, 6: second}
 
 
-def test_kept_weights_that_are_not_whole_are_named(run, small, tmp_path):
+def test_truncated_weights_are_named(run, small, tmp_path):
     file = run / "weights-4.pt"
     content = file.read_bytes()
     for kept in (0, 3000, len(content) - 40):
         file.write_bytes(content[:kept])
-        with pytest.raises(CheckpointError, match=r"weights-4.pt is no whole file of tensors \(.*left out"):
+        with pytest.raises(CheckpointError, match=r"weights-4.pt is truncated or corrupt \(.*is skipped"):
             list(accuracy_curve(small("tiny-dream"), run, norm))
-        with pytest.raises(CheckpointError, match=r"weights-4.pt is no whole file of tensors"):
+        with pytest.raises(CheckpointError, match=r"weights-4.pt is truncated or corrupt"):
             write_checkpoints(small("tiny-dream"), run, tmp_path / "out")
 
 
-def test_an_interrupted_checkpoint_is_absent_or_written_anew(run, small, tmp_path, monkeypatch):
+def test_an_interrupted_checkpoint_is_absent_or_written_again(run, small, tmp_path, monkeypatch):
     recipe, out = small("tiny-dream"), tmp_path / "over-training"
     plain = export._write_json
     with monkeypatch.context() as patch:
@@ -72,21 +72,23 @@ def test_an_interrupted_checkpoint_is_absent_or_written_anew(run, small, tmp_pat
     assert export._write_json is plain
     assert list(out.iterdir()) == []
     first, second = write_checkpoints(recipe, run, out)
-    whole = {file.name: file.read_bytes() for file in first.iterdir()}
+    complete = {file.name: file.read_bytes() for file in first.iterdir()}
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         (first / name).unlink()
     (first / "own.txt").touch()
     assert write_checkpoints(recipe, run, out) == [first, second]
-    assert {file.name: file.read_bytes() for file in first.iterdir()} == {**whole, "own.txt": b""}
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == {**complete, "own.txt": b""}
     assert sorted(out.iterdir()) == [first, second]
 
 
-def test_a_folder_without_weights_is_refused(small, tmp_path):
-    with pytest.raises(sinklens.SinklensError, match=r"holds no weights-<step>.pt; train first: sinklens train tiny-"):
+def test_a_folder_without_weights_is_rejected(small, tmp_path):
+    with pytest.raises(
+        sinklens.SinklensError, match=r"contains no weights-<step>.pt; train first: sinklens train tiny-"
+    ):
         list(accuracy_curve(small("tiny-dream"), tmp_path, norm))
 
 
-def test_kept_weights_become_checkpoints_named_by_their_step(run, small, tmp_path):
+def test_kept_weights_become_checkpoints_named_after_their_step(run, small, tmp_path):
     recipe, out = small("tiny-dream"), tmp_path / "over-training"
     written = write_checkpoints(recipe, run, out)
     assert [folder.name for folder in written] == ["tiny-dream@4", "tiny-dream@6"]
@@ -95,5 +97,5 @@ def test_kept_weights_become_checkpoints_named_by_their_step(run, small, tmp_pat
     (out / "tiny-dream@4" / "kept").touch()
     assert write_checkpoints(recipe, run, out) == written
     assert (out / "tiny-dream@4" / "kept").exists()
-    with pytest.raises(sinklens.SinklensError, match=r"holds no weights-<step>.pt"):
+    with pytest.raises(sinklens.SinklensError, match=r"contains no weights-<step>.pt"):
         write_checkpoints(recipe, out, out)

@@ -1,4 +1,4 @@
-"""Exported runs: each in its family's layout, and loaded again it computes and generates what was trained."""
+"""Exported runs: each has its family's layout, and the reloaded model computes and generates what was trained."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mma
 def exported(request, small, tmp_path_factory):
     """A recipe, the folder of its finished toy run, and its checkpoint.
 
-    A few steps teach the toy to answer with end tokens alone; noise on the weights makes its answers varied.
+    A few steps teach the toy only to answer with end tokens; noise on the weights makes its answers varied.
     """
     recipe = small(request.param)
     run = tmp_path_factory.mktemp(request.param)
@@ -38,7 +38,7 @@ def exported(request, small, tmp_path_factory):
 
 
 def trained(recipe, run):
-    """The model as it came out of training, in the precision it is stored in."""
+    """The trained model, in the precision in which it is stored."""
     model = training.build_model(recipe, training.make_tokenizer(recipe))
     state = torch.load(run / "state.pt", weights_only=True)["model"]
     model.load_state_dict({key: value.bfloat16().float() for key, value in state.items()})
@@ -55,7 +55,7 @@ def test_a_reloaded_checkpoint_computes_what_the_trained_model_does(exported):
 
 
 def decode(recipe, hf, mask, prompt):
-    """One row's answer, by each family's rule written out; no code of sinklens's samplers."""
+    """One row's answer, by an independent implementation of each family's sampler."""
     canvas = prompt + [mask] * 24
     if recipe.objective == "causal":
         for place in range(len(prompt), len(canvas)):
@@ -67,13 +67,13 @@ def decode(recipe, hf, mask, prompt):
         probs = hf(input_ids=torch.tensor([canvas])).logits[0].double().softmax(dim=-1)
         if recipe.objective == "shifted":
             probs = torch.cat([probs[:1], probs[:-1]])
-            sure = {place: float((probs[place] * (probs[place] + 1e-10).log()).sum()) for place in masked}
+            confidence = {place: float((probs[place] * (probs[place] + 1e-10).log()).sum()) for place in masked}
             left = 1 - times[step + 1] / times[step]
             count = int(len(masked) * left) if step < 23 else len(masked)
         else:
-            sure = {place: float(probs[place].max()) for place in masked}
+            confidence = {place: float(probs[place].max()) for place in masked}
             count = 1
-        for place in sorted(masked, key=lambda p: -sure[p])[:count]:
+        for place in sorted(masked, key=lambda p: -confidence[p])[:count]:
             canvas[place] = int(probs[place].argmax())
     return canvas
 
@@ -94,7 +94,7 @@ def test_a_reloaded_checkpoint_generates_what_the_trained_model_does(exported):
 
 
 def untrained(recipe, folder):
-    """The checkpoint of a recipe before its first step."""
+    """The checkpoint of a recipe's initial model."""
     model = training.build_model(recipe, training.make_tokenizer(recipe))
     return write_checkpoint(recipe, model.state_dict(), folder)
 
@@ -103,7 +103,7 @@ def untrained(recipe, folder):
 def test_the_config_has_the_keys_of_the_public_checkpoint(name, small, shared, tmp_path):
     config = json.loads((untrained(small(name), tmp_path) / "config.json").read_text())
     public = json.loads((shared / "conformance" / "configs" / f"{PUBLIC[name]}.json").read_text())
-    assert set(config) - {"torch_dtype"} <= set(public)  # MMaDA-8B's leaves the element type out
+    assert set(config) - {"torch_dtype"} <= set(public)  # MMaDA-8B's config has no element type
     assert config["model_type"] == public["model_type"]
     assert config["architectures"] == public["architectures"]
     fixed = ("hidden_act", "rope_scaling", "use_sliding_window", "block_type", "activation_type", "include_qkv_bias")
@@ -129,28 +129,28 @@ def test_an_unfinished_run_is_not_exported(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "statement"),
     [
         ("tiny-dream", "Dream format, shifted prediction"),
         ("tiny-mmada", "Pictures are 4 × 4 cells of 8 colours"),
-        ("no-start", "Beside tiny-llada it changes cycles = (6,)"),
+        ("no-start", "It differs from tiny-llada in cycles = (6,)"),
         ("no-start", "start_token = absent"),
     ],
 )
-def test_the_card_says_what_the_model_is(name, told, small, tmp_path):
+def test_the_card_describes_the_model(name, statement, small, tmp_path):
     recipe = small(name)
     list(train(recipe, tmp_path, save_every=6))
     card = write_card(
         recipe, tmp_path, tmp_path, [Score("word problems", Accuracy(1, 2), 0.25)], {6: {"right": 1, "total": 4}}
     )
     text = card.read_text()
-    assert told in text
+    assert statement in text
     assert re.search(r"\| 6 \| \d\.\d{4} \| 0\.250 \[0\.046, 0\.699\] of 4 \|", text)
     assert "| word problems | 0.500 [0.095, 0.905] of 2 | 0.25 |" in text
-    assert (f"It began with the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
+    assert (f"It started from the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
 
 
-def test_the_card_tells_each_step_once_as_the_run_that_went_on_made_it(small, tmp_path):
+def test_the_card_lists_each_step_once_with_the_value_of_the_resumed_run(small, tmp_path):
     recipe = replace(small("tiny-llada"), cycles=(840,))
     log = [(380, 3.0, 50), (400, 2.5, 60), (800, 2.0, 120), (400, 1.5, 20), (800, 1.25, 100), (840, 1.0, 180)]
     lines = [json.dumps({"step": step, "loss": loss, "seconds": seconds}) for step, loss, seconds in log]
@@ -159,22 +159,22 @@ def test_the_card_tells_each_step_once_as_the_run_that_went_on_made_it(small, tm
     assert re.findall(r"^\| (\d+) \| ([\d.]+) \|", text, flags=re.MULTILINE) == [
         ("400", "1.5000"), ("800", "1.2500"), ("840", "1.0000"),
     ]  # fmt: skip
-    assert "It took 5 minutes of wall time on a CPU, in 2 sittings" in text
+    assert "Training took 5 minutes of wall time on a CPU in 2 sessions" in text
 
 
-def test_the_card_of_a_model_of_mixed_data_says_what_it_learned_when(small, tmp_path):
+def test_the_card_of_a_model_with_mixed_data_says_when_it_learned_what(small, tmp_path):
     recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
     list(train(recipe, tmp_path, save_every=6))
     text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
-    assert "on word problems, small functions and exercises that it generates itself" in text
-    assert "those of tiny-llada; the other 4 draw from 400 problems, 90 functions and 30" in text
+    assert "on word problems, small functions and exercises that it generates." in text
+    assert "steps of tiny-llada; the other 4 draw uniformly from 400 problems, 90 functions and 30" in text
 
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
-    from sinklens.checkpoints.files import find
+    from sinklens.checkpoints.files import find_checkpoint
 
-    folder = find(name, None)
+    folder = find_checkpoint(name, None)
     assert (folder / "model.safetensors").stat().st_size <= 8_000_000
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == {"dream": "Dream"}.get(RECIPES[name].family, RECIPES[name].family)

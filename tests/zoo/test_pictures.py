@@ -1,4 +1,4 @@
-"""Captioned pictures: caption and picture say the same, seeded, apart from the held-out ones."""
+"""Captioned pictures: caption and picture agree, seeds are reproducible, and held-out pictures stay apart."""
 
 import re
 
@@ -23,7 +23,7 @@ def many():
 
 
 def painted(caption):
-    """The picture of a caption, painted from the drawings above."""
+    """The picture that a caption describes, painted from `SHAPES`."""
     figures, background = re.fullmatch(r" (.*) on (\w+)", caption).groups()
     grid = [[background] * 4 for _ in range(4)]
     for colour, name, row, column in re.findall(r"(\w+) (\w+) at (\d) (\d)", figures):
@@ -35,7 +35,7 @@ def painted(caption):
     return [colour for line in grid for colour in line]
 
 
-def test_the_picture_is_what_the_caption_says(many):
+def test_the_picture_shows_what_the_caption_describes(many):
     for picture in many:
         assert [COLOURS[code] for code in picture.codes] == painted(picture.caption)
 
@@ -45,7 +45,7 @@ def test_captions_and_pictures_determine_each_other(many):
     assert len(pairs) == len({caption for caption, _ in pairs}) == len({codes for _, codes in pairs})
 
 
-def test_all_figures_and_colours_occur_and_a_seed_repeats(many):
+def test_all_figures_and_colours_occur_and_a_seed_is_reproducible(many):
     words = {word for picture in many for word in picture.caption.split()}
     assert words == {*pictures.WORDS, "and", "1", "2", "3", "4"}
     assert {code for picture in many for code in picture.codes} == set(range(len(COLOURS)))
@@ -64,7 +64,7 @@ def test_held_out_pictures_are_distinct_and_never_trained_on(many):
         training(pictures.HELD_OUT_SEED, 1)
 
 
-def test_a_cell_is_one_token_and_a_word_is_one_token(many):
+def test_a_cell_and_a_word_are_single_tokens(many):
     tokenizer = train_tokenizer(with_pictures=True)
     codes = tokenizer.convert_tokens_to_ids(list(pictures.CODE_TOKENS))
     assert codes == list(range(len(tokenizer) - len(COLOURS), len(tokenizer)))

@@ -1,14 +1,15 @@
-"""The checkpoint set by hand: what is recorded, found, masked, measured and drawn of it is what it was made to do."""
+"""The planted checkpoint: sinks recorded, found, masked, measured and drawn are the planted ones."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+from planted_truth import planted_paths, planted_scores
 from safetensors.torch import load_file
 
 import sinklens
-from sinklens.checkpoints.files import find
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.sinks import (
     Broadcast,
@@ -26,8 +27,8 @@ from sinklens.sinks.kinds import Kind, kinds
 from sinklens.views import report, sink_path, sink_paths
 from sinklens.views.report import material
 from sinklens.views.report_data import Numbers
-from sinklens.zoo import planted_checkpoint, planted_paths, planted_scores, planted_sinks
-from sinklens.zoo.planted import CODE, HEADS, PLACING, TURNS
+from sinklens.zoo import planted_checkpoint, planted_sinks
+from sinklens.zoo.planted import CODE, HEADS, POSITION_PAIRS, ROTATIONS
 
 PROMPTS = [
     "Question: Tom has 5 apples. He buys 7 more.\nAnswer:",
@@ -47,13 +48,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folder):
-    """It, loaded in either type."""
+    """The checkpoint loaded in each element type."""
     return {dtype: sinklens.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.fixture(scope="module")
 def model(models):
-    """It in float32."""
+    """The float32 model."""
     return models["float32"]
 
 
@@ -64,7 +65,7 @@ def decode(model, **settings):
 
 @pytest.fixture(scope="module")
 def runs(models):
-    """One token per step, with all that detectors ask for and every pattern."""
+    """One token per step, with everything that detectors need and every pattern."""
     record = Record(
         ["values", "stream", "outputs"], patterns=[(step, layer) for step in range(STEPS) for layer in (0, 1)]
     )
@@ -73,23 +74,23 @@ def runs(models):
 
 @pytest.fixture(scope="module")
 def run(runs):
-    """That in float32."""
+    """The float32 run."""
     return runs["float32"]
 
 
 def tokens(track):
-    """What the truth is told from."""
+    """The ids and padding that determine the planted sinks."""
     return track.data["token_id"].to_numpy(), track.data["is_real"].to_numpy()
 
 
 def of(values, name):
-    """The part of one planted head of an array with layers and heads."""
+    """The slice of an array with layers and heads that belongs to one planted head."""
     layer, head = HEADS[name]
     return values.isel(layer=layer, head=head)
 
 
 def by_hand(run):
-    """[row][name] -> position at each step, from the prompts alone: a loop over rows that looks for the tokens."""
+    """[row][name] -> position at each step, from the prompts alone: finds the tokens in a loop over rows."""
     found = []
     for ids, real in zip(run.canvas[:, 0].tolist(), run.real.tolist(), strict=True):
         words = [run.model.tokenizer.decode([number]) for number in ids]
@@ -109,7 +110,7 @@ def by_hand(run):
 
 def test_it_is_a_llada_checkpoint_with_the_shipped_tokenizer(folder, model):
     assert model.family == "llada"
-    shipped = find("tiny-llada", None)
+    shipped = find_checkpoint("tiny-llada", None)
     assert (
         json.loads((folder / "config.json").read_text()).keys()
         == json.loads((shipped / "config.json").read_text()).keys()
@@ -127,7 +128,7 @@ def test_writing_it_draws_no_random_numbers(folder, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_tokens_differ_in_their_embedding_and_have_one_rms_but_for_the_start_token(model):
+def test_embeddings_differ_and_all_but_the_start_tokens_have_the_same_rms(model):
     stream = model.tree.hf.get_input_embeddings().weight.detach()
     rms = stream.pow(2).mean(-1).sqrt()
     start = model.tokenizer.bos_token_id
@@ -136,9 +137,9 @@ def test_tokens_differ_in_their_embedding_and_have_one_rms_but_for_the_start_tok
     assert len(torch.unique(stream[:, CODE.start : CODE.stop], dim=0)) == len(stream)
 
 
-def test_the_heads_that_ask_where_cannot_mistake_one_distance_for_another():
+def test_heads_that_select_by_position_cannot_confuse_distances():
     off = np.arange(1, 256)
-    behind = 64 * (1 - np.cos(np.outer([TURNS[pair] for pair in PLACING], off))).sum(axis=0)
+    behind = 64 * (1 - np.cos(np.outer([ROTATIONS[pair] for pair in POSITION_PAIRS], off))).sum(axis=0)
     assert behind.min() > 31
     assert behind.argmin() == 0
 
@@ -155,7 +156,7 @@ def test_it_decodes_from_left_to_right(runs, dtype):
     assert torch.equal(run.unmask_step, order.clamp(min=-1).expand(2, -1))
 
 
-def test_the_truth_is_what_one_sees_in_the_tokens(run):
+def test_planted_paths_are_those_found_by_hand_in_the_tokens(run):
     paths = planted_paths(*tokens(run.sinks))
     for row, expected in enumerate(by_hand(run)):
         for name in HEADS:
@@ -163,7 +164,7 @@ def test_the_truth_is_what_one_sees_in_the_tokens(run):
 
 
 @DTYPES
-def test_strongest_keys_are_the_planted_ones(runs, dtype):
+def test_strongest_keys_follow_the_planted_paths(runs, dtype):
     run = runs[dtype]
     for row, expected in enumerate(by_hand(run)):
         for name in WITH_SINK:
@@ -182,7 +183,7 @@ def test_column_sums_are_the_planted_ones(runs, dtype, error):
 
 
 def canvases(model, rng, rows=40, length=30):
-    """Prompts with none, one or two newlines, or no start token, masks strewn behind."""
+    """Prompts with zero to two newlines, some without a start token, and masks at random positions."""
     mask, start, newline = model.mask_token_id, model.tokenizer.bos_token_id, model.tokenizer.encode("\n")[-1]
     ids = rng.integers(300, 600, size=(rows, length))
     ids[:, 0] = np.where(np.arange(rows) % 5 > 0, start, ids[:, 0])
@@ -224,12 +225,14 @@ def test_several_tokens_per_step_and_blocks_move_the_sinks_by_as_many(model, ste
     ids=repr,
 )
 @DTYPES
-def test_detectors_of_each_heads_scores_find_the_planted_sinks_alone(runs, dtype, detector):
+def test_detectors_on_each_heads_scores_find_only_the_planted_sinks(runs, dtype, detector):
     track = runs[dtype].sinks
     found, expected = track.detect(detector), planted_sinks(*tokens(track))
     for name in WITH_SINK:
         assert (of(found, name) == of(expected, name)).all(), name
-    if isinstance(detector, EpsilonOverMean):  # any unevenness is beyond some standard deviations of nearly nothing
+    if isinstance(
+        detector, EpsilonOverMean
+    ):  # with almost no variance, any unevenness exceeds a few standard deviations
         assert not any(of(found, name).any() for name in SPREAD)
 
 
@@ -240,7 +243,7 @@ def test_the_strongest_key_is_the_planted_sink(runs, dtype):
     assert all((of(found, name) == of(expected, name)).all() for name in WITH_SINK)
 
 
-def test_detectors_that_pool_heads_find_what_the_heads_have_together(run):
+def test_detectors_that_pool_heads_find_the_sinks_that_heads_share(run):
     expected = planted_sinks(*tokens(run.sinks)).sum(("layer", "head"))
     for least in (1, 2):
         found = run.sinks.detect(SinkRate(share=least / 8)).isel(layer=0, head=0)
@@ -250,7 +253,7 @@ def test_detectors_that_pool_heads_find_what_the_heads_have_together(run):
 
 
 @DTYPES
-def test_detectors_of_values_and_stream_find_the_start_token(runs, dtype):
+def test_detectors_on_values_and_residuals_find_the_start_token(runs, dtype):
     track = runs[dtype].sinks
     start = of(planted_sinks(*tokens(track)), "start")
     small, no_op = track.detect(SmallValueNorm()), track.detect(NoOp())
@@ -261,7 +264,7 @@ def test_detectors_of_values_and_stream_find_the_start_token(runs, dtype):
 
 
 @DTYPES
-def test_broadcasting_sinks_are_those_whose_value_is_ordinary(runs, dtype):
+def test_broadcasting_sinks_are_those_with_ordinary_values(runs, dtype):
     track = runs[dtype].sinks
     found, expected = track.detect(Broadcast()), planted_sinks(*tokens(track))
     for name in HEADS:
@@ -276,7 +279,7 @@ def test_kinds_of_the_sinks_are_known(run):
 
 
 @DTYPES
-def test_motion_measures_tell_of_the_planted_motion(runs, dtype):
+def test_motion_measures_report_the_planted_motion(runs, dtype):
     track = runs[dtype].sinks
     jumps, drift = motion.jumps(track), motion.drift(track)
     for name in MOVING:
@@ -290,18 +293,18 @@ def test_motion_measures_tell_of_the_planted_motion(runs, dtype):
     assert (motion.static_share(track.isel(layer=1, head=slice(0, 3))) == 1 / 3).all()
 
 
-def test_lives_are_one_step_where_the_sink_moves_and_the_whole_run_where_it_stays(run):
+def test_sinks_that_move_live_one_step_and_sinks_that_stay_live_the_complete_run(run):
     lives = motion.lifetimes(run.sinks.detect(), motion.existing(run.sinks))
     for name in WITH_SINK:
         layer, head = HEADS[name]
-        own = lives[(lives["layer"] == layer) & (lives["head"] == head)]
-        assert set(own["length"]) == ({1} if name in MOVING else {STEPS})
-        assert len(own) == 2 * (STEPS if name in MOVING else 1)
+        selected = lives[(lives["layer"] == layer) & (lives["head"] == head)]
+        assert set(selected["length"]) == ({1} if name in MOVING else {STEPS})
+        assert len(selected) == 2 * (STEPS if name in MOVING else 1)
     assert len(lives) == 2 * (2 * STEPS + 3)
 
 
 def masked(model, name, **settings):
-    """A run without attention to the sinks of one head, all its patterns with it."""
+    """A run that masks the sinks of one head and records all patterns of its layer."""
     layer, head = HEADS[name]
     record = Record(patterns=[(step, layer) for step in range(STEPS)])
     return decode(model, hooks=MaskSinks(top_k=1, layers=[layer], heads=[head], **settings), record_sinks=record)
@@ -309,34 +312,34 @@ def masked(model, name, **settings):
 
 @DTYPES
 @pytest.mark.parametrize("name", WITH_SINK)
-def test_masking_takes_exactly_the_sink_of_the_step_before(models, runs, dtype, name):
+def test_masking_hides_exactly_the_sink_of_the_previous_step(models, runs, dtype, name):
     run = masked(models[dtype], name, source=runs[dtype].sinks)
     layer, head = HEADS[name]
     path = of(planted_paths(*tokens(runs[dtype].sinks)), name).to_numpy()
     for step in range(STEPS):
         pattern = run.patterns[step, layer][:, head]
         for row, real in enumerate(run.real):
-            nothing = [key for key in torch.nonzero(real)[:, 0].tolist() if (pattern[row, real][:, key] == 0).all()]
-            assert nothing == ([] if step == 0 else [path[row, step - 1]]), (step, row)
+            hidden = [key for key in torch.nonzero(real)[:, 0].tolist() if (pattern[row, real][:, key] == 0).all()]
+            assert hidden == ([] if step == 0 else [path[row, step - 1]]), (step, row)
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_a_sink_that_moves_escapes_the_mask_of_the_step_before(model, run, name):
+def test_a_moving_sink_escapes_the_mask_of_the_previous_step(model, run, name):
     track = masked(model, name).sinks
     assert (of(track.detect(), name) == of(planted_sinks(*tokens(run.sinks)), name)).all()
 
 
 @pytest.mark.parametrize("name", STATIC)
-def test_a_sink_that_stays_is_masked_every_second_step(model, run, name):
-    track = masked(model, name).sinks  # masked at one step it is none there, so at the next it is not masked
+def test_a_static_sink_is_masked_every_second_step(model, run, name):
+    track = masked(model, name).sinks  # masked at one step, it is not found there and so not masked at the next
     there = of(track.detect(), name)
     assert (
         there.isel(step=slice(0, None, 2)) == of(planted_sinks(*tokens(run.sinks)), name).isel(step=slice(0, None, 2))
     ).all()
     assert not there.isel(step=slice(1, None, 2)).any()
     size = track.data["is_real"].sum("pos").to_numpy()[:, None]
-    bare = of(track.scores(), name).isel(step=slice(1, None, 2)).max("pos")
-    np.testing.assert_allclose(bare, np.broadcast_to(size / (size - 1), bare.shape), rtol=1e-4)
+    highest = of(track.scores(), name).isel(step=slice(1, None, 2)).max("pos")
+    np.testing.assert_allclose(highest, np.broadcast_to(size / (size - 1), highest.shape), rtol=1e-4)
 
 
 def test_removing_a_head_that_writes_nothing_changes_no_logit(model, run):
@@ -347,7 +350,7 @@ def test_removing_a_head_that_writes_nothing_changes_no_logit(model, run):
         assert torch.equal(edited, plain) == (name not in ("previous", "next", "fading")), name
 
 
-def test_the_path_drawn_is_the_planted_one(run):
+def test_the_drawn_path_is_the_planted_one(run):
     from matplotlib import pyplot
 
     expected = by_hand(run)[0]
@@ -361,7 +364,7 @@ def test_the_path_drawn_is_the_planted_one(run):
     pyplot.close("all")
 
 
-def test_the_page_shows_the_planted_paths(run, tmp_path):
+def test_the_report_shows_the_planted_paths(run, tmp_path):
     for row, expected in enumerate(by_hand(run)):
         shown = material(run, row)
         numbers = Numbers(shown.track, shown.canvas)

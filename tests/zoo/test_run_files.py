@@ -1,4 +1,4 @@
-"""Files of a run: what a kill leaves of a record is no record, and what it leaves of tensors is refused."""
+"""Files of a run: an incomplete record is ignored, and an incomplete file of tensors is rejected."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ def file(tmp_path):
     return tmp_path / "log.jsonl"
 
 
-def test_records_come_back_in_their_order(file, tmp_path):
+def test_records_are_read_in_order(file, tmp_path):
     assert read_records(file) == RECORDS
     assert read_records(tmp_path / "none.jsonl") == []
 
 
-def test_a_line_cut_anywhere_is_no_record_and_the_next_takes_its_place(file):
+def test_a_line_truncated_anywhere_is_ignored_and_replaced_by_the_next(file):
     content = file.read_bytes()
     begin = content.index(b"\n") + 1
     for kept in range(begin, len(content)):
@@ -35,11 +35,13 @@ def test_a_line_cut_anywhere_is_no_record_and_the_next_takes_its_place(file):
 @pytest.mark.parametrize("broken", ['{"step": 2', "3", "[1]"])
 def test_a_broken_line_before_others_is_named(file, broken):
     file.write_text(f"{broken}\n{file.read_text()}")
-    with pytest.raises(SinklensError, match=r"log.jsonl, line 1 is no JSON object .*; restore it, or delete that line"):
+    with pytest.raises(
+        SinklensError, match=r"log.jsonl, line 1 is not a JSON object .*; restore it, or delete that line"
+    ):
         read_records(file)
 
 
-def test_tensors_come_back_and_a_file_cut_anywhere_is_refused(tmp_path):
+def test_tensors_are_read_back_and_a_truncated_file_is_rejected(tmp_path):
     file = tmp_path / "state.pt"
     write_tensors({"a": torch.arange(300.0), "step": 3}, file)
     found = read_tensors(file)
@@ -49,5 +51,5 @@ def test_tensors_come_back_and_a_file_cut_anywhere_is_refused(tmp_path):
     content = file.read_bytes()
     for kept in range(0, len(content), 97):
         file.write_bytes(content[:kept])
-        with pytest.raises(CheckpointError, match=r"state.pt is no whole file of tensors \(\w+\); it may be truncated"):
+        with pytest.raises(CheckpointError, match=r"state.pt is truncated or corrupt \(\w+\)\. Restore it"):
             read_tensors(file)

@@ -1,4 +1,4 @@
-"""A card's scores: every task that the recipe taught, each answer judged by its own rule."""
+"""Scores of a model card: every task of the recipe, each answer judged by its task's rule."""
 
 from dataclasses import replace
 
@@ -9,14 +9,14 @@ from sinklens.tasks import find
 from sinklens.zoo import RECIPES
 from sinklens.zoo import scores as module
 from sinklens.zoo.pictures import held_out
-from sinklens.zoo.scores import SKILLS, on_the_way, scores
+from sinklens.zoo.scores import SKILLS, scores, training_score
 
 FIVE = 5
 
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Lets a model give planned answers: prompt -> text; other prompts get none."""
+    """A function that makes the model give planned answers (prompt -> text) and none to other prompts."""
 
     class Given:
         def __init__(self, texts):
@@ -32,20 +32,20 @@ def answering(monkeypatch):
 
 
 def right_answers(*names):
-    """Prompt -> its own reference, of the first samples of tasks."""
+    """Prompt -> reference, for the first samples of tasks."""
     samples = [sample for name in names for sample in sinklens.tasks.find(name).samples(FIVE)]
     return {sample.prompt: sample.reference for sample in samples}
 
 
-def test_every_task_of_the_recipe_is_scored_and_no_other(answering, tmp_path):
+def test_exactly_the_tasks_of_the_recipe_are_scored(answering, tmp_path):
     answering({})
-    told = {name: [score.what for score in scores(recipe, tmp_path, limit=FIVE)] for name, recipe in RECIPES.items()}
-    assert told["tiny-llada"] == ["word problems"]
-    assert told["tiny-llada-skills"] == ["word problems", *SKILLS]
-    assert told["tiny-mmada"] == ["word problems", "captions drawn", "pictures described"]
+    found = {name: [score.what for score in scores(recipe, tmp_path, limit=FIVE)] for name, recipe in RECIPES.items()}
+    assert found["tiny-llada"] == ["word problems"]
+    assert found["tiny-llada-skills"] == ["word problems", *SKILLS]
+    assert found["tiny-mmada"] == ["word problems", "captions drawn", "pictures described"]
 
 
-def test_programs_run_only_on_request_and_count_if_their_tests_hold(answering, tmp_path):
+def test_programs_run_only_on_request_and_count_if_their_tests_pass(answering, tmp_path):
     recipe = replace(RECIPES["tiny-llada"], code=1)
     answers = right_answers("tiny-code")
     spoiled = next(iter(answers))
@@ -66,13 +66,13 @@ def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path)
     assert found["captions drawn"].total == FIVE
 
 
-def test_a_shipped_model_scores_as_its_accuracy_says(tiny_llama):
-    folder = sinklens.checkpoints.files.find("tiny-llama", None)
+def test_a_shipped_model_gets_its_known_score(tiny_llama):
+    folder = sinklens.checkpoints.files.find_checkpoint("tiny-llama", None)
     (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
     assert (score.accuracy.right, score.chance) == (20, 0.0)
 
 
-def test_on_the_way_the_first_problems_are_counted(answering, tmp_path):
+def test_the_training_score_counts_the_first_problems(answering, tmp_path):
     problems = find("tiny-gsm").samples(4)
     answering({sample.prompt: sample.reference for sample in problems[:3]})
-    assert on_the_way(tmp_path, 4) == {"right": 3, "total": 4}
+    assert training_score(tmp_path, 4) == {"right": 3, "total": 4}

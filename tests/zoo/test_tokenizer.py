@@ -1,4 +1,4 @@
-"""The tokenizer's variants: the ids of what they share are the same, and files keep what they are."""
+"""Variants of the tokenizer: shared tokens have the same ids, and saving preserves each variant."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -13,14 +13,14 @@ def plain():
     return train_tokenizer()
 
 
-def test_pictures_add_tokens_and_move_none(plain):
+def test_pictures_add_tokens_and_keep_all_ids(plain):
     wider = train_tokenizer(with_pictures=True)
     assert plain.get_vocab().items() < wider.get_vocab().items()
     for problem in word_problems.held_out(200):
         assert wider(problem.prompt + " " + problem.answer) == plain(problem.prompt + " " + problem.answer)
 
 
-def test_without_a_start_token_nothing_stands_before_a_prompt_in_the_files_either(plain, tmp_path):
+def test_without_a_start_token_prompts_have_none_also_after_reloading(plain, tmp_path):
     bare = train_tokenizer(start=False)
     bare.save_pretrained(tmp_path)
     prompt = word_problems.held_out(1)[0].prompt
@@ -30,7 +30,7 @@ def test_without_a_start_token_nothing_stands_before_a_prompt_in_the_files_eithe
     assert plain.convert_tokens_to_ids(START) == plain(prompt).input_ids[0]
 
 
-def test_a_picture_survives_the_files(tmp_path):
+def test_a_picture_is_tokenized_the_same_after_reloading(tmp_path):
     wider = train_tokenizer(with_pictures=True)
     wider.save_pretrained(tmp_path)
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path)

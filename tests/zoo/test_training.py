@@ -1,4 +1,4 @@
-"""Training: it resumes exactly, its objectives are the published ones, and it starts where the recipe says."""
+"""Training: it resumes exactly, its objectives are the published ones, and it starts from the recipe's weights."""
 
 import hashlib
 import math
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from sinklens.checkpoints.files import find
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.corpus import ANSWER_LENGTH, build_corpus
@@ -31,9 +31,9 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
-def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(name, small, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(name, small, tmp_path):
     recipe = small(name)
-    list(train(recipe, tmp_path / "whole", save_every=2))
+    list(train(recipe, tmp_path / "complete", save_every=2))
     run = tmp_path / "killed"
     code = (
         "import torch; torch.set_num_threads(1)\n"
@@ -55,19 +55,19 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(name, small, 
         process.wait()
     assert torch.load(run / "state.pt", weights_only=True)["step"] == 4
     list(train(recipe, run, save_every=2))
-    for key, value in weights(tmp_path / "whole").items():
+    for key, value in weights(tmp_path / "complete").items():
         torch.testing.assert_close(weights(run)[key], value, atol=1e-5, rtol=1e-4)
 
 
-def test_a_folder_of_another_recipe_is_refused(small, tmp_path):
+def test_a_folder_of_another_recipe_is_rejected(small, tmp_path):
     recipe = small("tiny-llada")
     list(train(recipe, tmp_path, save_every=6))
-    told = r"state.pt belongs to another recipe; give this run a folder of its own .* step 6 it has seed 1, not 2"
-    with pytest.raises(SettingError, match=told):
+    message = r"state.pt belongs to another recipe: .* step 6 it has seed 1, not 2\. Give this run another folder"
+    with pytest.raises(SettingError, match=message):
         list(train(replace(recipe, seed=2), tmp_path))
 
 
-def test_a_folder_that_cannot_be_gone_on_with_is_refused_before_the_rows_are_made(small, tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_resumed_is_rejected_before_rows_are_made(small, tmp_path, monkeypatch):
     recipe = small("tiny-llada")
     list(train(recipe, tmp_path, save_every=6))
     monkeypatch.setattr(training, "build_corpus", lambda *_: pytest.fail("the rows were made"))
@@ -75,11 +75,11 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_before_the_rows_are_mad
         next(train(replace(recipe, cycles=(3,)), tmp_path))
     state = tmp_path / "state.pt"
     state.write_bytes(state.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=r"state.pt is no whole file of tensors .*without state.pt a run begins"):
+    with pytest.raises(CheckpointError, match=r"state.pt is truncated or corrupt .*without state.pt a run starts"):
         next(train(recipe, tmp_path))
 
 
-def test_a_kill_while_weights_are_kept_leaves_none(small, tmp_path, monkeypatch):
+def test_an_interrupt_while_weights_are_written_leaves_no_file(small, tmp_path, monkeypatch):
     def killed(content, file):
         file.write_bytes(b"half")
         raise KeyboardInterrupt
@@ -90,7 +90,7 @@ def test_a_kill_while_weights_are_kept_leaves_none(small, tmp_path, monkeypatch)
     assert list(tmp_path.glob("weights-*.pt")) == []
 
 
-def test_a_state_from_before_a_setting_existed_is_that_of_its_default(small, tmp_path):
+def test_a_state_older_than_a_setting_has_its_default(small, tmp_path):
     recipe = small("tiny-llada")
     list(train(recipe, tmp_path, save_every=6))
     state = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -103,22 +103,22 @@ def test_a_state_from_before_a_setting_existed_is_that_of_its_default(small, tmp
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_a_finished_run_goes_on_with_a_further_cycle_of_mixed_rows(name, small, tmp_path):
+def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(name, small, tmp_path):
     plain = replace(small(name), cycles=(4, 2))
     mixed = replace(plain, cycles=(4, 2, 4), peaks=(1.0, 0.5, 0.5), code=200, skills=60, problems_first=2)
-    list(train(mixed, tmp_path / "whole", save_every=2, keep_every=2))
+    list(train(mixed, tmp_path / "complete", save_every=2, keep_every=2))
     list(train(plain, tmp_path / "further", save_every=2, keep_every=2))
     list(train(mixed, tmp_path / "further", save_every=2, keep_every=2))
-    for key, value in weights(tmp_path / "whole").items():
+    for key, value in weights(tmp_path / "complete").items():
         assert torch.equal(weights(tmp_path / "further")[key], value)
     unmixed = replace(mixed, code=0, skills=0)
     list(train(unmixed, tmp_path / "unmixed", save_every=2, keep_every=2))
-    kept = [[torch.load(tmp_path / run / f"weights-{n}.pt") for n in (6, 8)] for run in ("whole", "unmixed")]
+    kept = [[torch.load(tmp_path / run / f"weights-{n}.pt") for n in (6, 8)] for run in ("complete", "unmixed")]
     equal = [all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(*kept, strict=True)]
     assert equal == [True, False]
 
 
-def test_a_run_goes_on_only_where_its_steps_would_have_been_the_same(small, tmp_path):
+def test_a_run_resumes_only_if_its_steps_are_the_same_under_the_recipe(small, tmp_path):
     plain = replace(small("tiny-llada"), cycles=(4, 2))
     list(train(plain, tmp_path, save_every=2))
     for change in (
@@ -134,8 +134,8 @@ def test_a_run_goes_on_only_where_its_steps_would_have_been_the_same(small, tmp_
     ("name", "losses"),
     [("tiny-llada", (5.93079, 5.35433, 5.23274)), ("tiny-llama", (6.78158, 6.75802, 6.63838))],
 )
-def test_the_shipped_recipes_still_do_what_they_did(name, losses):
-    """Recorded when the shipped checkpoints were trained, on fewer problems and smaller batches."""
+def test_the_shipped_recipes_are_reproducible(name, losses):
+    """Losses recorded when the shipped checkpoints were trained, with fewer problems and smaller batches."""
     recipe = replace(RECIPES[name].until(3), problems=2000, batch=16)
     tokenizer = training.make_tokenizer(recipe)
     corpus = build_corpus(tokenizer, recipe)
@@ -147,7 +147,7 @@ def test_the_shipped_recipes_still_do_what_they_did(name, losses):
     assert seen == pytest.approx(losses, rel=2e-3)
 
 
-def test_masking_spares_prompt_and_start_token_and_follows_t():
+def test_masking_follows_t_and_spares_the_prompt_and_the_start_token():
     ids = torch.full((800, 60), 9)
     generator = torch.Generator().manual_seed(0)
     noisy, masked, t = training.corrupt(ids, 36, 1, generator)
@@ -167,9 +167,9 @@ def test_a_maskable_start_token_is_masked_like_any_prompt_token_and_nothing_else
     _, masked, same_t = training.corrupt(ids, 36, 1, torch.Generator().manual_seed(0), spared=0)
     assert torch.equal(kept[:, 1:], masked[:, 1:])
     assert torch.equal(t, same_t)
-    whole = torch.arange(800) % 8 == 0
-    assert not masked[~whole, 0].any()
-    assert abs(masked[whole, 0].float().mean() - t[whole].mean()) < 0.1
+    complete = torch.arange(800) % 8 == 0
+    assert not masked[~complete, 0].any()
+    assert abs(masked[complete, 0].float().mean() - t[complete].mean()) < 0.1
 
 
 @pytest.mark.parametrize(("start_token", "ever"), [("kept", False), ("maskable", True), ("absent", True)])
@@ -184,7 +184,7 @@ def test_the_recipe_decides_whether_the_first_token_is_ever_masked(start_token, 
 
 
 class _Uniform:
-    """A model's output that says nothing."""
+    """A model's output with uniform logits."""
 
     def __init__(self, ids):
         self.logits = torch.zeros(*ids.shape, 643)
@@ -229,7 +229,7 @@ def test_the_learning_rate_restarts_at_half_its_peak():
     assert rates[55] == pytest.approx(recipe.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * 0.5))))
 
 
-def test_tiny_dream_starts_as_tiny_llama_with_biases_of_zero(tokenizer, tiny_llama):
+def test_tiny_dream_starts_as_tiny_llama_with_zero_biases(tokenizer, tiny_llama):
     model = training.build_model(RECIPES["tiny-dream"], tokenizer)
     biases = {name for name, value in model.state_dict().items() if name.endswith(".bias")}
     assert len(biases) == 3 * RECIPES["tiny-dream"].n_layers
@@ -246,7 +246,7 @@ def test_tiny_mmada_starts_as_tiny_llada_with_new_tokens_added():
     recipe = replace(RECIPES["tiny-mmada"], problems=400, pictures=200, batch=16)
     tokenizer = training.make_tokenizer(recipe)
     model = training.build_model(recipe, tokenizer)
-    stored = load_file(find("tiny-llada", None) / "model.safetensors")["model.transformer.wte.weight"]
+    stored = load_file(find_checkpoint("tiny-llada", None) / "model.safetensors")["model.transformer.wte.weight"]
     embedding = model.get_input_embeddings().weight
     assert torch.equal(embedding[: len(stored)], stored.float())
     assert len(embedding) == len(tokenizer) > len(stored)
@@ -263,7 +263,7 @@ def test_tiny_mmada_starts_as_tiny_llada_with_new_tokens_added():
 
 
 @pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 1}, {"n_layers": 3}, {"d_mlp": 32}])
-def test_a_start_of_other_sizes_is_refused(change, small):
+def test_starting_from_weights_of_other_sizes_is_rejected(change, small):
     recipe = replace(small("tiny-dream"), **change)
-    with pytest.raises(ValueError, match=r"cannot be the start of this model: .*model\..* differ; start from one of"):
+    with pytest.raises(ValueError, match=r"do not fit this model: .*model\..* differ; start from a checkpoint of"):
         training.build_model(recipe, training.make_tokenizer(recipe))

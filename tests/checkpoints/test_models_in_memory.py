@@ -1,4 +1,4 @@
-"""A model or a TransformerLens bridge that one holds already is taken over as it is, or refused and left alone."""
+"""A model or a TransformerLens bridge in memory is used as it is, or rejected and left unchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +22,12 @@ def _logits(model: Callable[..., Any], ids: Tensor) -> Tensor:
     return made if isinstance(made, Tensor) else made.logits
 
 
-# Models one holds
+# Models in memory
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("sees_back_only", [True, False], ids=["causal", "bidirectional"])
-def test_model_one_holds_computes_as_its_config_says(architecture, sees_back_only, tmp_path):
+def test_a_model_in_memory_computes_what_its_config_says(architecture, sees_back_only, tmp_path):
     hf, ids = random_hf(architecture, sees_back_only), random_ids()
     wanted = eager_logits(hf, ids, sees_back_only)
     tokenizer = word_tokenizer(tmp_path)
@@ -39,15 +39,15 @@ def test_model_one_holds_computes_as_its_config_says(architecture, sees_back_onl
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_model_made_bidirectional_after_it_was_built_looks_ahead(architecture):
-    """Its attention modules were built to say that they are causal."""
+def test_a_model_made_bidirectional_after_it_was_built_looks_ahead(architecture):
+    """Its attention modules were built with is_causal = True."""
     hf, ids = random_hf(architecture, causal=True), random_ids()
     wanted = eager_logits(hf, ids, causal=False)
     hf.config.is_causal = False
     torch.testing.assert_close(_logits(sinklens.load(hf, check=False), ids), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_mask_token_of_a_model_one_holds_comes_from_its_tokenizer_too(tmp_path):
+def test_the_mask_token_of_a_model_in_memory_can_come_from_its_tokenizer(tmp_path):
     hf = random_hf("llama", mask_token_id=None)
     assert sinklens.load(hf, tokenizer=word_tokenizer(tmp_path)).mask_token_id == 60
 
@@ -57,12 +57,12 @@ def test_mask_token_of_a_model_one_holds_comes_from_its_tokenizer_too(tmp_path):
     [{"revision": "v1"}, {"dtype": "bf16"}, {"device": "cpu"}, {"device_map": "cpu"}],
     ids=str,
 )
-def test_settings_of_loading_are_refused_for_a_model_one_holds(given):
+def test_loading_options_are_rejected_for_a_model_in_memory(given):
     with pytest.raises(CheckpointError, match="revision, dtype, device and device_map belong to loading"):
         sinklens.load(random_hf(), **given)
 
 
-def test_model_that_is_refused_is_left_as_it_was():
+def test_a_rejected_model_is_left_unchanged():
     hf = random_hf("llama", mask_token_id=None)
     before = hf.config.to_dict(), hf.config._attn_implementation
     with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
@@ -70,7 +70,7 @@ def test_model_that_is_refused_is_left_as_it_was():
     assert (hf.config.to_dict(), hf.config._attn_implementation) == before
 
 
-def test_model_given_again_is_the_same_model():
+def test_loading_the_same_model_again_returns_the_same_object():
     hf = random_hf()
     model = sinklens.load(hf)
     assert sinklens.load(hf) is model
@@ -79,28 +79,28 @@ def test_model_given_again_is_the_same_model():
     assert torch.equal(first.canvas, again.canvas)
 
 
-def test_model_with_hook_points_gets_no_second_tree(tiny_llada):
-    """Its first tree would go on without the points of attention and the residual stream."""
+def test_a_model_with_hook_points_does_not_get_a_second_set(tiny_llada):
+    """The first set would lose its points of attention and of the residual stream."""
     hf = random_hf()
     sinklens.load(hf)
     with pytest.raises(
-        CheckpointError, match=r"has hook points already.*the model that sinklens\.load returned for it"
+        CheckpointError, match=r"already has hook points.*the model that sinklens\.load returned for it"
     ):
         sinklens.load(hf, tokenizer=tiny_llada.tokenizer)
 
 
-def test_model_without_a_head_is_refused():
-    with pytest.raises(CheckpointError, match="LlamaModel has no language-model head; give a model of a …ForCausalLM"):
+def test_a_model_without_a_head_is_rejected():
+    with pytest.raises(CheckpointError, match="LlamaModel has no language-model head; pass a model of a …ForCausalLM"):
         sinklens.load(random_hf().model)
 
 
-def test_model_of_an_unknown_kind_is_refused():
+def test_a_model_of_an_unknown_family_is_rejected():
     config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)
     with pytest.raises(CheckpointError, match="GPT2LMHeadModel: model_type 'gpt2' is not a known family"):
         sinklens.load(transformers.GPT2LMHeadModel(config))
 
 
-def test_bidirectional_sliding_window_of_a_model_one_holds_is_refused():
+def test_a_bidirectional_sliding_window_of_a_model_in_memory_is_rejected():
     hf = random_hf("qwen2", use_sliding_window=True, sliding_window=4)
     with pytest.raises(
         CheckpointError, match=r"use_sliding_window = True; the a2d-qwen2 family can express only False"
@@ -108,7 +108,7 @@ def test_bidirectional_sliding_window_of_a_model_one_holds_is_refused():
         sinklens.load(hf)
 
 
-def test_anything_else_is_refused():
+def test_anything_else_is_rejected():
     with pytest.raises(
         CheckpointError, match="cannot load a int; give a name, a folder, a transformers PreTrainedModel"
     ):
@@ -128,8 +128,8 @@ def _bridge(hf: PreTrainedModel, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("architecture", BRIDGED)
-@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied head"])
-def test_bridge_is_taken_over_with_its_weights(architecture, tied, tmp_path):
+@pytest.mark.parametrize("tied", [False, True], ids=["separate head", "tied head"])
+def test_a_bridge_is_loaded_with_its_weights(architecture, tied, tmp_path):
     bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
     ids = random_ids()
     wanted = _logits(bridge, ids)
@@ -141,7 +141,7 @@ def test_bridge_is_taken_over_with_its_weights(architecture, tied, tmp_path):
     assert model.family == architecture
 
 
-def test_bridge_goes_on_as_before_and_shows_the_same_values(tmp_path):
+def test_a_bridge_keeps_working_and_shows_the_same_values(tmp_path):
     bridge, ids = _bridge(random_hf("llama", causal=True), tmp_path), random_ids()
     with torch.no_grad():
         logits, cache = bridge.run_with_cache(ids)
@@ -154,8 +154,8 @@ def test_bridge_goes_on_as_before_and_shows_the_same_values(tmp_path):
         torch.testing.assert_close(ours[name], cache[name], rtol=1e-4, atol=1e-5)
 
 
-def test_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp_path):
-    """Folding and centring move Llama's logits by one number per position; the model moves along."""
+def test_a_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp_path):
+    """Folding and centring shift Llama's logits by one number per position, and the model's shift with them."""
     hf, ids = random_hf("llama", causal=True), random_ids()
     raw = _logits(hf, ids)
     bridge = _bridge(hf, tmp_path)
@@ -166,10 +166,18 @@ def test_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied", "told"),
+    ("architecture", "tied", "message"),
     [
-        ("llama", True, r"ties its weights by its config, but lm_head\.weight has values of its own"),
-        ("qwen3", True, r"ties its weights by its config, but lm_head\.weight has values of its own"),
+        (
+            "llama",
+            True,
+            r"the config of the TransformerBridge ties its weights, but lm_head\.weight has separate values",
+        ),
+        (
+            "qwen3",
+            True,
+            r"the config of the TransformerBridge ties its weights, but lm_head\.weight has separate values",
+        ),
         (
             "qwen2",
             False,
@@ -177,8 +185,8 @@ def test_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp
         ),
     ],
 )
-def test_bridge_whose_processed_weights_do_not_fit_is_refused(architecture, tied, told, tmp_path):
+def test_a_bridge_whose_processed_weights_do_not_fit_is_rejected(architecture, tied, message, tmp_path):
     bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
     bridge.enable_compatibility_mode(disable_warnings=True)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         sinklens.load(bridge)
