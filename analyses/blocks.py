@@ -22,7 +22,7 @@ import xarray as xr
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import SINK, Study
-from sinklens.sampling import LladaSettings, make_settings
+from sinklens.sampling import LladaSettings, settings_for
 from sinklens.sinks import motion
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Blocks(Study):
 
 def lengths(model: "Model", settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Block length -> settings: all that divide the answer and share its steps evenly."""
-    made = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults)
+    made = settings_for(model, dict(settings))
     if not isinstance(made, LladaSettings):
         return {1 if model.config.is_causal else made.gen_length: dict(settings)}
     whole = {"gen_length": made.gen_length, "steps": made.steps}

@@ -30,7 +30,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import Intervention, KeepKeys, WindowAttention
-from sinklens.sampling import make_settings
+from sinklens.sampling import settings_for
 from sinklens.sinks import SinkTrack
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Budget(Study):
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, budget, kind]."""
-        steps = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults).steps
+        steps = settings_for(model, dict(settings)).steps
         axes = ("budget", "kind")
 
         def one(prompt: Any) -> xr.Dataset:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sinklens.analyses.answers import is_right
 from sinklens.analyses.intervals import interval_table, verdict
-from sinklens.analyses.runs import own_steps
+from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
 from sinklens.sinks import SinkTrack, motion
 
@@ -107,7 +107,7 @@ class Diagnose(Study):
             data[f"{name}_cost"] = ("prompt", right[:, 0] - right[:, number])
             data[f"{name}_changed"] = ("prompt", changed_tokens(base.run, found.run))
         data["right"] = (("prompt", "run"), right)
-        track, hidden = base.track, own_steps(same.run.sinks, base.own)
+        track, hidden = base.track, active_steps(same.run.sinks, base.own)
         return xr.merge([data.assign_coords(run=RUNS),
                          at_the_start(track), anchors(track, hidden, start, end)])  # fmt: skip
 

@@ -34,7 +34,7 @@ from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
-from sinklens.sampling import AutoregressiveSettings, LladaSettings, make_settings
+from sinklens.sampling import AutoregressiveSettings, LladaSettings, settings_for
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Mechanism(Study):
 def orders(model: "Model", settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The orders of `ORDERS` that the model's sampler can unmask in, one token per step, with the settings for each."""
     plain = {name: value for name, value in settings.items() if name not in ("threshold", "steps")}
-    made = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults)
+    made = settings_for(model, dict(settings))
     if isinstance(made, AutoregressiveSettings):
         return {"position": plain}
     plain |= {"gen_length": made.gen_length, "steps": made.gen_length}

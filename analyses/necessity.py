@@ -24,6 +24,7 @@ from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack
+from sinklens.sinks.data import TrackData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +58,7 @@ class StrongestKey(Detector):
     part: Part = "all"
     sink: Detector = field(default_factory=EpsilonOverMean)
 
-    def detect(self, track: SinkTrack) -> xr.DataArray:
+    def detect(self, track: TrackData) -> xr.DataArray:
         """True at one position at most of each head and step: of equals the first, and none where all scores are 0."""
         score = track.scores()
         first = score.fillna(-np.inf).argmax("pos")

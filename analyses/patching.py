@@ -40,7 +40,7 @@ from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
-from sinklens.sampling import AutoregressiveSettings, make_settings
+from sinklens.sampling import AutoregressiveSettings, settings_for
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Patching(Study):
         0 where nothing is told; ``flipped`` [prompt, layer, start] and ``told`` [prompt].
         """
         layers = range(-1, model.cfg.n_layers)
-        made = make_settings(model.record.sampler, dict(settings), model.checkpoint.defaults)
+        made = settings_for(model, dict(settings))
         given = {**settings, "temperature": 0.0}
         given |= {"use_cache": False} if isinstance(made, AutoregressiveSettings) else {}
         places = {"group": list(GROUPS), "layer": list(layers), "step": np.arange(made.steps), "start": list(STARTS)}
@@ -238,7 +238,7 @@ class Gaps:
         distinct, of = canvas.unique(dim=0, return_inverse=True)
         distinct[:, :length] = self._pair.clean.canvas[:, 0, :length].to(canvas.device)
         layers = sorted({patch.layer for patch in self._patches if patch is not None})
-        seen = self._model.tree.look(distinct, torch.ones_like(distinct, dtype=torch.bool), map(_point, layers))
+        seen = self._model.tree.peek(distinct, torch.ones_like(distinct, dtype=torch.bool), map(_point, layers))
         self._clean = {layer: seen[_point(layer)][of] for layer in layers}
 
     def _replace(self, value: Float[Tensor, "row pos d_model"], hook: "Point") -> Float[Tensor, "row pos d_model"]:

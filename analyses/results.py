@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import xarray as xr
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ class Findings:
 class Drawing(Protocol):
     """What writing needs of a study: its name and its figures."""
 
-    name: str
+    name: ClassVar[str]
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """Figures by name."""
@@ -55,15 +55,15 @@ def write(study: Drawing, findings: Findings, out: Path) -> Findings:
     files = []
     for name, table in findings.tables.items():
         files.append(out / f"{study.name}-{name}.csv")
-        with whole(files[-1]) as part:
+        with atomic_write(files[-1]) as part:
             table.to_csv(part, index=False)
     files += _draw(study, findings, out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
     files.append(out / f"{study.name}.nc")
-    with whole(files[-1]) as part:
+    with atomic_write(files[-1]) as part:
         part.write_bytes(stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
     files.append(out / f"{study.name}.json")
-    with whole(files[-1]) as part:
+    with atomic_write(files[-1]) as part:
         part.write_text(json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
     return replace(findings, files=tuple(files))
 
@@ -102,7 +102,7 @@ def _draw(study: Drawing, findings: Findings, out: Path) -> list[Path]:
         for name, figure in study.figures(findings.measured, findings.examples).items():
             for kind in ("png", "svg"):
                 files.append(out / f"{study.name}-{name}.{kind}")
-                with whole(files[-1]) as part:
+                with atomic_write(files[-1]) as part:
                     figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
                 figure.set_layout_engine("none")  # the places it found hold for the next format too
             pyplot.close(figure)

@@ -3,7 +3,7 @@
 In a batch, a row that is through with its block or its answer waits for the others: it is passed through the model
 again, and nothing of it changes. Alone it would not have these steps. A study measures prompts, and what it measures of
 one must not depend on what else is in its batch, so waiting steps are taken out: `own_run` tells which steps are a
-row's own, and `own_steps` moves those to the front of a track.
+row's own, and `active_steps` moves those to the front of a track.
 
 One way this fails: copies of one prompt in a batch are drawn different random numbers, in two batches the same ones; at
 a temperature above 0 give each prompt once.
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from sinklens.sinks import Record, SinkTrack
-from sinklens.sinks.active import holds_end, own_steps
+from sinklens.sinks.active import active_steps, holds_end
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-__all__ = ["OwnRun", "own_run", "own_steps"]
+__all__ = ["OwnRun", "active_steps", "own_run"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OwnRun:
     def track(self) -> SinkTrack:
         """The sink track of own steps."""
         assert self.run.sinks is not None, "the run recorded no sinks"
-        return own_steps(self.run.sinks, self.own)
+        return active_steps(self.run.sinks, self.own)
 
 
 def own_run(

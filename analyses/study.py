@@ -35,7 +35,7 @@ from sinklens.analyses.units import Units, batches, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.model import load
-from sinklens.sampling.settings import BY_SAMPLER, make_settings
+from sinklens.sampling.settings import BY_SAMPLER, settings_for
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.versions import versions
@@ -202,7 +202,7 @@ class Study(ABC):
                     "weights": model.fingerprint,
                     "dtype": str(model.cfg.dtype),
                     "device": str(model.cfg.device),
-                    "settings": asdict(make_settings(model.record.sampler, dict(given), model.checkpoint.defaults)),
+                    "settings": asdict(settings_for(model, dict(given))),
                 }
                 for name, model, given in zip(names, models, settings, strict=True)
             ],
@@ -249,7 +249,7 @@ def _names(models: Sequence["Model"]) -> list[str]:
 
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """For each model, the settings that its sampler knows; one that no model knows is an error."""
-    known = [{entry.name for entry in fields(BY_SAMPLER[model.record.sampler])} for model in models]
+    known = [{entry.name for entry in fields(BY_SAMPLER[model.family_record.sampler])} for model in models]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:

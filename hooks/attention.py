@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sinklens.errors import ReadOnlyHookError
 from sinklens.hooks import fused
 from sinklens.hooks.column_sums import column_sums, log_sum_exp
-from sinklens.hooks.normalizers import Visible, Weigh, softmax, way_of
+from sinklens.hooks.normalizers import Normalizer, Visible, normalizer_of, softmax
 from sinklens.hooks.points import at
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
         causal: no mask came because causal order alone decides.
         scale: factor on the scores.
         plain: transformers' own fused attention of these, without the bias; what runs where nobody watches.
-        weigh: how scores become weights; all but softmax need the map.
+        normalize: how scores become weights; all but softmax need the map.
     """
 
     query: Float[Tensor, "batch head query d_head"]
@@ -62,7 +62,7 @@ class Operands(NamedTuple):
     causal: bool
     scale: float
     plain: Callable[[], Float[Tensor, "batch query head d_head"]]
-    weigh: Weigh = softmax
+    normalize: Normalizer = softmax
 
     def additive(self) -> Tensor | None:
         """Mask and bias as one tensor added to the scores; None where there is neither."""
@@ -99,7 +99,7 @@ def attention(
     """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
     points: AttentionPoints | None = module.__dict__.get(POINTS)
     if points is None or not points.any_watched():
-        if way_of(module) is not softmax:
+        if normalizer_of(module) is not softmax:
             operands = _operands(module, query, key, value, attention_mask, None, scaling, kwargs)
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -139,14 +139,14 @@ def _operands(
         causal=bool(causal) and mask is None and query.shape[2] > 1,
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         plain=lambda: sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0],
-        weigh=way_of(module),
+        normalize=normalizer_of(module),
     )
 
 
 def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
     """The heads' outputs, by the cheapest way that shows the watchers what they watch."""
     early = points.hook_sink_scores.watch.parked_at(points.hook_sink_scores.name or "")
-    if operands.weigh is not softmax:
+    if operands.normalize is not softmax:
         if early:
             _show_sums(points, operands, _pattern(operands))
         return _explicit(points, operands, sinks=not early)
@@ -198,7 +198,7 @@ def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Flo
 def _pattern(operands: Operands, scores: Tensor | None = None) -> Float[Tensor, "batch head query key"]:
     """The map, of the operands' own scores or of edited ones; rows of padding queries are 0."""
     own, real = _scores(operands) if scores is None else scores, operands.real_queries()
-    weights = operands.weigh(own, operands.visible()).to(operands.query.dtype)
+    weights = operands.normalize(own, operands.visible()).to(operands.query.dtype)
     return weights if real is None else weights.masked_fill(~real[:, None, :, None], 0.0)
 
 

@@ -93,9 +93,11 @@ class Handover:
 
     def release(self, location: str, value: Any) -> None:
         """Hand `value` to every block that waits at `location`, whichever visit it waits for, until none does."""
-        waiting = True
-        while waiting:
-            waiting = [one for one in self._interleaver.mediators if one.pending and one.pending.provider == location]
+        while waiting := [
+            mediator
+            for mediator in self._interleaver.mediators
+            if mediator.pending and mediator.pending.provider == location
+        ]:
             for mediator in waiting:
                 mediator.pending = mediator.switch(value)
         self._interleaver.reindex()  # they wait elsewhere now

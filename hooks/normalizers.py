@@ -27,7 +27,7 @@ CONFIG_KEY = "sinklens_attention"
 
 Scores = Float[Tensor, "batch head query key"]
 Visible = Int[Tensor, "#batch #head #query 1"]
-Weigh = Callable[[Scores, Visible], Scores]
+Normalizer = Callable[[Scores, Visible], Scores]
 
 
 def softmax(scores: Scores, visible: Visible) -> Scores:
@@ -48,14 +48,14 @@ def off_by_one(scores: Scores, visible: Visible) -> Scores:
     return torch.softmax(torch.cat([scores, nowhere], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
-WAYS: Mapping[str, Weigh] = {"softmax": softmax, "sigmoid": sigmoid, "off-by-one": off_by_one}
+NORMALIZERS: Mapping[str, Normalizer] = {"softmax": softmax, "sigmoid": sigmoid, "off-by-one": off_by_one}
 
 
-def way_named(config: Any) -> str:
-    """Name of the way, in `WAYS`, that a transformers config asks for."""
+def normalizer_name(config: Any) -> str:
+    """Name of the way, in `NORMALIZERS`, that a transformers config asks for."""
     return str(getattr(config, CONFIG_KEY, "softmax"))
 
 
-def way_of(module: Any) -> Weigh:
+def normalizer_of(module: Any) -> Normalizer:
     """The function that the config of a transformers module asks for; `softmax` where it asks for none."""
-    return WAYS[way_named(getattr(module, "config", None))]
+    return NORMALIZERS[normalizer_name(getattr(module, "config", None))]

@@ -31,13 +31,13 @@ class Watch:
     Attributes:
         step: number of the denoising step being run; None outside a run.
         handover: what passes to trace blocks and back; None while no nnsight root wraps the tree.
-        looked: during `HookTree.look`, value by name of the points that are looked at; they alone are watched then,
+        peeked: during `HookTree.peek`, value by name of the points that are looked at; they alone are watched then,
             and no hook or block is called. None otherwise.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.looked: dict[str, Tensor | None] | None = None
+        self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
 
     def waits_for(self, name: str) -> bool:
@@ -69,15 +69,15 @@ class Point(HookPoint):
     @property
     def watched(self) -> bool:
         """Whether anybody wants the value that passes here now."""
-        if self.watch.looked is not None:
-            return self.name in self.watch.looked
+        if self.watch.peeked is not None:
+            return self.name in self.watch.peeked
         forward = self._functions or self._forward_hooks or self._forward_pre_hooks
         backward = self._backward_hooks or self._backward_pre_hooks
         return bool(forward or backward) or self.watch.waits_for(self.name or "")
 
     def __call__(self, x: "Tensor") -> "Tensor":
-        if self.watch.looked is not None:
-            self.watch.looked[self.name or ""] = x.detach()
+        if self.watch.peeked is not None:
+            self.watch.peeked[self.name or ""] = x.detach()
             return x
         return super().__call__(x)
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
 
 LONG = 512 * 512  # scores per head; shorter calls take the default tile, which costs them little
@@ -77,5 +77,5 @@ def _read() -> dict[str, list[int]]:
 
 
 def _write(known: dict[str, list[int]]) -> None:
-    with whole(file()) as part:
+    with atomic_write(file()) as part:
         part.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")

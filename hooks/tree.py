@@ -152,7 +152,7 @@ class HookTree(ModelWeights, HookFront):
         return output.last_hidden_state
 
     @torch.no_grad()
-    def look(
+    def peek(
         self,
         input_ids: Int[Tensor, "batch pos"],
         attention_mask: Bool[Tensor, "batch pos"] | None,
@@ -170,16 +170,16 @@ class HookTree(ModelWeights, HookFront):
         for name in wanted:
             if name.startswith("denoise."):
                 raise HookNameError(f"{name!r} belongs to the sampler; a single pass does not reach it.")
-        if self.watch.looked is not None:
+        if self.watch.peeked is not None:
             raise SinklensError("one look is going on already; a pass that is looked at calls no hooks.")
         handover = self.watch.handover
-        self.watch.looked = looked = dict.fromkeys(wanted)
+        self.watch.peeked = peeked = dict.fromkeys(wanted)
         try:  # a block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)
-            return {name: value for name, value in looked.items() if value is not None}
+            return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.looked = None
+            self.watch.peeked = None
 
     def refuse_compiled(self) -> None:
         """Called before a run and before a single pass; it takes longer than a pass's points do.

@@ -1,7 +1,7 @@
-"""Files that are whole or absent.
+"""Atomic file writes.
 
-Everything sinklens writes goes to a neighbour of its place first and is moved there when it is complete, so an
-interrupt, a kill or a full disk leaves either the old file or none.
+sinklens writes every file beside its destination first and renames it when it is complete, so an interrupt, a kill or
+a full disk leaves either the old file or none.
 """
 
 import os
@@ -13,8 +13,8 @@ from sinklens.errors import SinklensError
 
 
 @contextmanager
-def whole(path: str | Path) -> Iterator[Path]:
-    """Give a path to write to; what is there at the end of the block becomes `path`.
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path; when the block ends, what was written there replaces `path`.
 
     Raises:
         SinklensError: the file cannot be written (no folder, no right, disk full).

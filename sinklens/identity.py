@@ -24,7 +24,7 @@ from sinklens.errors import SettingError
 from sinklens.sinks.track import SinkTrack
 
 
-def mark(value: Any) -> str:
+def fingerprint(value: Any) -> str:
     """The mark of an intervention, of a (name, function) pair, or of a list or mapping of them.
 
     Raises:
@@ -33,20 +33,24 @@ def mark(value: Any) -> str:
     if isinstance(value, Tensor):
         return _hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
     if isinstance(value, np.ndarray):
-        return mark(value.tolist()) if value.dtype == object else _hashed(value, value.dtype, value.shape)
+        return fingerprint(value.tolist()) if value.dtype == object else _hashed(value, value.dtype, value.shape)
     if isinstance(value, SinkTrack | xr.Dataset | xr.DataArray):
-        return f"{type(value).__name__}({mark(_parts(value))})"
+        return f"{type(value).__name__}({fingerprint(_parts(value))})"
     if isinstance(value, torch.nn.Module):
-        return f"{type(value).__module__}.{type(value).__qualname__}({value!r}, {mark(dict(value.state_dict()))})"
+        return (
+            f"{type(value).__module__}.{type(value).__qualname__}({value!r}, {fingerprint(dict(value.state_dict()))})"
+        )
     if isinstance(value, Mapping) or hasattr(value, "items"):  # an ActivationCache is no Mapping
-        return f"{{{', '.join(f'{mark(key)}: {mark(entry)}' for key, entry in value.items())}}}"
+        return f"{{{', '.join(f'{fingerprint(key)}: {fingerprint(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(mark, value)))}}}"
+        return f"{{{', '.join(sorted(map(fingerprint, value)))}}}"
     if is_dataclass(value) and not isinstance(value, type):
-        shown = ", ".join(f"{part.name}={mark(getattr(value, part.name))}" for part in fields(value) if part.compare)
+        shown = ", ".join(
+            f"{part.name}={fingerprint(getattr(value, part.name))}" for part in fields(value) if part.compare
+        )
         return f"{type(value).__module__}.{type(value).__qualname__}({shown})"
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | range):
-        return f"[{', '.join(map(mark, value))}]"
+        return f"[{', '.join(map(fingerprint, value))}]"
     if isinstance(value, FunctionType | MethodType | functools.partial | CodeType):
         return _of_function(value)
     return _of_words(value)
@@ -65,14 +69,14 @@ def _parts(value: Any) -> dict[str, Any]:
 
 def _of_function(value: Any) -> str:
     if isinstance(value, functools.partial):
-        return f"partial({mark(value.func)}, {mark(value.args)}, {mark(value.keywords)})"
+        return f"partial({fingerprint(value.func)}, {fingerprint(value.args)}, {fingerprint(value.keywords)})"
     if isinstance(value, MethodType):
-        return f"{mark(value.__func__)} of {mark(value.__self__)}"
+        return f"{fingerprint(value.__func__)} of {fingerprint(value.__self__)}"
     if isinstance(value, CodeType):
-        return mark([value.co_code.hex(), value.co_names, value.co_varnames, value.co_consts])
+        return fingerprint([value.co_code.hex(), value.co_names, value.co_varnames, value.co_consts])
     held = [cell.cell_contents for cell in value.__closure__ or ()]
     parts = [value.__code__, value.__defaults__, value.__kwdefaults__, held]
-    return f"{value.__module__}.{value.__qualname__}({mark(parts)})"
+    return f"{value.__module__}.{value.__qualname__}({fingerprint(parts)})"
 
 
 def _of_words(value: Any) -> str:

@@ -18,7 +18,7 @@ from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretraine
 from sinklens.errors import CheckpointError
 from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
-from sinklens.hooks.normalizers import way_named
+from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.offload import value_of
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.passes import SinglePasses
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-UNTOLD = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")  # of a config: no part of a fingerprint
+NOT_FINGERPRINTED = (
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "_name_or_path",
+)  # of a config: no part of a fingerprint
 ELSEWHERE = {  # what TransformerLens and transformers have in a model, and what to write instead
     **dict.fromkeys(
         ("generate", "generate_stream", "hf_generate", "diffusion_generate"),
@@ -42,7 +47,7 @@ ELSEWHERE = {  # what TransformerLens and transformers have in a model, and what
     "set_tokenizer": "give it to sinklens.load(..., tokenizer=...).",
     "input_to_embed": "read the point hook_embed.",
 }
-HELD = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
+MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
 
 
 class Model(SinglePasses, TokenMethods, ModuleMethods):
@@ -90,7 +95,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
         return self.tree.cfg
 
     @property
-    def record(self) -> Family:
+    def family_record(self) -> Family:
         """Everything known of the checkpoint's family."""
         return self.checkpoint.family
 
@@ -112,7 +117,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
         It is the same on every device, and in every dtype that holds the weights exactly.
         """
-        config = {name: value for name, value in self.config.to_diff_dict().items() if name not in UNTOLD}
+        config = {name: value for name, value in self.config.to_diff_dict().items() if name not in NOT_FINGERPRINTED}
         told = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
             told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
@@ -130,7 +135,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
-        way = way_named(self.config)
+        way = normalizer_name(self.config)
         told = "" if way == "softmax" else f"attention={way!r}, "
         return (
             f"Model({self.name!r}, family={self.family!r}, {told}{size:,} parameters, {self.cfg.n_layers} layers, "
@@ -186,14 +191,16 @@ def load(
             "Move or convert it before handing it over."
         )
     else:
-        known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(HELD)
+        known = (
+            name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
+        )
         if known is not None and tokenizer in (None, known.tokenizer):
             return known
         checkpoint = _take_over(name_or_path, tokenizer)
     model = Model(checkpoint)
     if check:
         run_check(model.tree, checkpoint.family.causal)
-    checkpoint.hf.__dict__[HELD] = model
+    checkpoint.hf.__dict__[MODEL_KEY] = model
     return model
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
-from sinklens.hooks.normalizers import softmax, way_of
+from sinklens.hooks.normalizers import normalizer_of, softmax
 from sinklens.hooks.tree import HookTree
 
 TOKENS = 6
@@ -56,7 +56,7 @@ def check(tree: HookTree, causal: bool) -> None:
         _check_points(tree, seen)
         for layer in range(tree.cfg.n_layers):
             pattern = seen[f"blocks.{layer}.attn.hook_pattern"][0]
-            if way_of(tree.hf) is softmax:
+            if normalizer_of(tree.hf) is softmax:
                 off = (pattern.float().sum(-1) - 1).abs().max().item()
                 _require(off, max(tolerance, 1e-3), f"rows of the pattern of layer {layer} miss 1 by")
             _check_direction(pattern, layer, causal)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.prompts import Encoded, Prompt, PromptReader, token_id
-from sinklens.sampling import make_settings
+from sinklens.sampling import settings_for
 
 Self = TypeVar("Self", bound="ModuleMethods")
 TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
@@ -32,7 +32,7 @@ class TokenMethods:
         tokenizer: None where it has none.
         cfg: lengths of its axes.
         mask_token_id: None for autoregressive models.
-        record, checkpoint: name the sampler and its settings.
+        family_record, checkpoint: name the sampler and its settings.
         eos_token_ids: tokens that end an answer; the first pads where the tokenizer names none that does.
     """
 
@@ -41,7 +41,7 @@ class TokenMethods:
     eos_token_ids: tuple[int, ...]
     mask_token_id: int | None
     cfg: Any
-    record: Any
+    family_record: Any
     checkpoint: Any
 
     @property
@@ -93,7 +93,7 @@ class TokenMethods:
         """
         self._mask_token()
         if gen_length is None:
-            gen_length = make_settings(self.record.sampler, {}, self.checkpoint.defaults).gen_length
+            gen_length = settings_for(self, {}).gen_length
         if token_id(gen_length) is None or gen_length < 1:
             raise SettingError(f"gen_length is a number of positions, 1 or more; got {gen_length!r}.")
         return self.encode(prompt, chat_template, gen_length=gen_length).ids

@@ -10,7 +10,7 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.identity import mark
+from sinklens.identity import fingerprint
 from sinklens.interventions import AblateHeads, Activations, HeadOutputs, MaskSinks, PatchHooks
 from sinklens.sinks import EpsilonOverMean, TopK
 
@@ -79,8 +79,8 @@ SAME_AND_OTHER = {
 @pytest.mark.parametrize("made", SAME_AND_OTHER)
 def test_a_mark_tells_what_differs_and_nothing_else(made):
     (make,) = SAME_AND_OTHER[made]
-    assert mark(make(0)) == mark(make(0))
-    assert mark(make(0)) != mark(make(1))
+    assert fingerprint(make(0)) == fingerprint(make(0))
+    assert fingerprint(make(0)) != fingerprint(make(1))
 
 
 def test_tracks_are_told_by_all_they_hold(tiny_llada):
@@ -90,7 +90,7 @@ def test_tracks_are_told_by_all_they_hold(tiny_llada):
     changed["score"][0, 2, 1, 3, 4] += 1e-3
     other = sinklens.SinkTrack(changed)
     assert len({repr(MaskSinks(source=track)) for track in (*tracks, other)}) == 1
-    marks = [mark(MaskSinks(source=track)) for track in (*tracks, other)]
+    marks = [fingerprint(MaskSinks(source=track)) for track in (*tracks, other)]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
 
@@ -100,22 +100,24 @@ def test_caches_of_a_run_are_told_by_their_values(tiny_llada):
     for text in ("Tom has 5 pens.", "Tom has 5 pens.", "Tom has 6 pens."):
         kept = Activations(names="blocks.0.hook_resid_post", steps=[1])
         sinklens.generate(tiny_llada, text, hooks=[kept], gen_length=2, record_sinks=False)
-        marks.append(mark(PatchHooks(source=kept.caches)))
+        marks.append(fingerprint(PatchHooks(source=kept.caches)))
     assert marks[0] == marks[1] != marks[2]
 
 
 def test_what_an_intervention_has_collected_is_no_part_of_it(tiny_llada):
     kept = Activations(names="hook_embed")
-    before = mark(kept)
+    before = fingerprint(kept)
     sinklens.generate(tiny_llada, "Tom has 5 pens.", hooks=[kept], gen_length=2, record_sinks=False)
-    assert mark(kept) == before
+    assert fingerprint(kept) == before
 
 
 def test_another_process_makes_the_same_mark():
-    code = "import test_identity as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.mark(m[0](0)).encode())"
+    code = "import test_identity as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.fingerprint(m[0](0)).encode())"
     path = f"import sys; sys.path[:0] = {[__file__.rpartition('/')[0]]!r}\n"
     told = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True).stdout
-    ours = [str(mark(made[0](0)).replace(__name__, "test_identity").encode()) for made in SAME_AND_OTHER.values()]
+    ours = [
+        str(fingerprint(made[0](0)).replace(__name__, "test_identity").encode()) for made in SAME_AND_OTHER.values()
+    ]
     assert told.splitlines() == ours
 
 
@@ -129,4 +131,4 @@ class Plain:
 @pytest.mark.parametrize("value", [Plain(), [("hook_embed", Plain())], torch.zeros(1).add])
 def test_what_only_its_address_tells_is_refused(value):
     with pytest.raises(SettingError, match="interventions that another process can tell apart"):
-        mark(value)
+        fingerprint(value)

@@ -352,7 +352,7 @@ def test_a_model_says_what_it_is():
     )
     assert model.mask_token_id == 60
     assert shared_model("qwen2", causal=True).mask_token_id is None
-    assert (model.record.name, model.family) == ("a2d-qwen2", "a2d-qwen2")
+    assert (model.family_record.name, model.family) == ("a2d-qwen2", "a2d-qwen2")
 
 
 def test_unknown_names_are_refused_by_the_model_too():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sinklens.checkpoints import files
-from sinklens.checkpoints.loading import Checkpoint, build_empty, finish, from_pretrained_model
+from sinklens.checkpoints.loading import Checkpoint, build_empty, from_pretrained_model, prepare
 from sinklens.checkpoints.translate import family_of, translate
 from sinklens.errors import CheckpointError
 
@@ -62,7 +62,7 @@ def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
         return from_pretrained_model(_filled(original.config, weights), tokenizer)
     config = translate(raw, family, "the TransformerBridge")
     name = getattr(original.config, "name_or_path", "") or family.name
-    return finish(_filled(config, _renamed(weights, family.renames)), tokenizer, family, raw, name)
+    return prepare(_filled(config, _renamed(weights, family.renames)), tokenizer, family, raw, name)
 
 
 def _filled(config: "PreTrainedConfig", weights: dict[str, Tensor]) -> "PreTrainedModel":
@@ -77,7 +77,7 @@ def _filled(config: "PreTrainedConfig", weights: dict[str, Tensor]) -> "PreTrain
     expected = {name: tuple(value.shape) for name, value in shell.named_parameters(remove_duplicate=False)}
     tied = set(getattr(shell, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    files.compare(files.Weights(shapes, torch.float32, {name: name for name in weights}), expected, tied, _WHERE)
+    files.check_weights(files.Weights(shapes, torch.float32, {name: name for name in weights}), expected, tied, _WHERE)
     if parted := sorted(tied & set(weights)):  # named_parameters lists shared weights once, under the first name
         raise CheckpointError(
             f"the TransformerBridge ties its weights by its config, but {', '.join(parted)} has values of its own: "

@@ -91,10 +91,10 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
     if unknown := [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]:
         raise CheckpointError(f"{where}: config.json has {unknown[0]!r}; sinklens reads only {weighing.CONFIG_KEY}.")
     chosen = config.get(weighing.CONFIG_KEY, "softmax")
-    if not isinstance(chosen, str) or chosen not in weighing.WAYS:
+    if not isinstance(chosen, str) or chosen not in weighing.NORMALIZERS:
         raise CheckpointError(
             f"{where}: config.json has {weighing.CONFIG_KEY} = {chosen!r}; known attention normalizers are "
-            f"{', '.join(weighing.WAYS)}.{nearest(str(chosen), weighing.WAYS)}"
+            f"{', '.join(weighing.NORMALIZERS)}.{nearest(str(chosen), weighing.NORMALIZERS)}"
         )
 
 

@@ -323,14 +323,14 @@ def _refuse_with_planted(options: argparse.Namespace) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    from sinklens.atomic import whole
+    from sinklens.atomic import atomic_write
 
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text)
 
 
 def _write_figure(path: Path, figure: Any) -> None:
-    from sinklens.atomic import whole
+    from sinklens.atomic import atomic_write
 
-    with whole(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, dpi=150)

@@ -299,7 +299,7 @@ def _score_progress(run: Any, done: int, total: int) -> None:
 
 def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     """Print the tables of a ledger, and write table.csv and the picture to `out`."""
-    from sinklens.atomic import whole
+    from sinklens.atomic import atomic_write
     from sinklens.cli.printing import show
     from sinklens.evaluation.tables import frame, read_lines
     from sinklens.views import accuracy_curves
@@ -307,13 +307,13 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         lines = read_lines(ledger, mixed_devices=mixed_devices)
-    with whole(out / "table.csv") as part:
+    with atomic_write(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
     written = ["table.csv"]
     if any(line.accuracy.total for line in lines):
         figure = accuracy_curves(frame([line for line in lines if line.accuracy.total]))
         for name in ("accuracy.png", "accuracy.svg"):
-            with whole(out / name) as part:
+            with atomic_write(out / name) as part:
                 figure.savefig(part, dpi=160, bbox_inches="tight")
             written.append(name)
     show(lines, [str(note.message) for note in noted])

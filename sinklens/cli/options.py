@@ -25,7 +25,7 @@ def _default(name: str) -> str:
     """The samplers' default in brackets; none where the meaning explains it."""
     from dataclasses import fields
 
-    from sinklens.sampling.settings import BY_SAMPLER, meaning
+    from sinklens.sampling.settings import BY_SAMPLER, setting_help
 
     if "default" in setting_help(name):
         return ""

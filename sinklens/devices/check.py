@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.devices.findings import Finding, carry_out, closing
 from sinklens.devices.parts import PARTS, Part, Setting
 
@@ -60,7 +60,7 @@ class Report:
             "seconds": self.seconds,
             "findings": [asdict(finding) for finding in self.findings],
         }
-        with whole(self.out) as part:
+        with atomic_write(self.out) as part:
             part.write_text(json.dumps(held, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def failed(self) -> bool:

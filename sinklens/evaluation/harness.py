@@ -28,7 +28,7 @@ from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.masking import Reach
 from sinklens.interventions.selection import Pick, Scope
 from sinklens.model import load
-from sinklens.sampling import make_settings
+from sinklens.sampling import settings_for
 from sinklens.tasks.base import cut
 from sinklens.tracing import generate
 
@@ -203,7 +203,7 @@ class SinklensLM(LM):
             "weights": self.model.fingerprint,
             "dtype": str(self.model.cfg.dtype).removeprefix("torch."),
             "hooks": [repr(hook) for hook in self.hooks],
-            "settings": asdict(make_settings(self.model.record.sampler, self.settings, self.model.checkpoint.defaults)),
+            "settings": asdict(settings_for(self.model, self.settings)),
             "seed": self.seed,
         }
 
@@ -217,7 +217,7 @@ class SinklensLM(LM):
         wanted |= {} if length is None else {"gen_length": int(length)}
         chosen = wanted | self.settings
         try:
-            make_settings(self.model.record.sampler, chosen, self.model.checkpoint.defaults)
+            settings_for(self.model, chosen)
         except SettingError as error:
             if not wanted:
                 raise

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import LedgerError
 
 FORMAT = "sinklens ledger 1"
@@ -55,7 +55,7 @@ class Run:
         """Write the run's description, if that was not done before."""
         note = self.folder / "run.json"
         if not note.exists():
-            with whole(note) as part:
+            with atomic_write(note) as part:
                 part.write_text(json.dumps({"format": FORMAT, "what": self.what}, indent=1, sort_keys=True) + "\n")
         return self
 

@@ -26,11 +26,12 @@ from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record
 from sinklens.evaluation.protocols import Protocol
 from sinklens.interventions import Intervention
-from sinklens.sampling import make_settings
+from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import Ids, IdSample, Prompts, before_end
+from sinklens.tracing import generate
 from sinklens.versions import versions
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: Protoco
         PromptError: the task is text and the model has no tokenizer, or token ids are expected that the model cannot
             answer; nothing has been written yet.
     """
-    settings = make_settings(model.record.sampler, protocol.of(model.record.sampler), model.checkpoint.defaults)
+    settings = settings_for(model, protocol.of(model.family_record.sampler))
     given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
     if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
         raise PromptError(
@@ -105,7 +106,7 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: Protoco
     return {
         "model": Path(model.name).resolve().name if Path(model.name).is_dir() else model.name,  # wherever it lies
         "family": model.family,
-        "sampler": model.record.sampler,
+        "sampler": model.family_record.sampler,
         "revision": model.checkpoint.revision or "",
         "weights": model.fingerprint,
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
@@ -137,18 +138,18 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
     """
     started = time.perf_counter()
 
-    def generate(hooks: Sequence[Intervention]) -> "Generation":
+    def run_with(hooks: Sequence[Intervention]) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
-        settings: dict[str, Any] = protocol.of(model.record.sampler)
+        settings: dict[str, Any] = protocol.of(model.family_record.sampler)
         return generate(model, prompts, seed=seed, hooks=hooks, progress=False, **settings)
 
     def unmasked() -> SinkTrack:
-        track = generate(()).sinks
+        track = run_with(()).sinks
         assert track is not None, "sinks are recorded unless that is declined"
         return track
 
     try:
-        run = generate(batch.condition.hooks_for(unmasked))
+        run = run_with(batch.condition.hooks_for(unmasked))
     except PromptError as error:
         names = [sample.id for sample in batch.samples]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -199,7 +200,7 @@ def _told(task: Task) -> dict[str, Any]:
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
     answer, steps = run.answers[row], _steps(run, row)
-    length = steps if run.model.record.causal else run.settings.gen_length  # a finished row waits for its batch
+    length = steps if run.model.family_record.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
     text = answer.text or ""
     return {
@@ -222,7 +223,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
 def _steps(run: "Generation", row: int) -> int:
     """Steps that a row took part in: of an autoregressive run, up to its end."""
     answer = run.answers[row]
-    return answer.tokens + answer.ended if run.model.record.causal else run.steps_run
+    return answer.tokens + answer.ended if run.model.family_record.causal else run.steps_run
 
 
 def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarray]:

@@ -63,7 +63,7 @@ def of_step(run: "Generation", step: int) -> StepIds:
         SettingError: the step did not run; negative ones count from the last that did.
     """
     step = within("step", [step], run.steps_run)[0]
-    end = run.prompt_length + step if run.model.record.causal else run.canvas.shape[2]
+    end = run.prompt_length + step if run.model.family_record.causal else run.canvas.shape[2]
     device = run.model.cfg.device
     return StepIds(run.canvas[:, step, :end].to(device), run.real[:, :end].to(device))
 
@@ -214,7 +214,7 @@ class _Pair(NamedTuple):
 
     def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """What the metric gets."""
-        if self.model.record.shift:  # as State.logits
+        if self.model.family_record.shift:  # as State.logits
             hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         return _wide(self.model.tree.head(hidden))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import of_step
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Intervention, Pairs, Surroundings, layer_of, place_mask, refuse, within
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -73,7 +73,7 @@ def logit_lens(
             a run of another kind of model.
     """
     _check_top_k(model, top_k)
-    if (model.cfg.d_vocab, model.record) != (run.model.cfg.d_vocab, run.model.record):
+    if (model.cfg.d_vocab, model.family_record) != (run.model.cfg.d_vocab, run.model.family_record):
         raise SettingError(
             f"{run.model.name} ran, and {model.name} is of another family or vocabulary; give the first."
         )
@@ -83,7 +83,7 @@ def logit_lens(
 
     def streams(step: int, sources: Tensor) -> list[Tensor]:
         ids, real = of_step(run, step)
-        seen = model.tree.look(ids[[row]], real[[row]], points)
+        seen = model.tree.peek(ids[[row]], real[[row]], points)
         return [seen[name][0, sources.to(seen[name].device)] for name in points]
 
     asked = _Asked(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)
@@ -112,8 +112,8 @@ class LogitLens(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "heads")
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         if run is None:
             raise SettingError("LogitLens reads a run; use it in sinklens.trace or sinklens.generate.")
         _check_top_k(model, self.top_k)
@@ -183,7 +183,7 @@ def _check_top_k(model: "Model", top_k: int) -> None:
 
 def _before(model: "Model") -> int:
     """How many positions before a token the stream that predicts it stands."""
-    return int(model.record.shift or model.record.causal)
+    return int(model.family_record.shift or model.family_record.causal)
 
 
 def _sources(
@@ -208,7 +208,7 @@ def _dataset(
     found = {name: np.full(ranked[name], fill, np.float32 if fill != -1 else np.int64) for name, fill in empty.items()}
     for at_step, step in enumerate(asked.steps):
         here = torch.ones_like(columns, dtype=torch.bool)
-        if model.record.causal:
+        if model.family_record.causal:
             here = (columns > start) & (columns <= run.prompt_length + step)
         for at_layer, stream in enumerate(streams(step, (columns[here] - _before(model)).clamp(min=start))):
             reading = _read(model, stream, ids[-1, columns[here]], asked.top_k)
@@ -234,11 +234,11 @@ def _read(model: "Model", stream: Float[Tensor, "pos d_model"], final: Int[Tenso
     size = max(1, CHUNK // model.cfg.d_vocab)
     for start in range(0, max(1, len(stream)), size):
         part, token = (value[start : start + size].to(model.cfg.device) for value in (stream, final))
-        model.tree.watch.looked = {}  # whatever hooks are on the norm's points, they are not called
+        model.tree.watch.peeked = {}  # whatever hooks are on the norm's points, they are not called
         try:
             logs = model.tree.head(model.tree.ln_final(part)).float().log_softmax(dim=-1)
         finally:
-            model.tree.watch.looked = None
+            model.tree.watch.peeked = None
         own, top = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1)
         entropy, there = torch.special.entr(logs.exp()).sum(dim=-1), token >= 0
         probability, rank = own[:, 0].exp().where(there, torch.nan), (logs > own).sum(dim=-1).where(there, -1)

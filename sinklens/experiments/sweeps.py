@@ -21,19 +21,19 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import HookFunctionError, SettingError
 from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.identity import mark
+from sinklens.identity import fingerprint
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import HookFunction, Intervention, Pairs, Surroundings
+from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext
 from sinklens.runs.result import Generation
-from sinklens.sampling import AnySettings, AutoregressiveSettings, LladaSettings, make_settings
+from sinklens.sampling import AnySettings, AutoregressiveSettings, LladaSettings, settings_for
 
 if TYPE_CHECKING:
     from sinklens.runs.denoising import Hooks
@@ -182,7 +182,7 @@ class _Sweep:
         out: Path | None,
     ) -> None:
         self._model, self._seed, self._template, self._given = model, seed, chat_template, dict(settings)
-        self._settings = make_settings(model.record.sampler, self._given, model.checkpoint.defaults)
+        self._settings = settings_for(model, self._given)
         self._replay, self._out = replay, out
         self._weights = model.fingerprint if out is not None else ""
 
@@ -244,7 +244,7 @@ class _Sweep:
             "format": FORMAT,
             "model": [self._model.name, self._weights, str(self._model.cfg.dtype)],
             "prompts": [row[keep].tolist() for row, keep in zip(ids, real, strict=True)],
-            "interventions": {name: mark(hooks) for name, hooks in group.items()},
+            "interventions": {name: fingerprint(hooks) for name, hooks in group.items()},
             "settings": [type(self._settings).__name__, asdict(self._settings), self._seed, self._replay],
         }
         return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
@@ -258,7 +258,7 @@ class _Sweep:
         """Keep a finished part."""
         part = self._part(batch, group)
         if part is not None:
-            with whole(part) as file:
+            with atomic_write(part) as file:
                 file.write_bytes(found.to_netcdf(engine="h5netcdf"))
         return found
 
@@ -292,8 +292,8 @@ class Stacked(Intervention):
         super().__init__()
         object.__setattr__(self, "listed", listed)
 
-    def on(self, model: Model, run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`.
+    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`.
 
         Raises:
             SettingError: in a single pass, or a batch that does not divide.
@@ -308,7 +308,7 @@ class Stacked(Intervention):
             own = slice(number * count, (number + 1) * count)
             around = replace(run, real=run.real[own], row_keys=run.row_keys[own])
             for entry in hooks:
-                pairs = entry.on(model, around) if isinstance(entry, Intervention) else [entry]
+                pairs = entry.hooks_for(model, around) if isinstance(entry, Intervention) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
                         by_point.setdefault(point, [[] for _ in listed])[number].append(function)

@@ -10,7 +10,7 @@ from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, WindowAttention
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
 from sinklens.runs.caches import StepCaches
-from sinklens.runs.intervention import Intervention, Surroundings
+from sinklens.runs.intervention import Intervention, RunContext
 
 __all__ = [
     "AblateHeads",
@@ -25,8 +25,8 @@ __all__ = [
     "MaskedLogits",
     "PatchHooks",
     "Remask",
+    "RunContext",
     "SinkToken",
     "StepCaches",
-    "Surroundings",
     "WindowAttention",
 ]

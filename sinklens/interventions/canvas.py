@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Distances, Intervention, Pairs, Queries, Surroundings, place_mask, refuse
+from sinklens.runs.intervention import Distances, Intervention, Pairs, Queries, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -35,8 +35,8 @@ class ForceTokens(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads", "positions")
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         run = _of_a_run(self, run)
         in_step = self.step_test(run)
         for token in self.tokens.values():
@@ -60,8 +60,8 @@ class Remask(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         run = _of_a_run(self, run)
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; Remask is for diffusion models.")
@@ -127,8 +127,8 @@ class SinkToken(Intervention):
             raise SettingError(f"{model.name} names no start and no end token; say which with token=.")
         return candidates[0]
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`; in a single pass the extra token is part of the ids already, the first or the last."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`; in a single pass the extra token is already the first or last of the ids."""
         layers, touched, distances = self.chosen_layers(model), Queries(self, run), Distances()
 
         def extra(step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
@@ -169,7 +169,7 @@ def _check_token(token: int, model: "Model") -> None:
         raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
 
 
-def _of_a_run(what: Intervention, run: Surroundings | None) -> Surroundings:
+def _of_a_run(what: Intervention, run: RunContext | None) -> RunContext:
     if run is None:
         raise SettingError(
             f"{type(what).__name__} changes the canvas of a run; for a single pass give other ids, or use generate."

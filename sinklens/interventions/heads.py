@@ -19,7 +19,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.selection import Pick, Scope, Selection
-from sinklens.runs.intervention import Intervention, Pairs, Part, Queries, Surroundings, layer_of, refuse_empty
+from sinklens.runs.intervention import Intervention, Pairs, Queries, QuerySpan, RunContext, layer_of, refuse_empty
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -66,8 +66,8 @@ class AblateHeads(Intervention):
         if self.by == "zero" and self.reference is not None:
             raise SettingError("by='zero' does not read reference=; give by='mean' or by='resample', or leave it out.")
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         if self.by == "mean" and self.reference is None and bool(model.config.is_causal):
             raise SettingError(
@@ -93,7 +93,7 @@ class AblateHeads(Intervention):
 
         return [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
 
-    def _replacement(self, z: Tensor, layer: int, run: Surroundings | None, step: int | None) -> Tensor:
+    def _replacement(self, z: Tensor, layer: int, run: RunContext | None, step: int | None) -> Tensor:
         if self.by == "zero":
             return torch.zeros_like(z)
         if self.reference is None:
@@ -105,7 +105,7 @@ class AblateHeads(Intervention):
         places = self._drawn(len(self.reference.pool[layer]), z, layer, run, step or 0)
         return self.reference.pool[layer][places]
 
-    def _drawn(self, size: int, z: Tensor, layer: int, run: Surroundings | None, step: int) -> Int[Tensor, "batch pos"]:
+    def _drawn(self, size: int, z: Tensor, layer: int, run: RunContext | None, step: int) -> Int[Tensor, "batch pos"]:
         """A random number below `size` for each position; in an autoregressive run the same at every step."""
         batch, queries = z.shape[:2]
         real = torch.ones(batch, queries, dtype=torch.bool) if run is None else run.real.cpu()
@@ -154,8 +154,8 @@ class AblateSinkAttention(Intervention):
             raise SettingError("scope='model' needs the scores of all layers; use MaskSinks(same_step=True).")
         _ = self.selection
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
 
         def ablate(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
@@ -177,13 +177,13 @@ class AblateSinkAttention(Intervention):
         return [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
 
     def _sinks(
-        self, pattern: Float[Tensor, "batch head query key"], layer: int, run: Surroundings | None, step: int
+        self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int
     ) -> Bool[Tensor, "batch head query key"]:
         """The keys that each query loses."""
         batch, _, queries, keys = pattern.shape
         real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys].to(pattern.device)
         found = torch.zeros_like(pattern, dtype=torch.bool)
-        for part in [Part(step, 0, queries)] if run is None else run.parts(step, queries):
+        for part in [QuerySpan(step, 0, queries)] if run is None else run.query_spans(step, queries):
             own, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys are not there yet
             counted = real[:, keys - queries :][:, own]
             scores = (pattern[:, :, own, :end].float() * counted[:, None, :, None]).sum(dim=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, Surroundings
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -30,8 +30,8 @@ class MaskedLogits(Intervention):
 
     kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         if run is None:
             raise SettingError("a single pass returns its logits; MaskedLogits belongs to a run of several steps.")
         in_step = self.step_test(run)

@@ -31,7 +31,7 @@ from sinklens.runs.intervention import (
     Intervention,
     Pairs,
     Queries,
-    Surroundings,
+    RunContext,
     place_mask,
     refuse_empty,
     whole_numbers,
@@ -139,8 +139,8 @@ class MaskSinks(Intervention):
                 found[:, steps.index(step), layer, heads] = keys.numpy()[:, heads]
         return track.data["score"].copy(data=found)
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         every = self.queries == "all"
         chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every)
 
@@ -189,8 +189,8 @@ class KeepKeys(Intervention):
         """How keys are chosen."""
         return Selection(self.top_k, self.detector, self.pick, self.scope, as_tuple(self.only), self.seed)
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source))
         distances = Distances()
 
@@ -223,8 +223,8 @@ class WindowAttention(Intervention):
         refuse_empty(self)
         _check_window(self.width)
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         distances = Distances()
         always = None if run is None else place_mask(self.always, run.real)
@@ -243,7 +243,7 @@ class WindowAttention(Intervention):
 
 
 def _without(
-    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: Surroundings | None
+    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext | None
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with what is not `seen` by `heads` forbidden; None if that is nothing."""
     of = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)

@@ -23,9 +23,9 @@ from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.intervention import (
     Intervention,
     Pairs,
-    Part,
     Queries,
-    Surroundings,
+    QuerySpan,
+    RunContext,
     place_mask,
     refuse,
     whole_numbers,
@@ -56,8 +56,8 @@ class Activations(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "heads", "positions")
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
         object.__setattr__(self, "caches", {})  # a new one: the last run's may be the source of a patch in this one
@@ -107,8 +107,8 @@ class PatchHooks(Intervention):
         if not len(self.source):
             raise SettingError("source holds no step; has its run taken place?")
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         chosen, held = self._chosen_steps(run), self.source[min(self.source)]
         wanted = [str(name) for name in held if not str(name).endswith("hook_sink_scores")]
         points = chosen_points(wanted if self.names is None else self.names, model, self.layers)
@@ -136,7 +136,7 @@ class PatchHooks(Intervention):
 
         return [(name, patch) for name in points]
 
-    def _chosen_steps(self, run: Surroundings | None) -> frozenset[int]:
+    def _chosen_steps(self, run: RunContext | None) -> frozenset[int]:
         """Steps of this run at which values are put."""
         held = sorted(self.source)
         if run is None:
@@ -153,7 +153,7 @@ class PatchHooks(Intervention):
             )
         return frozenset(steps)
 
-    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: Surroundings | None) -> Tensor:
+    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext | None) -> Tensor:
         """The source's values for the queries `here`, which belong to `step`."""
         new = self.source[step + self.shift][name].to(here)
         if len(new) not in (1, len(here)):
@@ -213,17 +213,17 @@ class PatchHooks(Intervention):
         return changed.movedim(1, axis)
 
 
-def _parts(name: str, size: int, run: Surroundings | None, step: int) -> tuple[int, list[Part]]:
+def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:
     """Column of the canvas at which a value of `size` positions begins, and its positions by step."""
     if run is None or not run.causal:
-        return 0, [Part(step, 0, size)]
+        return 0, [QuerySpan(step, 0, size)]
     if of_queries(name):
-        return run.first(step, size), run.parts(step, size)
+        return run.first(step, size), run.query_spans(step, size)
     decoding = name.startswith("denoise.") and name != "denoise.hook_canvas"  # one position, the one being decoded
-    return run.prompt_length + step if decoding else 0, [Part(step, 0, size)]
+    return run.prompt_length + step if decoding else 0, [QuerySpan(step, 0, size)]
 
 
-def _put(value: Tensor, new: Tensor, axis: int, part: Part) -> Tensor:
+def _put(value: Tensor, new: Tensor, axis: int, part: QuerySpan) -> Tensor:
     """`value` with `new` at the queries of `part`."""
     value = value.clone()
     value.narrow(axis, part.start, part.stop - part.start).copy_(new)
@@ -288,8 +288,8 @@ class FreezePattern(Intervention):
 
     at: int
 
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
-        """See `Intervention.on`."""
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
         if run is None or run.causal:
             raise SettingError(
                 "FreezePattern reuses the pattern of an earlier step of a diffusion run; there is none here."

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.normalizers import way_of
+from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.selection import Keys, Scores, Selection
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, Surroundings, layer_of, place_mask, row_key
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, layer_of, place_mask, row_key
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PreviousSinks:
         self,
         place: Intervention,
         model: "Model",
-        run: Surroundings | None,
+        run: RunContext | None,
         selection: Selection,
         same_step: bool,
         source: SinkTrack | None,
@@ -179,8 +179,8 @@ class PreviousSinks:
             return Evidence({}) if place is None else self._recorded(self._source, place, ids.device)
         if self._same_step:
             names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in self.layers]
-            looked = self._run.tree.look(ids, self._run.real, names)
-            here = {layer: looked[name].to(ids.device) for layer, name in zip(self.layers, names, strict=True)}
+            peeked = self._run.tree.peek(ids, self._run.real, names)
+            here = {layer: peeked[name].to(ids.device) for layer, name in zip(self.layers, names, strict=True)}
             return Evidence(here, ids)
         return Evidence(seen, self._canvas.before)
 
@@ -222,7 +222,7 @@ class PreviousSinks:
             return self._all_rows(layer, step, queries, value)
         found = torch.zeros(*value.shape[:2], queries, value.shape[-1], dtype=torch.bool, device=value.device)
         rows = torch.zeros(len(value), queries, dtype=torch.bool, device=value.device)
-        for part in self._run.parts(step, queries):
+        for part in self._run.query_spans(step, queries):
             if part.step in self._chosen:
                 keys = self._chosen[part.step][layer]
                 found[:, :, part.stop - 1, : keys.shape[-1]] = keys  # of the prompt, only its last token decodes one
@@ -262,7 +262,7 @@ class PreviousSinks:
         real = self._run.real[:, : scores.shape[-1]].to(scores.device)
         scores = scores.masked_fill(~real[:, None], -torch.inf)
         counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
-        weights = way_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
+        weights = normalizer_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
         self._now[layer_of(hook)] = (weights * counts).to(self._run.real.device)
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError, nearest
-from sinklens.runs.intervention import Surroundings
+from sinklens.runs.intervention import RunContext
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.sinks.track import SinkTrack, build_track, require_detector
 
@@ -78,7 +78,7 @@ class Selection:
         self,
         layers: dict[int, Scores],
         real: Bool[Tensor, "batch key"],
-        run: Surroundings | None,
+        run: RunContext | None,
         canvas: "Int[Tensor, 'batch key'] | None",
         step: int,
         among: "Bool[Tensor, 'batch key'] | None" = None,
@@ -135,7 +135,7 @@ class Selection:
         layers: dict[int, Scores],
         allowed: Bool[Tensor, "batch key"],
         number: Int[Tensor, "batch heads 1"],
-        run: Surroundings | None,
+        run: RunContext | None,
         step: int,
     ) -> dict[int, Keys]:
         """`_picked` of all layers as one batch: on a GPU, thirty short sorts take longer than a long one."""
@@ -149,7 +149,7 @@ class Selection:
         scores: Scores,
         allowed: Bool[Tensor, "batch key"],
         number: Int[Tensor, "batch heads 1"],
-        run: Surroundings | None,
+        run: RunContext | None,
         step: int,
         layer: int,
     ) -> Keys:
@@ -168,7 +168,7 @@ class Selection:
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, strongest, wanted.expand_as(strongest))
         return taken & allowed[:, None] & attends
 
-    def _noise(self, scores: Scores, run: Surroundings, step: int, layer: int) -> Scores:
+    def _noise(self, scores: Scores, run: RunContext, step: int, layer: int) -> Scores:
         """Random scores; a row's do not depend on padding or on its batch. Heads share them as far as `scope` says."""
         drawn = torch.zeros(scores.shape)
         rows, heads, keys = scores.shape
@@ -182,7 +182,7 @@ class Selection:
             drawn[row][:, real[row]] = noise.expand(heads, -1)
         return drawn.to(scores.device)
 
-    def _track(self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
+    def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
         """One step as a track of its own, for detectors and token kinds.
 
         Every key counts as seen by every query whose attention the scores hold: in an autoregressive run that is the
@@ -203,7 +203,7 @@ class Selection:
         return build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
 
     def _detected(
-        self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"], track: SinkTrack | None
+        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"], track: SinkTrack | None
     ) -> dict[int, Keys]:
         assert self.detector is not None
         if track is None:
@@ -220,7 +220,7 @@ class Selection:
         return {layer: torch.from_numpy(found[:, at]).to(canvas.device) for at, layer in enumerate(layers)}
 
     def _of_kind(
-        self, layers: dict[int, Scores], run: Surroundings, canvas: Int[Tensor, "batch key"]
+        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]
     ) -> Bool[Tensor, "batch key"]:
         """Keys whose state or token kind is in `only`."""
         prompt = (torch.arange(canvas.shape[1], device=canvas.device) < run.prompt_length)[None]

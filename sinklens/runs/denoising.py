@@ -21,14 +21,14 @@ from torch import Tensor
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError, SinklensError
 from sinklens.hooks import names
-from sinklens.hooks.normalizers import way_named
+from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point
 from sinklens.memory import explained
 from sinklens.model import Model
-from sinklens.runs.intervention import HookFunction, Intervention, Surroundings, row_key
+from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of
-from sinklens.sampling import LladaSettings, make_settings
+from sinklens.sampling import LladaSettings, settings_for
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.loop import Listener, Trajectory, build_trajectory, run
 from sinklens.sampling.state import State
@@ -66,7 +66,7 @@ class Denoising:
     ) -> None:
         model.tree.refuse_compiled()
         self.model, self.seed, self.progress = model, seed, progress
-        self.settings = make_settings(model.record.sampler, given, model.checkpoint.defaults)
+        self.settings = settings_for(model, given)
         ids, real = model.encode(prompt, chat_template)
         ids, real = ids.repeat(copies, 1), real.repeat(copies, 1)
         self.copies = copies
@@ -112,7 +112,7 @@ class Denoising:
             )
 
     def _start(self, ids: Tensor, real: Tensor, listed: Sequence[Any]) -> State:
-        model, length, eot = self.model, self.settings.gen_length, self.model.record.eot_token_id
+        model, length, eot = self.model, self.settings.gen_length, self.model.family_record.eot_token_id
         mask = -1 if model.mask_token_id is None else model.mask_token_id
         noise = self._noise([row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
         behind, before = ids[:, :0], ids.shape[1]
@@ -133,7 +133,7 @@ class Denoising:
             eos_ids=model.eos_token_ids,
             eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
             noise=noise,
-            shift=model.record.shift,
+            shift=model.family_record.shift,
         )
 
     def _noise(self, prompts: list[list[int]]) -> RowNoise:
@@ -144,12 +144,12 @@ class Denoising:
             noise.generators += RowNoise(self.seed, prompts[:own]).generators
         return noise
 
-    def _surroundings(self) -> Surroundings:
+    def _context(self) -> RunContext:
         """What interventions are told."""
         state = self.state
         prompts = state.canvas[:, : state.prompt_length]
         keep = state.real[:, : state.prompt_length]
-        return Surroundings(
+        return RunContext(
             tree=self.model.tree,
             real=state.real,
             prompt_length=state.prompt_length,
@@ -183,7 +183,7 @@ class Denoising:
         found = []
         for entry in listed:
             if isinstance(entry, Intervention):
-                found += entry.on(self.model, self._surroundings())
+                found += entry.hooks_for(self.model, self._context())
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
                 raise HookNameError(
@@ -327,7 +327,7 @@ class Denoising:
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
             "causal": int(self.model.config.is_causal),
-            "attention": way_named(self.model.config),
+            "attention": normalizer_name(self.model.config),
             "settings": json.dumps(kept),
             "seed": self.seed,
             "prompt_length": self.state.prompt_length,

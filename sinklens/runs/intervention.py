@@ -3,7 +3,7 @@
 An `Intervention` is a description (what to change, and at which steps, layers, heads, positions) that can be used in
 many runs. `on` makes the (point, function) pairs for one of them, with whatever state that run needs, so nothing is
 carried from run to run. ``hooks=`` of `sinklens.trace` and `sinklens.generate` takes interventions among plain pairs;
-for TransformerLens's `run_with_hooks` and `hooks` write ``fwd_hooks=intervention.on(model)``.
+for TransformerLens's `run_with_hooks` and `hooks` write ``fwd_hooks=intervention.hooks_for(model)``.
 
 Two kinds of numbers need a word. *Positions* are those that a prompt has when it runs alone: padding is not counted,
 so position 0 is a row's first token in every batch. *Steps* of an autoregressive run own positions: the prompt is
@@ -37,7 +37,7 @@ HookFunction = Callable[..., Any]
 Pairs = list[tuple[str, HookFunction]]
 
 
-class Part(NamedTuple):
+class QuerySpan(NamedTuple):
     """Queries of a pass that belong to one step.
 
     Attributes:
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """What an intervention is told of the run that it changes.
 
     Attributes:
@@ -85,14 +85,14 @@ class Surroundings:
         """Column of the canvas of the first of `queries` in a pass: not 0 where earlier ones are cached."""
         return self.prompt_length + step - queries if self.causal else 0
 
-    def parts(self, step: int, queries: int) -> list[Part]:
+    def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
         """The queries of a pass by the step that they belong to; in a diffusion run that is `step` for all."""
         if not self.causal:
-            return [Part(step, 0, queries)]
+            return [QuerySpan(step, 0, queries)]
         first = self.first(step, queries)
         prompt = min(queries, max(0, self.prompt_length - first))
-        later = [Part(first + row - self.prompt_length + 1, row, row + 1) for row in range(prompt, queries)]
-        return [Part(0, 0, prompt), *later] if prompt else later
+        later = [QuerySpan(first + row - self.prompt_length + 1, row, row + 1) for row in range(prompt, queries)]
+        return [QuerySpan(0, 0, prompt), *later] if prompt else later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Intervention(ABC):
     positions: Sequence[int] | None = None
 
     @abstractmethod
-    def on(self, model: "Model", run: Surroundings | None = None) -> Pairs:
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """The hooks of one run, or of one pass.
 
         Args:
@@ -137,7 +137,7 @@ class Intervention(ABC):
         """The heads as numbers from 0."""
         return within("head", self.heads, model.cfg.n_heads)
 
-    def step_test(self, run: Surroundings | None) -> Callable[[int | None], bool]:
+    def step_test(self, run: RunContext | None) -> Callable[[int | None], bool]:
         """Whether a step is among those chosen; outside a run there are no steps, and only None is asked.
 
         Raises:
@@ -245,7 +245,7 @@ def refuse_empty(what: Intervention, *more: str) -> None:
 class Queries:
     """Which queries of a pass an intervention touches: those at its `positions` that belong to one of its `steps`."""
 
-    def __init__(self, what: Intervention, run: Surroundings | None) -> None:
+    def __init__(self, what: Intervention, run: RunContext | None) -> None:
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         self._places = None if run is None else place_mask(what.positions, run.real)
 
@@ -254,7 +254,7 @@ class Queries:
         if self._run is None or self._places is None:
             return place_mask(self._positions, torch.ones(1, queries, dtype=torch.bool, device=device))
         own = torch.zeros(queries, dtype=torch.bool, device=device)
-        for part in self._run.parts(step or 0, queries):
+        for part in self._run.query_spans(step or 0, queries):
             own[part.start : part.stop] = self._in_step(part.step)
         first = self._run.first(step or 0, queries)
         return self._places[:, first : first + queries].to(device) & own if bool(own.any()) else None

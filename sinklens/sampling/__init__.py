@@ -8,6 +8,7 @@ from sinklens.sampling.settings import (
     LladaSettings,
     Settings,
     make_settings,
+    settings_for,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "LladaSettings",
     "Settings",
     "make_settings",
+    "settings_for",
 ]

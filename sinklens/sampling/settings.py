@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 from sinklens.errors import SettingError, nearest
 
@@ -257,3 +257,24 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
         return kind(**{**kept, **chosen})
     except TypeError as error:
         raise SettingError(f"a setting has the wrong type: {error}. Given: {dict(chosen)}.") from error
+
+
+class Sampled(Protocol):
+    """A model whose family names a sampler, and whose checkpoint may bring settings of its own."""
+
+    @property
+    def family_record(self) -> Any:
+        """Everything known of the family."""
+
+    @property
+    def checkpoint(self) -> Any:
+        """What was loaded."""
+
+
+def settings_for(model: Sampled, given: Mapping[str, Any]) -> AnySettings:
+    """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
+
+    Raises:
+        SettingError: see `make_settings`.
+    """
+    return make_settings(model.family_record.sampler, given, model.checkpoint.defaults)

@@ -3,7 +3,7 @@
 In a batch, a row that is through waits for the others: it is passed through the model again, and nothing of it changes.
 Alone it would not have these steps, so no measure of a row may count them. An autoregressive row is through once its
 end token stands on the canvas, which its track tells; a row of a diffusion run that waits for others to finish a block
-looks like any other here, and whoever knows says so (`own_steps`).
+looks like any other here, and whoever knows says so (`active_steps`).
 
 One way this fails: a track without the ids of its end tokens (``special``) tells of no end.
 """
@@ -34,7 +34,7 @@ def running(track: TrackData) -> Bool[xr.DataArray, "batch step"]:
     return token.isel(pos=0, drop=True).copy(data=~holds_end(answer, track.special["end"]))
 
 
-def own_steps(track: Track, own: Bool[np.ndarray, "batch step"]) -> Track:
+def active_steps(track: Track, own: Bool[np.ndarray, "batch step"]) -> Track:
     """`track` with each row's own steps at the front; behind them nothing exists.
 
     ``unmask_step`` counts the batch's steps and is left out.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks.active import nothing
 from sinklens.sinks.data import TrackData
@@ -40,7 +40,7 @@ def save(track: TrackData, path: Path, dtype: str, overwrite: bool = True) -> Pa
         return _save_store(data, path)
     compressed = {name: {"zlib": True, "complevel": 1} for name in recorded}
     content = data.to_netcdf(engine="h5netcdf", encoding=compressed, invalid_netcdf=dtype == "float16")
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_bytes(content)
     return path
 

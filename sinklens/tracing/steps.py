@@ -1,7 +1,7 @@
 """How a trace block and the sampler keep step.
 
 Before each step the sampler serves the step's number at a location of its own, `STEP`; a block that loops over
-`Steps` waits there. After the last step it is served `OVER`, so the loop ends and the statements after it run.
+`Steps` waits there. After the last step it is served `RUN_ENDED`, so the loop ends and the statements after it run.
 
 One way this fails: nnsight would serve a point that a block asks for too late from the *next* step, silently. At the
 end of every step `StepServer` looks who still waits for a point, and raises on the line that asked.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sinklens.sampling.state import State
 
 STEP = "denoise.step"
-OVER = object()  # served at STEP instead of a number when the run has ended
+RUN_ENDED = object()  # served at STEP instead of a number when the run has ended
 
 
 class StepServer:
@@ -53,7 +53,7 @@ class StepServer:
     def close(self) -> None:
         """The run is over: end the loops that wait for another step."""
         self.over = True
-        self._handover.release(STEP, OVER)
+        self._handover.release(STEP, RUN_ENDED)
         ran = 0 if self.step is None else self.step + 1
         self._refuse(None, f"was asked for when the run was over; it had {ran} steps.")
 
@@ -132,7 +132,7 @@ class Steps:
                     f"step {step} was asked for, but the run {where} already; steps are visited in order, "
                     f"each in one loop. Put both loops' statements into one loop over t.steps."
                 )
-            if server.over or (step != server.step and wait_for(STEP, step) is OVER):
+            if server.over or (step != server.step and wait_for(STEP, step) is RUN_ENDED):
                 return
             yield step
         if self._chosen and not server.over:  # what follows the loop belongs after its last step, not into it

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import TrackError
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, recorded
@@ -104,7 +104,7 @@ class AttentionView:
         Raises:
             SinklensError: it cannot be written.
         """
-        with whole(path) as part:
+        with atomic_write(path) as part:
             part.write_text(self.document, encoding="utf-8")
         return Path(path)
 

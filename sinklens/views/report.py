@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
 from sinklens.sinks.track import SinkTrack
 from sinklens.views.attention import CELLS
@@ -61,7 +61,7 @@ def report(
         SinklensError: the file cannot be written.
     """
     page = build(material(t, row), steps=steps, layers=layers, budget_mb=budget_mb)
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(page, encoding="utf-8")
     return Path(path)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sinklens.atomic import whole
+from sinklens.atomic import atomic_write
 from sinklens.errors import CheckpointError, SinklensError
 
 Record = dict[str, Any]  # plain JSON values
@@ -48,7 +48,7 @@ def append_record(file: Path, record: Record) -> None:
 
 def write_tensors(content: Mapping[str, Any], file: Path) -> None:
     """Write `content` with `torch.save`, completely or not at all."""
-    with whole(file) as part:
+    with atomic_write(file) as part:
         torch.save(content, part)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from sinklens.analyses.runs import own_run, own_steps
+from sinklens.analyses.runs import active_steps, own_run
 from sinklens.sinks import Record, build_track
 from sinklens.tasks.word_problems import held_out
 
@@ -21,14 +21,14 @@ def test_waiting_steps_are_taken_out_and_later_ones_move_up():
         {"model": "planted", "prompt_length": 1},
     )  # fmt: skip
     own = np.array([[True] * 5, [True, False, True, False, True]])
-    moved = own_steps(track, own).data
+    moved = active_steps(track, own).data
     assert moved["score"].dims == track.data["score"].dims
     assert moved["score"][0, :, 0, 0, 0].values.tolist() == [0, 1, 2, 3, 4]
     np.testing.assert_array_equal(moved["score"][1, :, 0, 1, 2], [10, 12, 14, np.nan, np.nan])
     assert moved["token_id"][1, :, 0].values.tolist() == [0, 2, 4, -1, -1]
     assert moved["masked"][1, :, 0].values.tolist() == [True, True, True, False, False]
     assert "unmask_step" not in moved
-    assert own_steps(track, own[:, :][[1, 1]]).steps == 3
+    assert active_steps(track, own[:, :][[1, 1]]).steps == 3
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Untold(Intervention):
         super().__init__()
         object.__setattr__(self, "factor", factor)
 
-    def on(self, model, run=None):
+    def hooks_for(self, model, run=None):
         return []
 
 
@@ -81,7 +81,7 @@ class HalfTold(Intervention):
     def __post_init__(self):
         object.__setattr__(self, "doubled", 2 * self.factor)
 
-    def on(self, model, run=None):
+    def hooks_for(self, model, run=None):
         return []
 
 
@@ -91,7 +91,7 @@ class Told(Intervention):
 
     factor: float = 1.0
 
-    def on(self, model, run=None):
+    def hooks_for(self, model, run=None):
         return []
 
 

@@ -119,7 +119,7 @@ def test_a_batch_that_was_begun_too_often_is_given_up(ray):
 class Deadly(Intervention):
     """Kills the process that it runs in."""
 
-    def on(self, model, run=None):
+    def hooks_for(self, model, run=None):
         os.kill(os.getpid(), signal.SIGKILL)
         return []
 

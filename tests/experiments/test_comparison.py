@@ -403,7 +403,7 @@ def test_attention_to_keys_of_an_autoregressive_run_stops_at_what_is_decoded(tin
 
 def test_kept_logits_belong_to_a_run(tiny_llada):
     with pytest.raises(SettingError, match="MaskedLogits belongs to a run of several steps"):
-        MaskedLogits().on(tiny_llada)
+        MaskedLogits().hooks_for(tiny_llada)
 
 
 def test_logits_of_one_run_or_of_other_steps_are_refused(masked):

@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 def generated(model, prompts=UNEQUAL, **settings):
     """A short run; the settings that a sampler does not have are left out."""
-    steps = {} if model.record.causal else {"steps": 6}
+    steps = {} if model.family_record.causal else {"steps": 6}
     return sinklens.generate(model, prompts, gen_length=6, record_sinks=False, **steps, **settings)
 
 
@@ -49,7 +49,7 @@ def prediction(model, stream):
 def own_streams(run, row, step):
     """Streams of a row alone, without its padding, from TransformerLens's cache: by layer [pos, d_model]."""
     start = int((~run.real[row]).sum())
-    end = run.prompt_length + step if run.model.record.causal else run.canvas.shape[2]
+    end = run.prompt_length + step if run.model.family_record.causal else run.canvas.shape[2]
     cache = run.model.run_with_cache(run.canvas[row : row + 1, step, start:end])[1]
     return [cache[f"blocks.{layer}.hook_resid_post"][0].detach() for layer in range(run.model.cfg.n_layers)]
 
@@ -57,13 +57,13 @@ def own_streams(run, row, step):
 def check_against(data, run, row, streams):
     """Every number of `data` against the formulas, position by position."""
     model, start = run.model, int((~run.real[row]).sum())
-    shift, seen = model.record.shift or model.record.causal, 0
+    shift, seen = model.family_record.shift or model.family_record.causal, 0
     for step in data.step.values:
         for layer, stream in enumerate(streams(step)):
             for pos in data.pos.values:
                 cell, final = data.sel(step=step, layer=layer, pos=pos), int(run.tokens[row, start + pos])
                 source = pos - 1 if shift else pos
-                if source < 0 and not model.record.causal:
+                if source < 0 and not model.family_record.causal:
                     source = 0
                 if source < 0 or source >= len(stream):
                     assert (cell.token.values == -1).all()
@@ -97,7 +97,7 @@ def test_the_last_layer_is_what_the_model_itself_says_of_the_token_at_a_position
     run = generated(models[family], hooks=[("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))])
     data = logit_lens(run.model, run, layers=[-1], top_k=61)
     for step, value in enumerate(logits):
-        places = range(10) if not run.model.record.causal else [run.prompt_length + step]
+        places = range(10) if not run.model.family_record.causal else [run.prompt_length + step]
         for place, own in zip(places, value[0].softmax(dim=-1), strict=True):
             cell = data.sel(step=step, layer=2, pos=place)
             np.testing.assert_allclose(cell.probability, own[cell.token.values], rtol=1e-3, atol=1e-7)
@@ -167,13 +167,13 @@ def test_a_lens_in_a_changed_run_reads_the_changed_streams(models, family):
         seen[hook.step, hook.layer()] = value.clone()
 
     lens = LogitLens(top_k=3)
-    no_cache = {"use_cache": False} if model.record.causal else {}
+    no_cache = {"use_cache": False} if model.family_record.causal else {}
     hooks = [("blocks.1.hook_resid_post", plant), lens, (lambda name: name.endswith("resid_post"), look)]
     run = generated(model, hooks=hooks, **no_cache)
     data, unchanged = lens.read(run), logit_lens(model, run, top_k=3)
     check_against(data, run, 0, lambda step: [seen[step, layer][0] for layer in range(3)])
-    source = (10 if not model.record.causal else run.prompt_length + 2) - 1
-    place = source + int(model.record.shift or model.record.causal)
+    source = (10 if not model.family_record.causal else run.prompt_length + 2) - 1
+    place = source + int(model.family_record.shift or model.family_record.causal)
     if place < 10:
         p = prediction(model, planted)
         assert data.token.sel(step=2, layer=1, pos=place).values[0] == int(p.argmax())
@@ -281,7 +281,7 @@ def test_what_the_lens_cannot_read_is_refused(models):
     with pytest.raises(SettingError, match=r"the lens holds no step"):
         lens.read(run)
     with pytest.raises(SettingError, match=r"LogitLens reads a run"):
-        lens.on(model)
+        lens.hooks_for(model)
     with pytest.raises(SettingError, match=r"LogitLens knows no heads="):
         LogitLens(heads=[0])
     with pytest.raises(SettingError, match=r"top_k lies between 1 and 61"):

@@ -9,7 +9,7 @@ from building import left_padding, plain_pass, random_hf, random_ids, random_mod
 
 import sinklens
 from sinklens.hooks import attention
-from sinklens.hooks.normalizers import WAYS
+from sinklens.hooks.normalizers import NORMALIZERS
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Detector
 
@@ -45,16 +45,16 @@ def passed(model, ids, real=None, edit=None, points=("hook_attn_scores", "hook_p
 )
 def test_weights_of_three_scores_are_those_written_out(way, expected):
     scores = torch.tensor([[[[1.0, 0.0, -math.inf]]]])
-    found = WAYS[way](scores, torch.tensor([[[[3]]]]))
+    found = NORMALIZERS[way](scores, torch.tensor([[[[3]]]]))
     torch.testing.assert_close(found, torch.tensor([[[expected]]]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", NORMALIZERS)
 def test_a_query_that_sees_nothing_weighs_nothing_and_keeps_its_gradient_finite(way):
     scores = torch.full((1, 1, 2, 3), -torch.inf)
     scores[0, 0, 1] = 0.5
     scores.requires_grad_()
-    weights = WAYS[way](scores, torch.tensor([0, 3])[None, None, :, None])
+    weights = NORMALIZERS[way](scores, torch.tensor([0, 3])[None, None, :, None])
     weights.square().sum().backward()
     assert (weights[0, 0, 0] == 0).all()
     assert scores.grad[0, 0, 1].isfinite().all()
@@ -95,7 +95,7 @@ def test_a_transformers_model_without_points_attends_alike(way):
 
 def test_a_key_that_is_hidden_leaves_the_others_their_weight_under_sigmoid_alone():
     ids, before, after = random_ids(), {}, {}
-    for way in WAYS:
+    for way in NORMALIZERS:
         model = other(way)
         before[way] = passed(model, ids)[1][f"{AT}.hook_pattern"]
         after[way] = passed(model, ids, edit=hide_key_2)[1][f"{AT}.hook_pattern"]
@@ -130,7 +130,7 @@ def test_in_a_trace_block_sums_may_be_read_before_the_pattern_they_are_sums_of(w
 
 
 def test_a_model_and_its_tracks_say_how_they_weigh():
-    for way in WAYS:
+    for way in NORMALIZERS:
         model = other(way)
         assert ("attention=" in repr(model)) == (way != "softmax")
         assert repr(model).count(repr(way)) == (way != "softmax")
@@ -149,7 +149,7 @@ class Seen(Detector):
         return track.scores() > 1e9
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", NORMALIZERS)
 def test_masking_judges_an_autoregressive_run_by_what_the_newest_query_weighs(way):
     model, detector, newest = other(way, causal=True), Seen(), []
     keep = (f"{AT}.hook_pattern", lambda value, hook: newest.append(value[0, :, -1].clone()))

@@ -179,7 +179,7 @@ def test_in_a_single_pass_the_first_or_the_last_id_is_the_extra_token():
             return bias
 
         edits = {f"blocks.{layer}.attn.hook_attn_mask": alone for layer in range(3)}
-        found = model.run_with_hooks(ids, fwd_hooks=SinkToken(at=at).on(model))
+        found = model.run_with_hooks(ids, fwd_hooks=SinkToken(at=at).hooks_for(model))
         torch.testing.assert_close(found, plain_pass(model, ids, edits=edits).logits, atol=1e-4, rtol=0)
 
 

@@ -252,10 +252,10 @@ def test_in_a_single_pass_the_same_edits_are_made(causal):
     def drop(z):
         return z * torch.tensor([1.0, 0, 1, 1, 0, 1])[:, None]
 
-    found = model.run_with_hooks(ids, fwd_hooks=AblateHeads(heads=[1, -2], layers=[-1]).on(model))
+    found = model.run_with_hooks(ids, fwd_hooks=AblateHeads(heads=[1, -2], layers=[-1]).hooks_for(model))
     expected = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": drop}).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    found = model.run_with_hooks(ids, fwd_hooks=AblateSinkAttention(top_k=2, heads=[1, 4], layers=[1]).on(model))
+    found = model.run_with_hooks(ids, fwd_hooks=AblateSinkAttention(top_k=2, heads=[1, 4], layers=[1]).hooks_for(model))
     real = torch.ones_like(ids).bool()
     edit = {"blocks.1.attn.hook_pattern": lambda pattern: sinkless(pattern, [list(range(7))], real, "spread")}
     torch.testing.assert_close(found, plain_pass(model, ids, edits=edit).logits, atol=1e-4, rtol=0)

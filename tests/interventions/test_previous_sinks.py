@@ -181,7 +181,7 @@ def test_the_last_row_sees_what_interventions_before_it_do_to_the_mask(worded):
 def test_a_single_pass_has_no_earlier_step(kind):
     model = shared_model()
     with pytest.raises(SettingError, match=rf"{kind.__name__} acts on the sinks of an earlier step, and a single pass"):
-        model.run_with_hooks(random_ids(), fwd_hooks=kind().on(model))
+        model.run_with_hooks(random_ids(), fwd_hooks=kind().hooks_for(model))
 
 
 def test_a_source_of_other_prompts_or_another_model_is_refused(worded):
@@ -216,8 +216,8 @@ def test_a_look_inside_a_look_is_refused_and_leaves_the_model_as_it_was(worded):
     model = worded()
     ids = random_ids()
     before = model(ids)
-    model.tree.watch.looked = {}
+    model.tree.watch.peeked = {}
     with pytest.raises(SinklensError, match="one look is going on already"):
-        model.tree.look(ids, None, ["hook_embed"])
-    model.tree.watch.looked = None
+        model.tree.peek(ids, None, ["hook_embed"])
+    model.tree.watch.peeked = None
     assert torch.equal(model(ids), before)

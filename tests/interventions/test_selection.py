@@ -10,7 +10,7 @@ from watching import LONG, PADDED, SHORT, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import KeepKeys, MaskSinks, Surroundings
+from sinklens.interventions import KeepKeys, MaskSinks, RunContext
 from sinklens.interventions.selection import Selection
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.sinks.kinds import Kind, kinds
@@ -46,7 +46,7 @@ def test_the_strongest_and_the_weakest_are_taken_and_of_equals_the_first():
 def test_where_a_head_attended_to_nothing_no_key_is_taken(pick):
     scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
     real = torch.ones(1, 3, dtype=torch.bool)
-    run = Surroundings(shared_model().tree, real, 3, 3, 60, 0, (5,), lambda ids: {}, {})
+    run = RunContext(shared_model().tree, real, 3, 3, 60, 0, (5,), lambda ids: {}, {})
     found = selection(top_k=2, pick=pick).choose({0: scores}, real, run, None, 1)[0]
     assert found.sum(dim=-1).tolist() == [[0, 2]]
 

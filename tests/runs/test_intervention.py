@@ -19,11 +19,11 @@ from sinklens.interventions import (
     MaskSinks,
     PatchHooks,
     Remask,
+    RunContext,
     SinkToken,
-    Surroundings,
     WindowAttention,
 )
-from sinklens.runs.intervention import Part, Queries, place_mask, within
+from sinklens.runs.intervention import Queries, QuerySpan, place_mask, within
 from sinklens.sinks import EpsilonOverMean
 
 Z = "blocks.1.attn.hook_z"
@@ -174,7 +174,7 @@ def test_a_single_pass_under_on_is_the_first_step_of_a_run(worded, made, name):
     model = worded()
     intervention = made(model, name)
     watched = watch(model, [LONG], [intervention], ["hook_logits"])
-    single = model.run_with_hooks(watched.run.canvas[:, 0], fwd_hooks=intervention.on(model))
+    single = model.run_with_hooks(watched.run.canvas[:, 0], fwd_hooks=intervention.hooks_for(model))
     torch.testing.assert_close(single, watched.values[0]["denoise.hook_logits"], atol=1e-5, rtol=0)
     assert (single - model(watched.run.canvas[:, 0])).abs().max() > 0.01
 
@@ -190,7 +190,7 @@ def test_a_window_and_an_ablation_by_hooks_by_a_block_and_by_run_with_hooks_give
             t["blocks.2.attn.hook_z"][:, :, 3] = 0
             by_block.append(t["denoise.hook_logits"])
     assert torch.equal(torch.stack(by_block, dim=1), logits_of(by_hooks))
-    pairs = [pair for intervention in listed for pair in intervention.on(model)]
+    pairs = [pair for intervention in listed for pair in intervention.hooks_for(model)]
     for step in range(4):
         by_pass = model.run_with_hooks(by_hooks.run.canvas[:, step], fwd_hooks=pairs)
         torch.testing.assert_close(by_pass, by_block[step], atol=1e-5, rtol=0)
@@ -204,7 +204,7 @@ def test_masked_sinks_written_by_hand_in_a_block_are_those_of_the_intervention(w
         for _ in t.steps:
             ids = t["denoise.hook_canvas"]
             if same_step:
-                seen = model.tree.look(ids, None, ["blocks.1.attn.hook_sink_scores"])
+                seen = model.tree.peek(ids, None, ["blocks.1.attn.hook_sink_scores"])
                 keys = seen["blocks.1.attn.hook_sink_scores"].topk(2).indices
             if keys is not None:
                 mask = t["blocks.1.attn.hook_attn_mask"]
@@ -367,33 +367,33 @@ def test_a_tensor_of_steps_and_places_restricts_an_intervention_as_a_list_does(w
     assert not torch.equal(logits_of(listed), logits_of(watch(worded(), PADDED, [], ["hook_logits"])))
 
 
-def surroundings(causal):
+def run_context(causal):
     """What a run over 3 tokens of prompt, one of them padding in the first row, tells."""
     real = torch.tensor([[False, True, True, True, True, True], [True] * 6])
-    return Surroundings(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
+    return RunContext(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
 
 
 def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_reads_it_first():
-    run = surroundings(causal=True)
-    assert run.parts(0, 3) == [Part(0, 0, 3)]
-    assert run.parts(2, 5) == [Part(0, 0, 3), Part(1, 3, 4), Part(2, 4, 5)]
-    assert run.parts(2, 1) == [Part(2, 0, 1)]
+    run = run_context(causal=True)
+    assert run.query_spans(0, 3) == [QuerySpan(0, 0, 3)]
+    assert run.query_spans(2, 5) == [QuerySpan(0, 0, 3), QuerySpan(1, 3, 4), QuerySpan(2, 4, 5)]
+    assert run.query_spans(2, 1) == [QuerySpan(2, 0, 1)]
     assert (run.first(2, 5), run.first(2, 1)) == (0, 4)
-    assert surroundings(causal=False).parts(2, 6) == [Part(2, 0, 6)]
-    assert surroundings(causal=False).first(2, 6) == 0
+    assert run_context(causal=False).query_spans(2, 6) == [QuerySpan(2, 0, 6)]
+    assert run_context(causal=False).first(2, 6) == 0
 
 
 def test_the_queries_touched_are_those_at_positions_that_belong_to_the_steps():
     cpu = torch.device("cpu")
-    of_step_1 = Queries(AblateHeads(steps=[1]), surroundings(causal=True))
+    of_step_1 = Queries(AblateHeads(steps=[1]), run_context(causal=True))
     assert of_step_1.of(0, 3, cpu) is None
     assert of_step_1.of(1, 1, cpu).int().tolist() == [[1], [1]]
     assert of_step_1.of(2, 1, cpu) is None
     assert of_step_1.of(2, 5, cpu).int().tolist() == [[0, 0, 0, 1, 0]] * 2
-    placed = Queries(AblateHeads(steps=[0, 2], positions=[1, -2]), surroundings(causal=True))
+    placed = Queries(AblateHeads(steps=[0, 2], positions=[1, -2]), run_context(causal=True))
     assert placed.of(2, 5, cpu).int().tolist() == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 1]]
     assert placed.of(2, 1, cpu).int().tolist() == [[1], [1]]
-    diffusion = Queries(AblateHeads(steps=[-1], positions=[1]), surroundings(causal=False))
+    diffusion = Queries(AblateHeads(steps=[-1], positions=[1]), run_context(causal=False))
     assert diffusion.of(1, 6, cpu) is None
     assert diffusion.of(2, 6, cpu).int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
     assert Queries(AblateHeads(positions=[-1]), None).of(None, 3, cpu).int().tolist() == [[0, 0, 1]]

@@ -346,7 +346,7 @@ def test_removing_a_head_that_writes_nothing_changes_no_logit(model, run):
     ids = run.canvas[1:, 5]
     plain = model(ids)
     for name, (layer, head) in HEADS.items():
-        edited = model.run_with_hooks(ids, fwd_hooks=AblateHeads(layers=[layer], heads=[head]).on(model))
+        edited = model.run_with_hooks(ids, fwd_hooks=AblateHeads(layers=[layer], heads=[head]).hooks_for(model))
         assert torch.equal(edited, plain) == (name not in ("previous", "next", "fading")), name
 
 

@@ -17,11 +17,11 @@ NAMES = ["hook_embed", "blocks.1.attn.hook_sink_scores", "blocks.2.attn.hook_z",
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 def test_a_look_gives_the_values_of_a_pass_of_its_own(architecture, causal, real):
     model, ids = shared_model(architecture, causal), random_ids()
-    looked = model.tree.look(ids, real, LOOKED)
+    peeked = model.tree.peek(ids, real, LOOKED)
     plain = plain_pass(model, ids, real).values
     counted = slice(None) if real is None else real
     assert list(looked) == NAMES
-    for name, value in looked.items():
+    for name, value in peeked.items():
         where = slice(None) if name.endswith("sink_scores") else counted
         torch.testing.assert_close(value[where], plain[name][where], atol=1e-4, rtol=1e-5)
         assert not value.requires_grad
@@ -29,8 +29,8 @@ def test_a_look_gives_the_values_of_a_pass_of_its_own(architecture, causal, real
 
 def test_no_hook_is_called_and_no_edit_made_by_a_look_inside_a_hook():
     model, ids, other = shared_model(), random_ids(), random_ids()
-    expected = model.tree.look(other, None, NAMES)
-    called, looked = [], {}
+    expected = model.tree.peek(other, None, NAMES)
+    called, peeked = [], {}
 
     def count(value, hook):
         called.append(hook.name)
@@ -38,13 +38,13 @@ def test_no_hook_is_called_and_no_edit_made_by_a_look_inside_a_hook():
 
     def look(value, hook):
         called.append("look")
-        looked.update(model.tree.look(other, None, NAMES))
+        looked.update(model.tree.peek(other, None, NAMES))
 
     hooks = [("hook_embed", count), ("blocks.0.hook_resid_post", look), ("blocks.1.attn.hook_pattern", count)]
     hooks += [("blocks.2.hook_resid_pre", count)]
     logits = model.run_with_hooks(ids, fwd_hooks=hooks)
     assert called == ["hook_embed", "look", "blocks.1.attn.hook_pattern", "blocks.2.hook_resid_pre"]
-    assert all(torch.equal(looked[name], expected[name]) for name in NAMES)
+    assert all(torch.equal(peeked[name], expected[name]) for name in NAMES)
     without = [pair for pair in hooks if pair[1] is not look]
     assert torch.equal(model.run_with_hooks(ids, fwd_hooks=without), logits)
 
@@ -57,7 +57,7 @@ def test_only_what_is_looked_at_is_computed(monkeypatch):
     model, ids = shared_model(), random_ids()
 
     def look(value, hook):
-        model.tree.look(ids, None, ["blocks.2.attn.hook_sink_scores"])
+        model.tree.peek(ids, None, ["blocks.2.attn.hook_sink_scores"])
 
     hooks = [("hook_embed", look), ("blocks.1.attn.hook_pattern", lambda value, hook: None)]
     with pytest.raises(AssertionError, match="the map was made explicit"):  # by the pass itself, after the look
@@ -71,7 +71,7 @@ def test_a_trace_block_is_served_by_its_own_pass(raw):
     cache = model.run_with_cache(ids, names_filter=["blocks.1.hook_mlp_out", "blocks.2.hook_resid_post"])[1]
 
     def look(value, hook):
-        model.tree.look(other, None, ["blocks.1.hook_mlp_out"])
+        model.tree.peek(other, None, ["blocks.1.hook_mlp_out"])
 
     with model.tree.hooks(fwd_hooks=[("hook_embed", look)]), model.trace(ids):
         served = (model.hf.model.layers[1].mlp if raw else model.blocks[1].hook_mlp_out).output.save()
@@ -82,13 +82,13 @@ def test_a_trace_block_is_served_by_its_own_pass(raw):
 
 def test_a_block_may_look_itself():
     model, ids, other = shared_model(), random_ids(), random_ids()
-    expected, looked = model.tree.look(other, None, NAMES), {}
+    expected, peeked = model.tree.peek(other, None, NAMES), {}
     cache = model.run_with_cache(ids, names_filter="blocks.1.attn.hook_z")[1]
     with model.trace(ids):
         model.blocks[0].hook_resid_post.output  # noqa: B018
-        looked.update(model.tree.look(other, None, NAMES))
+        looked.update(model.tree.peek(other, None, NAMES))
         served = model.blocks[1].attn.hook_z.output.save()
-    assert all(torch.equal(looked[name], expected[name]) for name in NAMES)
+    assert all(torch.equal(peeked[name], expected[name]) for name in NAMES)
     assert torch.equal(served, cache["blocks.1.attn.hook_z"])
 
 
@@ -102,8 +102,8 @@ def test_a_failed_look_leaves_the_model_as_it_was(monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(model.tree.hf.model.layers[1].mlp.down_proj, "forward", fail)
         with pytest.raises(ZeroDivisionError, match="in the pass"):
-            model.tree.look(ids, None, NAMES)
-    assert model.tree.watch.looked is None
+            model.tree.peek(ids, None, NAMES)
+    assert model.tree.watch.peeked is None
     assert not any(point.watched for point in model.tree.hook_points())
     assert torch.equal(model(ids), before)
 
@@ -111,12 +111,12 @@ def test_a_failed_look_leaves_the_model_as_it_was(monkeypatch):
 def test_a_look_at_what_does_not_exist_or_inside_another_is_refused(monkeypatch):
     model, ids = shared_model(), random_ids()
     with pytest.raises(HookNameError, match=r"'hook_embd'\. Nearest: hook_embed"):
-        model.tree.look(ids, None, ["hook_embd"])
+        model.tree.peek(ids, None, ["hook_embd"])
     with pytest.raises(HookNameError, match=r"'denoise\.hook_logits' belongs to the sampler; a single pass does not"):
-        model.tree.look(ids, None, ["hook_embed", "denoise.hook_logits"])
+        model.tree.peek(ids, None, ["hook_embed", "denoise.hook_logits"])
     monkeypatch.setattr(model.tree.watch, "looked", {})
     with pytest.raises(SinklensError, match="one look is going on already; a pass that is looked at calls no hooks"):
-        model.tree.look(ids, None, ["hook_embed"])
+        model.tree.peek(ids, None, ["hook_embed"])
 
 
 # --- a mask that is read and left alone --------------------------------------------------------------------------
