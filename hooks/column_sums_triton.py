@@ -38,12 +38,13 @@ from sinklens.versions import versions
 
 LOG2_E = math.log2(math.e)  # exponentials are taken to base 2, which is what the hardware has
 PROBES = ((1, 17), (17, 17), (65, 63), (127, 300))  # queries and keys of the first-use test
+LENGTHS = ["queries", "keys", "mask_batch", "mask_head", "mask_query"]  # one kernel for all values of these
 NONE, KEY, FULL = 0, 1, 2  # kinds of masks
 
 
 def _jit(function: Callable[..., Any]) -> Any:
     """`triton.jit` of the bare function, whose source it reads: type checks at run time wrap every function."""
-    return triton.jit(inspect.unwrap(function), do_not_specialize=["queries", "keys"])
+    return triton.jit(inspect.unwrap(function), do_not_specialize=LENGTHS)
 
 
 @_jit
