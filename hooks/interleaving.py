@@ -157,20 +157,20 @@ def wait_for(location: str, visit: int) -> Any:
 class _CheckedCaches(InterleavingTracer):
     """nnsight's tracer, whose ``cache(modules=)`` refuses paths that do not exist; nnsight's own keeps nothing."""
 
-    def cache(self, modules: Any = None, **options: Any) -> Any:
+    def cache(self, *args: Any, **options: Any) -> Any:
         """nnsight's ``cache``.
 
         Raises:
-            HookNameError: a path in `modules` that no module has.
+            HookNameError: a path in its first argument, `modules`, that no module has.
         """
         paths = {envoy.path for envoy in self.envoy.modules()}
-        for wanted in modules or ():
+        for wanted in (args[0] if args else options.get("modules")) or ():
             if isinstance(wanted, str) and wanted not in paths:
                 raise HookNameError(
                     f"no module has the path {wanted!r}.{nearest(wanted, paths)} A path begins with the name of the "
                     f"root, {self.envoy.path!r}; a module itself will do as well: cache(modules=[model.blocks[0]])."
                 )
-        return super().cache(modules, **options)
+        return super().cache(*args, **options)
 
 
 class Root(NNsight):

@@ -247,6 +247,68 @@ def test_each_of_several_invokes_equals_its_run_alone(causal):
     assert (short_scores[..., :3] == 0).all()
 
 
+def skip_in(model, ids, values):
+    """Logits of the invokes of `ids`, each with its value in the place of layer 1's MLP; None skips nothing."""
+    logits = []
+    with model.trace() as tracer:
+        for given, value in zip(ids, values, strict=True):
+            with tracer.invoke(given):
+                if value is not None:
+                    model.blocks[1].hook_mlp_out.skip(value)
+                else:
+                    model.blocks[1].hook_mlp_out.output  # noqa: B018
+                logits.append(model.output)
+    return logits
+
+
+def test_each_invoke_puts_its_own_value_in_the_place_of_a_point_or_none_does():
+    model, ids = shared_model(), random_ids(2, 5)
+    values = [torch.full((1, 5, 24), number) for number in (0.5, -2.0)]
+    for row, logits in enumerate(skip_in(model, [ids[:1], ids[1:]], values)):
+        put = {"blocks.1.hook_mlp_out": lambda _, row=row: values[row]}
+        assert_close(logits, plain_pass(model, ids[row : row + 1], edits=put).logits)
+    with pytest.raises(ValueError, match="has to cover every row"):
+        skip_in(model, [ids[:1], ids[1:]], [values[0], None])
+
+
+def test_a_cache_in_an_invoke_keeps_its_rows():
+    model, ids, other = shared_model(), random_ids(2, 5), random_ids(1, 5)
+    with model.trace() as tracer:
+        with tracer.invoke(ids):
+            two = tracer.cache(modules=[model.blocks[1].attn.hook_z])
+        with tracer.invoke(other):
+            one = tracer.cache(modules=[model.blocks[1].attn.hook_z])
+    for cache, given in ((two, ids), (one, other)):
+        assert_close(cache[f"model.{Z}"].output, plain_pass(model, given).values[Z])
+
+
+def test_a_gradient_in_an_invoke_is_that_of_its_rows_alone():
+    model, ids = shared_model(), random_ids(1, 5)
+    with model.trace(ids):
+        z = model.blocks[1].attn.hook_z.output
+        with model.output.sum().backward():
+            alone = z.grad.save()
+    with model.trace() as tracer:
+        with tracer.invoke(ids):
+            z = model.blocks[1].attn.hook_z.output
+            with model.output.sum().backward():
+                beside = z.grad.save()
+        with tracer.invoke(random_ids(1, 5)):
+            pass
+    torch.testing.assert_close(beside, alone, atol=1e-3, rtol=1e-3)
+
+
+def test_values_pass_between_the_traces_of_a_session():
+    model, ids = shared_model(), random_ids()
+    with model.session():
+        with model.trace(ids):
+            z = model.blocks[1].attn.hook_z.output
+        with model.trace(ids):
+            model.blocks[1].attn.hook_z.output = z * 2
+            logits = model.output.save()
+    assert_close(logits, plain_pass(model, ids, edits={Z: lambda value: value * 2}).logits)
+
+
 def test_an_edit_in_one_invoke_leaves_the_others_alone():
     model, short, long = shared_model(), random_ids(1, 5), random_ids(1, 8)
     with model.trace() as tracer:
