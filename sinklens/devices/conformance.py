@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import sinklens
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim, NotChecked, near
 from sinklens.devices.parts import Setting
 from sinklens.devices.runs import same_tokens
-from sinklens.model import Model
+from sinklens.model import Model, load
+from sinklens.tracing import generate
 
 CPU = torch.device("cpu")
 EXACT = 1e-4
@@ -117,7 +117,7 @@ def _runs(case: Path) -> list[dict]:
 
 
 def _single(case: Path, setting: Setting) -> str:
-    model, expected = sinklens.load(case, device=setting.device, dtype=torch.float32), _expected(case)
+    model, expected = load(case, device=setting.device, dtype=torch.float32), _expected(case)
     with torch.no_grad():
         ids = expected["input_ids"].to(setting.device)
         logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
@@ -127,17 +127,17 @@ def _single(case: Path, setting: Setting) -> str:
 
 
 def _run(case: Path, number: int, given: dict, setting: Setting) -> str:
-    model, expected = sinklens.load(case, device=setting.device, dtype=torch.float32), _expected(case)
+    model, expected = load(case, device=setting.device, dtype=torch.float32), _expected(case)
     settings = dict(given)
     if "max_new_tokens" in settings:
         settings["gen_length"] = settings.pop("max_new_tokens")
-    run = sinklens.generate(model, expected[f"gen{number}.prompt"], progress=False, **settings)
+    run = generate(model, expected[f"gen{number}.prompt"], progress=False, **settings)
     after = f"gen{number}.history" in expected  # Dream's reference keeps the canvas after each step
     found = run.canvas[:, 1:] if after else run.canvas[:, :-1]
     wanted = expected[f"gen{number}.history" if after else f"gen{number}.canvas"]
     if torch.equal(found, wanted):
         return f"{found.shape[1]} steps"
-    alone = sinklens.load(case, device=CPU, dtype=torch.float32)
+    alone = load(case, device=CPU, dtype=torch.float32)
     return same_tokens(alone, model, expected[f"gen{number}.prompt"], settings)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import sinklens
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim, near
 from sinklens.devices.parts import Setting
@@ -17,6 +16,7 @@ from sinklens.errors import ReadOnlyHookError
 from sinklens.interventions import AblateHeads, MaskSinks, WindowAttention
 from sinklens.model import Model
 from sinklens.runs.result import Generation
+from sinklens.tracing import generate, trace
 
 CPU = torch.device("cpu")
 NEAR = 1e-4
@@ -27,7 +27,7 @@ SCORES = "blocks.{}.attn.hook_sink_scores"
 def claims(setting: Setting) -> Iterator[Claim]:
     """One claim per kind of use."""
     both = [samples.shipped("tiny-llada", device) for device in (CPU, setting.device)]
-    base = sinklens.generate(both[0], samples.PROMPTS, **GIVEN)
+    base = generate(both[0], samples.PROMPTS, **GIVEN)
     model = both[1]
     yield Claim("every hook point of a run shows the CPU's values", lambda: _points(both, base))
     yield Claim("watching sinks or the mask leaves the logits", lambda: _watching(model))
@@ -57,7 +57,7 @@ def _points(both: list[Model], base: Generation) -> str:
             if hook.step == 3:
                 values[hook.name] = value.detach().cpu()
 
-        sinklens.generate(model, samples.PROMPTS, hooks=[(lambda name: True, keep)], replay=base, **GIVEN)
+        generate(model, samples.PROMPTS, hooks=[(lambda name: True, keep)], replay=base, **GIVEN)
     names = both[0].hook_names()
     assert list(seen[1]) == list(seen[0]), "points were reached in another order"
     assert set(seen[1]) == set(names), f"{sorted(set(names) - set(seen[1]))} were not reached"
@@ -110,7 +110,7 @@ def _replayed(model: Model, base: Generation, hooks: Any, **more: Any) -> Tensor
     kept: list[Tensor] = []
     listed = list(hooks) if isinstance(hooks, list) else [hooks]
     listed.append(("denoise.hook_logits", lambda value, hook: kept.append(value.detach().cpu())))
-    sinklens.generate(model, samples.PROMPTS, hooks=listed, replay=base, **GIVEN, **more)
+    generate(model, samples.PROMPTS, hooks=listed, replay=base, **GIVEN, **more)
     return torch.stack(kept)[:, base.real]
 
 
@@ -125,8 +125,8 @@ def _effect(both: list[Model], base: Generation, hooks: Any) -> str:
 
 
 def _block(model: Model) -> str:
-    hooked = sinklens.generate(model, samples.PROMPTS[0], hooks=[_drop_head()], **GIVEN)
-    with sinklens.trace(model, samples.PROMPTS[0], **GIVEN) as t:
+    hooked = generate(model, samples.PROMPTS[0], hooks=[_drop_head()], **GIVEN)
+    with trace(model, samples.PROMPTS[0], **GIVEN) as t:
         for step in t.steps:  # noqa: B007
             t["blocks.1.attn.hook_z"][:, :, 1] = 0
             pattern = t["blocks.2.attn.hook_pattern"].clone()
@@ -137,7 +137,7 @@ def _block(model: Model) -> str:
 
 
 def _replay(model: Model, base: Generation) -> str:
-    again = sinklens.generate(model, samples.PROMPTS, replay=base, **GIVEN)
+    again = generate(model, samples.PROMPTS, replay=base, **GIVEN)
     assert torch.equal(again.canvas[:, :-1], base.canvas[:, :-1]), "canvases differ"
     return f"{again.steps_run} steps"
 
@@ -148,7 +148,7 @@ def _masked(both: list[Model], base: Generation) -> str:
 
 def _hidden(model: Model) -> str:
     masks = MaskSinks(top_k=5)
-    run = sinklens.generate(model, samples.PROMPTS, hooks=masks, **GIVEN)
+    run = generate(model, samples.PROMPTS, hooks=masks, **GIVEN)
     assert run.sinks is not None
     keys = masks.keys(run.sinks).to_numpy()
     scores = run.sinks.scores().to_numpy()
@@ -158,7 +158,7 @@ def _hidden(model: Model) -> str:
 
 
 def _guidance(both: list[Model]) -> str:
-    base = sinklens.generate(both[0], samples.PROMPTS, cfg_scale=1.0, **GIVEN)
+    base = generate(both[0], samples.PROMPTS, cfg_scale=1.0, **GIVEN)
     wanted, found = (_replayed(model, base, [], cfg_scale=1.0) for model in both)
     return near(found, wanted, 10 * NEAR)
 
@@ -166,7 +166,7 @@ def _guidance(both: list[Model]) -> str:
 def _cache(device: torch.device) -> str:
     model = samples.shipped("tiny-llama", device)
     given: dict[str, Any] = {"gen_length": 8, "progress": False}
-    with_cache, without = (sinklens.generate(model, samples.PROMPTS, use_cache=use, **given) for use in (True, False))
+    with_cache, without = (generate(model, samples.PROMPTS, use_cache=use, **given) for use in (True, False))
     assert torch.equal(with_cache.tokens, without.tokens), "the cache changed the tokens"
     assert with_cache.sinks is not None
     assert without.sinks is not None
@@ -176,7 +176,7 @@ def _cache(device: torch.device) -> str:
 
 def _caches(model: Model) -> str:
     name = "blocks.1.hook_resid_post"
-    with sinklens.trace(model, samples.PROMPTS[0], **GIVEN) as t:
+    with trace(model, samples.PROMPTS[0], **GIVEN) as t:
         caches = t.cache([name], [0])
         for step in t.steps:  # noqa: B007
             pass

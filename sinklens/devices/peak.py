@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-import sinklens
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim, Measurement, NotChecked
 from sinklens.devices.measuring import peak
 from sinklens.devices.parts import Setting
 from sinklens.errors import DeviceMemoryError
 from sinklens.model import Model
+from sinklens.tracing import generate
 
 GIVEN: dict[str, Any] = {"gen_length": 16, "block_length": 16, "steps": 2, "progress": False}
 
@@ -36,7 +36,7 @@ def _extra(setting: Setting, length: int) -> float:
     model, ids = _model(setting), samples.random_ids(1, length - 16)
 
     def run(record: bool) -> Any:
-        return sinklens.generate(model, ids, record_sinks=record, **GIVEN)
+        return generate(model, ids, record_sinks=record, **GIVEN)
 
     run(True), run(False)
     return peak(lambda: run(True), setting.device) - peak(lambda: run(False), setting.device)
@@ -55,7 +55,7 @@ def _above(setting: Setting, length: int) -> Measurement:
 
 def _raised(setting: Setting) -> str:
     model, ids = _model(setting), samples.random_ids(2, 17)
-    before = sinklens.generate(model, ids, **GIVEN)
+    before = generate(model, ids, **GIVEN)
 
     def fail(value: torch.Tensor, hook: Any) -> None:
         if hook.step == 1:
@@ -63,11 +63,11 @@ def _raised(setting: Setting) -> str:
 
     said = ""
     try:
-        sinklens.generate(model, ids, hooks=[("blocks.1.hook_resid_mid", fail)], **GIVEN)
+        generate(model, ids, hooks=[("blocks.1.hook_resid_mid", fail)], **GIVEN)
     except DeviceMemoryError as error:
         said = str(error)
     assert "prompts at a time (2)" in said, said or "no error was raised"
-    again = sinklens.generate(model, ids, **GIVEN)
+    again = generate(model, ids, **GIVEN)
     assert torch.equal(again.canvas, before.canvas), "the next run differs"
     return f"{said[:120]}…"
 
@@ -76,7 +76,7 @@ def _real(setting: Setting) -> str:
     if setting.device.type != "cuda":
         raise NotChecked("it fills the memory of a CUDA device")
     model, ids = _model(setting), samples.random_ids(8, 1000)
-    before = sinklens.generate(model, ids[:1], **GIVEN)
+    before = generate(model, ids[:1], **GIVEN)
     torch.cuda.empty_cache()
     held, total = (
         torch.cuda.memory_reserved(setting.device),
@@ -86,13 +86,13 @@ def _real(setting: Setting) -> str:
     said = ""
     try:
         patterns = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: None)]  # 2 × 264 MB for the map
-        sinklens.generate(model, ids, hooks=patterns, **GIVEN)
+        generate(model, ids, hooks=patterns, **GIVEN)
     except DeviceMemoryError as error:
         said = str(error)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
     kept = torch.cuda.memory_allocated(setting.device)
-    again = sinklens.generate(model, ids[:1], **GIVEN)
+    again = generate(model, ids[:1], **GIVEN)
     assert torch.equal(again.canvas, before.canvas), "the next run differs"
     assert "hook_pattern" in said, said or "a run that needs more than is left ended all the same"
     return f"{kept / 1e6:.0f} MB allocated after the error, {held / 1e6:.0f} MB reserved before"

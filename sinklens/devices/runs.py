@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import sinklens
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim
 from sinklens.devices.parts import Setting
 from sinklens.model import Model
 from sinklens.runs.result import Generation
+from sinklens.tracing import generate
 
 CPU = torch.device("cpu")
 TIED = 4.0  # times the noise; log-odds move by at most twice the noise each
@@ -65,7 +65,7 @@ def _cases(small: bool) -> list[Case]:
 
 
 def _run(model: Model, prompt: Any, **given: Any) -> Generation:
-    return sinklens.generate(model, prompt, progress=False, **given)
+    return generate(model, prompt, progress=False, **given)
 
 
 def _same(make: Callable[[torch.device], tuple[Model, Any]], given: dict[str, Any], setting: Setting) -> str:

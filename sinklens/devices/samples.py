@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import sinklens
-from sinklens.model import Model
+from sinklens.model import Model, load
 
 PROMPTS = [
     "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:",
@@ -25,7 +24,7 @@ VOCABULARY = 97
 @cache
 def shipped(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
     """A shipped model."""
-    return sinklens.load(name, device=device, dtype=dtype)
+    return load(name, device=device, dtype=dtype)
 
 
 @cache
@@ -48,7 +47,7 @@ def random_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return sinklens.load(hf.to(device=device, dtype=dtype).eval())
+    return load(hf.to(device=device, dtype=dtype).eval())
 
 
 def random_ids(batch: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import sinklens
 from sinklens.devices import roofline
 from sinklens.devices.findings import Claim, Measurement, NotChecked
 from sinklens.devices.measuring import Ratio, compare, peak, seconds
@@ -26,7 +25,8 @@ from sinklens.errors import DeviceMemoryError
 from sinklens.hooks import column_sums
 from sinklens.interventions import MaskSinks
 from sinklens.memory import release
-from sinklens.model import Model
+from sinklens.model import Model, load
+from sinklens.tracing import generate
 
 SIZES = ((512, 1), (1024, 1), (4096, 1), (512, 8), (1024, 8), (4096, 8))  # positions, rows
 SPARE = 24e9  # bytes left for activations, when layers are counted
@@ -49,7 +49,7 @@ class Bench:
         if not setting.small:
             self.sizes["n_layers"] = _layers_that_fit(setting.device)
         self.plain: LlamaForCausalLM = random_llada(**self.sizes, device=setting.device, dtype=self.dtype)
-        self.model: Model = sinklens.load(twin(self.plain))
+        self.model: Model = load(twin(self.plain))
 
     def prompt(self, length: int, rows: int) -> Tensor:
         """Random ids, as many as leave room for the answer."""
@@ -58,7 +58,7 @@ class Bench:
 
     def run(self, prompt: Tensor, steps: int, record: bool, hooks: Any = ()) -> Any:
         """A run of sinklens."""
-        return sinklens.generate(
+        return generate(
             self.model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record, hooks=hooks,
             progress=False,
         )  # fmt: skip

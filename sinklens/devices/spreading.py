@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-import sinklens
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim, NotChecked, near
 from sinklens.devices.parts import Setting
 from sinklens.errors import SinklensError
 from sinklens.interventions import MaskSinks
-from sinklens.model import Model
+from sinklens.model import Model, load
+from sinklens.tracing import generate
 
 GIVEN: dict[str, Any] = {"gen_length": 4, "steps": 4, "block_length": 4, "progress": False}
 LAYERS = 4
@@ -42,7 +42,7 @@ def _offloaded(setting: Setting, place: str) -> str:
             accelerate.cpu_offload(copy, setting.device)
         else:
             accelerate.disk_offload(copy, folder, setting.device)
-        return _compare(sinklens.load(copy), plain, samples.random_ids(2, 17))
+        return _compare(load(copy), plain, samples.random_ids(2, 17))
 
 
 def _compare(model: Model, plain: Model, ids: torch.Tensor) -> str:
@@ -55,7 +55,7 @@ def _compare(model: Model, plain: Model, ids: torch.Tensor) -> str:
             near(cache[name], value, 1e-4)
         except AssertionError as error:
             raise AssertionError(f"{name} {error}") from error
-    runs = [sinklens.generate(held, ids, hooks=MaskSinks(top_k=1), **GIVEN) for held in (model, plain)]
+    runs = [generate(held, ids, hooks=MaskSinks(top_k=1), **GIVEN) for held in (model, plain)]
     assert torch.equal(runs[0].canvas, runs[1].canvas), "a run with masked sinks has other tokens"
     return f"{len(wanted_cache)} points; logits: {near(logits, wanted, 1e-4)}"
 
@@ -69,7 +69,7 @@ def _mixed(setting: Setting) -> dict[str, Any]:
 def _mapped(setting: Setting, device_map: Any) -> str:
     plain = samples.shipped("tiny-llada", setting.device)
     assert plain.cfg.n_layers == LAYERS, f"tiny-llada has {plain.cfg.n_layers} layers"
-    model = sinklens.load("tiny-llada", device_map=device_map, dtype=torch.float32)
+    model = load("tiny-llada", device_map=device_map, dtype=torch.float32)
     ids, _ = plain.encode(samples.PROMPTS[0])
     found = getattr(model.tree.hf, "hf_device_map", {})
     return f"{_compare(model, plain, ids)}; on {', '.join(sorted({str(place) for place in found.values()}))}"

@@ -225,7 +225,7 @@ class Trace(BlockTracer):
             raise HookOrderError("t.stop() ends a run from inside its `with sinklens.trace(...)` block; there is none.")
         super().stop()
 
-    def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:  # type: ignore[override]
+    def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:
         """Keep the values of points from here on, as TransformerLens `ActivationCache` objects by step.
 
             caches = t.cache(["blocks.2.hook_resid_post"], steps=[0, 5])    # in the block
