@@ -2,8 +2,8 @@
 
 The sources are in three folders, two of which have other names once installed. A temporary folder therefore gets
 links that lay them out as setuptools would, and mkdocstrings reads there. Docstrings are in Google's format, with two
-conventions of this project: several names may share an entry (``layers, heads: numbers``), and examples have no heading.
-`Conventions` rewrites both into standard Google format.
+conventions of this project: several names may share an entry (``layers, heads: numbers``), and examples have no
+heading. `Conventions` rewrites both into standard Google format.
 
 Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
