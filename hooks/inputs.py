@@ -1,9 +1,9 @@
 """The points where a sublayer reads the residual stream. They are off until a setter turns them on.
 
-``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` are copies of the stream, one per head, from which only that head
-computes its queries, keys or values; ``hook_attn_in`` is one copy per head for all three; ``hook_mlp_in`` is the input of
-the MLP. They are taken before the norm, and each copy is normalized separately, so adding a vector to one changes
-exactly one edge of the model, as direct-path patching requires.
+``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` are copies of the stream, one per head, from which only that
+head computes its queries, keys or values; ``hook_attn_in`` is one copy per head for all three; ``hook_mlp_in`` is the
+input of the MLP. They are taken before the norm, and each copy is normalized separately, so adding a vector to one
+changes exactly one edge of the model, as direct-path patching requires.
 
 ``hook_attn_in`` has one copy per query head. In grouped-query attention, keys and values read the first copies, as in
 TransformerLens.

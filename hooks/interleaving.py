@@ -2,8 +2,8 @@
 
 nnsight runs the body of a trace block in step with the model. The trace block *waits* at a *location*, a string such as
 ``"model.blocks.0.attn.hook_z.output"``. When the model reaches the location, nnsight *serves* it: it passes the value
-to the trace block and continues with the value as the block left it. Each time a location is reached is a *visit*, and a
-trace block waits for a particular visit.
+to the trace block and continues with the value as the block left it. Each time a location is reached is a *visit*, and
+a trace block waits for a particular visit.
 
 The rest of sinklens uses three classes: `Root` is a model on which trace blocks can be opened, `Handover` passes values
 between it and its trace blocks, and `BlockTracer` is a trace block that runs in step with any function.

@@ -229,7 +229,7 @@ def block_specs() -> Iterable[tuple[str, PointSpec]]:
 
 
 def table() -> list[tuple[str, PointSpec]]:
-    """The table with ``{l}`` for the layer, in forward order, without points that are off; the rows of `sinklens hooks`."""
+    """The table with ``{l}`` for the layer, in forward order, without points that are off; for `sinklens hooks`."""
     rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
     rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs()]
     rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]

@@ -1,7 +1,7 @@
 """Dictionaries and caches by hook point that accept every spelling of a name.
 
-Keys are the canonical names of the points, so iterating yields each point once. Looking up
-``blocks.0.attn.q.hook_out``, ``blocks.-1.hook_resid_post`` or the ``…_grad`` of either resolves the name as in names.py.
+Keys are the canonical names of the points, so iterating yields each point once. A look-up of
+``blocks.0.attn.q.hook_out``, ``blocks.-1.hook_resid_post`` or the ``…_grad`` of either resolves it as in names.py.
 
 Pitfall: ``dict(cache.cache_dict)`` is a plain dictionary, which accepts only the canonical names.
 """
