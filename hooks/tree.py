@@ -184,7 +184,7 @@ class HookTree(ModelWeights, HookFront):
             self.watch.peeked = None
 
     def refuse_compiled(self) -> None:
-        """Refuse a compiled model. Called once per run or single pass, because it takes longer than the points of a pass.
+        """Refuse a compiled model. Called once per run or single pass, as it takes longer than the points of a pass.
 
         Raises:
             SinklensError: a module was compiled. Compiled code bypasses the points: hooks would silently do nothing.
