@@ -175,7 +175,7 @@ def test_every_kind_of_write_to_a_mask_takes_effect(write, inference):
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_watching_does_not_change_cached_steps_in_any_bit(architecture, real, point):
-    """For one query and grouped heads, transformers' attention rounds differently than attention over repeated heads."""
+    """For one query and grouped heads, transformers rounds differently than attention over repeated heads."""
     model, ids = shared_model(architecture, causal=True), random_ids()
     mask = torch.ones_like(ids).bool() if real is None else real
 
