@@ -26,7 +26,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         yield part
         part.replace(path)
     except OSError as error:
-        raise SinklensError(f"could not write {path}: {error}. Free some space or choose another path.") from error
+        raise SinklensError(f"could not write {path}: {error}. Make room or choose another place.") from error
     finally:
         with suppress(OSError):  # if the folder could not be created, there is nothing to remove
             part.unlink(missing_ok=True)

@@ -279,7 +279,8 @@ class Denoising:
         real = self.state.real.cpu()
         return Generation(
             trajectory.canvas, trajectory.unmask_step, real, self.state.prompt_length, answers, self.settings,
-            self.seed, self._track(trajectory), self.single, self.model, self._recorder.patterns if self._recorder else {},
+            self.seed, self._track(trajectory), self.single, self.model,
+            self._recorder.patterns if self._recorder else {},
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"]) -> Answer:

@@ -224,7 +224,7 @@ class Trace(BlockTracer):
         """
         if not self.running:
             raise HookOrderError(
-                "t.stop() was called outside a `with sinklens.trace(...)` block; call it inside the block of the run to end."
+                "t.stop() was called outside its `with sinklens.trace(...)` block; call it inside the block."
             )
         super().stop()
 

@@ -127,9 +127,9 @@ class Steps:
             raise HookOrderError("t.steps can be iterated only inside the `with sinklens.trace(...)` block.")
         for step in self._chosen:
             if server.step is not None and (step < server.step or (server.over and step == server.step)):
-                where = "has ended" if server.over else f"is at step {server.step}"
+                where = "has already ended" if server.over else f"is already at step {server.step}"
                 raise HookOrderError(
-                    f"step {step} was requested, but the run {where} already; steps are visited in order, "
+                    f"step {step} was requested, but the run {where}; steps are visited in order, "
                     f"each in one loop. Put the statements of both loops into one loop over t.steps."
                 )
             if server.over or (step != server.step and wait_for(STEP, step) is RUN_ENDED):
