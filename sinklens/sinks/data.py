@@ -16,7 +16,7 @@ not state the unit of its ε. "sum" is the default here.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Literal, Self, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import xarray as xr
@@ -27,6 +27,8 @@ from sinklens.errors import TrackError, nearest
 Unit = Literal["sum", "percent", "fraction", "visible"]
 REQUIRED = ("score", "token_id", "masked", "committed", "is_real")
 AXES = ("batch", "step", "layer", "head", "pos")
+
+Track = TypeVar("Track", bound="TrackData")
 
 
 class TrackData:
@@ -143,7 +145,7 @@ class TrackData:
             }
         )
 
-    def isel(self, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> Self:
+    def isel(self: Track, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> Track:
         """Part of the track: rows, steps, layers or heads by index; all axes are kept.
 
         Only the selected part of an opened track is read from disk:
