@@ -10,8 +10,8 @@ is masked, and it is visible again: a lasting sink is masked at every other step
 keys of the unchanged run's previous step (in an autoregressive model, by column sums), and so hides a lasting sink at
 every step. As many *random* keys, drawn separately for every step and head, are the control.
 
-Caveat: a differently worded answer can be just as right, and one changed digit makes it wrong. ``changed`` and ``right``
-are reported side by side, and a prompt whose answer is unknown has no ``right``.
+Caveat: a differently worded answer can be just as right, and one changed digit makes it wrong. ``changed`` and
+``right`` are reported side by side, and a prompt whose answer is unknown has no ``right``.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -127,7 +127,7 @@ class Diagnose(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``page``: a row per sign, with its numbers and thresholds on the left and the underlying data on the right."""
+        """``page``: a row per sign, its numbers and thresholds on the left and the underlying data on the right."""
         return {"page": _page(measured, self.tables(measured)["signs"], self.seed)}
 
 

@@ -116,7 +116,9 @@ def runs_and_steps(names: Sequence[str]) -> dict[str, tuple[str, int]]:
     """
     places = {name: run_and_step(name) for name in names}
     paths = {name: (*Path(name).parent.resolve().parts, run) for name, (run, _) in places.items()}
-    repeated = [place for place, number in Counter((paths[name], places[name][1]) for name in names).items() if number > 1]
+    repeated = [
+        place for place, number in Counter((paths[name], places[name][1]) for name in names).items() if number > 1
+    ]
     if repeated:
         same = [name for name in names if (paths[name], places[name][1]) == repeated[0]]
         raise SettingError(f"{' and '.join(same)} are the same step of the same run; give each checkpoint once.")

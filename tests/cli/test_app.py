@@ -92,7 +92,7 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["analyse", "split", "tiny-llada", "--number", "0"], "--number must be at least 1"),
         (["analyse", "split", "tiny-llada", "--batch", "0"], "batch is the number of prompts per run, at least 1"),
         (["analyse", "split", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
-        (["analyse", "split", "tiny-llada", "tiny-llada"], "each model is asked once"),
+        (["analyse", "split", "tiny-llada", "tiny-llada"], "each model can be given only once"),
         (["analyse", "split", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
     ],
 )
