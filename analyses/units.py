@@ -21,7 +21,7 @@ from typing import Any
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer
 
 FOLDER = "units"
 
@@ -45,7 +45,7 @@ class Units:
             total: prompts in all.
         """
         self.total = total
-        self._run = None if out is None else Run.of(out / FOLDER, what)
+        self._run = None if out is None else LedgerRun.of(out / FOLDER, what)
         self._writer: Writer | None = None
         self._found: dict[int, xr.Dataset | str] = {}
 
@@ -111,7 +111,7 @@ def unused(out: Path, what: Mapping[str, Any]) -> str:
     """Unfinished units in `out` that `what` cannot go on with, and why; "" if there are none."""
     if not any((out / FOLDER).glob("run-*/run.json")):
         return ""
-    runs = Run.all(out / FOLDER)
+    runs = LedgerRun.all(out / FOLDER)
     if any(run.what == what for run in runs):
         return ""
     others = [run for run in runs if (run.what["study"], run.what["model"]["name"]) == _who(what)]
@@ -127,7 +127,7 @@ def finished(out: Path) -> str:
     """What is kept in `out`, for people; "" if that is nothing."""
     if not any((out / FOLDER).glob("run-*/run.json")):
         return ""
-    runs = [(run, len(run.done())) for run in Run.all(out / FOLDER)]
+    runs = [(run, len(run.done())) for run in LedgerRun.all(out / FOLDER)]
     return "; ".join(
         f"{run.what['study']}: {run.what['model']['name']}: {done} of {run.what['prompts']} prompts"
         for run, done in runs

@@ -19,7 +19,7 @@ from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
-    from sinklens.evaluation.protocols import Protocol
+    from sinklens.evaluation.protocols import EvalProtocol
     from sinklens.tasks import Task
 
 
@@ -146,8 +146,8 @@ def run_evaluate(options: argparse.Namespace) -> None:
         _tell_rest(options.out)
 
 
-def _protocol(options: argparse.Namespace) -> "Protocol":
-    from sinklens.evaluation.protocols import PROTOCOLS, find
+def _protocol(options: argparse.Namespace) -> "EvalProtocol":
+    from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
     from sinklens.tasks import NAMES
 
     if options.prompts is not None:
@@ -162,7 +162,7 @@ def _protocol(options: argparse.Namespace) -> "Protocol":
             f"no task is called {options.task!r}; known: {', '.join(NAMES)}.{nearest(options.task, NAMES)}"
             + (f" {options.task} is a protocol: --protocol {options.task}." if options.task in PROTOCOLS else "")
         )
-    asked = find(options.protocol or options.task)
+    asked = find_protocol(options.protocol or options.task)
     if options.task not in (None, asked.task):
         raise SinklensError(f"the protocol {asked.name} is for the task {asked.task}, not {options.task}; drop one.")
     given = settings_given(options)
@@ -257,10 +257,10 @@ def _duration(seconds: float) -> str:
 
 
 def _tell_rest(out: Path) -> None:
-    from sinklens.evaluation.ledger import Run
+    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.scoring import verdicts
 
-    unscored = sum(len(run.records()) - len(verdicts(run)) for run in Run.all(out))
+    unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
     if unscored > 0:
         print(f"{unscored} programs were generated and not run: sinklens score {out} --run-generated-code")
     else:
@@ -269,10 +269,10 @@ def _tell_rest(out: Path) -> None:
 
 def run_score(options: argparse.Namespace) -> None:
     """`sinklens score`."""
-    from sinklens.evaluation.ledger import Run
+    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.sandbox import Limits, available_isolation
     from sinklens.evaluation.scoring import score
-    from sinklens.tasks import CodeTask, find
+    from sinklens.tasks import CodeTask, find_task
 
     if not options.run_generated_code:
         raise SinklensError(
@@ -280,13 +280,13 @@ def run_score(options: argparse.Namespace) -> None:
             f"{available_isolation()}."
         )
     print(f"Isolation: {available_isolation()}.", file=sys.stderr)
-    names = sorted({str(run.what["protocol"]["task"]) for run in Run.all(options.ledger)})
-    published = [name for name in names if isinstance(find(name), CodeTask) and hasattr(find(name), "path")]
+    names = sorted({str(run.what["protocol"]["task"]) for run in LedgerRun.all(options.ledger)})
+    published = [name for name in names if isinstance(find_task(name), CodeTask) and hasattr(find_task(name), "path")]
     if options.data is not None and not published:
         raise SinklensError(f"--data is for programs of published tasks; {options.ledger} holds {', '.join(names)}.")
     paths = {} if options.data is None else dict.fromkeys(published, options.data)
     limits = Limits(seconds=options.seconds, memory_mb=options.memory)
-    if not any(isinstance(find(name), CodeTask) for name in names):
+    if not any(isinstance(find_task(name), CodeTask) for name in names):
         raise SinklensError(f"{options.ledger} holds no generated programs ({', '.join(names)}); nothing is to be run.")
     ran = score(options.ledger, paths=paths, limits=limits, require=options.isolation, progress=_score_progress)
     print(f"{ran} programs were run. The table: sinklens table {options.ledger}")

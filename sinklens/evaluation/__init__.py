@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking
     from sinklens.evaluation.distributed import OnRay
-    from sinklens.evaluation.ledger import Run, Writer
-    from sinklens.evaluation.protocols import PROTOCOLS, Protocol
+    from sinklens.evaluation.ledger import LedgerRun, Writer
+    from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
     from sinklens.evaluation.runner import Estimate, estimate, evaluate
     from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
@@ -26,12 +26,12 @@ __all__ = [
     "Accuracy",
     "Condition",
     "Estimate",
+    "EvalProtocol",
+    "LedgerRun",
     "Limits",
     "Line",
     "OnRay",
     "Paired",
-    "Protocol",
-    "Run",
     "Writer",
     "available_isolation",
     "estimate",
@@ -48,9 +48,9 @@ __all__ = [
 _HOMES = {
     "conditions": ("UNMASKED", "Condition", "masking"),
     "distributed": ("OnRay",),
-    "evaluating": ("Estimate", "estimate", "evaluate"),
-    "ledger": ("Run", "Writer"),
-    "protocols": ("PROTOCOLS", "Protocol"),
+    "runner": ("Estimate", "estimate", "evaluate"),
+    "ledger": ("LedgerRun", "Writer"),
+    "protocols": ("PROTOCOLS", "EvalProtocol"),
     "sandbox": ("Limits", "available_isolation", "run_program"),
     "scoring": ("score",),
     "statistics": ("Accuracy", "Paired", "holm", "paired"),

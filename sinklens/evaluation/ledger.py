@@ -34,7 +34,7 @@ Kind = Literal["records", "verdicts"]
 
 
 @dataclass(frozen=True)
-class Run:
+class LedgerRun:
     """One evaluated combination.
 
     Attributes:
@@ -46,12 +46,12 @@ class Run:
     folder: Path
 
     @classmethod
-    def of(cls, ledger: Path, what: Mapping[str, Any]) -> "Run":
+    def of(cls, ledger: Path, what: Mapping[str, Any]) -> "LedgerRun":
         """The run of `what` in the folder `ledger`; nothing is written yet."""
         text = json.dumps(what, sort_keys=True)
         return cls(what, ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
-    def begin(self) -> "Run":
+    def begin(self) -> "LedgerRun":
         """Write the run's description, if that was not done before."""
         note = self.folder / "run.json"
         if not note.exists():
@@ -60,7 +60,7 @@ class Run:
         return self
 
     @classmethod
-    def all(cls, ledger: Path) -> "list[Run]":
+    def all(cls, ledger: Path) -> "list[LedgerRun]":
         """Every run in the folder `ledger`.
 
         Raises:
@@ -110,7 +110,7 @@ class Writer:
         LedgerError: another process is writing to it, or it cannot be written.
     """
 
-    def __init__(self, run: Run, shard: int = 0, kind: Kind = "records") -> None:
+    def __init__(self, run: LedgerRun, shard: int = 0, kind: Kind = "records") -> None:
         self.path = run.folder / f"{kind}-{shard}.jsonl"
         self._file: int | None = None
 

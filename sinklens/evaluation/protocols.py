@@ -17,17 +17,16 @@ from typing import Any
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.settings import BY_SAMPLER
-from sinklens.tasks import NAMES, Task
-from sinklens.tasks import find as find_task
+from sinklens.tasks import NAMES, Task, find_task
 
 
 @dataclass(frozen=True)
-class Protocol:
+class EvalProtocol:
     """One way of asking.
 
     Attributes:
         name: how it is asked for.
-        task: name of the task; see `sinklens.tasks.find`.
+        task: name of the task; see `sinklens.tasks.find_task`.
         settings: of each sampler ("llada", "dream", "autoregressive"); what is left out comes from the checkpoint or
             the sampler's defaults.
         shots, extractor: of the task, where it has them; None for its own.
@@ -75,7 +74,7 @@ class Protocol:
         """
         return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor, examples=examples)  # type: ignore[arg-type]
 
-    def with_settings(self, given: Mapping[str, Any]) -> "Protocol":
+    def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
         """The same with some settings replaced, for each sampler that has them.
 
         Raises:
@@ -116,21 +115,21 @@ def _study(length: int) -> dict[str, Mapping[str, Any]]:
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
-        Protocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True,
+        EvalProtocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True,
                  note=_STUDY.format(length=256, more="five examples, one user turn and the flexible number are "
                                                      "the harness's usual ones, our choice.")),
-        Protocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
+        EvalProtocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
                  note=_STUDY.format(length=512, more="the harness's instruct prompt is our choice.")),
-        Protocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
+        EvalProtocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
                  note=_DREAM.format(length=256, more="; gsm8k_cot without examples.")),
-        Protocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
+        EvalProtocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
                  note=_DREAM.format(length=768, more=".")),
     )
 }  # fmt: skip
 PLAIN = "the task's own prompt, and the checkpoint's own lengths and steps"
 
 
-def find(name: str) -> Protocol:
+def find_protocol(name: str) -> EvalProtocol:
     """The protocol called `name`; a task's name stands for that task with the checkpoint's own settings.
 
     Raises:
@@ -139,6 +138,6 @@ def find(name: str) -> Protocol:
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     if name in NAMES:
-        return Protocol(name, name, note=PLAIN)
+        return EvalProtocol(name, name, note=PLAIN)
     known = [*PROTOCOLS, *NAMES]
     raise SettingError(f"no protocol is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sinklens.errors import LedgerError, SettingError
 from sinklens.evaluation.conditions import Condition
-from sinklens.evaluation.ledger import Record, Run, Writer
-from sinklens.evaluation.protocols import Protocol as Asking
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.ledger import LedgerRun, Record, Writer
+from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, batches, carry_out, identity, prompt_hash, reference_hash
 from sinklens.model import load
 from sinklens.tasks import Sample, Task
@@ -44,7 +43,7 @@ class Job:
     source: Any
     load: dict[str, Any]
     task: Task
-    protocol: Asking
+    protocol: EvalProtocol
     seed: int
 
 
@@ -91,7 +90,7 @@ Report = Callable[[Condition, int, int], None]
 
 def evaluate(
     model: Any,
-    protocol: Asking | str,
+    protocol: EvalProtocol | str,
     conditions: Sequence[Condition],
     ledger: str | Path,
     *,
@@ -103,7 +102,7 @@ def evaluate(
     engine: Engine | None = None,
     load: dict[str, Any] | None = None,
     progress: Report | None = None,
-) -> list[Run]:
+) -> list[LedgerRun]:
     """Evaluate a model on a task under each condition.
 
     Args:
@@ -111,7 +110,7 @@ def evaluate(
         protocol: how the task is put; or its name, or a task's.
         conditions: what is done to the model, e.g. ``masking([0, 1, 5, 10], controls=["random"])``.
         ledger: folder of the records; what it holds already is not done again.
-        task: the protocol's task, read from local files; by default `Protocol.make_task`.
+        task: the protocol's task, read from local files; by default `EvalProtocol.make_task`.
         limit: the first so many samples.
         batch: samples per run of the model; with ``threshold=`` interventions get one, since rows that wait for others
             would see more steps than alone.
@@ -169,7 +168,7 @@ class Estimate:
 
 def estimate(
     model: Any,
-    protocol: Asking | str,
+    protocol: EvalProtocol | str,
     conditions: Sequence[Condition],
     ledger: str | Path,
     *,
@@ -218,7 +217,7 @@ class _Plan:
     job: Job
     conditions: Sequence[Condition]
     samples: list[Sample]
-    runs: list[Run]
+    runs: list[LedgerRun]
     batch: int
 
     def place(self, condition: Condition) -> int:
@@ -240,7 +239,7 @@ class _Plan:
 
 def _plan(
     model: Any,
-    protocol: Asking | str,
+    protocol: EvalProtocol | str,
     conditions: Sequence[Condition],
     ledger: Path,
     task: Task | None,
@@ -251,7 +250,7 @@ def _plan(
     load: dict[str, Any] | None,
     engine: Engine,
 ) -> _Plan:
-    protocol = find(protocol) if isinstance(protocol, str) else protocol
+    protocol = find_protocol(protocol) if isinstance(protocol, str) else protocol
     task = task or protocol.make_task()
     if task.name != protocol.task:
         raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
@@ -272,11 +271,11 @@ def _plan(
     if not samples:
         raise SettingError(f"there is no sample for shard {number} of {parts}; the task {task.name} has too few.")
     job = Job(model, load or {}, task, protocol, seed)
-    runs = [Run.of(ledger, what) for what in engine.identities(job, conditions)]
+    runs = [LedgerRun.of(ledger, what) for what in engine.identities(job, conditions)]
     return _Plan(job, conditions, samples, runs, batch)
 
 
-def _check_same(sample: Sample, record: Record, run: Run) -> None:
+def _check_same(sample: Sample, record: Record, run: LedgerRun) -> None:
     """Refuse data in which a sample is not the one that was answered; older records do not say what was expected."""
     asks = record["prompt_sha256"] == prompt_hash(sample)
     if not asks or record.get("reference_sha256", reference_hash(sample)) != reference_hash(sample):

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import Record, Run, Writer
-from sinklens.evaluation.protocols import Protocol
+from sinklens.evaluation.ledger import LedgerRun, Record, Writer
+from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.tasks import CodeSample, CodeTask
 
-Report = Callable[[Run, int, int], None]
+Report = Callable[[LedgerRun, int, int], None]
 
 
 def score(
@@ -47,25 +47,25 @@ def score(
         SinklensError: the isolation cannot be had.
     """
     ran = 0
-    for run in Run.all(Path(ledger)):
+    for run in LedgerRun.all(Path(ledger)):
         task = task_of(run, paths or {})
         if isinstance(task, CodeTask):
             ran += _score_run(run, task, limits, require, progress)
     return ran
 
 
-def task_of(run: Run, paths: Mapping[str, str | Path]) -> Any:
+def task_of(run: LedgerRun, paths: Mapping[str, str | Path]) -> Any:
     """The task that a run's records answer.
 
     Raises:
         SettingError: this version does not know it.
     """
     asked = run.what["protocol"]
-    protocol = Protocol(asked["name"], asked["task"], shots=asked["shots"], extractor=asked["extractor"])
+    protocol = EvalProtocol(asked["name"], asked["task"], shots=asked["shots"], extractor=asked["extractor"])
     return protocol.make_task(paths.get(asked["task"]))
 
 
-def _score_run(run: Run, task: CodeTask, limits: Limits | None, require: str, progress: Report | None) -> int:
+def _score_run(run: LedgerRun, task: CodeTask, limits: Limits | None, require: str, progress: Report | None) -> int:
     with Writer(run, kind="verdicts") as writer:
         records, done = run.records(), verdicts(run)
         left = [record for record in records if record["sample"] not in done]
@@ -101,7 +101,7 @@ def _judge(
     }
 
 
-def verdicts(run: Run) -> dict[str, bool]:
+def verdicts(run: LedgerRun) -> dict[str, bool]:
     """The verdict of every record of a run that has one, by sample.
 
     A program that was not run yet has none; nor has one that was generated anew since.

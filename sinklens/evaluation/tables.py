@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.ledger import Record, Run
+from sinklens.evaluation.ledger import LedgerRun, Record
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
 
@@ -94,7 +94,7 @@ class Line:
 class _Read:
     """A run with its records that have a verdict (all if none has), the verdicts by sample, and how many have none."""
 
-    run: Run
+    run: LedgerRun
     records: Mapping[str, Record]
     verdicts: Mapping[str, bool]
     unscored: int
@@ -121,7 +121,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     Warns:
         UserWarning: generated programs that were not run yet, by run; see `Line.unscored`.
     """
-    read = [_read(run) for run in Run.all(Path(ledger))]
+    read = [_read(run) for run in LedgerRun.all(Path(ledger))]
     left_out = _unscored(read, ledger)
     if left_out:
         warnings.warn(left_out, stacklevel=2)
@@ -138,7 +138,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     return sorted(lines, key=lambda line: (line.task, line.protocol, line.model))
 
 
-def _read(run: Run) -> _Read:
+def _read(run: LedgerRun) -> _Read:
     records = {str(record["sample"]): record for record in run.records()}
     found = verdicts(run) if records else {}
     kept = {sample: records[sample] for sample in records if sample in found or not found}
@@ -156,7 +156,7 @@ def _unscored(read: Sequence[_Read], ledger: str | Path) -> str:
     )
 
 
-def _group(run: Run) -> dict[str, Any]:
+def _group(run: LedgerRun) -> dict[str, Any]:
     return {name: value for name, value in run.what.items() if name != "condition"}
 
 

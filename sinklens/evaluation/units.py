@@ -24,7 +24,7 @@ import numpy as np
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record
-from sinklens.evaluation.protocols import Protocol
+from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.interventions import Intervention
 from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
@@ -86,7 +86,7 @@ def reference_hash(sample: Sample) -> str:
     return hashlib.sha256((sample.reference if ids is None else json.dumps(ids)).encode()).hexdigest()
 
 
-def identity(model: "Model", condition: Condition, task: Task, protocol: Protocol, seed: int) -> dict[str, Any]:
+def identity(model: "Model", condition: Condition, task: Task, protocol: EvalProtocol, seed: int) -> dict[str, Any]:
     """Everything that decides a verdict but the data, as plain JSON values: what a ledger's run is told apart by.
 
     Raises:
@@ -130,7 +130,7 @@ def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
     )
 
 
-def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed: int) -> list[Record]:
+def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, seed: int) -> list[Record]:
     """The records of a batch, in its order.
 
     Raises:

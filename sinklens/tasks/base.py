@@ -58,7 +58,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As `sinklens.tasks.find` knows it."""
+        """As `sinklens.tasks.find_task` knows it."""
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ _ENTRIES = {
 NAMES = tuple(_ENTRIES)
 
 
-def find(
+def find_task(
     name: str,
     *,
     path: Path | str | None = None,

@@ -9,14 +9,14 @@ import pytest
 
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.distributed import OnRay
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
 from sinklens.tasks.tiny_gsm import TinyGsm
 
 SAMPLES = tuple(TinyGsm().samples(6))
-JOB = Job("tiny-llada", {}, TinyGsm(), find("tiny-gsm"), 0)
+JOB = Job("tiny-llada", {}, TinyGsm(), find_protocol("tiny-gsm"), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
 from sinklens.evaluation.distributed import OnRay, _here, _Tally, _Worker
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job, evaluate
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
@@ -21,7 +21,7 @@ from sinklens.tasks.tiny_gsm import TinyGsm
 
 SAMPLES = tuple(TinyGsm().samples(8))
 CONDITIONS = masking([0, 1])
-JOB = Job("tiny-llada", {}, TinyGsm(), find("tiny-gsm"), 0)
+JOB = Job("tiny-llada", {}, TinyGsm(), find_protocol("tiny-gsm"), 0)
 NEED = {"num_cpus": 1, "num_gpus": 0}
 
 
