@@ -161,7 +161,7 @@ class Asked(TinyGsm):
 
 def test_a_ledger_that_was_begun_with_other_data_is_refused(tmp_path, tiny_llama, monkeypatch):
     one, other = Asked(("Question: 2 + 3?", "Question: 3 + 3?")), Asked(("Question: 2 + 3?", "Question: 4 + 3?"))
-    monkeypatch.setattr(units, "_told", lambda task: {})  # as for tasks that read a file, whose place is not told
+    monkeypatch.setattr(units, "_task_settings", lambda task: {})  # as for tasks whose only setting is a file path
     evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=one)
     evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other, limit=1)
     with pytest.raises(LedgerError, match=r"an answer to tiny-gsm/1, but to another prompt: it was begun with other"):
