@@ -83,7 +83,9 @@ def choose(path: Path, names: Iterable[str]) -> Path:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise TaskError(f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it.")
+    raise TaskError(
+        f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it."
+    )
 
 
 @cache

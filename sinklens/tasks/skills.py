@@ -189,7 +189,13 @@ class Skill(Task):
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)
         return [
-            Sample(f"{self.name}/{number}", exercise.prompt, f" {exercise.answer}", kind=exercise.kind, chance=exercise.chance)
+            Sample(
+                f"{self.name}/{number}",
+                exercise.prompt,
+                f" {exercise.answer}",
+                kind=exercise.kind,
+                chance=exercise.chance,
+            )
             for number, exercise in enumerate(held_out(self.skill)[:limit])
         ]
 
