@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import xarray as xr
 
@@ -41,6 +41,7 @@ class Findings:
     files: tuple[Path, ...] = ()
 
 
+@runtime_checkable
 class Drawing(Protocol):
     """What writing needs of a study: its name and its figures."""
 

@@ -12,6 +12,7 @@ One way this fails: a copy is normalized with ln1's weights but beside ln1, so h
 input and do not act on the copies.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from einops import repeat
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.points import Point
@@ -39,17 +41,22 @@ class LayerInputs:
     While attention runs it keeps the stream that entered ln1, and with ``hook_attn_in`` its normalized copies.
     """
 
-    def __init__(self, layer: nn.Module, block: Any, architecture: Architecture, switches: Switches) -> None:
+    def __init__(
+        self, layer: nn.Module, block: Any, architecture: Architecture, switches: Switches, undo: ExitStack
+    ) -> None:
         self.points, self.mlp_in, self.switches = block.attn, block.hook_mlp_in, switches
         self.norm = layer.get_submodule(architecture.ln1)
         self.stream: Tensor | None = None
         self.shared: Tensor | None = None
         attn: Any = layer.get_submodule(architecture.attn)
-        self.norm.register_forward_pre_hook(self._enter)
-        for letter in ("q", "k", "v"):
-            self._tap(attn.get_submodule(getattr(architecture, letter)), letter, attn.head_dim)
-        attn.register_forward_hook(self._leave)
-        layer.get_submodule(architecture.ln2).register_forward_pre_hook(self._read_mlp)
+        projections = {letter: attn.get_submodule(getattr(architecture, letter)) for letter in ("q", "k", "v")}
+        for handle in (
+            self.norm.register_forward_pre_hook(self._enter),
+            *(self._tap(projection, letter, attn.head_dim) for letter, projection in projections.items()),
+            attn.register_forward_hook(self._leave),
+            layer.get_submodule(architecture.ln2).register_forward_pre_hook(self._read_mlp),
+        ):
+            undo.callback(handle.remove)
 
     def _enter(self, _module: nn.Module, inputs: tuple[Tensor]) -> None:
         if self.switches.use_split_qkv_input or self.switches.use_attn_in:
@@ -61,7 +68,7 @@ class LayerInputs:
     def _read_mlp(self, _module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
         return (self.mlp_in(inputs[0]),) if self.switches.use_hook_mlp_in and self.mlp_in.watched else None
 
-    def _tap(self, projection: nn.Module, letter: str, d_head: int) -> None:
+    def _tap(self, projection: nn.Module, letter: str, d_head: int) -> RemovableHandle:
         """Replace what `projection` makes of the shared stream by what it makes of the copies, while those are watched.
 
         It runs before the tap of ``hook_q``, ``hook_k`` or ``hook_v``, which therefore shows the heads' own results.
@@ -75,7 +82,7 @@ class LayerInputs:
             made = torch.einsum("bphm,hdm->bphd", copies, weights).flatten(-2)
             return made if module.bias is None else made + module.bias
 
-        projection.register_forward_hook(tap, prepend=True)
+        return projection.register_forward_hook(tap, prepend=True)
 
     def _copies(self, letter: str, heads: int) -> Float[Tensor, "batch pos head d_model"] | None:
         """What each of the `heads` makes its part of, normalized; None where nobody watches."""

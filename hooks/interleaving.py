@@ -51,7 +51,7 @@ _import_beartype_first()
 from nnsight import NNsight  # noqa: E402
 from nnsight.intervention.batching import Batcher  # noqa: E402
 from nnsight.intervention.interleaver import Event, Interleaver, Mediator  # noqa: E402
-from nnsight.intervention.source import STATE  # noqa: E402
+from nnsight.intervention.source import STATE, Controller  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer  # noqa: E402
 from nnsight.tracing.util import push  # noqa: E402
 
@@ -181,8 +181,28 @@ class Root(NNsight):
     """
 
     def __init__(self, module: nn.Module) -> None:
+        forwards = {part: part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__}
         super().__init__(module)
+        self._forwards = {part: old for part, old in forwards.items() if not isinstance(old, Controller)}
         self.handover = Handover(self.interleaver, self.path)
+
+    def unwrap(self, module: nn.Module) -> None:
+        """Take this root's wrapper from `module` and everything below it; other roots keep theirs."""
+        for part in module.modules():
+            state = part.__dict__.get(STATE)
+            if state is None:
+                continue
+            state.routes = [route for route in state.routes if route[0]() not in (None, self.interleaver)]
+            if not state.routes:
+                del part.__dict__[STATE]
+                self._restore_forward(part)
+
+    def _restore_forward(self, part: nn.Module) -> None:
+        before = self._forwards.get(part)
+        if before is None:
+            part.__dict__.pop("forward", None)
+        else:
+            part.__dict__["forward"] = before
 
     @property
     def wrapped(self) -> Any:
@@ -297,17 +317,21 @@ class _FirstRows(Batcher):
         return self._narrows
 
 
-def replace_body(module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+def replace_body(module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> Callable[[], Any]:
     """Let nnsight's controller of `module` run `new(module, ...)` where it runs the unbound forward `old` now.
 
     Wrapping a module, nnsight takes the `forward` of the instance and remembers the one of its class, so a forward
     that a class gets later would be passed by. Nothing happens where nnsight has not wrapped `module`, or runs a
     forward that somebody put there.
+
+    Returns:
+        What undoes it, also where nnsight wraps `module` later.
     """
     state = module.__dict__.get(STATE)
     if state is not None and state.original is old:
         state.body = state.original = new
         state.sourced, state.compiled = False, None  # `.source` is read from the new one
+    return lambda: replace_body(module, new, old)
 
 
 def _block_frames(error: Exception, filename: str) -> TracebackType | None:

@@ -7,7 +7,7 @@ One way this fails: ``dict(cache.cache_dict)`` is a plain dictionary again, whic
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 from transformer_lens import ActivationCache
@@ -55,6 +55,7 @@ class ByPoint(dict[str, Value]):
         return self.resolve(name) + key[len(name) :]
 
 
+@runtime_checkable
 class Spelling(Protocol):
     """A model that knows which point a spelling means."""
 

@@ -12,6 +12,7 @@ goes on with it and does not reach these points; the self-check refuses such a m
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -32,35 +33,52 @@ BLOCK = "sinklens_block"  # key in a layer's __dict__, as attention.POINTS
 
 def connect(
     hf: nn.Module, architecture: Architecture, embed: Point, ln_final: "NormPoints", blocks: Iterable["Block"]
-) -> None:
-    """Install every tap on a transformers model; done once, when the tree of its points is built."""
+) -> ExitStack:
+    """Install every tap on a transformers model; done once, when the tree of its points is built.
+
+    Returns:
+        What removes them again when it is closed.
+    """
+    undo = ExitStack()
     base = hf.get_submodule(architecture.base)
-    _tap_output(base.get_submodule(architecture.embed), embed)
-    _tap_norm(base.get_submodule(architecture.norm), ln_final, architecture.eps)
+    _tap_output(undo, base.get_submodule(architecture.embed), embed)
+    _tap_norm(undo, base.get_submodule(architecture.norm), ln_final, architecture.eps)
     layers: Any = base.get_submodule(architecture.layers)
     for layer, block in zip(layers, blocks, strict=True):
-        _connect_layer(layer, block, architecture)
+        _connect_layer(layer, block, architecture, undo)
+    return undo
 
 
-def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture) -> None:
+def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
     attn: Any = layer.get_submodule(architecture.attn)
     mlp = layer.get_submodule(architecture.mlp)
-    _tap_norm(layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
-    _tap_norm(layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
+    _tap_norm(undo, layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
+    _tap_norm(undo, layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
     for name in ("q", "k", "v"):
-        _tap_heads(attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim)
+        _tap_heads(
+            undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
+        )
     attn.__dict__[attention.POINTS] = block.attn
-    _tap_result(attn.get_submodule(architecture.o), block.attn)
-    _tap_output(mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
-    _tap_output(mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
-    _tap_input(mlp.get_submodule(architecture.down), block.mlp.hook_post)
-    layer.__dict__[BLOCK] = block, architecture
+    undo.callback(attn.__dict__.pop, attention.POINTS)
+    _tap_result(undo, attn.get_submodule(architecture.o), block.attn)
+    _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
+    _tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
+    _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
+    _restate_forward(layer, block, architecture, undo)
+
+
+def _restate_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
+    """Let `layer` run `_block_forward`, whoever wrapped its forward before."""
     kind: Any = type(layer)
+    layer.__dict__[BLOCK] = block, architecture
     layer.__class__ = type(kind.__name__, (kind,), {"forward": _block_forward, "__module__": kind.__module__})
-    replace_body(layer, kind.forward, _block_forward)
+    undo.callback(layer.__dict__.pop, BLOCK)
+    undo.callback(setattr, layer, "__class__", kind)
+    undo.callback(replace_body(layer, kind.forward, _block_forward))
     wrapped = layer.__dict__.get("_old_forward")
     if getattr(wrapped, "__func__", None) is kind.forward:
         layer.__dict__["_old_forward"] = MethodType(_block_forward, layer)
+        undo.callback(layer.__dict__.__setitem__, "_old_forward", wrapped)
 
 
 def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -75,15 +93,17 @@ def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Ten
     return at(block.hook_resid_post, resid_mid + mlp_out)
 
 
-def _tap_output(module: nn.Module, point: Point) -> None:
-    module.register_forward_hook(lambda _module, _inputs, output: point(output) if point.watched else None)
+def _tap_output(undo: ExitStack, module: nn.Module, point: Point) -> None:
+    handle = module.register_forward_hook(lambda _module, _inputs, output: point(output) if point.watched else None)
+    undo.callback(handle.remove)
 
 
-def _tap_input(module: nn.Module, point: Point) -> None:
-    module.register_forward_pre_hook(lambda _module, inputs: (point(inputs[0]),) if point.watched else None)
+def _tap_input(undo: ExitStack, module: nn.Module, point: Point) -> None:
+    handle = module.register_forward_pre_hook(lambda _module, inputs: (point(inputs[0]),) if point.watched else None)
+    undo.callback(handle.remove)
 
 
-def _tap_heads(module: nn.Module, point: Point, d_head: int) -> None:
+def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) -> None:
     """Tap a projection; the point sees its output split into heads."""
 
     def tap(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
@@ -91,10 +111,10 @@ def _tap_heads(module: nn.Module, point: Point, d_head: int) -> None:
             return None
         return point(output.view(*output.shape[:-1], -1, d_head)).reshape(output.shape)
 
-    module.register_forward_hook(tap)
+    undo.callback(module.register_forward_hook(tap).remove)
 
 
-def _tap_norm(norm: Any, points: "Points", eps: str) -> None:
+def _tap_norm(undo: ExitStack, norm: Any, points: "Points", eps: str) -> None:
     """Tap a root-mean-square norm: weight · x / sqrt(mean(x²) + eps)."""
 
     def tap(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
@@ -105,10 +125,10 @@ def _tap_norm(norm: Any, points: "Points", eps: str) -> None:
         normalized = at(points.hook_normalized, (x / scale).to(output.dtype))
         return weight_of(norm) * normalized
 
-    norm.register_forward_hook(tap)
+    undo.callback(norm.register_forward_hook(tap).remove)
 
 
-def _tap_result(output_projection: nn.Linear, points: "AttentionPoints") -> None:
+def _tap_result(undo: ExitStack, output_projection: nn.Linear, points: "AttentionPoints") -> None:
     """Tap the output projection; the point sees what each head adds to the stream."""
 
     def tap(module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor | None:
@@ -121,4 +141,4 @@ def _tap_result(output_projection: nn.Linear, points: "AttentionPoints") -> None
         bias = value_of(module, "bias")
         return summed if bias is None else summed + bias
 
-    output_projection.register_forward_hook(tap)
+    undo.callback(output_projection.register_forward_hook(tap).remove)

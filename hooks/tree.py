@@ -76,19 +76,34 @@ class HookTree(ModelWeights, HookFront):
         self.cfg = _sizes(hf)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self._switches = Switches()
+        self.disconnected = False
         self.denoise = Points(names.DENOISE, self.watch)
         self.hook_embed = Point(self.watch)
         layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
         self.blocks = nn.ModuleList(Block(self.watch, layer, architecture, self.cfg.d_head) for layer in layers)
         self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
         self.hf = hf
-        self.setup()
+        self._setup_points()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
-        connect(hf, architecture, self.hook_embed, self.ln_final, self.blocks)  # type: ignore[arg-type]
+        self._undo = connect(hf, architecture, self.hook_embed, self.ln_final, self.blocks)  # type: ignore[arg-type]
         self._inputs = [
-            LayerInputs(layer, block, architecture, self._switches)
+            LayerInputs(layer, block, architecture, self._switches, self._undo)
             for layer, block in zip(layers, self.blocks, strict=True)
         ]
+
+    def _setup_points(self) -> None:
+        """TransformerLens's `setup`, which names every module; those of transformers keep the attributes they had."""
+        before = {module: module.__dict__.get("name") for module in self.hf.modules()}
+        self.setup()
+        for module, name in before.items():
+            module.__dict__.pop("name", None)
+            if name is not None:
+                module.__dict__["name"] = name
+
+    def disconnect(self) -> None:
+        """Remove every tap from the transformers model; the tree cannot be used afterwards."""
+        self._undo.close()
+        self.disconnected = True
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
@@ -181,13 +196,18 @@ class HookTree(ModelWeights, HookFront):
         finally:
             self.watch.peeked = None
 
-    def refuse_compiled(self) -> None:
+    def refuse_unusable(self) -> None:
         """Called before a run and before a single pass; it takes longer than a pass's points do.
 
         Raises:
-            SinklensError: some module was compiled. Compiled code passes by the points: hooks would do nothing, and
-                nobody would be told.
+            SinklensError: the model was released, or some module was compiled. Compiled code passes by the points, so
+                hooks would do nothing, silently.
         """
+        if self.disconnected:
+            raise SinklensError(
+                "this model was released (model.release(), or the end of a sinklens.borrow block); call sinklens.load "
+                "on the transformers model again."
+            )
         for module in self.hf.modules():
             if module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
                 name = next(name for name, other in self.hf.named_modules() if other is module)
@@ -224,7 +244,7 @@ class HookTree(ModelWeights, HookFront):
             PromptError: not a tensor, or ids where a stream is due, or the other way round.
             SettingError: a layer that does not exist, or a loss that cannot be computed.
         """
-        self.refuse_compiled()
+        self.refuse_unusable()
         layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
         partial_pass.check_return_type(return_type, self.hf.config.is_causal, from_stream)
         self._check_input(input_ids, from_stream)

@@ -8,6 +8,8 @@ One way this fails: on an nnsight root a child module wins over a method of the 
 called ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.normalizers import normalizer_name
@@ -75,6 +77,21 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
         self.mask_token_id: int | None = checkpoint.mask_token_id
         self.eos_token_ids: tuple[int, ...] = checkpoint.eos_token_ids
         self.name: str = checkpoint.name
+
+    def release(self) -> "PreTrainedModel":
+        """Return the transformers model as it was before `sinklens.load` took it, and give up this `Model`.
+
+        Loading a transformers model changes it in place: evaluation mode, attention implementation, causal flags, the
+        class of its layers, hooks, and nnsight's wrappers. All of that is undone; weights, device and hooks that others
+        set stay as they are. Using this `Model` afterwards is an error; load the model again to go on.
+        """
+        hf = self.tree.hf
+        if not self.tree.disconnected:
+            self.unwrap(hf)
+            self.tree.disconnect()
+            self.checkpoint.undo.close()
+            hf.__dict__.pop(MODEL_KEY, None)
+        return hf
 
     @property
     def tree(self) -> HookTree:
@@ -199,9 +216,40 @@ def load(
         checkpoint = _take_over(name_or_path, tokenizer)
     model = Model(checkpoint)
     if check:
-        run_check(model.tree, checkpoint.family.causal)
+        try:
+            run_check(model.tree, checkpoint.family.causal)
+        except SelfCheckError:
+            model.release()  # a model that is refused stays as it was
+            raise
     checkpoint.hf.__dict__[MODEL_KEY] = model
     return model
+
+
+@contextmanager
+def borrow(held: "PreTrainedModel", *, tokenizer: Any = None, check: bool = True) -> Iterator[Model]:
+    """Use a transformers model for a while, and leave it as it was.
+
+        with sinklens.borrow(hf, tokenizer=tokenizer) as model:
+            run = sinklens.generate(model, prompt)
+
+    Args:
+        held: the model; see `load` for what is accepted and what may be raised.
+        tokenizer: its tokenizer.
+        check: run the self-check.
+
+    Raises:
+        CheckpointError: the model is loaded already; use that `Model`, or release it first.
+    """
+    if MODEL_KEY in getattr(held, "__dict__", {}):
+        raise CheckpointError(
+            "this model is loaded already, and borrowing it would end with that Model released; use the Model that "
+            "sinklens.load returned, or call its .release() first."
+        )
+    model = load(held, tokenizer=tokenizer, check=check)
+    try:
+        yield model
+    finally:
+        model.release()
 
 
 def _take_over(held: Any, tokenizer: Any) -> Checkpoint:

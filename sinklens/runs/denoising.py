@@ -64,7 +64,7 @@ class Denoising:
         progress: bool | None,
         copies: int = 1,
     ) -> None:
-        model.tree.refuse_compiled()
+        model.tree.refuse_unusable()
         self.model, self.seed, self.progress = model, seed, progress
         self.settings = settings_for(model, given)
         ids, real = model.encode(prompt, chat_template)

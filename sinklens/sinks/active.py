@@ -9,15 +9,13 @@ One way this fails: a track without the ids of its end tokens (``special``) tell
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
-from sinklens.sinks.data import TrackData
-
-Track = TypeVar("Track", bound=TrackData)
+from sinklens.sinks.data import Track, TrackData
 
 
 def holds_end(ids: Int[np.ndarray, "batch step pos"], ends: Sequence[int]) -> Bool[np.ndarray, "batch step"]:

@@ -16,7 +16,7 @@ paper does not say in which unit its ε is meant. "sum" is the default here.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Literal, Self, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import xarray as xr
@@ -27,6 +27,8 @@ from sinklens.errors import TrackError, nearest
 Unit = Literal["sum", "percent", "fraction", "visible"]
 REQUIRED = ("score", "token_id", "masked", "committed", "is_real")
 AXES = ("batch", "step", "layer", "head", "pos")
+
+Track = TypeVar("Track", bound="TrackData")
 
 
 class TrackData:
@@ -143,7 +145,7 @@ class TrackData:
             }
         )
 
-    def isel(self, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> Self:
+    def isel(self: Track, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> Track:
         """Part of the track: rows, steps, layers or heads by number; all axes stay.
 
         A part of an opened track is read from disk alone: ``SinkTrack.open(path).isel(step=slice(0, 10)).top()``.

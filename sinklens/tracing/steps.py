@@ -9,7 +9,7 @@ end of every step `StepServer` looks who still waits for a point, and raises on 
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sinklens.errors import HookOrderError, SettingError
 from sinklens.hooks.interleaving import wait_for
@@ -62,6 +62,7 @@ class StepServer:
         self._handover.refuse_late(step, lambda place: HookOrderError(f"{place!r} {why}"))
 
 
+@runtime_checkable
 class Owner(Protocol):
     """The open run that steps belong to."""
 

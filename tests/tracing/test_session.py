@@ -469,6 +469,16 @@ def test_nnsights_iteration_refuses_a_point_that_the_step_has_passed(tiny_llada)
                 t[RESID]
 
 
+@pytest.mark.filterwarnings("ignore:model.iter is deprecated")
+def test_nnsights_iteration_refuses_a_step_whose_point_was_passed_before_it_began(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 2 after the step had"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps[[2]]:
+                t["blocks.1.hook_resid_pre"]
+                for _ in tiny_llada.iter[2]:
+                    t[RESID]
+
+
 def test_an_open_nnsight_loop_ends_with_the_run_and_what_follows_it_runs(tiny_llada):
     seen = []
     with warnings.catch_warnings():
@@ -484,6 +494,8 @@ def test_an_open_nnsight_loop_ends_with_the_run_and_what_follows_it_runs(tiny_ll
 
 def test_the_result_in_a_block_is_the_finished_run(tiny_llada, base):
     with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps:
+            pass
         text = t.result.text
     assert text == base.text == t.text
 
