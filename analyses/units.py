@@ -21,7 +21,7 @@ from typing import Any
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer
 
 FOLDER = "units"
 
@@ -46,7 +46,7 @@ class Units:
             total: number of prompts.
         """
         self.total = total
-        self._run = None if out is None else Run.of(out / FOLDER, what)
+        self._run = None if out is None else LedgerRun.of(out / FOLDER, what)
         self._writer: Writer | None = None
         self._found: dict[int, xr.Dataset | str] = {}
 
@@ -112,7 +112,7 @@ def unused(out: Path, what: Mapping[str, Any]) -> str:
     """A description of unfinished units in `out` that `what` cannot resume, and why; "" if there are none."""
     if not any((out / FOLDER).glob("run-*/run.json")):
         return ""
-    runs = Run.all(out / FOLDER)
+    runs = LedgerRun.all(out / FOLDER)
     if any(run.what == what for run in runs):
         return ""
     others = [run for run in runs if (run.what["study"], run.what["model"]["name"]) == _who(what)]
@@ -128,7 +128,7 @@ def finished(out: Path) -> str:
     """A readable summary of the units in `out`; "" if there are none."""
     if not any((out / FOLDER).glob("run-*/run.json")):
         return ""
-    runs = [(run, len(run.done())) for run in Run.all(out / FOLDER)]
+    runs = [(run, len(run.done())) for run in LedgerRun.all(out / FOLDER)]
     return "; ".join(
         f"{run.what['study']}: {run.what['model']['name']}: {done} of {run.what['prompts']} prompts"
         for run, done in runs

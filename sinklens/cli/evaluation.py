@@ -19,7 +19,7 @@ from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
-    from sinklens.evaluation.protocols import Protocol
+    from sinklens.evaluation.protocols import EvalProtocol
     from sinklens.tasks import Task
 
 
@@ -177,8 +177,8 @@ def run_evaluate(options: argparse.Namespace) -> None:
         _print_next_command(options.out)
 
 
-def _protocol(options: argparse.Namespace) -> "Protocol":
-    from sinklens.evaluation.protocols import PROTOCOLS, find
+def _protocol(options: argparse.Namespace) -> "EvalProtocol":
+    from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
     from sinklens.tasks import NAMES
 
     if options.prompts is not None:
@@ -193,7 +193,7 @@ def _protocol(options: argparse.Namespace) -> "Protocol":
             f"no task is called {options.task!r}; known: {', '.join(NAMES)}.{nearest(options.task, NAMES)}"
             + (f" {options.task} is a protocol: --protocol {options.task}." if options.task in PROTOCOLS else "")
         )
-    protocol = find(options.protocol or options.task)
+    protocol = find_protocol(options.protocol or options.task)
     if options.task not in (None, protocol.task):
         raise SinklensError(
             f"the protocol {protocol.name} is for the task {protocol.task}, not {options.task}; remove one of them."
@@ -293,10 +293,10 @@ def _duration(seconds: float) -> str:
 
 
 def _print_next_command(out: Path) -> None:
-    from sinklens.evaluation.ledger import Run
+    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.scoring import verdicts
 
-    unscored = sum(len(run.records()) - len(verdicts(run)) for run in Run.all(out))
+    unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
     if unscored > 0:
         print(
             f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
@@ -307,10 +307,10 @@ def _print_next_command(out: Path) -> None:
 
 def run_score(options: argparse.Namespace) -> None:
     """`sinklens score`."""
-    from sinklens.evaluation.ledger import Run
+    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.sandbox import Limits, available_isolation
     from sinklens.evaluation.scoring import score
-    from sinklens.tasks import CodeTask, find
+    from sinklens.tasks import CodeTask, find_task
 
     if not options.run_generated_code:
         raise SinklensError(
@@ -318,15 +318,15 @@ def run_score(options: argparse.Namespace) -> None:
             f"this machine: {available_isolation()}."
         )
     print(f"Isolation: {available_isolation()}.", file=sys.stderr)
-    names = sorted({str(run.what["protocol"]["task"]) for run in Run.all(options.ledger)})
-    published = [name for name in names if isinstance(find(name), CodeTask) and hasattr(find(name), "path")]
+    names = sorted({str(run.what["protocol"]["task"]) for run in LedgerRun.all(options.ledger)})
+    published = [name for name in names if isinstance(find_task(name), CodeTask) and hasattr(find_task(name), "path")]
     if options.data is not None and not published:
         raise SinklensError(
             f"--data is for published tasks whose answers are programs; {options.ledger} holds {', '.join(names)}."
         )
     paths = {} if options.data is None else dict.fromkeys(published, options.data)
     limits = Limits(seconds=options.seconds, memory_mb=options.memory)
-    if not any(isinstance(find(name), CodeTask) for name in names):
+    if not any(isinstance(find_task(name), CodeTask) for name in names):
         raise SinklensError(
             f"{options.ledger} holds no generated programs ({', '.join(names)}); there is nothing to run."
         )

@@ -19,7 +19,7 @@ from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study, _source_hash, read_prompts
 from sinklens.cli import main
 from sinklens.errors import LedgerError, SettingError, SinklensError
-from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer
 
 
 @dataclass
@@ -90,7 +90,7 @@ def test_an_interrupted_study_resumes_and_writes_the_same_files(tiny_llada, tmp_
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["units"]
-    (kept,) = Run.all(tmp_path / "cut" / "units")
+    (kept,) = LedgerRun.all(tmp_path / "cut" / "units")
     assert kept.done() == {"0", "1"}
     monkeypatch.setattr(Letters, "measure", plain)
     Letters.asked.clear()
@@ -180,7 +180,7 @@ def test_units_of_another_seed_prompt_or_code_are_not_used_and_a_warning_says_so
     monkeypatch.setattr(study, "_code_hash", lambda: "another")
     with pytest.warns(UserWarning, match=kept.format("code")):
         interrupted(Letters(batch=1))
-    assert len(Run.all(tmp_path / "units")) == 5
+    assert len(LedgerRun.all(tmp_path / "units")) == 5
 
 
 def test_adding_a_model_to_a_study_measures_only_that_model(tiny_llada, tiny_llama, tmp_path):
@@ -194,7 +194,7 @@ def test_adding_a_model_to_a_study_measures_only_that_model(tiny_llada, tiny_lla
 
 def test_two_processes_cannot_measure_the_same_study(tiny_llada, tmp_path):
     Letters().run([tiny_llada], ["a"], tmp_path)
-    (run,) = Run.all(tmp_path / "units")
+    (run,) = LedgerRun.all(tmp_path / "units")
     with Writer(run), pytest.raises(LedgerError, match=r"another process is writing .* another folder \(--out\)"):
         Letters().run([tiny_llada], ["a"], tmp_path)
 

@@ -13,7 +13,7 @@ import sinklens
 from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.ledger import Run
+from sinklens.evaluation.ledger import LedgerRun
 from sinklens.evaluation.tables import frame, read_lines
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import accuracy_curves
@@ -51,7 +51,7 @@ def test_a_dry_run_estimates_the_cost_and_writes_nothing(tmp_path, capsys):
 
 def test_settings_reach_the_sampler_and_the_record(tmp_path, capsys):
     run(capsys, "evaluate", "tiny-llada", "--task", "tiny-gsm", "--limit", 1, "--steps", 12, "--out", tmp_path)
-    (only,) = Run.all(tmp_path)
+    (only,) = LedgerRun.all(tmp_path)
     assert only.what["settings"]["steps"] == 12
     assert only.records()[0]["steps"] == 12
 
@@ -267,7 +267,7 @@ def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, no_toke
     call = ["evaluate", no_tokenizer, "--prompts", file, "--mask-sinks", 1, "--out", out]
     code, _, printed = run(capsys, *call, "--batch", 2)
     assert code == 0, printed
-    unmasked = next(one for one in Run.all(out) if one.what["condition"]["name"] == "unmasked")
+    unmasked = next(one for one in LedgerRun.all(out) if one.what["condition"]["name"] == "unmasked")
     assert [record["verdict"] for record in unmasked.records()] == [True, True, False]
     assert [record["sample"] for record in unmasked.records()] == ["prompts/0", "prompts/1", "prompts/2"]
     assert unmasked.records()[0]["tokens"][: len(answers[0])] == answers[0]

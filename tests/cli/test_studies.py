@@ -15,7 +15,7 @@ from ledgers import planted_run
 
 from sinklens.analyses import find
 from sinklens.cli import main
-from sinklens.evaluation.ledger import Run
+from sinklens.evaluation.ledger import LedgerRun
 from sinklens.tasks.word_problems import held_out
 
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
@@ -26,7 +26,7 @@ def kept(out):
     """Number of prompts in the ledger of a study; fails on duplicates."""
     if not list((out / "units").glob("run-*/run.json")):
         return 0
-    (run,) = Run.all(out / "units")
+    (run,) = LedgerRun.all(out / "units")
     done = [record["sample"] for record in run.every()]
     assert len(done) == len(set(done))
     return len(done)
