@@ -6,8 +6,8 @@
             pattern = t["blocks.2.attn.hook_pattern"]
     print(t.text)
 
-`load` gets a model, `trace` opens a run of it, `generate` carries one out. Everything is imported when it is first
-used, so ``import sinklens`` is quick.
+`load` loads a model, `trace` opens a denoising run as a block, and `generate` runs one without a block. Submodules are
+imported on first use, so ``import sinklens`` is fast.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,15 @@ from sinklens.errors import SinklensError
 from sinklens.sinks import plotting
 
 if TYPE_CHECKING:
-    from sinklens.model import Model, load
+    from sinklens.model import Model, borrow, load
     from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
     from sinklens.tracing import Trace, generate, trace
 
-__version__ = "0.1.0"
-__all__ = ["Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "generate", "load", "trace"]
+__version__ = "0.2.0"
+__all__ = [
+    "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "load", "trace",
+]  # fmt: skip
 
 _HOMES = {
     "Answer": "sinklens.runs.result",
@@ -30,6 +32,7 @@ _HOMES = {
     "Model": "sinklens.model",
     "SinkTrack": "sinklens.sinks.track",
     "Trace": "sinklens.tracing",
+    "borrow": "sinklens.model",
     "generate": "sinklens.tracing",
     "load": "sinklens.model",
     "trace": "sinklens.tracing",

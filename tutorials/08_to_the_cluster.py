@@ -215,14 +215,14 @@ for file in files:
     print(file.parent.name[:10], file.name, file.stat().st_size > 0)
 
 # %%
-from sinklens.evaluation import Run
+from sinklens.evaluation import LedgerRun
 
 
 def lines(ledger):
     """Records by condition, as in the files."""
     return {
         run.what["condition"]["name"]: (run.folder / "records-0.jsonl").read_bytes().splitlines()
-        for run in Run.all(Path(ledger))
+        for run in LedgerRun.all(Path(ledger))
     }
 
 
@@ -237,7 +237,7 @@ assert len(first["unmasked"]) == 10
 # the folder's name. A kill at the wrong moment leaves half a line at the end, for an unfinished sample; we imitate one:
 
 # %%
-unmasked = next(run for run in Run.all(Path("results")) if run.what["condition"]["name"] == "unmasked")
+unmasked = next(run for run in LedgerRun.all(Path("results")) if run.what["condition"]["name"] == "unmasked")
 with (unmasked.folder / "records-0.jsonl").open("ab") as file:
     file.write(b'{"chance": 0.0, "device": "c')
 print(len(unmasked.done()), "samples are done")
@@ -377,7 +377,7 @@ assert abs(pair.p - 2 * p) < 1e-12
 from sinklens.evaluation.ledger import Writer
 
 shutil.copytree("results", "mixed", dirs_exist_ok=True)
-for run in Run.all(Path("mixed")):
+for run in LedgerRun.all(Path("mixed")):
     if run.what["model"] == "tiny-llada" and run.what["condition"]["masked"]:
         records = run.records()
         (run.folder / "records-0.jsonl").unlink()
@@ -506,7 +506,7 @@ kept = Path("kept")
 for file in Path("results").glob("run-*/*"):
     (kept / file.parent.name).mkdir(parents=True, exist_ok=True)
     shutil.copy(file, kept / file.parent.name / file.name)
-number = sum(len(run.records()) for run in Run.all(kept))
+number = sum(len(run.records()) for run in LedgerRun.all(kept))
 size = sum(file.stat().st_size for file in kept.glob("*/*"))
 print(f"{number} records, {size / number:.0f} bytes each")
 pd.testing.assert_frame_equal(frame(read_lines(kept)), frame(read_lines("results")))

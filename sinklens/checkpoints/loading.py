@@ -8,9 +8,9 @@ attention looks for it if no mask is passed.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Checkpoint:
         defaults: the checkpoint's sampler settings.
         name: the name or path that was loaded.
         revision: the requested branch, tag or commit, if any.
+        undo: closing it restores everything that `prepare` changed in the transformers model.
     """
 
     hf: "PreTrainedModel"
@@ -51,6 +52,7 @@ class Checkpoint:
     defaults: dict[str, Any]
     name: str
     revision: str | None = None
+    undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
 
 def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
@@ -133,13 +135,34 @@ def prepare(
     import sinklens.hooks.attention as attention
 
     mask = _mask_token(raw, tokenizer, family, hf.config.vocab_size, name)  # first: a rejected model stays unchanged
+    undo = ExitStack()
+    undo.callback(_restorer(hf))
     hf.eval()
     hf.config.is_causal = family.causal
     hf.set_attn_implementation(attention.NAME)
     for module in hf.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = family.causal
-    return Checkpoint(hf, tokenizer, family, mask, _end_tokens(hf, tokenizer, raw), defaults or {}, name, revision)
+    ends = _end_tokens(hf, tokenizer, raw)
+    return Checkpoint(hf, tokenizer, family, mask, ends, defaults or {}, name, revision, undo)
+
+
+def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
+    """A function that sets the model's mode, config and causal flags back to what they are now."""
+    modules = [(module, module.training, module.__dict__.get("is_causal")) for module in hf.modules()]
+    configs = {id(module.config): module.config for module in hf.modules() if hasattr(module, "config")}
+    settings = [(config, dict(config.__dict__)) for config in configs.values()]
+
+    def restore() -> None:
+        for module, training, is_causal in modules:
+            module.training = training
+            if is_causal is not None:
+                module.is_causal = is_causal
+        for config, values in settings:
+            config.__dict__.clear()
+            config.__dict__.update(values)
+
+    return restore
 
 
 def _mask_token(

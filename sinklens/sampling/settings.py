@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
 from sinklens.errors import SettingError, nearest
 
@@ -259,6 +259,7 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
         raise SettingError(f"a setting has the wrong type: {error}. Given: {dict(chosen)}.") from error
 
 
+@runtime_checkable
 class Sampled(Protocol):
     """A model whose family names a sampler, and whose checkpoint may bring settings of its own."""
 
