@@ -821,7 +821,7 @@ def test_a_replay_of_another_run_is_rejected(tiny_llada, base, change, text):
 
 def test_code_without_source_gets_an_error_that_names_the_alternative(tiny_llada):
     code = "with sinklens.trace(model, prompt) as t:\n    for step in t.steps:\n        x = t['hook_embed']\n"
-    with pytest.raises(sinklens.SinklensError, match=r"<nowhere> has none.*sinklens.generate\(\.\.\., hooks="):
+    with pytest.raises(sinklens.SinklensError, match=r"<nowhere> has no source.*sinklens.generate\(\.\.\., hooks="):
         exec(compile(code, "<nowhere>", "exec"), {"sinklens": sinklens, "model": tiny_llada, "prompt": PROMPT})
 
 
