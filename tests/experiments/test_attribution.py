@@ -358,7 +358,7 @@ def test_gradients_are_had_where_the_caller_has_switched_them_off():
 def test_weights_without_gradients_are_refused():
     with torch.inference_mode():
         model = random_model()
-    with pytest.raises(SettingError, match=r"was made under torch.inference_mode\(\), so it has no gradients"):
+    with pytest.raises(SettingError, match=r"was created under torch.inference_mode\(\), so it has no gradients"):
         attribution_patching(model, *pair(), bent, "hook_embed")
 
 
@@ -395,9 +395,9 @@ def test_agreement_by_hand():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"corrupted_ids": random_ids(2, 5)}, r"one shape and one padding; got \[2, 6\] and \[2, 5\]. .*as many"),
-        ({"metric": lambda logits: logits[:, 0, 0]}, r"gives a tensor of one number; got Tensor of shape \[2\]"),
-        ({"metric": lambda logits: 1.0}, r"gives a tensor of one number; got float"),
+        ({"corrupted_ids": random_ids(2, 5)}, r"the same shape and padding; got \[2, 6\] and \[2, 5\]. .*same number of tokens"),
+        ({"metric": lambda logits: logits[:, 0, 0]}, r"to a tensor with one number; got Tensor of shape \[2\]"),
+        ({"metric": lambda logits: 1.0}, r"to a tensor with one number; got float"),
         ({"names": "blocks.0.attn.hook_attn_mask"}, r"hook_attn_mask is nothing that one pass could hand to another"),
         ({"names": "denoise.hook_logits"}, r"denoise.hook_logits is nothing that one pass"),
     ],
@@ -416,10 +416,10 @@ def test_bad_input_is_refused(effects, change, text):
         (attribution_patching, {"metric": lambda logits: logits.argmax().float()}, SettingError, r"has no gradient"),
         (patching_effects, {"attention_mask": left_padding(2, 5)}, PromptError, r"\[2, 6\]; got \[2, 5\]"),
         (attribution_patching, {"names": "hook_x"}, HookNameError, r"no hook point is called 'hook_x'"),
-        (attribution_patching, {"path": -1}, SettingError, r"path is 0 .* or the number of gradients .*; got -1"),
+        (attribution_patching, {"path": -1}, SettingError, r"path must be 0 .* or a positive number of gradients .*; got -1"),
         (patching_effects, {"heads": [6]}, SettingError, r"head 6 does not exist"),
         (patching_effects, {"positions": [6]}, SettingError, r"position 6 does not exist"),
-        (patching_effects, {"at_once": 0}, SettingError, r"at_once is 1 or more; got 0"),
+        (patching_effects, {"at_once": 0}, SettingError, r"at_once must be at least 1; got 0"),
     ],
 )
 def test_what_one_of_them_cannot_do_is_refused(effects, change, error, text):

@@ -340,7 +340,7 @@ def test_attended_positions_are_told_from_the_others(pair):
             assert float(found[name][row, step]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
         both += bool(change[True]) and bool(change[False])
     assert both > 5 or base[0].model.config.is_causal
-    with pytest.raises(SettingError, match="give the logits of both runs, too"):
+    with pytest.raises(SettingError, match="which needs the logits of both runs; pass them, too"):
         compare(base[0], replayed[0], attended=marked)
 
 
@@ -402,7 +402,7 @@ def test_attention_to_keys_of_an_autoregressive_run_stops_at_what_is_decoded(tin
 
 
 def test_kept_logits_belong_to_a_run(tiny_llada):
-    with pytest.raises(SettingError, match="MaskedLogits belongs to a run of several steps"):
+    with pytest.raises(SettingError, match="use MaskedLogits in a run of several steps"):
         MaskedLogits().hooks_for(tiny_llada)
 
 
@@ -410,7 +410,7 @@ def test_logits_of_one_run_or_of_other_steps_are_refused(masked):
     _, run, _ = masked
     logits = {1: torch.zeros(1, 3)}
     for given in ((logits, None), (None, logits)):
-        with pytest.raises(SettingError, match="logits are compared with logits; give base_logits and changed_logits"):
+        with pytest.raises(SettingError, match="pass both base_logits and changed_logits, or neither"):
             compare(run, run, *given)
     with pytest.raises(
         SettingError, match=r"no step has the logits of both runs: base_logits holds steps \[1\], .* \[2\]"
@@ -433,11 +433,11 @@ def test_attention_to_keys_of_some_steps_is_that_of_their_numbers(masked):
     ("part", "steps", "text"),
     [
         ({}, [99], "step 99 does not exist; there are"),
-        ({"step": [2, 3]}, [1], r"keys has no step 1; it has \[2, 3\]"),
-        ({"layer": [3]}, None, r"keys has .*'layer': 1.*, this run .*'layer': 4.*; give keys of this run"),
-        ({"head": [3]}, None, "give keys of this run, with all its layers and heads"),
-        ({"batch": [0]}, None, "give keys of this run"),
-        ({"pos": slice(3)}, None, "give keys of this run"),
+        ({"step": [2, 3]}, [1], r"keys has no step 1; choose from \[2, 3\]"),
+        ({"layer": [3]}, None, r"keys has .*'layer': 1.*, this run .*'layer': 4.*; pass keys of this run"),
+        ({"head": [3]}, None, "pass keys of this run, with all its layers and heads"),
+        ({"batch": [0]}, None, "pass keys of this run"),
+        ({"pos": slice(3)}, None, "pass keys of this run"),
     ],
 )
 def test_keys_that_do_not_belong_to_the_run_are_refused(masked, part, steps, text):

@@ -261,8 +261,8 @@ def test_a_trace_and_a_run_that_ended_early_can_be_read(tiny_llada):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"top_k": 0}, r"top_k lies between 1 and 61, the size of the vocabulary; got 0"),
-        ({"top_k": 62}, r"top_k lies between 1 and 61"),
+        ({"top_k": 0}, r"top_k must be between 1 and 61, the vocabulary size; got 0"),
+        ({"top_k": 62}, r"top_k must be between 1 and 61"),
         ({"steps": [6]}, r"step 6 does not exist; there are 6"),
         ({"layers": [3]}, r"layer 3 does not exist"),
         ({"row": 2}, r"row 2 does not exist"),
@@ -284,7 +284,7 @@ def test_what_the_lens_cannot_read_is_refused(models):
         lens.hooks_for(model)
     with pytest.raises(SettingError, match=r"LogitLens knows no heads="):
         LogitLens(heads=[0])
-    with pytest.raises(SettingError, match=r"top_k lies between 1 and 61"):
+    with pytest.raises(SettingError, match=r"top_k must be between 1 and 61"):
         generated(model, hooks=[LogitLens(top_k=90)])
     sinklens.generate(model, UNEQUAL, gen_length=6, steps=6, hooks=[lens])
     sinklens.generate(model, UNEQUAL, gen_length=6, steps=3, hooks=[lens])

@@ -116,7 +116,7 @@ def test_what_makes_the_canvas_longer_goes_alone_and_its_answers_are_compared(mo
         np.testing.assert_array_equal(longer[measure], values)
     assert longer["first_divergent_step"].isnull().all()
     assert swept.sel(intervention="none")["first_divergent_step"].to_numpy().tolist() == [-1] * 3
-    with pytest.raises(SettingError, match="longer makes the canvas longer; nothing replays it"):
+    with pytest.raises(SettingError, match="longer makes the canvas longer, so it cannot be replayed"):
         sweep(model, PROMPTS, {"longer": SinkToken()}, replay=True, **SHORT)
 
 
@@ -161,7 +161,7 @@ def test_rows_per_pass_follow_the_memory_budget(tiny_llada, monkeypatch):
         assert rows.seen == expected
         assert swept["answer"].shape == (5, 3)
         monkeypatch.undo()
-    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is .* GB. Give more memory_gb"):
+    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is .* GB. Increase memory_gb"):
         sweep(tiny_llada, PROMPTS, heads, memory_gb=0.9 * row / 1e9, gen_length=4)
     with pytest.raises(SettingError, match="at least 1; got 0"):
         sweep(tiny_llada, PROMPTS, heads, rows=0, gen_length=4)
@@ -347,5 +347,5 @@ def test_a_function_that_gives_back_another_shape_is_named(tiny_llada):
 
 
 def test_stacked_interventions_share_rows_evenly(tiny_llada):
-    with pytest.raises(SettingError, match="2 stacked interventions need a run whose rows they can share evenly"):
+    with pytest.raises(SettingError, match="2 stacked interventions need a run with a multiple of 2 rows; got"):
         sinklens.generate(tiny_llada, PROMPTS, hooks=[sweeps.Stacked([[], []])], **SHORT)

@@ -210,12 +210,12 @@ def test_an_extra_token_can_be_masked_as_the_sink_that_it_is(worded):
     [
         (False, ForceTokens(tokens={15: 3}), "position 15 does not exist; there are 15"),
         (False, ForceTokens(tokens={0: 61}), "token 61 does not exist; the vocabulary is 0 to 60"),
-        (False, Remask(positions=[6]), r"Remask takes positions of the answer, -8 to -1; got \[6\]"),
-        (False, Remask(positions=[-9]), r"Remask takes positions of the answer, -8 to -1; got \[-9\]"),
-        (True, Remask(), "an autoregressive model has no mask token; Remask is for diffusion models"),
-        (True, SinkToken(at="end"), "an autoregressive answer has no end to put a token behind; use at='front'"),
+        (False, Remask(positions=[6]), r"Remask takes answer positions, -8 to -1; got \[6\]"),
+        (False, Remask(positions=[-9]), r"Remask takes answer positions, -8 to -1; got \[-9\]"),
+        (True, Remask(), "an autoregressive model has no mask token; use Remask with diffusion models only"),
+        (True, SinkToken(at="end"), "an autoregressive answer has no fixed end to append a token to; use at='front'"),
         (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
-        (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; take another"),
+        (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; choose another"),
     ],
 )
 def test_what_cannot_be_put_on_the_canvas_is_refused(worded, causal, intervention, text):
@@ -229,7 +229,7 @@ def test_what_cannot_be_put_on_the_canvas_is_refused(worded, causal, interventio
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SinkToken(at="middle"), "at is 'front' or 'end' and value 'own' or 'zero'; got 'middle' and 'own'"),
+        (lambda: SinkToken(at="middle"), "at must be 'front' or 'end', value 'own' or 'zero'; got 'middle' and 'own'"),
         (lambda: SinkToken(value="one"), "got 'front' and 'one'"),
         (lambda: SinkToken(heads=[1]), "SinkToken knows no heads=; leave it out"),
         (lambda: SinkToken(positions=[1]), "SinkToken knows no positions=; leave it out"),
@@ -239,7 +239,7 @@ def test_what_cannot_be_put_on_the_canvas_is_refused(worded, causal, interventio
             lambda: ForceTokens(tokens={1: 2}).on(shared_model()),
             "ForceTokens changes the canvas of a run; for a single",
         ),
-        (lambda: Remask().on(shared_model()), "Remask changes the canvas of a run; for a single pass give other ids"),
+        (lambda: Remask().on(shared_model()), "Remask changes the canvas of a run; for a single pass change the ids"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(make, text):
@@ -251,7 +251,7 @@ def test_a_model_that_names_no_special_token_asks_for_one():
     model = shared_model()
     kept, model.eos_token_ids = model.eos_token_ids, ()
     try:
-        with pytest.raises(SettingError, match="names no start and no end token; say which with token="):
+        with pytest.raises(SettingError, match="defines neither a start nor an end token; pass one as token="):
             watch(model, random_ids(), [SinkToken()])
     finally:
         model.eos_token_ids = kept

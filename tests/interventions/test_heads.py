@@ -285,16 +285,16 @@ def test_places_that_do_not_exist_are_refused(worded, intervention, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: AblateHeads(by="noise"), "by is 'zero', 'mean' or 'resample'; got 'noise'"),
+        (lambda: AblateHeads(by="noise"), "by must be 'zero', 'mean' or 'resample'; got 'noise'"),
         (
             lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
             "by='zero' does not read reference=",
         ),
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
-        (lambda: AblateSinkAttention(mass="keep"), "mass is 'spread' or 'drop'; got 'keep'"),
+        (lambda: AblateSinkAttention(mass="keep"), "mass must be 'spread' or 'drop'; got 'keep'"),
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
-        (lambda: AblateSinkAttention(pick="some"), "pick is 'strongest', 'weakest' or 'random'; got 'some'"),
-        (lambda: AblateSinkAttention(top_k=-1), "top_k is a number of keys, 0 or more; got -1"),
+        (lambda: AblateSinkAttention(pick="some"), "pick must be 'strongest', 'weakest' or 'random'; got 'some'"),
+        (lambda: AblateSinkAttention(top_k=-1), "top_k must be a number of keys, 0 or more; got -1"),
         (lambda: AblateHeads(heads=3).on(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
         (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= belongs to a run of several steps"),
         (lambda: AblateHeads(by="mean").on(shared_model("llama", True)), "would tell a causal model of later ones"),

@@ -321,7 +321,7 @@ def test_kept_keys_and_neighbours_are_all_that_is_seen(worded, architecture, cau
 
 @pytest.mark.parametrize("make", [lambda: WindowAttention(width=-1), lambda: KeepKeys(window=-1)])
 def test_a_window_of_negative_width_is_refused(make):
-    with pytest.raises(SettingError, match="a window is a whole number of positions, 0 or more; got -1"):
+    with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got -1"):
         make()
 
 
@@ -360,7 +360,7 @@ def test_in_a_diffusion_run_it_makes_no_difference_which_queries_are_meant(tiny_
 
 
 def test_a_misspelt_reach_is_refused():
-    with pytest.raises(SettingError, match=r"queries is one of newest, all; got 'last'"):
+    with pytest.raises(SettingError, match=r"queries must be one of newest, all; got 'last'"):
         MaskSinks(queries="last")
 
 
@@ -372,7 +372,7 @@ def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_refused(tiny_ll
     )
     assert torch.equal(by_run.canvas, by_sinks.canvas)
     assert by_run.sinks.scores().equals(by_sinks.sinks.scores())
-    with pytest.raises(SettingError, match=r"source is another run or its sinks; got .*Generation.*record_sinks=False"):
+    with pytest.raises(SettingError, match=r"source must be another run or its sinks; got .*Generation.*record_sinks=False"):
         MaskSinks(source=sinklens.generate(tiny_llada, prompt, record_sinks=False, **few))
 
 
@@ -440,7 +440,7 @@ def test_an_empty_restriction_is_refused_since_nothing_would_change(make, name):
 @pytest.mark.parametrize("make", [MaskSinks, KeepKeys])
 def test_step_0_alone_is_refused_where_the_step_before_decides(make):
     with pytest.raises(
-        SettingError, match=r"acts on the sinks of the step before, so at step 0 alone it changes nothing"
+        SettingError, match=r"acts on the sinks of the previous step, so steps=\[0\] alone has no effect"
     ):
         make(steps=[0])
     assert make(steps=[0], same_step=True).steps == [0]
@@ -451,7 +451,7 @@ def test_step_0_alone_is_refused_where_the_step_before_decides(make):
 @pytest.mark.parametrize("width", [1.5, True, -1, "2", None])
 def test_a_window_is_a_whole_number(width):
     for make in (lambda: WindowAttention(width=width), lambda: KeepKeys(window=width)):
-        with pytest.raises(SettingError, match="a window is a whole number of positions, 0 or more; got"):
+        with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got"):
             make()
     assert WindowAttention(width=np.int64(2)).width == 2
 
@@ -462,5 +462,5 @@ def test_the_sinks_of_an_autoregressive_run_do_not_mask_a_diffusion_run(worded):
         sinklens.generate(worded("llama", causal), PADDED, gen_length=8, progress=False) for causal in (False, True)
     ]
     for here, there in (runs, runs[::-1]):
-        with pytest.raises(SettingError, match=r"source is of a run of another model, \w+, and this run is"):
+        with pytest.raises(SettingError, match=r"source is a run of another kind of model, \w+, and this run is"):
             sinklens.generate(here.model, PADDED, gen_length=8, hooks=MaskSinks(source=there), progress=False)

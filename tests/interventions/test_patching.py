@@ -165,7 +165,7 @@ def source(worded):
     [
         ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
         ({"steps": [4]}, "step 4 does not exist; there are 4"),
-        ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\]; for step 3 it would need 4"),
+        ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\], but step 3 needs 4"),
         ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
         (
             {"heads": [1], "names": "blocks.1.hook_mlp_out"},
@@ -174,7 +174,7 @@ def source(worded):
         ({"positions": [15]}, "position 15 does not exist; there are 15"),
         (
             {"positions": [1, 2], "source_positions": [1]},
-            "source_positions belong to positions one by one; got 1 and 2",
+            "source_positions and positions must have the same length; got 1 and 2",
         ),
         ({"source_positions": [1]}, "got 1 and 0"),
         ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
@@ -191,16 +191,16 @@ def test_other_lengths_and_other_numbers_of_rows_are_refused(worded, source):
     with pytest.raises(SettingError, match=r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"):
         watch(worded(), ["w1 w2 w3 w4"], [PatchHooks(source=source, names=Z)])
     pattern = PatchHooks(source=source, names="blocks.1.attn.hook_pattern", positions=[0])
-    with pytest.raises(SettingError, match=r"patterns and scores can be patched between runs of one length only"):
+    with pytest.raises(SettingError, match=r"patterns and scores can be patched only between runs of one length"):
         watch(worded(), ["w1 w2 w3 w4"], [pattern])
     two = keep(worded(), [OTHER, LONG], [Z])
     with pytest.raises(
-        SettingError, match=r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; give one row or"
+        SettingError, match=r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; pass one row or"
     ):
         watch(worded(), [LONG] * 3, [PatchHooks(source=two)])
-    with pytest.raises(SettingError, match="position 10 does not exist in every row; patch rows of such lengths apart"):
+    with pytest.raises(SettingError, match="position 10 does not exist in every row; patch rows of different lengths separately"):
         watch(worded(), ["w1", " ".join(["w2"] * 9)], [PatchHooks(source=source, positions=[10])])
-    with pytest.raises(SettingError, match=r"source holds no step; has its run taken place\?"):
+    with pytest.raises(SettingError, match=r"source holds no step; run the model that fills it first"):
         PatchHooks(source={})
     with pytest.raises(HookNameError, match="hook_zz"):
         watch(worded(), [LONG], [Activations(names="blocks.0.attn.hook_zz")])

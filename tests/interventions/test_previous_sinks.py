@@ -180,17 +180,17 @@ def test_the_last_row_sees_what_interventions_before_it_do_to_the_mask(worded):
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
 def test_a_single_pass_has_no_earlier_step(kind):
     model = shared_model()
-    with pytest.raises(SettingError, match=rf"{kind.__name__} acts on the sinks of an earlier step, and a single pass"):
+    with pytest.raises(SettingError, match=rf"{kind.__name__} acts on the sinks of an earlier step, which a single pass"):
         model.run_with_hooks(random_ids(), fwd_hooks=kind().hooks_for(model))
 
 
 def test_a_source_of_other_prompts_or_another_model_is_refused(worded):
     base = watch(worded(), PADDED, points=[], record_sinks=True).run.sinks
-    with pytest.raises(SettingError, match="source holds 2 along batch, this run 1; record it with this model"):
+    with pytest.raises(SettingError, match="source has 2 along batch, this run 1; record it with this model"):
         watch(worded(), [LONG], [MaskSinks(source=base)])
-    with pytest.raises(SettingError, match="source holds 15 along pos, this run 12"):
+    with pytest.raises(SettingError, match="source has 15 along pos, this run 12"):
         watch(worded(), [SHORT, SHORT], [MaskSinks(source=base)])
-    with pytest.raises(SettingError, match="source holds 2 along layer, this run 3"):
+    with pytest.raises(SettingError, match="source has 2 along layer, this run 3"):
         watch(worded(), PADDED, [MaskSinks(source=base.isel(layer=[0, 1]))])
 
 
@@ -199,7 +199,7 @@ def test_a_source_of_another_prompt_of_equal_length_is_refused(worded, architect
     model, other = worded(architecture, causal), "w7 w12 w33 w6"
     base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
     for prompts, row in (([other, LONG], 0), (PADDED[::-1], 0)):
-        with pytest.raises(SettingError, match=f"source was recorded with another prompt in row {row} than this run"):
+        with pytest.raises(SettingError, match=f"source was recorded with another prompt in row {row}"):
             watch(model, prompts, [MaskSinks(source=base)], **settings)
     swapped = ForceTokens(tokens={3: int(model.to_tokens("w6")[0, -1])}, steps=[0])  # a prompt changed on the canvas
     changed = watch(model, PADDED, [swapped], points=[], record_sinks=True, **settings).run
@@ -208,7 +208,7 @@ def test_a_source_of_another_prompt_of_equal_length_is_refused(worded, architect
 
 
 def test_an_autoregressive_run_has_no_second_pass(worded):
-    with pytest.raises(SettingError, match="same_step needs a second pass over the canvas, which autoregressive"):
+    with pytest.raises(SettingError, match="same_step needs a second pass over the canvas; it is available in diffusion runs only"):
         watch(worded("llama", True), PADDED, [MaskSinks(same_step=True)])
 
 

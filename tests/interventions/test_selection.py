@@ -155,7 +155,7 @@ def test_kinds_of_tokens_are_those_of_the_track(tiny_llada):
 
 
 def test_kinds_need_the_text_of_tokens():
-    with pytest.raises(SettingError, match=r"only=\['newline'\] goes by the text of tokens: the text of token"):
+    with pytest.raises(SettingError, match=r"only=\['newline'\] needs the text of tokens: token"):
         watch(shared_model(), torch.tensor([[3, 4, 5]]), [MaskSinks(only="newline")])
     assert unwatched(shared_model())
 
@@ -165,10 +165,10 @@ def test_kinds_need_the_text_of_tokens():
     [
         ({"top_k": None}, "give either top_k, a number of keys per head, or a detector, and not both"),
         ({"detector": TopK(2)}, "give either top_k, a number of keys per head, or a detector, and not both"),
-        ({"top_k": -1}, "top_k is a number of keys, 0 or more; got -1"),
-        ({"top_k": 2.5}, "top_k is a number of keys, 0 or more; got 2.5"),
-        ({"pick": "best"}, "pick is 'strongest', 'weakest' or 'random'; got 'best'"),
-        ({"scope": "row"}, "scope is 'head', 'layer' or 'model'; got 'row'"),
+        ({"top_k": -1}, "top_k must be a number of keys, 0 or more; got -1"),
+        ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),
+        ({"pick": "best"}, "pick must be 'strongest', 'weakest' or 'random'; got 'best'"),
+        ({"scope": "row"}, "scope must be 'head', 'layer' or 'model'; got 'row'"),
         ({"only": "mask"}, r"'mask' is neither. Known: prompt, masked, .* Nearest: masked"),
         ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
     ],
@@ -182,7 +182,7 @@ def test_settings_that_mean_nothing_are_refused_when_the_intervention_is_made(ki
 
 def test_random_keys_of_a_single_pass_are_refused():
     scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(SettingError, match="detectors, only= and random keys belong to a run"):
+    with pytest.raises(SettingError, match="detectors, only= and random keys need a run"):
         selection(pick="random").choose({0: scores}, real, None, None, 0)
 
 
