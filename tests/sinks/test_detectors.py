@@ -345,7 +345,7 @@ def test_a_detector_without_detect_cannot_be_instantiated():
         (EpsilonOverMean(100, unit="percent"), "epsilon = 100 can never be met: with unit 'percent' no score .* 100;"),
         (EpsilonOverMean(4.0), "epsilon = 4.0 can never be met: with unit 'sum' no score of this track exceeds 4;"),
         (EpsilonOverMean(1, unit="visible"), "no score of this track exceeds 1; use unit='sum'"),
-        (MeanPlusStd(k=1.8), r"k = 1.8 can never be met: none of 4 positions lies 1.73 deviations above the mean"),
+        (MeanPlusStd(k=1.8), r"k = 1.8 can never be met: none of 4 positions can exceed the mean by 1.73 deviations above the mean"),
         (SinkRate(epsilon=1), "epsilon = 1 can never be met: no mean attention exceeds 1"),
     ],
     ids=repr,
@@ -381,13 +381,19 @@ def test_sigmoid_attention_has_no_maximum_score():
         (lambda: EpsilonOverMean("3"), "epsilon of EpsilonOverMean must be a number; got '3'"),
         (lambda: TopK(2.5), "k must be an integer, the number of keys; got 2.5"),
         (lambda: TopK(True), "k must be an integer, the number of keys; got True"),
-        (lambda: MeanPlusStd(over="head"), "over must be a tuple that holds 'layer', 'head', both or neither; got 'head'"),
+        (
+            lambda: MeanPlusStd(over="head"),
+            "over must be a tuple that holds 'layer', 'head', both or neither; got 'head'",
+        ),
         (lambda: MeanPlusStd(over=("layer", "batch")), r"over must be a tuple .* got \('layer', 'batch'\)"),
         (lambda: SinkRate(share=10), "share, a share of all heads, must be between 0 and 1; got 10"),
         (lambda: SmallValueNorm(0), "ratio of SmallValueNorm must be a number greater than 0; got 0"),
         (lambda: ResidualPeak(per="token"), "per must be 'position' or 'channel'; got 'token'"),
         (lambda: NoOp(ratio=-1), "ratio of NoOp must be a number greater than 0; got -1"),
-        (lambda: NoOp(among=EpsilonOverMean), r"a detector must be an instance such as EpsilonOverMean\(\); got <class"),
+        (
+            lambda: NoOp(among=EpsilonOverMean),
+            r"a detector must be an instance such as EpsilonOverMean\(\); got <class",
+        ),
         (lambda: Broadcast(rank=1), "rank of Broadcast must be a number greater than 1; got 1"),
         (lambda: Broadcast(low=2, high=1), "low must not exceed high; got 2 and 1"),
     ],
@@ -413,8 +419,8 @@ class Strengths(Detector):
     [
         (EpsilonOverMean, r"a detector must be an instance such as EpsilonOverMean\(\)"),
         ("TopK", r"a detector must be an instance such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
-        (OneLayer(), r"detect of OneLayer gave bool over .* it must give bool over .*'layer': 1"),
-        (Strengths(), "detect of Strengths gave float32 over"),
+        (OneLayer(), r"detect of OneLayer returned bool over .* it must return bool over .*'layer': 1"),
+        (Strengths(), "detect of Strengths returned float32 over"),
     ],
 )
 def test_an_invalid_detector_is_rejected(detector, text):

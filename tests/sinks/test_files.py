@@ -157,7 +157,10 @@ def break_json(path, name, content):
         ),
         (lambda path: break_json(path, "zarr.json", "[]"), r"not a complete Zarr store"),
         (lambda path: break_json(path, "zarr.json", ""), r"not a complete Zarr store"),
-        (lambda path: break_json(path, "zarr.json", "{}"), r"is not a sink track that this version can read \(format None\)"),
+        (
+            lambda path: break_json(path, "zarr.json", "{}"),
+            r"is not a sink track that this version can read \(format None\)",
+        ),
         (lambda path: break_json(path, "score/zarr.json", '{"shape": [1'), r"not a complete Zarr store"),
         (lambda path: break_json(path, "score/zarr.json", "{}"), r"not a complete Zarr store"),
         (lambda path: (path / "zarr.json").unlink(), r"is a folder, but not the Zarr store of a sink track"),
@@ -448,7 +451,7 @@ def changed(**attrs):
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them apart"),
+        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them separate"),
         (lambda: changed(revision="v2"), r"revision is None in the first and 'v2'"),
         (lambda: changed(settings='{"steps": 9}'), r"settings is '{}' in the first and"),
         (lambda: changed(dtype="torch.bfloat16"), r"dtype is None in the first and 'torch\.bfloat16'"),

@@ -54,7 +54,7 @@ def growing(steps=5, start=4, sink=0):
 
 
 def random_track(kind, seed):
-    """Three rows: row 1 begins with two positions of padding, row 2 ends after four of seven steps; some heads are zero."""
+    """Three rows: row 1 begins with two padding positions, row 2 ends after four of seven steps; some heads are 0."""
     rng = np.random.default_rng(seed)
     score = rng.gamma(0.5, 2.0, size=(3, 7, 3, 4, 9))
     score[:, 1:] = np.where(rng.random(score[:, 1:].shape) < 0.6, score[:, :-1], score[:, 1:])  # some persistence

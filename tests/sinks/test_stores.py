@@ -196,7 +196,9 @@ def test_a_run_killed_at_any_write_leaves_its_finished_steps(tmp_path, monkeypat
                 assert SinkTrack.open(path).finished
                 break
         if done == 0:
-            with pytest.raises(TrackError, match=r"does not exist|is not a sink track|holds no step|not the Zarr store"):
+            with pytest.raises(
+                TrackError, match=r"does not exist|is not a sink track|holds no step|not the Zarr store"
+            ):
                 SinkTrack.open(path)
             continue
         track = SinkTrack.open(path)
@@ -393,7 +395,9 @@ def test_a_run_replaces_an_earlier_recording_only_with_overwrite(tiny_llada, tmp
     path = tmp_path / "run.zarr"
     first = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3, record_sinks=Record(to=path)).sinks
     path_of_first = first.trajectory(0, 0).tolist()
-    with pytest.raises(SettingError, match=r"run\.zarr already exists; choose another path, or replace .*overwrite=True"):
+    with pytest.raises(
+        SettingError, match=r"run\.zarr already exists; choose another path, or replace .*overwrite=True"
+    ):
         Record(to=path)
     with pytest.raises(SinklensError, match="holds the mask token"):
         sinklens.generate(tiny_llada, [[1]], record_sinks=Record(to=path, overwrite=True))

@@ -95,17 +95,23 @@ def test_a_head_with_an_all_zero_pattern_has_no_strongest_key():
         (lambda track: track.isel(step=True), r"step must be an integer from 0 to 2; got True"),
         (lambda track: track.isel(step=1.7), r"step must be an integer from 0 to 2; got 1.7"),
         (lambda track: track.isel(step="1"), r"step must be an integer from 0 to 2; got '1'"),
-        (lambda track: track.isel(step=np.array([True, False, True])), r"step must be an integer from 0 to 2; got True"),
-        (lambda track: track.isel(layer=[]), r"layer=\[\] selects no layer of this track, which has 1; select at least one"),
+        (
+            lambda track: track.isel(step=np.array([True, False, True])),
+            r"step must be an integer from 0 to 2; got True",
+        ),
+        (
+            lambda track: track.isel(layer=[]),
+            r"layer=\[\] selects no layer of this track, which has 1; select at least one",
+        ),
         (
             lambda track: track.isel(step=slice(3, 9)),
-            r"step=slice\(3, 9, None\) holds no step of this track, which has 3",
+            r"step=slice\(3, 9, None\) selects no step of this track, which has 3",
         ),
         (lambda track: track.trajectory(0.0, 0), r"layer must be an integer from 0 to 0; got 0.0"),
         (lambda track: track.trajectory(0, False), r"head must be an integer from 0 to 0; got False"),
         (
             lambda track: track.isel(step=[1, 2]).isel(step=2),
-            r"step 2 does not .* It is a part of a track, with steps \[1, 2\]",
+            r"step 2 does not .* It is part of a track and holds steps \[1, 2\]",
         ),
         (lambda track: track.top(True), r"k must be between 1 and 4, the number of positions; got True"),
         (SinkTrack.concat, r"concat takes a list of tracks"),
