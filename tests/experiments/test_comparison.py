@@ -96,16 +96,16 @@ def test_a_replayed_run_has_the_canvas_and_answers_of_the_base_run(pair):
     assert not found["kl"].isnull().all("step").any()
 
 
-def tau_b(ours, theirs):
+def tau_b(x, y):
     """Kendall's τ-b by its definition, pair by pair."""
-    agree = tied_ours = tied_theirs = 0
-    pairs = [(i, j) for i in range(len(ours)) for j in range(i)]
+    agree = tied_x = tied_y = 0
+    pairs = [(i, j) for i in range(len(x)) for j in range(i)]
     for i, j in pairs:
-        first, second = ours[i] - ours[j], theirs[i] - theirs[j]
+        first, second = x[i] - x[j], y[i] - y[j]
         agree += (first * second > 0) - (first * second < 0)
-        tied_ours += first == 0
-        tied_theirs += second == 0
-    below = math.sqrt((len(pairs) - tied_ours) * (len(pairs) - tied_theirs))
+        tied_x += first == 0
+        tied_y += second == 0
+    below = math.sqrt((len(pairs) - tied_x) * (len(pairs) - tied_y))
     return agree / below if below else math.nan
 
 
@@ -121,11 +121,11 @@ def test_the_order_is_kendalls_tau_with_ties(tiny_llada):
         assert math.isnan(found[0])
 
 
-def edits(ours, theirs):
+def edits(source, target):
     """Levenshtein distance by the table of all prefixes."""
-    table = [[max(i, j) if 0 in (i, j) else 0 for j in range(len(theirs) + 1)] for i in range(len(ours) + 1)]
-    for i, j in np.ndindex(len(ours), len(theirs)):
-        swap = table[i][j] + (ours[i] != theirs[j])
+    table = [[max(i, j) if 0 in (i, j) else 0 for j in range(len(target) + 1)] for i in range(len(source) + 1)]
+    for i, j in np.ndindex(len(source), len(target)):
+        swap = table[i][j] + (source[i] != target[j])
         table[i + 1][j + 1] = min(swap, table[i][j + 1] + 1, table[i + 1][j] + 1)
     return table[-1][-1]
 
@@ -213,9 +213,12 @@ def test_a_rows_comparison_does_not_depend_on_its_batch(tiny_llama):
     assert together.base.answers[0].tokens != together.base.answers[1].tokens
     for row, prompt in enumerate(prompts):
         alone = effect(tiny_llama, prompt, [CHANGE], **settings)
-        for mine, theirs in ((alone.free_running, together.free_running), (alone.under_replay, together.under_replay)):
-            for name in mine.data_vars:
-                got, wanted = theirs[name].isel(batch=row).to_numpy(), mine[name].isel(batch=0).to_numpy()
+        for single, batched in (
+            (alone.free_running, together.free_running),
+            (alone.under_replay, together.under_replay),
+        ):
+            for name in single.data_vars:
+                got, wanted = batched[name].isel(batch=row).to_numpy(), single[name].isel(batch=0).to_numpy()
                 if got.ndim:
                     assert np.isnan(got[len(wanted) :].astype(float)).all()
                     got = got[: len(wanted)]
@@ -253,8 +256,8 @@ def test_an_identity_gives_exactly_the_base_run(request, model, hooks):
 def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
     base, free, replayed = pair
     found = effect(base[0].model, PROMPTS, CHANGE, **SHORT)
-    for ours, theirs in ((found.base, base), (found.free, free), (found.replayed, replayed)):
-        assert torch.equal(ours.canvas, theirs[0].canvas)
+    for result, expected in ((found.base, base), (found.free, free), (found.replayed, replayed)):
+        assert torch.equal(result.canvas, expected[0].canvas)
     assert found.free_running.equals(compare(base[0], free[0], base[1], free[1]))
     assert found.under_replay.equals(compare(base[0], replayed[0], base[1], replayed[1]))
     assert found.free_running["first_divergent_step"].max() >= 0
@@ -265,7 +268,7 @@ def test_an_effect_has_a_one_line_repr(pair):
     found = Effect(
         base[0], free[0], replayed[0], compare(base[0], free[0]), compare(base[0], replayed[0], base[1], replayed[1])
     )
-    same = sum(ours.text == theirs.text for ours, theirs in zip(base[0].answers, free[0].answers, strict=True))
+    same = sum(before.text == after.text for before, after in zip(base[0].answers, free[0].answers, strict=True))
     kl = float(found.under_replay["kl"].mean())
     assert repr(found) == (
         f"Effect({same} of {len(PROMPTS)} answers stay the same, "

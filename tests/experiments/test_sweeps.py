@@ -50,7 +50,7 @@ MIXED = {
     "two": [MaskSinks(top_k=1, layers=[0]), WindowAttention(width=8, layers=[1])],
     "resampled": None,  # filled in by `mixed`
 }
-WAYS = {"greedy": {}, "drawn": {"temperature": 0.7}, "replay": {"replay": True}}
+MODES = {"greedy": {}, "drawn": {"temperature": 0.7}, "replay": {"replay": True}}
 
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
@@ -73,16 +73,16 @@ def one_at_a_time(model, hooks, base, base_logits, replay=False, **settings):
     return compare(base, changed, base_logits, kept.kept), [answer.text for answer in changed.answers]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sweep_equals_its_runs_one_at_a_time(model, mixed, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sweep_equals_its_runs_one_at_a_time(model, mixed, mode):
     """Three prompts of different lengths, three interventions a pass, the last pass half empty."""
-    settings, kept = WAYS[way], MaskedLogits()
+    settings, kept = MODES[mode], MaskedLogits()
     drawn = {name: value for name, value in settings.items() if name != "replay"}
     base = sinklens.generate(model, PROMPTS, hooks=[kept], record_sinks=False, **SHORT, **drawn)
     swept = sweep(model, PROMPTS, mixed, rows=9, **SHORT, **settings)
     assert swept["intervention"].to_numpy().tolist() == list(mixed)
     assert swept.sizes["prompt"] == 3
-    assert (set(BY_STEP) <= set(swept.data_vars)) is (way == "replay")
+    assert (set(BY_STEP) <= set(swept.data_vars)) is (mode == "replay")
     different = 0
     for name, hooks in mixed.items():
         found, answers = one_at_a_time(model, hooks, base, kept.kept, **settings)
@@ -90,9 +90,9 @@ def test_a_sweep_equals_its_runs_one_at_a_time(model, mixed, way):
         assert got["answer"].to_numpy().tolist() == answers, name
         for measure in (*BY_ROW, "first_divergent_step"):
             np.testing.assert_array_equal(got[measure], found[measure], err_msg=f"{name}: {measure}")
-        for measure in BY_STEP if way == "replay" else ():
+        for measure in BY_STEP if mode == "replay" else ():
             np.testing.assert_allclose(got[measure], found[measure], atol=1e-4, err_msg=f"{name}: {measure}")
-        different += float(found["kl"].max()) > 1e-3 if way == "replay" else int((~found["same_answer"]).sum())
+        different += float(found["kl"].max()) > 1e-3 if mode == "replay" else int((~found["same_answer"]).sum())
     assert different > 3
 
 

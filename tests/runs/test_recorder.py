@@ -312,7 +312,11 @@ class Lost(Entropy):
 @pytest.mark.parametrize(
     ("record", "error", "text"),
     [
-        (lambda _: Record("values"), SettingError, r"quantities must be a list of names; write quantities=\['values'\]"),
+        (
+            lambda _: Record("values"),
+            SettingError,
+            r"quantities must be a list of names; write quantities=\['values'\]",
+        ),
         (
             lambda _: Record(["value"]),
             SettingError,
@@ -330,7 +334,11 @@ class Lost(Entropy):
         ),
         (lambda _: Record(patterns=[(1.5, 0)]), SettingError, r"pairs of integers; got 1.5"),
         (lambda _: Record(patterns=[(0, True)]), SettingError, r"pairs of integers; got True"),
-        (lambda _: Record(overwrite=True), SettingError, r"overwrite= and dtype= apply only to a recording on disk; pass to="),
+        (
+            lambda _: Record(overwrite=True),
+            SettingError,
+            r"overwrite= and dtype= apply only to a recording on disk; pass to=",
+        ),
         (
             lambda _: Record(dtype="float16"),
             SettingError,

@@ -345,7 +345,7 @@ def test_a_detector_without_detect_cannot_be_instantiated():
         (EpsilonOverMean(100, unit="percent"), "epsilon = 100 can never be met: with unit 'percent' no score .* 100;"),
         (EpsilonOverMean(4.0), "epsilon = 4.0 can never be met: with unit 'sum' no score of this track exceeds 4;"),
         (EpsilonOverMean(1, unit="visible"), "no score of this track exceeds 1; use unit='sum'"),
-        (MeanPlusStd(k=1.8), r"k = 1.8 can never be met: none of 4 positions can exceed the mean by 1.73 deviations above the mean"),
+        (MeanPlusStd(k=1.8), "k = 1.8 can never be met: none of 4 positions can exceed the mean by 1.73"),
         (SinkRate(epsilon=1), "epsilon = 1 can never be met: no mean attention exceeds 1"),
     ],
     ids=repr,

@@ -451,7 +451,7 @@ def changed(**attrs):
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them separate"),
+        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them"),
         (lambda: changed(revision="v2"), r"revision is None in the first and 'v2'"),
         (lambda: changed(settings='{"steps": 9}'), r"settings is '{}' in the first and"),
         (lambda: changed(dtype="torch.bfloat16"), r"dtype is None in the first and 'torch\.bfloat16'"),

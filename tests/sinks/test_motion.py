@@ -444,7 +444,10 @@ def test_undefined_measures_are_nan_without_a_warning():
         ),
         (lambda found, exists: motion.lifetimes(found.astype(float), exists), r"found holds float64 .* must hold bool"),
         (lambda found, exists: motion.lifetimes(found, exists * 1), r"exists holds int64 .* existing\(track\)"),
-        (lambda found, exists: motion.static_sinks(found.isel(step=[0]), exists), r"not of the same track, or not of"),
+        (
+            lambda found, exists: motion.static_sinks(found.isel(step=[0]), exists),
+            r"do not belong to the same track, or to",
+        ),
         (lambda found, exists: motion.static_sinks(found, xr.concat([exists] * 2, "batch")), r"take the same rows"),
     ],
 )
@@ -539,10 +542,13 @@ def test_lives_and_shares_of_a_batch_equal_those_of_single_rows(tracks, tiny_lla
 @pytest.mark.parametrize(
     ("found_of", "text"),
     [
-        (lambda found: found.isel(layer=[0]), "are not of the same track, or not of the same part of it"),
+        (lambda found: found.isel(layer=[0]), "are do not belong to the same track, or to the same part of it"),
         (lambda found: found.isel(layer=0, head=0), "found holds bool over batch, step, pos; it must hold bool over"),
         (lambda found: found.astype(float), "found holds float64 over"),
-        (lambda found: found.isel(step=slice(1, None)), "are not of the same track, or not of the same part of it"),
+        (
+            lambda found: found.isel(step=slice(1, None)),
+            "are do not belong to the same track, or to the same part of it",
+        ),
         (lambda found: found.to_numpy(), r"found must be a DataArray, as track.detect\(...\) returns it; got ndarray"),
     ],
 )

@@ -90,19 +90,19 @@ def test_a_store_is_found_after_changing_the_working_directory(tiny_llada, tmp_p
 @pytest.mark.parametrize("to", [None, "run.zarr"])
 def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch, to):
     """Arrays of earlier steps that are alive when a step is appended: at most those being written, or all."""
-    handed, alive = [], []
+    appended, alive = [], []
     kind = MemoryStore if to is None else ZarrStore
     append = kind.append
 
     def watch(self, step):
-        alive.append(sum(array() is not None for array in handed))
+        alive.append(sum(array() is not None for array in appended))
         append(self, step)
-        handed.extend(weakref.ref(array) for array in step.values())
+        appended.extend(weakref.ref(array) for array in step.values())
 
     monkeypatch.setattr(kind, "append", watch)
     record = Record(QUANTITIES, to=None if to is None else tmp_path / to)
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
-    variables = len(handed) // 5
+    variables = len(appended) // 5
     assert variables == 10
     if to is None:
         assert alive == [variables * step for step in range(5)]
