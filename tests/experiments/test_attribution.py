@@ -401,8 +401,8 @@ def test_agreement_by_hand():
         ),
         ({"metric": lambda logits: logits[:, 0, 0]}, r"to a tensor with one number; got Tensor of shape \[2\]"),
         ({"metric": lambda logits: 1.0}, r"to a tensor with one number; got float"),
-        ({"names": "blocks.0.attn.hook_attn_mask"}, r"hook_attn_mask is nothing that one pass could hand to another"),
-        ({"names": "denoise.hook_logits"}, r"denoise.hook_logits is nothing that one pass"),
+        ({"names": "blocks.0.attn.hook_attn_mask"}, r"hook_attn_mask cannot be patched from one pass into another"),
+        ({"names": "denoise.hook_logits"}, r"denoise.hook_logits cannot be patched from one pass"),
     ],
 )
 @pytest.mark.parametrize("effects", [attribution_patching, patching_effects])

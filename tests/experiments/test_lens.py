@@ -291,5 +291,5 @@ def test_what_the_lens_cannot_read_is_rejected(models):
     assert sorted(lens.kept) == [(0, 1), (1, 1), (2, 1)]
     with pytest.raises(SettingError, match=r"of another run"):
         lens.read(generated(model, ["w5 w6"]))
-    with pytest.raises(SettingError, match=r"of another family or vocabulary"):
+    with pytest.raises(SettingError, match=r"has another family or vocabulary"):
         logit_lens(models["dream"], run)

@@ -288,7 +288,7 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
         (lambda: AblateHeads(by="noise"), "by must be 'zero', 'mean' or 'resample'; got 'noise'"),
         (
             lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
-            "by='zero' does not read reference=",
+            "by='zero' does not use reference=",
         ),
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
         (lambda: AblateSinkAttention(mass="keep"), "mass must be 'spread' or 'drop'; got 'keep'"),

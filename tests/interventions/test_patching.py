@@ -169,7 +169,7 @@ def source(worded):
         ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
         (
             {"heads": [1], "names": "blocks.1.hook_mlp_out"},
-            r"blocks\.1\.hook_mlp_out has no heads \(batch pos d_model\)",
+            r"blocks\.1\.hook_mlp_out has no head axis \(batch pos d_model\)",
         ),
         ({"positions": [15]}, "position 15 does not exist; there are 15"),
         (

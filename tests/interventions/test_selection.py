@@ -163,8 +163,8 @@ def test_kinds_need_the_text_of_tokens():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"top_k": None}, "give either top_k, a number of keys per head, or a detector, and not both"),
-        ({"detector": TopK(2)}, "give either top_k, a number of keys per head, or a detector, and not both"),
+        ({"top_k": None}, "pass either top_k, a number of keys per head, or detector, not both"),
+        ({"detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector, not both"),
         ({"top_k": -1}, "top_k must be a number of keys, 0 or more; got -1"),
         ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),
         ({"pick": "best"}, "pick must be 'strongest', 'weakest' or 'random'; got 'best'"),

@@ -542,12 +542,12 @@ def test_lives_and_shares_of_a_batch_equal_those_of_single_rows(tracks, tiny_lla
 @pytest.mark.parametrize(
     ("found_of", "text"),
     [
-        (lambda found: found.isel(layer=[0]), "are do not belong to the same track, or to the same part of it"),
+        (lambda found: found.isel(layer=[0]), "do not belong to the same track, or to the same part of it"),
         (lambda found: found.isel(layer=0, head=0), "found holds bool over batch, step, pos; it must hold bool over"),
         (lambda found: found.astype(float), "found holds float64 over"),
         (
             lambda found: found.isel(step=slice(1, None)),
-            "are do not belong to the same track, or to the same part of it",
+            "do not belong to the same track, or to the same part of it",
         ),
         (lambda found: found.to_numpy(), r"found must be a DataArray, as track.detect\(...\) returns it; got ndarray"),
     ],
