@@ -236,10 +236,10 @@ def test_invalid_canvas_edits_are_rejected(worded, causal, intervention, text):
         (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens knows no positions=; leave it out"),
         (lambda: Remask(layers=[1]), "Remask knows no layers=; leave it out"),
         (
-            lambda: ForceTokens(tokens={1: 2}).on(shared_model()),
+            lambda: ForceTokens(tokens={1: 2}).hooks_for(shared_model()),
             "ForceTokens changes the canvas of a run; for a single",
         ),
-        (lambda: Remask().on(shared_model()), "Remask changes the canvas of a run; for a single pass change the ids"),
+        (lambda: Remask().hooks_for(shared_model()), "Remask changes the canvas of a run; for a single pass change the ids"),
     ],
 )
 def test_invalid_settings_are_rejected(make, text):

@@ -12,7 +12,7 @@ from watching import PADDED, SHORT, again, entered, unwatched, watch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads, AblateSinkAttention
+from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
 WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
@@ -295,10 +295,10 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
         (lambda: AblateSinkAttention(pick="some"), "pick must be 'strongest', 'weakest' or 'random'; got 'some'"),
         (lambda: AblateSinkAttention(top_k=-1), "top_k must be a number of keys, 0 or more; got -1"),
-        (lambda: AblateHeads(heads=3).on(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
-        (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= belongs to a run of several steps"),
+        (lambda: AblateHeads(heads=3).hooks_for(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
+        (lambda: AblateHeads(steps=[0]).hooks_for(shared_model()), "steps= belongs to a run of several steps"),
         (
-            lambda: AblateHeads(by="mean").on(shared_model("llama", True)),
+            lambda: AblateHeads(by="mean").hooks_for(shared_model("llama", True)),
             "would leak later positions in a causal model",
         ),
     ],
@@ -311,7 +311,7 @@ def test_invalid_settings_are_rejected(make, text):
 def test_a_reference_of_another_model_is_rejected(reference):
     other = random_model(num_hidden_layers=2)
     with pytest.raises(SettingError, match=r"reference is of a model with \[layer, head, d_head\] \[3, 6, 4\].*\[2, 6"):
-        AblateHeads(by="mean", reference=reference[False]).on(other)
+        AblateHeads(by="mean", reference=reference[False]).hooks_for(other)
 
 
 @pytest.mark.parametrize(
