@@ -1,5 +1,5 @@
-# Every target sets up .venv first where it is missing or older than pyproject.toml or constraints.txt.
-# On Linux, PyPI's torch brings the CUDA libraries along. Without a GPU, say beforehand:
+# Every target first sets up .venv if it is missing or older than pyproject.toml or constraints.txt.
+# On Linux, PyPI's torch includes the CUDA libraries. Without a GPU, run this first:
 #   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
@@ -25,25 +25,25 @@ test: $(STAMP)  ## run the tests, without the slow ones (ARGS="-k name" to choos
 slow: $(STAMP)  ## run the slow tests alone
 	$(BIN)/pytest -m slow $(ARGS)
 
-check: $(STAMP)  ## format, lint, types, tests and the wheel: all that has to pass
+check: $(STAMP)  ## check format, lint, types, tests and the wheel: everything that must pass
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/check_types.py
 	$(BIN)/pytest $(SEVERAL)
 	$(BIN)/python scripts/check_wheel.py
 
-format: $(STAMP)  ## format the code and mend what the linter can
+format: $(STAMP)  ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-train: $(STAMP)  ## train the shipped models again; an interrupted run goes on
+train: $(STAMP)  ## train the shipped models again; resumes an interrupted run
 	$(BIN)/sinklens train tiny-llada
 	$(BIN)/sinklens train tiny-llama
 
-bench: $(STAMP)  ## measure what watching costs
+bench: $(STAMP)  ## measure the cost of watching
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-gpu: $(STAMP)  ## check the GPU that is here, and measure on it (or say what a CPU cannot show)
+gpu: $(STAMP)  ## check sinklens on this machine's GPU and measure it (a CPU reports what it cannot check)
 	$(BIN)/python -m sinklens.devices.check $(ARGS)
 
 notebooks: $(STAMP)  ## execute the tutorials that changed and write their notebooks
@@ -53,9 +53,9 @@ docs: $(STAMP)  ## build the documentation into site/, which opens offline
 	$(BIN)/python scripts/api_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-# The mark of an unfinished set-up becomes the stamp by a rename, last. A mark that is still there was left by a kill:
-# what pip was writing then can look installed and be incomplete, so that environment is thrown away. An error that
-# pip reports itself (no network, say) leaves whole packages, so there the mark is taken away and the rest kept.
+# The marker of an unfinished setup is renamed to the stamp as the last step. A marker that still exists was left by a
+# kill: packages that pip was writing can look installed but be incomplete, so that environment is deleted. After an
+# error that pip reports (such as no network) all packages are complete, so only the marker is deleted.
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -e $(UNFINISHED) ]; then rm -rf .venv; fi
 	@mkdir -p .venv && rm -f $(STAMP) && touch $(UNFINISHED)

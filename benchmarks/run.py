@@ -1,11 +1,11 @@
-"""What watching costs, as ratios within one process.
+"""Measure the cost of watching, as ratios within one process.
 
     python benchmarks/run.py [--quick] [--only tiny sweep ...]
 
-Every figure is a ratio of two ways of doing the same work, timed in turn (A B A B …) so that a drifting machine drifts
-for both; the median of the pairwise ratios is given with its range. Each result goes to benchmarks/results.json as it
-is measured, with the hardware, and replaces the older one of that name; the table of all goes to standard output and
-into benchmarks/README.md.
+Every figure is the ratio of two implementations of the same work, timed in turn (A B A B …) so that a drift of the
+machine affects both; the median of the pairwise ratios is reported with its range. Each result is written to
+benchmarks/results.json as soon as it is measured, with the hardware, and replaces the previous result of that name. The
+table of all results is printed and written into benchmarks/README.md.
 """
 
 import argparse
@@ -49,8 +49,7 @@ WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp"
 def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int, steps: int = STEPS) -> Iterator[Ratio]:
     """Nothing watched ÷ plain transformers, sinks recorded ÷ not, sinks masked ÷ not, at each length."""
     five = MaskSinks(top_k=5)
-    plain, held = random_llada(**sizes), random_llada(**sizes)
-    model = sinklens.load(held)
+    plain, model = random_llada(**sizes), sinklens.load(random_llada(**sizes))
     for length in lengths:
         prompt = torch.randint(3, sizes["vocab"], (1, length - ANSWER))
 
@@ -60,13 +59,13 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int, s
                 progress=False,
             )  # fmt: skip
 
-        def theirs(prompt: torch.Tensor = prompt) -> object:
+        def baseline(prompt: torch.Tensor = prompt) -> object:
             return plain_loop(plain, prompt, steps)
 
-        same = torch.equal(ours(False).tokens, theirs())  # type: ignore[attr-defined]
+        same = torch.equal(ours(False).tokens, baseline())  # type: ignore[attr-defined]
         assert same, "the two loops must do the same work"
         at = f"{name}, S = {length}"
-        yield compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), theirs, pairs)
+        yield compare(f"nothing watched ÷ plain transformers SDPA ({at})", lambda: ours(False), baseline, pairs)
         yield compare(f"all sinks recorded ÷ not recorded ({at})", lambda: ours(True), lambda: ours(False), pairs)
 
         def reference(prompt: torch.Tensor = prompt) -> object:
@@ -87,7 +86,7 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int, s
 
 
 def lensed(**sizes: int) -> TransformerBridge:
-    """A model of these sizes, with random weights, in TransformerLens; its bridge attends causally, at equal cost."""
+    """A TransformerLens model of these sizes with random weights; its bridge attends causally, at equal cost."""
     hf = random_llada(**sizes)
     with tempfile.TemporaryDirectory() as folder:
         hf.config.save_pretrained(folder)
@@ -96,10 +95,10 @@ def lensed(**sizes: int) -> TransformerBridge:
 
 
 def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
-    """Sinks of every layer and head of one pass: sinklens ÷ what else one would take, in time and in memory.
+    """Sinks of every layer and head in one pass: other libraries ÷ sinklens, in time and in memory.
 
-    The others make no logits at all, sinklens those of the answer's positions. Memory is what is above the same pass
-    of the plain transformers model, and the ratio is the other's to sinklens's.
+    The other libraries compute no logits; sinklens computes them at the answer's positions. Memory is measured above
+    the same pass of the plain transformers model.
     """
     plain, eager = random_llada(**sizes), random_llada(**sizes)
     eager.set_attn_implementation("eager")
@@ -135,7 +134,7 @@ def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> 
             with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
                 kept = [layer.self_attn.output[1][0].sum(1) for layer in traced.model.layers]
                 stacked = torch.stack(kept).save()
-            return stacked  # noqa: RET504  (it has its value when the block has ended)
+            return stacked  # noqa: RET504  (has its value once the block has ended)
 
         def unwatched(canvas: torch.Tensor = canvas) -> object:
             return plain.model(input_ids=canvas, use_cache=False)
@@ -144,18 +143,18 @@ def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> 
         with torch.no_grad():
             for other in (transformed, nnsighted):
                 torch.testing.assert_close(ours(), other(), atol=1e-3, rtol=1e-3)
-            ways = {
+            works = {
                 "TransformerLens run_with_cache": cached, "TransformerLens hooks that reduce": hooked,
                 "transformers output_attentions": transformed, "nnsight on eager attention": nnsighted,
             }  # fmt: skip
             usual = peak(unwatched)
-            for way, work in ways.items():
-                yield compare(f"sinks of one pass: {way} ÷ sinklens ({at})", work, ours, pairs)
-                yield compare_peaks(f"memory above a plain pass: {way} ÷ sinklens ({at})", work, ours, usual)
+            for library, work in works.items():
+                yield compare(f"sinks of one pass: {library} ÷ sinklens ({at})", work, ours, pairs)
+                yield compare_peaks(f"memory above a plain pass: {library} ÷ sinklens ({at})", work, ours, usual)
 
 
 def sweeping(pairs: int) -> Iterator[Ratio]:
-    """Every head ablated, one at a time ÷ stacked in one batch, on the shipped model; one prompt and four."""
+    """Ablating every head of the shipped model: one at a time ÷ stacked in one batch; with one prompt and with four."""
     model = sinklens.load("tiny-llada")
     cfg = model.cfg
     every = {
@@ -181,7 +180,7 @@ def sweeping(pairs: int) -> Iterator[Ratio]:
 
 
 def growing(pairs: int) -> Iterator[Ratio]:
-    """How time, memory and files of a recorded run grow with positions, steps and rows, on tiny-llada's size."""
+    """Growth of time, memory and files of a recorded run with positions, steps and rows, at tiny-llada's size."""
     model = sinklens.load(random_llada(**TINY))
 
     def run(length: int, steps: int, rows: int, on_disk: bool = False) -> Callable[[], object]:
@@ -211,7 +210,7 @@ def growing(pairs: int) -> Iterator[Ratio]:
 
 
 def _on_disk(model: sinklens.Model) -> Ratio:
-    """Bytes of a recording ÷ layers × heads × positions × steps × 4, what its scores take."""
+    """Bytes of a recording ÷ layers × heads × positions × steps × 4, the size of its scores."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "run.zarr"
         prompt = torch.randint(3, TINY["vocab"], (1, 1024 - ANSWER))
@@ -228,7 +227,7 @@ def _on_disk(model: sinklens.Model) -> Ratio:
 
 
 def writing(pairs: int) -> Iterator[Ratio]:
-    """Recorded on disk: written while the next step is computed ÷ written before it begins."""
+    """Recording on disk: written while the next step is computed ÷ written before it starts."""
 
     class AtOnce(ZarrStore):
         def append(self, step: Mapping[str, np.ndarray]) -> None:
@@ -251,9 +250,9 @@ def writing(pairs: int) -> Iterator[Ratio]:
 
 
 def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
-    """One pass of a plain transformers model compiled by torch.compile ÷ not, once it is compiled."""
-    eager, held = random_llada(**sizes), random_llada(**sizes)
-    compiled = torch.compile(held.model)
+    """One pass of a plain transformers model with torch.compile ÷ without; excludes compile time."""
+    eager, other = random_llada(**sizes), random_llada(**sizes)
+    compiled = torch.compile(other.model)
     for length in lengths:
         canvas = blank(torch.randint(3, sizes["vocab"], (1, length - ANSWER)))
 
@@ -266,7 +265,7 @@ def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator
 
 
 def importing(pairs: int) -> Ratio:
-    """``import sinklens`` ÷ ``import torch``, each in a fresh process, less an empty process."""
+    """``import sinklens`` ÷ ``import torch``, each in a fresh process, minus the time of an empty process."""
 
     def process(code: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, "-c", code], check=True)
@@ -276,7 +275,7 @@ def importing(pairs: int) -> Ratio:
 
 
 def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
-    """What can be measured, by name."""
+    """The measurements by name."""
     pairs, lengths = (5, [256]) if quick else (9, [256, 1024])
     return {
         "import": lambda: iter([importing(3 if quick else 7)]),
@@ -293,11 +292,14 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
 
 
 def main() -> None:
-    """Measure, write the JSON, print the table."""
+    """Measure, write the results, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and the smallest case only")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, and only the smallest cases")
     parser.add_argument(
-        "--only", nargs="+", choices=list(parts(True)), help="some parts (all, or the fast ones if quick)"
+        "--only",
+        nargs="+",
+        choices=list(parts(True)),
+        help="measure only these parts (default: all, or the fast ones with --quick)",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -308,13 +310,13 @@ def main() -> None:
             results[ratio.what] = asdict(ratio) | {"hardware": hardware()}
             options.out.write_text(json.dumps(results, indent=1) + "\n")
             print(f"{ratio.what}: {ratio.median:.3f}", file=sys.stderr, flush=True)
-    told = "\n".join(table(results))
-    print(f"\n{told}")
+    markdown = "\n".join(table(results))
+    print(f"\n{markdown}")
     if options.out == RESULTS:
         readme = RESULTS.with_name("README.md")
         before, after = readme.read_text().split(HEAD)
         notes = after.split("\n\n", 1)[1]
-        readme.write_text(f"{before}{told}\n\n{notes}")
+        readme.write_text(f"{before}{markdown}\n\n{notes}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Write the table of names at the top of each page of docs/api, so that a clone can be read without building the site.
+"""Write the table of names at the top of each docs/api page, so that the pages are readable without building the site.
 
-The names are those that the page's mkdocstrings directives (``::: sinklens.sinks`` with its ``members``) ask for: the
-members listed, the public functions and classes of a module whose members are not, or the one object named. Beside each
-stands the first line of its docstring, read from the sources without importing them. `make docs` runs this before it
-builds; tests/test_docs.py compares.
+The names come from the page's mkdocstrings directives (``::: sinklens.sinks`` with its ``members``): the listed
+members, all public functions and classes of a module without listed members, or the single object named. Next to each
+name is the first line of its docstring, read from the sources without importing them. `make docs` runs this before the
+build; tests/test_docs.py compares the result.
+
+Limitation: a name that no directive mentions does not appear in any table.
 """
 
 import re
@@ -24,25 +26,25 @@ DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", flags=re.MULTILINE)
 
 
 def load() -> Any:
-    """The package, as griffe reads it."""
+    """Load the package with griffe."""
     with tempfile.TemporaryDirectory() as scratch:
         link_tree(Path(scratch))
         return griffe.load("sinklens", search_paths=[scratch], resolve_aliases=True, try_relative_path=False)
 
 
 def with_table(text: str, package: Any) -> str:
-    """A page's text with its table in place, below the page's heading and what introduces it."""
+    """A page's text with its table inserted below the heading and the introduction."""
     bare = re.sub(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n\n", "", text, flags=re.DOTALL)
     first = DIRECTIVE.search(bare)
     if first is None:
         return bare
-    lines = [f"| `{name}` | {said} |" for name, said in _rows(bare, package)]
+    lines = [f"| `{name}` | {summary_line} |" for name, summary_line in _rows(bare, package)]
     table = "\n".join([BEGIN, "", "| name | what it is |", "|---|---|", *lines, "", END])
     return f"{bare[: first.start()]}{table}\n\n{bare[first.start() :]}"
 
 
 def _rows(text: str, package: Any) -> Iterator[tuple[str, str]]:
-    """Names below `sinklens.` and the first lines of their docstrings, in the page's order."""
+    """Names without the prefix `sinklens.`, and the first lines of their docstrings, in the page's order."""
     for target, options in DIRECTIVE.findall(text):
         members = (yaml.safe_load(options) or {}).get("options", {}).get("members") if options else None
         found = _object(package, target)
@@ -62,7 +64,7 @@ def _is_public(name: str, one: Any) -> bool:
 
 
 def summary(one: Any) -> str:
-    """The first line of an object's docstring as Markdown for a cell; of a constant without one its value or type."""
+    """The first line of an object's docstring as a Markdown cell; for a constant without one, its value or type."""
     if one.docstring is not None:
         line = one.docstring.value.strip().splitlines()[0]
         return line.replace("``", "`").replace("|", "\\|")
@@ -72,7 +74,7 @@ def summary(one: Any) -> str:
 
 
 def main() -> int:
-    """Rewrite the pages; prints those that changed."""
+    """Rewrite the pages and print those that changed."""
     package = load()
     for page in sorted(PAGES.glob("*.md")):
         text = page.read_text()

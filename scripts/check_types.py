@@ -1,9 +1,10 @@
-"""Type-check sinklens the way it is installed: hooks/ and analyses/ inside the package.
+"""Type-check sinklens as it is installed, with hooks/ and analyses/ inside the package.
 
-mypy cannot be pointed at the three folders as they lie: by path they would be three packages, two of them with the
-wrong name. So a temporary folder gets a `sinklens/` whose entries are links, `hooks` and `analyses` among them, and
-mypy checks the package `sinklens` there. It fails quietly when a folder falls out of its sight (a missing
-`__init__.py`, a new top-level folder), so the number of files it reports has to equal the number there is.
+mypy cannot check the three folders in place: by path they would be three packages, two with the wrong name. Instead, a
+temporary folder contains a `sinklens/` of links, including `hooks` and `analyses`, and mypy checks that package.
+
+Pitfall: mypy silently skips a folder that it does not find (a missing `__init__.py`, a new top-level folder), so the
+number of files that it reports has to equal the number of existing files.
 """
 
 import os
@@ -19,7 +20,7 @@ CHECKED = re.compile(r"(?:no issues found in|checked) (\d+) source files?")
 
 
 def link_tree(into: Path) -> None:
-    """Lay out `into`/sinklens as setuptools would, with links."""
+    """Create `into`/sinklens out of links, with the layout that setuptools would install."""
     package = into / "sinklens"
     package.mkdir()
     for entry in (ROOT / "sinklens").iterdir():
@@ -30,7 +31,7 @@ def link_tree(into: Path) -> None:
 
 
 def run_mypy(tree: Path) -> subprocess.CompletedProcess[str]:
-    """mypy on the package in `tree`; its cache stays in the repository."""
+    """Run mypy on the package in `tree`; its cache stays in the repository."""
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), "--no-namespace-packages", "--package", "sinklens"]
     environment = {**os.environ, "MYPYPATH": str(tree)}
@@ -38,12 +39,12 @@ def run_mypy(tree: Path) -> subprocess.CompletedProcess[str]:
 
 
 def as_in_repository(text: str) -> str:
-    """mypy's messages with the paths a reader can open."""
+    """mypy's messages with paths as in the repository."""
     return re.sub(r"^sinklens/(hooks|analyses)/", r"\1/", text, flags=re.MULTILINE)
 
 
 def main() -> int:
-    """0 if mypy is content and saw every file."""
+    """Return 0 if mypy finds no errors and checked every file."""
     expected = sum(1 for folder in FOLDERS for _ in (ROOT / folder).rglob("*.py"))
     with tempfile.TemporaryDirectory() as scratch:
         link_tree(Path(scratch))
@@ -53,7 +54,7 @@ def main() -> int:
     counted = CHECKED.search(result.stdout)
     seen = int(counted.group(1)) if counted else 0
     if seen != expected:
-        print(f"mypy saw {seen} files of {expected} in {', '.join(FOLDERS)}: is an __init__.py missing?")
+        print(f"mypy checked {seen} of {expected} files in {', '.join(FOLDERS)}: is an __init__.py missing?")
         return 1
     return result.returncode
 

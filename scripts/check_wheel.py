@@ -1,11 +1,11 @@
-"""Build the wheel, install it where the repository is not in reach, and trace a run with it.
+"""Build the wheel, install it outside the repository, and trace a run with it.
 
-An editable install hides what a wheel lacks: a sub-package that pyproject.toml does not list, a checkpoint that
-package-data does not match. So the wheel's contents are compared with the folders, and a small script runs from a
-fresh environment in a temporary folder. The build starts from a copy of the sources, because setuptools leaves a
-`build/` folder behind and puts what it finds there, deleted modules too, into the next wheel.
+An editable install hides what a wheel lacks: a subpackage that pyproject.toml does not list, or a checkpoint that
+package-data does not match. The wheel's contents are therefore compared with the folders, and a small script runs in a
+fresh environment in a temporary folder. The build uses a copy of the sources, because setuptools leaves a `build/`
+folder behind and packs its contents, including deleted modules, into the next wheel.
 
-The fresh environment holds every dependency: without a package cache at hand this downloads a few hundred MB.
+Caveat: the fresh environment needs every dependency; without a package cache this downloads a few hundred MB.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PLACE = {"sinklens": "sinklens", "hooks": "sinklens/hooks", "analyses": "sinklens/analyses"}
-"""Where each folder of the repository lies in the wheel."""
+"""The location of each folder of the repository in the wheel."""
 
 PROBE = """\
 import sinklens
@@ -33,14 +33,14 @@ with sinklens.trace(model, prompt) as t:
 text = t.text if isinstance(t.text, str) else t.text[0]
 assert text.strip(), "the trace generated no text"
 from sinklens.views import report
-assert "</html>" in report(t, "run.html").read_text(), "the page is not whole"
+assert "</html>" in report(t, "run.html").read_text(), "the page is incomplete"
 print(text.strip())
 """
-"""A file and not `-c`: nnsight reads the source of the block it traces."""
+"""Run from a file rather than with `-c`, because nnsight reads the source of the block it traces."""
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """Standard output of `command`, run outside the repository; its output is shown if it fails."""
+    """Run `command` outside the repository and return its standard output; exit with its output if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env={**environment, **variables}, capture_output=True, text=True
@@ -51,14 +51,14 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def build(scratch: Path) -> Path:
-    """The wheel, made from the sdist that a copy of the sources gives."""
+    """Build the wheel from the sdist of a copy of the sources."""
     sources = scratch / "sources"
     sources.mkdir()
     for folder in PLACE:
         shutil.copytree(ROOT / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
-    # The build happens in an environment of its own, which only this variable pins.
+    # The build runs in an isolated environment; only this variable pins its packages.
     pinned = {"PIP_CONSTRAINT": CONSTRAINTS.as_uri()}
     run(sys.executable, "-m", "build", "--outdir", scratch / "dist", sources, cwd=scratch, **pinned)
     (wheel,) = (scratch / "dist").glob("*.whl")
@@ -66,7 +66,7 @@ def build(scratch: Path) -> Path:
 
 
 def expected_files() -> set[str]:
-    """What of the three folders belongs into the wheel: modules, the marker for type checkers, data."""
+    """The files that belong in the wheel: modules of the three folders, the marker for type checkers, data."""
     files = {f"sinklens/{path.relative_to(ROOT / 'sinklens')}" for path in shipped_files()} | {"sinklens/py.typed"}
     for folder, place in PLACE.items():
         files |= {f"{place}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
@@ -74,26 +74,26 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of every shipped checkpoint, and the parts of the page."""
+    """Every file of every shipped checkpoint, and the files of the HTML page."""
     folders = (ROOT / "sinklens/checkpoints/shipped", ROOT / "sinklens/views/page")
     return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
 
 
 def check_contents(wheel: Path) -> None:
-    """Exit with the difference between the wheel and the folders, if there is one."""
+    """Exit with an error if the contents of the wheel and the folders differ."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("sinklens/")}
     expected = expected_files()
     if missing := sorted(expected - packed):
         sys.exit(f"the wheel lacks {missing}: list the package or its data in pyproject.toml")
     if surplus := sorted(packed - expected):
-        sys.exit(f"the wheel holds {surplus}, which are neither modules nor shipped data")
+        sys.exit(f"the wheel contains {surplus}, which are neither modules nor shipped data")
     if not any("/shipped/" in name and name.endswith(".safetensors") for name in packed):
-        sys.exit("the wheel holds no checkpoint: sinklens/checkpoints/shipped is empty")
+        sys.exit("the wheel contains no checkpoint: sinklens/checkpoints/shipped is empty")
 
 
 def check_run(wheel: Path, scratch: Path) -> str:
-    """The text that the probe generates in a fresh environment, with the Hub out of reach."""
+    """The text that the probe generates in a fresh environment, without access to the Hub."""
     environment = scratch / "environment"
     python = environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     elsewhere = scratch / "elsewhere"
@@ -115,7 +115,7 @@ def main() -> None:
         check_contents(wheel)
         print("installing it into a fresh environment", flush=True)
         print(check_run(wheel, scratch), end="")
-    print("the wheel is whole; a trace runs and a page is written from it")
+    print("the wheel is complete; a trace ran and a page was written with it")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Print how far sinklens is from the models' own reference code, as a Markdown table.
+"""Print the differences between sinklens and the models' reference code as a Markdown table.
 
-The reference's outputs lie in ``../shared/conformance`` beside some checkouts; another folder may be given. Differences
-are the largest absolute ones in float32. Sink scores are computed from the log-sum-exp of fused attention and compared
-with the column sums of the explicit pattern of the same model. A run counts as equal when all of its canvases, and so
-its result, equal the reference's token for token.
+The reference outputs are read from the folder given as argument, by default ``../shared/conformance`` next to the
+checkout. Differences are the largest absolute ones in float32. Sink scores are computed from the log-sum-exp of fused
+attention and compared with the column sums of the explicit pattern of the same model. A run counts as equal if all of
+its canvases, and so its result, equal the reference's token for token.
 """
 
 import json
@@ -27,8 +27,8 @@ class Row(NamedTuple):
 
     Attributes:
         logits, patterns, sinks: largest absolute differences.
-        runs, runs_equal: runs compared, and those of which every canvas is equal.
-        canvases, canvases_equal: canvases compared (one per step, of the whole batch), and equal ones.
+        runs, runs_equal: number of runs compared, and of runs whose canvases are all equal.
+        canvases, canvases_equal: number of canvases compared (one per step, for the complete batch), and of equal ones.
     """
 
     name: str
@@ -53,7 +53,7 @@ def furthest(found: Tensor, wanted: Tensor) -> float:
 
 
 def per_layer(model: sinklens.Model, ids: Tensor, point: str) -> Tensor:
-    """A point of attention in all layers, [batch, layer, ...]."""
+    """Values of an attention hook point in all layers, [batch, layer, ...]."""
     names = [f"blocks.{layer}.attn.{point}" for layer in range(model.cfg.n_layers)]
     _, cache = model.run_with_cache(ids, names_filter=names)
     return torch.stack([cache[name] for name in names], dim=1)
@@ -62,7 +62,7 @@ def per_layer(model: sinklens.Model, ids: Tensor, point: str) -> Tensor:
 def compare_run(
     model: sinklens.Model, expected: dict[str, Tensor], number: int, settings: dict[str, Any]
 ) -> list[bool]:
-    """Whether each canvas of a run, in order of steps, and its result equal the reference's."""
+    """Whether each canvas of a run, in the order of steps, and its result equal the reference's."""
     if "max_new_tokens" in settings:
         settings["gen_length"] = settings.pop("max_new_tokens")
     run = sinklens.generate(model, expected[f"gen{number}.prompt"], record_sinks=False, **settings)
@@ -103,7 +103,7 @@ def main() -> None:
     """Print the table."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
     if not root.is_dir():
-        sys.exit(f"{root} is no folder; give the folder that holds {', '.join(FOLDERS)}.")
+        sys.exit(f"{root} is not a folder; give the folder that contains {', '.join(FOLDERS)}.")
     print(HEAD)
     for name in FOLDERS:
         print(measure(root / name), flush=True)

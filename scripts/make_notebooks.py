@@ -1,14 +1,14 @@
-"""Make the notebooks of the tutorials: each tutorials/*.py, executed, beside its source as `.ipynb`.
+"""Execute the tutorials: write each tutorials/*.py as a notebook next to its source.
 
-    python scripts/make_notebooks.py            those whose cells changed since
+    python scripts/make_notebooks.py            notebooks whose source cells changed
     python scripts/make_notebooks.py --all      all, e.g. after the package changed
-    python scripts/make_notebooks.py 02 03      those whose names begin so
+    python scripts/make_notebooks.py 02 03      those whose names begin with these
 
-The sources are edited, in jupytext's percent format; a notebook is their output. Each runs from top to bottom in
-a fresh kernel of this Python, in an empty folder, with the Hub out of reach, and is written only when no cell failed.
-What would differ between two machines or two runs is taken out: times, cell numbers drawn at random, addresses, paths.
+Edit only the sources, which are in jupytext's percent format. Each runs from top to bottom in a fresh kernel of this
+Python, in an empty folder, without access to the Hub, and its notebook is written only if no cell failed. Whatever
+differs between machines or runs is removed: times, random cell ids, addresses, paths.
 
-One way this fails: a cell that prints a measured time makes another notebook each time.
+Caveat: a cell that prints a measured time changes the notebook with each run.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ROOT / "tutorials"
-LIMIT = 3_000_000  # bytes of a notebook; a view of attention heads is 600,000
-SECONDS = 600  # for one cell, on a machine that does other things as well
+LIMIT = 3_000_000  # bytes per notebook; a view of attention heads takes 600,000
+SECONDS = 600  # time limit of one cell, also on a busy machine
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"},
@@ -41,7 +41,7 @@ CELL_FILE = re.compile(r"\S*ipykernel_\d+[/\\]\d+\.py")
 
 
 def read_source(source: Path) -> NotebookNode:
-    """The notebook of a source, without outputs."""
+    """Read a source as a notebook without outputs."""
     notebook = jupytext.read(source, fmt="py:percent")
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells):
@@ -50,25 +50,25 @@ def read_source(source: Path) -> NotebookNode:
 
 
 def is_current(source: Path) -> bool:
-    """Whether the notebook beside `source` holds its cells, all of them executed."""
+    """Whether the notebook next to `source` has the same cells, all executed."""
     target = source.with_suffix(".ipynb")
     if not target.is_file():
         return False
-    held, wanted = nbformat.read(target, as_version=4), read_source(source)
-    same = [(cell.cell_type, cell.source) for cell in held.cells] == [(c.cell_type, c.source) for c in wanted.cells]
-    return same and all(cell.execution_count for cell in held.cells if cell.cell_type == "code")
+    written, wanted = nbformat.read(target, as_version=4), read_source(source)
+    same = [(cell.cell_type, cell.source) for cell in written.cells] == [(c.cell_type, c.source) for c in wanted.cells]
+    return same and all(cell.execution_count for cell in written.cells if cell.cell_type == "code")
 
 
 def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run all cells in a fresh kernel of this Python, which works in `folder`.
+    """Run all cells in a fresh kernel of this Python, with a working directory in `folder`.
 
     Raises:
         CellExecutionError: a cell failed.
     """
-    kernels = KernelSpecManager(kernel_dirs=[])  # no installed kernel, which may be another Python: this one's own
+    kernels = KernelSpecManager(kernel_dirs=[])  # ignore installed kernels, which may use another Python
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels)
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / ".ipython")}
-    quiet["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where ipywidgets are missing
+    quiet["PYTHONWARNINGS"] = "ignore:IProgress not found"  # from tqdm, if ipywidgets are not installed
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | quiet
     work = folder / "work"
     work.mkdir()
@@ -76,22 +76,22 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         notebook, km=manager, timeout=SECONDS, record_timing=False, coalesce_streams=True,
         extra_arguments=["--log-level=ERROR"], resources={"metadata": {"path": str(work)}},
     )  # fmt: skip
-    client.owns_km = True  # so that the kernel ends with the notebook
+    client.owns_km = True  # ends the kernel with the notebook
     client.execute(env=environment)
 
 
 def cleaned(text: str, folders: dict[str, str]) -> str:
-    """`text` without addresses and without the `folders` of this machine, each replaced by what it maps to."""
+    """`text` without addresses, and with each of this machine's `folders` replaced by its value."""
     text = ADDRESS.sub("", text)
-    if "ipykernel_" in text:  # the search is slow in a page of half a million letters without a space
+    if "ipykernel_" in text:  # the regex is slow on a page of half a million characters without a space
         text = CELL_FILE.sub("cell", text)
-    for folder, instead in folders.items():
-        text = text.replace(folder, instead)
+    for folder, replacement in folders.items():
+        text = text.replace(folder, replacement)
     return text
 
 
 def clean(value: Any, folders: dict[str, str]) -> Any:
-    """`cleaned` for every text in an output; pictures stay as they are."""
+    """Apply `cleaned` to every text in an output; images stay unchanged."""
     if isinstance(value, str):
         return cleaned(value, folders)
     if isinstance(value, list):
@@ -118,7 +118,9 @@ def make(source: Path) -> Path:
     nbformat.validate(notebook)
     text = nbformat.writes(notebook, version=4) + "\n"
     if len(text.encode()) > LIMIT:
-        sys.exit(f"{source.stem} is {len(text.encode()):,} bytes, more than {LIMIT:,}: show fewer or smaller views")
+        sys.exit(
+            f"{source.stem} is {len(text.encode()):,} bytes, above the limit of {LIMIT:,}: show fewer or smaller views"
+        )
     target = source.with_suffix(".ipynb")
     part = target.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
@@ -127,17 +129,17 @@ def make(source: Path) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """0 if every notebook asked for is there and current."""
+    """Return 0 if every selected notebook exists and is current."""
     parser = argparse.ArgumentParser(description="Execute the tutorials and write their notebooks.")
-    parser.add_argument("names", nargs="*", help="beginnings of names; by default every tutorial")
-    parser.add_argument("--all", action="store_true", help="also those whose cells did not change")
-    asked = parser.parse_args(arguments)
-    sources = [path for path in sorted(TUTORIALS.glob("*.py")) if path.name.startswith(tuple(asked.names) or "")]
+    parser.add_argument("names", nargs="*", help="prefixes of tutorial names; by default all tutorials")
+    parser.add_argument("--all", action="store_true", help="also tutorials whose cells did not change")
+    options = parser.parse_args(arguments)
+    sources = [path for path in sorted(TUTORIALS.glob("*.py")) if path.name.startswith(tuple(options.names) or "")]
     if not sources:
-        parser.error(f"no tutorial in {TUTORIALS} has a name that begins with {' or '.join(asked.names)}")
+        parser.error(f"no tutorial in {TUTORIALS} has a name that begins with {' or '.join(options.names)}")
     failed = 0
     for source in sources:
-        if not asked.all and is_current(source):
+        if not options.all and is_current(source):
             print(f"{source.stem}: current")
             continue
         begun = time.perf_counter()
@@ -145,7 +147,7 @@ def main(arguments: list[str]) -> int:
             target = make(source)
         except CellExecutionError as error:
             failed += 1
-            print(f"{source.stem}: a cell failed, nothing was written\n{error}", file=sys.stderr)
+            print(f"{source.stem}: a cell failed, so no notebook was written\n{error}", file=sys.stderr)
             continue
         print(f"{source.stem}: {target.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - begun:.0f} s", flush=True)
     return int(failed > 0)

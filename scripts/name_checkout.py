@@ -1,7 +1,7 @@
-"""Name this checkout in a path file of the environment that runs this.
+"""Add this checkout to a path file (``.pth``) of the current environment.
 
-Without it, ``import sinklens`` in a script that lies beside the checkout finds the checkout's folder, an empty package
-of that name, before it asks the installed one.
+Without it, ``import sinklens`` in a script next to the checkout finds the checkout's folder, as an empty package of
+that name, before the installed one.
 """
 
 import sysconfig

@@ -3,21 +3,21 @@
 import hashlib
 
 from sinklens.evaluation.conditions import UNMASKED
-from sinklens.evaluation.ledger import Run, Writer
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation.protocols import find_protocol
 
 HAND = {"kind": "", "chance": 0.0, "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}
 
 
 def planted_run(ledger, verdicts, condition=UNMASKED, *, model="tiny-llada", protocol="tiny-gsm", **changes):
     """A run with these verdicts, by sample; `changes` are of what the run is, or else of its records."""
-    asked = find(protocol)
+    asked = find_protocol(protocol)
     what = {
         "model": model, "family": "llada", "sampler": "llada", "revision": "", "weights": "0", "dtype": "float32",
         "condition": condition.described(), "protocol": {"name": asked.name} | asked.what,
         "settings": {"gen_length": 24, "steps": 24}, "seed": 0,
     }  # fmt: skip
-    run = Run.of(ledger, {name: changes.pop(name, value) for name, value in what.items()}).begin()
+    run = LedgerRun.of(ledger, {name: changes.pop(name, value) for name, value in what.items()}).begin()
     with Writer(run) as writer:
         for sample, verdict in verdicts.items():
             writer.add(

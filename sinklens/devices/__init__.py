@@ -1,7 +1,7 @@
-"""Whether sinklens works on the accelerator of this machine, and how fast: ``python -m sinklens.devices.check``.
+"""Check that sinklens works on this machine's accelerator, and how fast: ``python -m sinklens.devices.check``.
 
-The check is cut into *parts*, each in a process of its own with a time limit, so that a crash or a hang costs one part.
-A part makes *claims*, and what came of each is a `Finding`.
+The check consists of *parts*. Each runs in a separate process with a time limit, so that a crash or a hang costs only
+one part. A part makes *claims*; the outcome of each is a `Finding`.
 """
 
 from sinklens.devices.findings import Finding

@@ -1,8 +1,8 @@
-"""Logits and patterns on the device against the CPU in float64, and against reference data where there are some.
+"""Compare logits and patterns on the device with the CPU in float64, and with reference data if available.
 
-Tolerances. float32 (TF32 off): 1e-4 of the largest logit, a hundred times its rounding. bfloat16 and float16: the root
-mean square of the difference is at most 4 % or 1 % of that of the logits; on a CPU 0.5 to 1 % was found in bfloat16.
-Patterns: 1e-4 in float32. Canvases of reference runs: token for token, but for decisions that are tied (runs.py).
+Tolerances. float32 (TF32 off): 1e-4 of the largest logit, a hundred times its rounding error. bfloat16 and float16: the
+root mean square of the difference is at most 4 % or 1 % of that of the logits; on a CPU 0.5 to 1 % was measured in
+bfloat16. Patterns: 1e-4 in float32. Canvases of reference runs: token for token, except for tied decisions (runs.py).
 """
 
 import json
@@ -27,14 +27,14 @@ REFERENCES = (
     "llada-gqa",
     "dream-gqa",
     "mmada",
-)  # folders of reference data in the format that is read here
+)  # folders of reference data in the format read here
 RANDOM = (  # architecture, causal, d_head
     ("llama", False, 64), ("qwen2", False, 32), ("llama", True, 128), ("qwen3", True, 64), ("llama", False, 96),
 )  # fmt: skip
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """Shipped and random models in every type, then the folders of reference data."""
+    """Shipped and random models in every dtype, then the folders of reference data."""
     device = setting.device
     for name in samples.SHIPPED[: 1 if setting.small else None]:
         yield Claim(f"{name}, float32, padded batch", lambda name=name: _shipped(name, device, torch.float32))  # type: ignore[misc]
@@ -51,10 +51,10 @@ def claims(setting: Setting) -> Iterator[Claim]:
 
 
 def compare(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str:
-    """The difference of logits, by the tolerance of the type.
+    """Describe the difference of logits, checked against the tolerance of the dtype.
 
     Raises:
-        AssertionError: it is above that.
+        AssertionError: the difference is above the tolerance.
     """
     if dtype == torch.float32:
         return near(found, wanted, EXACT)
@@ -102,7 +102,7 @@ def _references(setting: Setting) -> Iterator[Claim]:
 
 
 def _absent() -> str:
-    raise NotChecked("no folder of reference data; give one as --conformance FOLDER")
+    raise NotChecked("no folder of reference data; pass one with --conformance FOLDER")
 
 
 def _expected(case: Path) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ def _expected(case: Path) -> dict[str, Tensor]:
 
 
 def _runs(case: Path) -> list[dict]:
-    """Settings of the reference's runs."""
+    """Settings of the reference runs."""
     return json.loads((case / "expected.json").read_text())["generate"]
 
 
@@ -122,8 +122,8 @@ def _single(case: Path, setting: Setting) -> str:
         ids = expected["input_ids"].to(setting.device)
         logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
     patterns = torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
-    said = near(logits, expected["logits"], EXACT)
-    return f"logits: {said}; patterns: {near(patterns, expected['pattern'], EXACT)}"
+    difference = near(logits, expected["logits"], EXACT)
+    return f"logits: {difference}; patterns: {near(patterns, expected['pattern'], EXACT)}"
 
 
 def _run(case: Path, number: int, given: dict, setting: Setting) -> str:
@@ -137,8 +137,8 @@ def _run(case: Path, number: int, given: dict, setting: Setting) -> str:
     wanted = expected[f"gen{number}.history" if after else f"gen{number}.canvas"]
     if torch.equal(found, wanted):
         return f"{found.shape[1]} steps"
-    alone = load(case, device=CPU, dtype=torch.float32)
-    return same_tokens(alone, model, expected[f"gen{number}.prompt"], settings)
+    on_cpu = load(case, device=CPU, dtype=torch.float32)
+    return same_tokens(on_cpu, model, expected[f"gen{number}.prompt"], settings)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""What is here: the device, its memory, and the versions. Facts, and two claims without which the rest means little."""
+"""The environment: facts about the device, its memory and package versions, and two basic claims about the device."""
 
 import platform
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ PACKAGES = ("sinklens", "torch", "triton", "transformers", "nnsight", "transform
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """What a figure depends on."""
+    """Facts that measured figures depend on."""
     found = {"python": platform.python_version(), "system": platform.platform(), "device": str(device)}
     for name in PACKAGES:
         try:
@@ -32,7 +32,7 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """Every fact as a claim that holds, then the two."""
+    """Every fact, as a claim that always passes, then the two basic claims."""
     for name, value in facts(setting.device).items():
         yield Claim(name, lambda value=value: value)  # type: ignore[misc]
     yield Claim("the device multiplies matrices as the CPU does, in float32 without TF32", lambda: _product(setting))
@@ -43,7 +43,7 @@ def _product(setting: Setting) -> str:
     left, right = (torch.randn(65, 65, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     found = (left.to(setting.device) @ right.to(setting.device)).cpu().double()
     off = float((found - left.double() @ right.double()).abs().max())
-    assert off < 1e-4, f"a product of 65 numbers differs by {off:.2g}: TF32 is on, or the device is faulty"
+    assert off < 1e-4, f"a dot product of 65 numbers differs by {off:.2g}: TF32 is on, or the device is faulty"
     return f"differs by {off:.2g}"
 
 
@@ -54,5 +54,5 @@ def _triton(setting: Setting) -> str:
 
     query = torch.zeros(1, 1, 16, 64, device=setting.device)
     found = column_sums_triton.log_sum_exp(query, query, 1.0)
-    assert abs(float(found[0, 0, 0]) - 2.7725887) < 1e-5, f"log 16 came out as {float(found[0, 0, 0])}"
+    assert abs(float(found[0, 0, 0]) - 2.7725887) < 1e-5, f"log 16 was computed as {float(found[0, 0, 0])}"
     return f"log-sum-exp of 16 equal scores is {float(found[0, 0, 0]):.6f}"

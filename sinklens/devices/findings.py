@@ -1,7 +1,7 @@
-"""Claims, what came of them, and the closing table.
+"""Claims, their outcomes, and the closing table.
 
-A claim is a sentence and a function that checks it. The function returns a detail worth reading, or a `Measurement`; it
-raises `NotChecked` where this machine cannot show it; any other error means that the claim failed.
+A claim is a sentence and a function that checks it. The function returns a detail, or a `Measurement`. It raises
+`NotChecked` if this machine cannot check the claim; any other error means that the claim failed.
 """
 
 import time
@@ -16,16 +16,16 @@ Status = Literal["passed", "failed", "not checked", "measured", "noted"]
 
 
 class NotChecked(Exception):
-    """This machine cannot show it; the text says why."""
+    """This machine cannot check the claim; the text says why."""
 
 
 class Measurement(NamedTuple):
-    """A figure that is reported and neither passes nor fails.
+    """A figure that is reported but neither passes nor fails.
 
     Attributes:
         value: the figure.
-        aim: at most this, if there is an aim.
-        detail: how it came about.
+        aim: upper limit to aim for; None if there is no aim.
+        detail: how it was measured.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Measurement(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A sentence and what checks it."""
+    """A sentence and the function that checks it."""
 
     what: str
     check: Callable[[], "str | Measurement | None"]
@@ -42,15 +42,15 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a claim.
+    """The outcome of a claim.
 
     Attributes:
-        part: of the check.
+        part: the part of the check.
         what: the claim.
-        status: "noted" for facts about the machine.
-        detail: the figure, or why it failed or was not checked.
-        value, aim: of a measurement.
-        seconds: that it took.
+        status: the outcome; "noted" for facts about the machine.
+        detail: the figure, or why the claim failed or was not checked.
+        value, aim: as in `Measurement`; None for other outcomes.
+        seconds: time that the check took.
     """
 
     part: str
@@ -63,15 +63,15 @@ class Finding:
 
 
 def carry_out(part: str, claims: Iterable[Claim], until: float) -> Iterator[Finding]:
-    """Check every claim; one that fails does not keep the next from being checked.
+    """Check every claim; a failure does not prevent the next claim from being checked.
 
     Args:
-        until: by `time.monotonic`; claims that are left then are not checked.
+        until: deadline on the clock of `time.monotonic`; later claims are not checked.
     """
     for claim in claims:
         started = time.monotonic()
         if started > until:
-            yield Finding(part, claim.what, "not checked", "the time of this part was over")
+            yield Finding(part, claim.what, "not checked", "the time for this part was over")
             continue
         status, detail, value, aim = _outcome(claim)
         yield Finding(part, claim.what, status, detail, value, aim, round(time.monotonic() - started, 3))
@@ -82,7 +82,7 @@ def _outcome(claim: Claim) -> tuple[Status, str, float | None, float | None]:
         found = claim.check()
     except NotChecked as reason:
         return "not checked", str(reason), None, None
-    except Exception as error:  # noqa: BLE001 — whatever it is, this claim failed, and the text says by what
+    except Exception as error:  # noqa: BLE001 — any error means that this claim failed, and the text says why
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         return "failed", f"{kind}{' '.join(str(error).split())[:600]}", None, None
     if isinstance(found, Measurement):
@@ -91,10 +91,10 @@ def _outcome(claim: Claim) -> tuple[Status, str, float | None, float | None]:
 
 
 def near(found: Tensor, wanted: Tensor, limit: float) -> str:
-    """The largest difference, in units of the largest of `wanted` (1 at least).
+    """Describe the largest difference, relative to the largest absolute value of `wanted` (at least 1).
 
     Raises:
-        AssertionError: it is above `limit`, or the shapes differ.
+        AssertionError: the difference is above `limit`, or the shapes differ.
     """
     assert found.shape == wanted.shape, f"shape {list(found.shape)} instead of {list(wanted.shape)}"
     found, wanted = found.detach().cpu().double(), wanted.detach().cpu().double()
@@ -106,30 +106,30 @@ def near(found: Tensor, wanted: Tensor, limit: float) -> str:
 
 
 def closing(findings: Iterable[Finding], seconds: dict[str, float], words: dict[str, str]) -> list[str]:
-    """The closing table, line by line.
+    """The lines of the closing table.
 
     Args:
-        seconds: that each part took.
-        words: what each part looks at.
+        seconds: time that each part took.
+        words: what each part checks.
     """
     listed = list(findings)
     width = max(map(len, seconds), default=4) + 2
     lines = [f"{'part':{width}}{'passed':>7}{'failed':>8}{'not checked':>13}{'measured':>10}{'time':>8}   about"]
     for part, took in seconds.items():
-        own = [finding.status for finding in listed if finding.part == part]
-        counts = [own.count(status) for status in ("passed", "failed", "not checked", "measured")]
+        statuses = [finding.status for finding in listed if finding.part == part]
+        counts = [statuses.count(status) for status in ("passed", "failed", "not checked", "measured")]
         lines.append(
             f"{part:{width}}{counts[0]:7}{counts[1]:8}{counts[2]:13}{counts[3]:10}{took:6.0f} s   {words[part]}"
         )
     for title, status in (("Failed", "failed"), ("Not checked, and why", "not checked"), ("Measured", "measured")):
         chosen = [finding for finding in listed if finding.status == status]
         if chosen:
-            lines += ["", f"{title}:", *(f"  {_told(finding)}" for finding in chosen)]
+            lines += ["", f"{title}:", *(f"  {_summary(finding)}" for finding in chosen)]
     return lines
 
 
-def _told(finding: Finding) -> str:
-    """One finding in a line."""
+def _summary(finding: Finding) -> str:
+    """A finding in one line."""
     if finding.value is None:
         return f"{finding.part}: {finding.what}: {finding.detail}"
     aim = (

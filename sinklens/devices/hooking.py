@@ -1,6 +1,7 @@
-"""What one does with a model: hooks, trace blocks, edits, replay, masks, guidance, caches. All in float32.
+"""Uses of a model: hooks, trace blocks, edits, replay, masks, guidance, caches. All in float32.
 
-Where the CPU is the reference, both work on the same canvases (``replay=``), so that a tied decision cannot part them.
+Where the CPU is the reference, both devices run on the same canvases (``replay=``), so a tied decision cannot make them
+diverge.
 """
 
 from collections.abc import Iterator
@@ -30,17 +31,17 @@ def claims(setting: Setting) -> Iterator[Claim]:
     base = generate(both[0], samples.PROMPTS, **GIVEN)
     model = both[1]
     yield Claim("every hook point of a run shows the CPU's values", lambda: _points(both, base))
-    yield Claim("watching sinks or the mask leaves the logits", lambda: _watching(model))
+    yield Claim("watching sinks or the mask leaves the logits unchanged", lambda: _watching(model))
     yield Claim("sink scores are the column sums of the pattern", lambda: _sums(model))
     yield Claim("an edit by a hook acts as on the CPU", lambda: _effect(both, base, [_drop_head()]))
-    yield Claim("an edit in a trace block is the hook's", lambda: _block(model))
-    yield Claim("a replayed run has the canvases that it was given", lambda: _replay(model, base))
-    yield Claim("MaskSinks(1) of a recorded run acts as on the CPU", lambda: _masked(both, base))
+    yield Claim("an edit in a trace block acts like the same edit by a hook", lambda: _block(model))
+    yield Claim("a replayed run has the given canvases", lambda: _replay(model, base))
+    yield Claim("MaskSinks(1) with a recorded run as source acts as on the CPU", lambda: _masked(both, base))
     yield Claim("keys that MaskSinks(5) masked have a score of exactly 0", lambda: _hidden(model))
     yield Claim("AblateHeads acts as on the CPU", lambda: _effect(both, base, AblateHeads(layers=[1], heads=[0])))
     yield Claim("WindowAttention acts as on the CPU", lambda: _effect(both, base, WindowAttention(width=4)))
     yield Claim("guidance gives the CPU's logits", lambda: _guidance(both))
-    yield Claim("a key/value cache leaves tokens and sink scores", lambda: _cache(setting.device))
+    yield Claim("a key/value cache leaves tokens and sink scores unchanged", lambda: _cache(setting.device))
     yield Claim("t.cache and run_with_cache show the same", lambda: _caches(model))
     yield Claim("a read-only point refuses an edit", lambda: _read_only(model))
 
@@ -59,9 +60,9 @@ def _points(both: list[Model], base: Generation) -> str:
 
         generate(model, samples.PROMPTS, hooks=[(lambda name: True, keep)], replay=base, **GIVEN)
     names = both[0].hook_names()
-    assert list(seen[1]) == list(seen[0]), "points were reached in another order"
+    assert list(seen[1]) == list(seen[0]), "points were reached in a different order"
     assert set(seen[1]) == set(names), f"{sorted(set(names) - set(seen[1]))} were not reached"
-    decided = ("hook_candidates", "hook_commit", "hook_confidence")  # these may be tied; `runs` looks at them
+    decided = ("hook_candidates", "hook_commit", "hook_confidence")  # these may be tied; runs.py checks them
     for name in names:
         if not name.endswith(decided):
             try:
@@ -75,12 +76,13 @@ def _watching(model: Model) -> str:
     ids, real = _ids(model)
     with torch.no_grad():
         plain = model(ids, attention_mask=real)
-        said = []
+        differences = []
         for point in ("hook_sink_scores", "hook_attn_mask"):
             hooks = [(lambda name, point=point: name.endswith(point), lambda value, hook: None)]
             found = model.run_with_hooks(ids, attention_mask=real, fwd_hooks=hooks)
-            said.append(f"{point}: {'bit for bit' if torch.equal(found, plain) else near(found, plain, 1e-5)}")
-    return "; ".join(said)
+            difference = "bit for bit" if torch.equal(found, plain) else near(found, plain, 1e-5)
+            differences.append(f"{point}: {difference}")
+    return "; ".join(differences)
 
 
 def _sums(model: Model) -> str:
@@ -90,11 +92,11 @@ def _sums(model: Model) -> str:
             1
         ]
         shown = model.run_with_cache(ids, attention_mask=real, names_filter=lambda name: name.endswith("pattern"))[1]
-    said = ""
+    difference = ""
     for layer in range(model.cfg.n_layers):
-        counted = shown["pattern", layer].float() * real[:, None, :, None]
-        said = near(fused[SCORES.format(layer)], counted.sum(2), NEAR)
-    return f"last layer {said}"
+        real_rows = shown["pattern", layer].float() * real[:, None, :, None]
+        difference = near(fused[SCORES.format(layer)], real_rows.sum(2), NEAR)
+    return f"last layer {difference}"
 
 
 def _drop_head() -> tuple[str, Any]:
@@ -106,7 +108,7 @@ def _drop_head() -> tuple[str, Any]:
 
 
 def _replayed(model: Model, base: Generation, hooks: Any, **more: Any) -> Tensor:
-    """Logits of every step on the canvases of `base` under `hooks`, those of prompt and answer."""
+    """Logits of prompt and answer at every step, on the canvases of `base` under `hooks`."""
     kept: list[Tensor] = []
     listed = list(hooks) if isinstance(hooks, list) else [hooks]
     listed.append(("denoise.hook_logits", lambda value, hook: kept.append(value.detach().cpu())))
@@ -120,7 +122,7 @@ def _effect(both: list[Model], base: Generation, hooks: Any) -> str:
         _replayed(both[1], base, hooks),
         _replayed(both[0], base, []),
     )
-    assert float((wanted - plain).abs().max()) > 100 * NEAR, "the edit has no effect that could be compared"
+    assert float((wanted - plain).abs().max()) > 100 * NEAR, "the edit has no effect to compare"
     return near(found, wanted, 10 * NEAR)
 
 
@@ -130,10 +132,10 @@ def _block(model: Model) -> str:
         for step in t.steps:  # noqa: B007
             t["blocks.1.attn.hook_z"][:, :, 1] = 0
             pattern = t["blocks.2.attn.hook_pattern"].clone()
-    assert torch.equal(t.canvas, hooked.canvas), "the block's edit led to other tokens than the hook's"
+    assert torch.equal(t.canvas, hooked.canvas), "the edit in the block led to other tokens than the hook"
     off = float((pattern.float().sum(-1) - 1).abs().max())
-    assert off < NEAR, f"rows of the pattern read in the block miss 1 by {off:.2g}"
-    return f"the pattern that the block read is on {pattern.device}"
+    assert off < NEAR, f"rows of the pattern read in the block deviate from a sum of 1 by {off:.2g}"
+    return f"the pattern read in the block is on {pattern.device}"
 
 
 def _replay(model: Model, base: Generation) -> str:

@@ -1,6 +1,7 @@
-"""The Triton kernels and PyTorch's operators against the formula in float64, at odd sizes.
+"""Check the Triton kernels and PyTorch's operators against the formula in float64, at odd sizes.
 
-On a CPU the kernels run in Triton's interpreter, a few sizes only; and they are compiled for an H100, which needs none.
+On a CPU the kernels run in Triton's interpreter at a few sizes only, and they are compiled for an H100, which does not
+require a GPU.
 """
 
 import math
@@ -22,17 +23,17 @@ from sinklens.devices.parts import Setting
 from sinklens.hooks import column_sums, fused, tiles, trust
 
 LENGTHS = (1, 17, 63, 65, 127, 300)
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-4, torch.bfloat16: 1e-4}  # of the largest; products are exact
-MIXED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of attention's output
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-4, torch.bfloat16: 1e-4}  # of the largest value; products are exact
+MIXED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # for attention's output
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Case(NamedTuple):
-    """What a kernel is compiled for.
+    """A combination that a kernel is compiled for.
 
     Attributes:
         mask: "none", "key" (one row, with −inf) or "full".
-        kv_heads: key heads that serve four query heads.
+        kv_heads: number of key heads, shared by four query heads.
     """
 
     dtype: torch.dtype
@@ -42,14 +43,14 @@ class Case(NamedTuple):
     kv_heads: int = 4
 
     def __str__(self) -> str:
-        """In a few words."""
+        """A short description."""
         grouped = "" if self.kv_heads == 4 else f", 4 heads on {self.kv_heads}"
         order = ", causal" if self.causal else ""
         return f"{str(self.dtype).removeprefix('torch.')}, heads of {self.width}, mask: {self.mask}{order}{grouped}"
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """PyTorch's operators, then the kernels, their tiles and their first-use test."""
+    """PyTorch's operators, then the kernels, their tiles, their first-use test and their compilation."""
     for dtype in DTYPES:
         for causal in (False, True):
             for masked in (False,) if causal else (False, True):
@@ -60,13 +61,13 @@ def claims(setting: Setting) -> Iterator[Claim]:
                     f"fused attention with its log-sum-exp: {what}",
                     lambda dtype=dtype, causal=causal, masked=masked: _fused(setting, dtype, causal, masked),  # type: ignore[misc]
                 )
-    yield Claim("fused attention with its log-sum-exp: outputs are the public function's", lambda: _public(setting))
+    yield Claim("fused attention with its log-sum-exp: outputs equal the public function's", lambda: _public(setting))
     for case in _cases(setting.small):
         yield Claim(f"kernels: {case}", lambda case=case: _kernels(case, setting))  # type: ignore[misc]
-    yield Claim("kernels: padding and rows that see nothing do not count", lambda: _padding(setting))
+    yield Claim("kernels: padding and fully masked rows do not count", lambda: _padding(setting))
     yield Claim("kernels: long masks are addressed in 64 bits", lambda: _long(setting))
     yield Claim("kernels: every tile gives the same sums", lambda: _tiles(setting))
-    yield Claim("kernels: the first-use test switches them on for sink scores", lambda: _switched_on(setting))
+    yield Claim("kernels: the first-use test enables them for sink scores", lambda: _switched_on(setting))
     yield Claim("kernels: they compile for an H100", lambda: _compiled(setting))
 
 
@@ -96,7 +97,7 @@ def _module(setting: Setting, dtype: torch.dtype | None = None) -> Any:
     """The module of the kernels.
 
     Raises:
-        NotChecked: they cannot run here.
+        NotChecked: the kernels cannot run here.
     """
     try:
         from sinklens.hooks import column_sums_triton
@@ -105,7 +106,7 @@ def _module(setting: Setting, dtype: torch.dtype | None = None) -> Any:
     if setting.device.type not in ("cuda", "cpu"):
         raise NotChecked(f"the kernels are for CUDA devices; this is {setting.device.type}")
     if setting.small and dtype == torch.bfloat16:
-        raise NotChecked("Triton's interpreter multiplies no bfloat16; needs a GPU")
+        raise NotChecked("Triton's interpreter does not multiply bfloat16; this needs a GPU")
     if setting.small and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotChecked("without a GPU the kernels need TRITON_INTERPRET=1 in the environment")
     return column_sums_triton
@@ -119,9 +120,10 @@ def _kernels(case: Case, setting: Setting) -> str:
         repeated = key.repeat_interleave(4 // case.kv_heads, dim=1)
         scores = trust.explicit_scores(query, repeated, scale, mask, case.causal)
         lse = kernels.log_sum_exp(query, key, scale, mask, case.causal)
-        said = near(lse, scores.logsumexp(-1), TOLERANCE[case.dtype])
+        lse_difference = near(lse, scores.logsumexp(-1), TOLERANCE[case.dtype])
         found = kernels.column_sums(query, key, lse, scale, mask, None, case.causal)
-        worst = f"{near(found, scores.softmax(-1).nan_to_num(0.0).sum(-2), TOLERANCE[case.dtype])}; lse {said}"
+        wanted = scores.softmax(-1).nan_to_num(0.0).sum(-2)
+        worst = f"{near(found, wanted, TOLERANCE[case.dtype])}; lse {lse_difference}"
         plain = column_sums.plain_column_sums(query, repeated, lse, scale, mask, None, case.causal)
         near(found, plain, 10 * TOLERANCE[case.dtype])
     return f"at {queries} × {keys}: {worst}"
@@ -136,14 +138,14 @@ def _padding(setting: Setting) -> str:
     mask[1, :, 40] = -torch.inf
     lse = kernels.log_sum_exp(query, key, 0.2, mask)
     sums = kernels.column_sums(query, key, lse, 0.2, mask, real)
-    assert bool((lse[1, :, 40] == -torch.inf).all()), "a row that sees nothing has a finite log-sum-exp"
+    assert bool((lse[1, :, 40] == -torch.inf).all()), "a fully masked row has a finite log-sum-exp"
     assert bool((sums[0, :, :9] == 0).all()), "padding has a score"
     return near(sums.sum(-1)[:, 0], torch.tensor([56.0, 64.0]), 1e-4)
 
 
 def _long(setting: Setting) -> str:
     if setting.small:
-        raise NotChecked("it takes a mask of 2³¹ numbers, 4 GB; needs a GPU")
+        raise NotChecked("it takes a mask of 2³¹ numbers, 4 GB; this needs a GPU")
     if torch.cuda.mem_get_info(setting.device)[0] < 12e9:
         raise NotChecked("it takes 12 GB of free memory")
     kernels, length, like = _module(setting), 4096, torch.zeros((), dtype=torch.bfloat16, device=setting.device)
@@ -166,7 +168,7 @@ def _tiles(setting: Setting) -> str:
         try:
             found = kernels.column_sums(query, key, lse, 0.1, mask, None, False, tile)
         except kernels.OutOfResources:
-            continue  # is never chosen
+            continue  # such a tile is never chosen
         near(found, wanted, 1e-5)
         fit += 1
     return f"{fit} tiles fit"
@@ -202,18 +204,18 @@ for kernel in (kernels._lse_kernel, kernels._sums_kernel):
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert "cubin" in made.asm
-    print(made.metadata.shared)
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "cubin" in compiled.asm
+    print(compiled.metadata.shared)
 """
 
 
 def _compiled(setting: Setting) -> str:
     if not setting.small:
-        raise NotChecked("they were compiled for this device")
+        raise NotChecked("they are compiled for this device instead")
     _module(setting)
-    free = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=free, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-400:]
     return f"{' and '.join(done.stdout.split())} bytes of shared memory"
 
@@ -236,22 +238,22 @@ def _fused(setting: Setting, dtype: torch.dtype, causal: bool, masked: bool) -> 
     refused = "; ".join(verdict.reason for verdict in trust.VERDICTS.values() if not verdict.passed)
     assert found is not None or not refused, f"PyTorch's {route.name} failed its first-use test: {refused}"
     if found is None:
-        raise NotChecked(f"PyTorch takes its {route.name} route here, which has no log-sum-exp")
+        raise NotChecked(f"PyTorch chooses its {route.name} route here, which has no log-sum-exp")
     wanted = fused.explicit(given)
-    said = near(found.mixed, wanted.mixed, MIXED[dtype])
-    return f"{route.name.lower()}: outputs {said}; lse {near(found.lse, wanted.lse, 1e-3)}"
+    difference = near(found.mixed, wanted.mixed, MIXED[dtype])
+    return f"{route.name.lower()}: outputs {difference}; lse {near(found.lse, wanted.lse, 1e-3)}"
 
 
 def _public(setting: Setting) -> str:
-    said = []
+    differences = []
     for dtype in DTYPES:
         query, key, value, mask = _attention(setting.device, dtype, False)
         found = fused.attend(query, key, value, mask, False, 0.125)
         if found is None:
             continue
         wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.125)
-        same = torch.equal(found.mixed, wanted)
-        said.append(f"{str(dtype).removeprefix('torch.')} {'bit for bit' if same else near(found.mixed, wanted, 1e-5)}")
-    if not said:
+        difference = "bit for bit" if torch.equal(found.mixed, wanted) else near(found.mixed, wanted, 1e-5)
+        differences.append(f"{str(dtype).removeprefix('torch.')} {difference}")
+    if not differences:
         raise NotChecked(f"no route with a log-sum-exp, of {', '.join(SDPBackend.__members__)}")
-    return "; ".join(said)
+    return "; ".join(differences)

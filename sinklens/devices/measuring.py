@@ -1,6 +1,6 @@
-"""Ratios of two ways of doing the same work, in time and in memory, and what they were measured on.
+"""Ratios in time and memory between two implementations of the same work, and the hardware they were measured on.
 
-Work on a GPU is waited for: the clock starts when the device is idle and stops when it is idle again.
+Timing waits for the GPU: the clock starts when the device is idle and stops when it is idle again.
 """
 
 import os
@@ -24,10 +24,10 @@ class Ratio:
 
     Attributes:
         what: A ÷ B in words.
-        median, low, high: of the pairwise ratios.
-        pairs: how many.
-        a, b: medians, to judge the scale by; the ratio is what to quote.
-        unit: of these, "s" or "MB".
+        median, low, high: median and range of the pairwise ratios.
+        pairs: number of pairs.
+        a, b: medians of A and B, which show the scale; quote the ratio.
+        unit: unit of `a` and `b`, "s" or "MB".
     """
 
     what: str
@@ -48,7 +48,7 @@ def compare(
     less: float = 0.0,
     device: torch.device = CPU,
 ) -> Ratio:
-    """Time `a` and `b` in turn, after one warm-up of each; `less` seconds are taken off every time."""
+    """Time `a` and `b` in turn, after one warm-up run of each; `less` seconds are subtracted from every time."""
     a(), b()
     times = [(seconds(a, device) - less, seconds(b, device) - less) for _ in range(pairs)]
     ratios = sorted(x / y for x, y in times)
@@ -59,7 +59,7 @@ def compare(
 
 
 def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
-    """How long `work` takes, on `device` and around it."""
+    """Wall time of `work`, including its work on `device`."""
     settle(device)
     started = time.perf_counter()
     work()
@@ -68,7 +68,7 @@ def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until `device` has done what it was given."""
+    """Wait until `device` is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":
@@ -76,23 +76,23 @@ def settle(device: torch.device) -> None:
 
 
 def peak(work: Callable[[], object], device: torch.device = CPU) -> float:
-    """The most memory that tensors made by `work` take at once, in MB."""
+    """Peak memory of the tensors that `work` allocates, in MB."""
     if device.type == "cuda":
         settle(device)
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)
         work()
         settle(device)
-        return (torch.cuda.max_memory_allocated(device) - held) / 1e6
+        return (torch.cuda.max_memory_allocated(device) - before) / 1e6
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    held, most = 0, 0
-    for event in sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    allocated, most = 0, 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated += event.nbytes()
+            most = max(most, allocated)
     return most / 1e6
 
 
@@ -103,7 +103,7 @@ def compare_peaks(
     above: float = 0.0,
     device: torch.device = CPU,
 ) -> Ratio:
-    """The ratio of the two's peaks of memory, each less `above`; they do not vary, so each is taken once."""
+    """The ratio of the peak memory of `a` and `b`, each minus `above`; peaks do not vary, so each is measured once."""
     a(), b()
     first, second = peak(a, device) - above, peak(b, device) - above
     ratio = first / second
@@ -111,7 +111,7 @@ def compare_peaks(
 
 
 def hardware() -> dict[str, str]:
-    """What the figures were measured on."""
+    """The hardware and package versions of the measurements."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

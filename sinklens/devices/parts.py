@@ -1,4 +1,4 @@
-"""The parts of the check, in the order in which they run, and what each is given."""
+"""The parts of the check, in the order in which they run, and their settings."""
 
 import importlib
 import time
@@ -18,9 +18,9 @@ class Setting:
     """Where a part runs.
 
     Attributes:
-        device: under test; the CPU where there is no accelerator.
-        until: by `time.monotonic`; the part should end before.
-        conformance: folder of reference data, if there is one.
+        device: the device under test; the CPU if there is no accelerator.
+        until: deadline of the part on the clock of `time.monotonic`.
+        conformance: folder of reference data, or None.
     """
 
     device: "torch.device"
@@ -29,11 +29,11 @@ class Setting:
 
     @property
     def small(self) -> bool:
-        """Whether sizes are those of a CPU."""
+        """Whether to use the small sizes for a CPU."""
         return self.device.type == "cpu"
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Seconds left until the deadline."""
         return self.until - time.monotonic()
 
 
@@ -41,9 +41,9 @@ class Part(NamedTuple):
     """One part of the check.
 
     Attributes:
-        name: what ``--only`` takes; the module of this package that holds its `claims`.
-        about: in a few words.
-        share: of the time that the check may take.
+        name: name for ``--only``, and of the module of this package with its `claims`.
+        about: short description.
+        share: relative share of the check's time.
         correctness: whether a failure makes the check fail.
     """
 
@@ -53,13 +53,13 @@ class Part(NamedTuple):
     correctness: bool = True
 
     def claims(self, setting: Setting) -> Iterator[Claim]:
-        """The claims of the part; its module is imported here."""
+        """The claims of the part; imports its module."""
         module = importlib.import_module(f"sinklens.devices.{self.name}")
         yield from module.claims(setting)
 
 
 PARTS = (
-    Part("environment", "what is here", 0.06),
+    Part("environment", "the device, its memory, and package versions", 0.06),
     Part("conformance", "logits and patterns against the CPU and reference data", 0.12),
     Part("runs", "complete runs against the CPU, and the same run twice", 0.14),
     Part("hooking", "hooks, traces, edits, replay, masks, guidance, caches", 0.1),

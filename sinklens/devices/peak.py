@@ -1,4 +1,4 @@
-"""Memory: what recording adds to a plain pass, and what happens when there is not enough."""
+"""Memory: what recording adds to an unrecorded run, and what happens when memory runs out."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -18,12 +18,12 @@ GIVEN: dict[str, Any] = {"gen_length": 16, "block_length": 16, "steps": 2, "prog
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """Peaks of memory, then running out of it."""
+    """Peak memory, then running out of memory."""
     length = 128 if setting.small else 1000
-    yield Claim("recording sinks keeps nothing of the size of a map", lambda: _peaks(setting, length))
+    yield Claim("recording sinks keeps no tensor of the size of an attention map", lambda: _peaks(setting, length))
     yield Claim("memory above an unrecorded run, in MB", lambda: _above(setting, length))
-    yield Claim("memory running out in mid-run is an error that says what to lower", lambda: _raised(setting))
-    yield Claim("memory running out on the device itself: the same, and the model runs again", lambda: _real(setting))
+    yield Claim("running out of memory during a run raises an error that says what to lower", lambda: _raised(setting))
+    yield Claim("running out of the device's memory does the same, and the model runs again", lambda: _real(setting))
 
 
 def _model(setting: Setting) -> Model:
@@ -32,7 +32,7 @@ def _model(setting: Setting) -> Model:
 
 @cache
 def _extra(setting: Setting, length: int) -> float:
-    """MB that a recorded run takes above one that is not."""
+    """MB that a recorded run takes more than an unrecorded one."""
     model, ids = _model(setting), samples.random_ids(1, length - 16)
 
     def run(record: bool) -> Any:
@@ -61,15 +61,15 @@ def _raised(setting: Setting) -> str:
         if hook.step == 1:
             raise torch.OutOfMemoryError("out of memory, raised by the check")
 
-    said = ""
+    message = ""
     try:
         generate(model, ids, hooks=[("blocks.1.hook_resid_mid", fail)], **GIVEN)
     except DeviceMemoryError as error:
-        said = str(error)
-    assert "prompts at a time (2)" in said, said or "no error was raised"
+        message = str(error)
+    assert "prompts at a time (2)" in message, message or "no error was raised"
     again = generate(model, ids, **GIVEN)
     assert torch.equal(again.canvas, before.canvas), "the next run differs"
-    return f"{said[:120]}…"
+    return f"{message[:120]}…"
 
 
 def _real(setting: Setting) -> str:
@@ -78,21 +78,21 @@ def _real(setting: Setting) -> str:
     model, ids = _model(setting), samples.random_ids(8, 1000)
     before = generate(model, ids[:1], **GIVEN)
     torch.cuda.empty_cache()
-    held, total = (
+    reserved, total = (
         torch.cuda.memory_reserved(setting.device),
         torch.cuda.get_device_properties(setting.device).total_memory,
     )
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (held + 128e6) / total), setting.device)
-    said = ""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (reserved + 128e6) / total), setting.device)
+    message = ""
     try:
         patterns = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: None)]  # 2 × 264 MB for the map
         generate(model, ids, hooks=patterns, **GIVEN)
     except DeviceMemoryError as error:
-        said = str(error)
+        message = str(error)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
     kept = torch.cuda.memory_allocated(setting.device)
     again = generate(model, ids[:1], **GIVEN)
     assert torch.equal(again.canvas, before.canvas), "the next run differs"
-    assert "hook_pattern" in said, said or "a run that needs more than is left ended all the same"
-    return f"{kept / 1e6:.0f} MB allocated after the error, {held / 1e6:.0f} MB reserved before"
+    assert "hook_pattern" in message, message or "a run that needs more memory than is left finished without an error"
+    return f"{kept / 1e6:.0f} MB allocated after the error, {reserved / 1e6:.0f} MB reserved before"

@@ -1,4 +1,4 @@
-"""What sinklens is compared with: models without hook points, and the sampling loop written out on them."""
+"""Baselines for sinklens: models without hook points, and the sampling loop written out for them."""
 
 import copy
 from typing import Any
@@ -22,7 +22,7 @@ def random_llada(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> LlamaForCausalLM:
-    """A bidirectional Llama with random weights, made on `device`; `d_mlp` is 8/3 of `d_model` if not given."""
+    """A bidirectional Llama with random weights, created on `device`; `d_mlp` defaults to 8/3 of `d_model`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=d_model, intermediate_size=d_mlp or int(d_model * 8 / 3) // 64 * 64,
@@ -36,7 +36,7 @@ def random_llada(
 
 
 def twin(model: LlamaForCausalLM, attention: str = "sdpa") -> LlamaForCausalLM:
-    """Another model over the same weights, which are not copied."""
+    """Another model that shares the weights of `model` without copying them."""
     config: Any = copy.deepcopy(model.config)
     first = next(model.parameters())
     with torch.device("meta"):
@@ -59,36 +59,36 @@ def blank(prompt: Tensor) -> Tensor:
 
 
 def plain_loop(hf: LlamaForCausalLM, prompt: Tensor, steps: int) -> Tensor:
-    """LLaDA's greedy loop on a plain transformers model, head and softmax on the masked positions only."""
+    """LLaDA's greedy loop on a plain transformers model, with head and softmax only at the masked positions."""
     with torch.no_grad():
         canvas = blank(prompt)
         for _ in range(steps):
             where = canvas == MASK
             logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
             candidates = logits.argmax(-1)
-            sure = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
+            confidence = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
             proposed = canvas.masked_scatter(where, candidates)
-            nowhere = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
-            _commit(canvas, proposed, nowhere.masked_scatter(where, sure), ANSWER // steps)
+            blocked = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
+            _commit(canvas, proposed, blocked.masked_scatter(where, confidence), ANSWER // steps)
         return canvas
 
 
 def reference_loop(hf: LlamaForCausalLM, prompt: Tensor, steps: int) -> Tensor:
-    """The same as LLaDA's published sampling script computes it: head and float64 softmax at every position."""
+    """The same loop as in LLaDA's published sampling script: head and float64 softmax at every position."""
     with torch.no_grad():
         canvas = blank(prompt)
         for _ in range(steps):
             where = canvas == MASK
             logits = hf(input_ids=canvas, use_cache=False).logits
             candidates = logits.argmax(-1)
-            sure = logits.to(torch.float64).softmax(-1).gather(-1, candidates[..., None])[..., 0]
+            confidence = logits.to(torch.float64).softmax(-1).gather(-1, candidates[..., None])[..., 0]
             proposed = torch.where(where, candidates, canvas)
-            _commit(canvas, proposed, torch.where(where, sure, -torch.inf), ANSWER // steps)
+            _commit(canvas, proposed, torch.where(where, confidence, -torch.inf), ANSWER // steps)
         return canvas
 
 
 def _commit(canvas: Tensor, proposed: Tensor, confidence: Tensor, count: int) -> None:
-    """Put the `count` surest tokens of each row on the canvas."""
+    """Put the `count` most confident tokens of each row on the canvas."""
     for row in range(len(canvas)):
         chosen = confidence[row].topk(count).indices
         canvas[row, chosen] = proposed[row, chosen]

@@ -1,7 +1,7 @@
-"""How long a pass must take: by the card's peak of arithmetic, or by its memory, whichever takes longer.
+"""Roofline: the least time of a pass, from the card's peak arithmetic or its memory bandwidth, whichever is slower.
 
-The peaks are the makers' figures for dense products in bfloat16 (float16 where a card lacks it) and for memory. A card
-that is not listed is measured: a large product, and a large copy.
+The peaks are the vendors' figures for dense products in bfloat16 (float16 on cards without it) and for memory
+bandwidth. A card that is not listed is measured with a large product and a large copy.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from sinklens.devices.measuring import seconds
 
 
 class Peak(NamedTuple):
-    """What a card can do.
+    """Peak performance of a card.
 
     Attributes:
-        flops: per second.
-        bytes: per second, from and to its memory.
-        source: "data sheet", or "measured".
+        flops: FLOPs per second.
+        bytes: bytes per second, from and to its memory.
+        source: "data sheet" or "measured".
     """
 
     flops: float
@@ -25,7 +25,7 @@ class Peak(NamedTuple):
     source: str = "data sheet"
 
 
-CARDS = (  # part of the name that torch gives, in the order in which they are tried
+CARDS = (  # part of the name that torch reports, in the order of matching
     ("B200", Peak(2250e12, 8.0e12)),
     ("H200", Peak(989e12, 4.8e12)),
     ("H100 PCIe", Peak(756e12, 2.0e12)),
@@ -45,7 +45,7 @@ CARDS = (  # part of the name that torch gives, in the order in which they are t
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The peak of `device`, by its name or measured."""
+    """The peak of `device`, looked up by its name or measured."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
         for part, peak in CARDS:
@@ -66,10 +66,11 @@ def _measured(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> Pea
 
 
 def pass_of(sizes: dict[str, int], rows: int, length: int, answer: int, itemsize: int) -> tuple[float, float]:
-    """FLOPs and bytes of one pass that decides `answer` positions of each row: (products, weights and activations).
+    """FLOPs and bytes of one pass that decides `answer` positions of each row.
 
-    Per layer and token 2·(4·d² + 3·d·d_mlp) FLOPs, and 4·S·d for attention; the head at the answer's positions. Bytes
-    are those of the weights, read once, and of each layer's activations, written and read once.
+    FLOPs are those of products: per layer and token 2·(4·d² + 3·d·d_mlp), and 4·S·d for attention; the head runs only
+    at the answer's positions. Bytes are those of the weights, read once, and of each layer's activations, written and
+    read once.
     """
     d, mlp, layers = sizes["d_model"], sizes.get("d_mlp") or int(sizes["d_model"] * 8 / 3) // 64 * 64, sizes["n_layers"]
     weights = layers * (4 * d * d + 3 * d * mlp)

@@ -1,12 +1,12 @@
-"""Complete runs: the same tokens as on the CPU where no decision is tied, and the same run twice.
+"""Complete runs: the same tokens as on the CPU except for tied decisions, and the same results when run twice.
 
-Two devices add in different orders, so a logit differs in its last digits, and a decision that hangs on these may go
-either way. A run that differs from the CPU's therefore passes if, at the first step that differs, the decision was
-*tied*: both runs are replayed on the CPU's canvases, the largest difference of their logits there is the noise, and
-what separates the two decisions has to be below four times the noise. What separates two tokens of one position is the
-gap of their logits; what separates two positions is the gap of the log-odds of their best tokens.
+Two devices add in different orders, so logits differ in their last digits, and a decision that depends on these may go
+either way. A run that differs from the CPU's therefore passes if the decision at the first differing step was *tied*:
+both runs are replayed on the CPU's canvases, the largest difference of their logits there is the noise, and the
+separation of the two decisions has to be below four times the noise. Two tokens of one position are separated by the
+gap of their logits; two positions by the gap of the log-odds of their best tokens.
 
-One way this fails: after a tie the two runs go different ways, and nothing behind it is compared.
+Limitation: after a tie the two runs diverge, and later steps are not compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,21 +24,21 @@ from sinklens.tracing import generate
 
 CPU = torch.device("cpu")
 TIED = 4.0  # times the noise; log-odds move by at most twice the noise each
-NOISE = 1e-3  # of the largest logit; more is not what another order of adding makes
+NOISE = 1e-3  # of the largest logit; another order of adding does not explain more
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """Runs against the CPU's, then determinism."""
+    """Runs compared with the CPU's, then determinism."""
     cases = _cases(setting.small)
     for what, make, given in cases:
         yield Claim(f"{what}: the tokens of the CPU's run", lambda make=make, given=given: _same(make, given, setting))  # type: ignore[misc]
     _, make, given = cases[0]
-    yield Claim("a run without a record of sinks: the tokens of the recorded one", lambda: _unrecorded(make, setting))
+    yield Claim("a run without recorded sinks: the tokens of the recorded run", lambda: _unrecorded(make, setting))
     yield Claim("the same run twice: canvases and sink scores, bit for bit", lambda: _twice(make, given, setting))
     if setting.small:
         return
     yield Claim("a sampled run twice: the same tokens from one seed", lambda: _sampled(make, setting))
-    yield Claim("a row alone: the tokens that it has in a batch", lambda: _alone(make, given, setting))
+    yield Claim("a row alone: the same tokens as in a batch", lambda: _alone(make, given, setting))
     yield Claim("a run in bfloat16 ends, with finite sink scores of mean 1", lambda: _bfloat16(setting))
 
 
@@ -75,10 +75,10 @@ def _same(make: Callable[[torch.device], tuple[Model, Any]], given: dict[str, An
 
 
 def same_tokens(reference: Model, model: Model, prompt: Any, given: dict[str, Any]) -> str:
-    """That `model` decides as `reference` does, up to a tie.
+    """Check that `model` decides like `reference`, up to the first tie, and describe the result.
 
     Raises:
-        AssertionError: a decision differs that is not tied.
+        AssertionError: a decision that is not tied differs.
     """
     wanted, found = _run(reference, prompt, **given), _run(model, prompt, **given)
     if torch.equal(wanted.canvas, found.canvas):
@@ -86,23 +86,25 @@ def same_tokens(reference: Model, model: Model, prompt: Any, given: dict[str, An
     shared = min(wanted.canvas.shape[1], found.canvas.shape[1])
     differ = (wanted.canvas[:, :shared] != found.canvas[:, :shared]).any(dim=2)
     steps = differ.any(dim=0).nonzero()
-    assert len(steps), f"{found.steps_run} steps instead of {wanted.steps_run}, though canvases are the same until then"
+    assert len(steps), f"{found.steps_run} steps instead of {wanted.steps_run}, although the shared canvases are equal"
     step = int(steps[0]) - 1
-    assert step >= 0, "the first canvas differs already"
-    here, there = (_logits(held, prompt, given, wanted, step) for held in (reference, model))
-    noise = float((here - there).abs().max())
-    scale = float(here.abs().max().clamp(min=1.0))
-    assert noise <= NOISE * scale, f"step {step}: logits differ by {noise:.2g} on the same canvas, which is no rounding"
+    assert step >= 0, "the first canvas already differs"
+    expected, actual = (_logits(each, prompt, given, wanted, step) for each in (reference, model))
+    noise = float((expected - actual).abs().max())
+    scale = float(expected.abs().max().clamp(min=1.0))
+    assert noise <= NOISE * scale, (
+        f"step {step}: logits differ by {noise:.2g} on the same canvas, which is more than rounding"
+    )
     for row in differ[:, step + 1].nonzero()[:, 0].tolist():
-        apart = _separation(here[row], *(run.canvas[row, step : step + 2] for run in (wanted, found)))
-        assert apart <= TIED * noise, (
-            f"step {step}, row {row}: decisions differ that are {apart:.2g} apart, where logits differ by {noise:.2g}"
+        separation = _separation(expected[row], *(run.canvas[row, step : step + 2] for run in (wanted, found)))
+        assert separation <= TIED * noise, (
+            f"step {step}, row {row}: decisions {separation:.2g} apart differ, where logits differ by {noise:.2g}"
         )
     return f"the same until step {step}, where decisions are tied (logits differ by {noise:.2g})"
 
 
 def _logits(model: Model, prompt: Any, given: dict[str, Any], run: Generation, step: int) -> Tensor:
-    """Logits of all positions at `step` on the canvases of `run`, without guidance's mixture."""
+    """Logits of all positions at `step` on the canvases of `run`, before guidance mixes them."""
     kept: dict[int, Tensor] = {}
 
     def keep(value: Tensor, hook: Any) -> None:
@@ -114,16 +116,16 @@ def _logits(model: Model, prompt: Any, given: dict[str, Any], run: Generation, s
 
 
 def _separation(logits: Tensor, wanted: Tensor, found: Tensor) -> float:
-    """What separates two decisions of one row, each given as the canvas before and after the step."""
+    """The separation of two decisions of one row, each given as the canvas before and after the step."""
     where = (wanted[1] != found[1]).nonzero()[:, 0]
-    if logits.shape[0] == 1:  # an autoregressive step has the newest position alone
+    if logits.shape[0] == 1:  # an autoregressive step has only the newest position
         top = logits[0].topk(2).values
         return float(top[0] - top[1])
-    mine = [int(pos) for pos in where if wanted[1, pos] != wanted[0, pos]]
-    theirs = [int(pos) for pos in where if found[1, pos] != found[0, pos]]
-    gaps = [float(logits[pos].max() - logits[pos, found[1, pos]]) for pos in set(mine) & set(theirs)]
-    odds = {pos: _log_odds(logits[pos]) for pos in {*mine, *theirs}}
-    gaps += [abs(odds[one] - odds[other]) for one in set(mine) - set(theirs) for other in set(theirs) - set(mine)]
+    expected = {int(pos) for pos in where if wanted[1, pos] != wanted[0, pos]}
+    actual = {int(pos) for pos in where if found[1, pos] != found[0, pos]}
+    gaps = [float(logits[pos].max() - logits[pos, found[1, pos]]) for pos in expected & actual]
+    odds = {pos: _log_odds(logits[pos]) for pos in expected | actual}
+    gaps += [abs(odds[one] - odds[other]) for one in expected - actual for other in actual - expected]
     return max(gaps, default=0.0)
 
 
@@ -148,8 +150,8 @@ def _sampled(make: Callable[[torch.device], tuple[Model, Any]], setting: Setting
     model, prompt = make(setting.device)
     given = {"gen_length": 8, "steps": 8, "block_length": 8, "temperature": 1.0}
     first, second, other = (_run(model, prompt, seed=seed, **given) for seed in (3, 3, 4))
-    assert torch.equal(first.canvas, second.canvas), "the same seed gave other tokens"
-    return "another seed gives others" if not torch.equal(first.canvas, other.canvas) else "another seed gives the same"
+    assert torch.equal(first.canvas, second.canvas), "the same seed gave different tokens"
+    return f"another seed gives {'the same' if torch.equal(first.canvas, other.canvas) else 'different'} tokens"
 
 
 def _alone(make: Callable[[torch.device], tuple[Model, Any]], given: dict[str, Any], setting: Setting) -> str:

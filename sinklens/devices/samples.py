@@ -1,6 +1,6 @@
-"""The models and prompts that the check runs: those that ship, and small ones with random weights.
+"""Models and prompts for the check: the shipped models, and small ones with random weights.
 
-Both exist twice, on the CPU and on the device under test; the CPU's are the reference, in float32 or float64.
+Both are loaded twice, on the CPU and on the device under test; the CPU's are the reference, in float32 or float64.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ def random_model(
     heads: int = 4,
     kv_heads: int = 2,
 ) -> Model:
-    """A two-layer model with random weights, the same on every device and in every type up to rounding."""
+    """A two-layer model with random weights, the same on every device and in every dtype up to rounding."""
     config: Any = CONFIG_MAPPING[architecture](
         vocab_size=VOCABULARY, hidden_size=d_head * heads, intermediate_size=2 * d_head * heads, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=d_head, max_position_embeddings=1024,
@@ -51,7 +51,7 @@ def random_model(
 
 
 def random_ids(batch: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:
-    """Token ids without the last of the vocabulary, the same every time."""
+    """Reproducible random token ids, without the last id of the vocabulary."""
     return torch.randint(0, vocabulary - 1, (batch, length), generator=torch.Generator().manual_seed(length))
 
 

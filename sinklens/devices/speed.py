@@ -1,11 +1,11 @@
-"""What watching costs on this device: ratios in one run, absolute figures, the distance from the roofline, a profile.
+"""The cost of watching on this device: ratios within one run, absolute figures, distance from the roofline, a profile.
 
-On a GPU the model has LLaDA-8B's shapes with random weights in bfloat16, made on the device; fewer layers where memory
-is short. Other models over the same weights stand for what one would use instead. On a CPU everything is tiny, and what
-benchmarks/run.py measures at length is left out.
+On a GPU the model has LLaDA-8B's shapes with random weights in bfloat16, created on the device, and fewer layers if
+memory is short. Other models that share its weights represent the alternatives to sinklens. On a CPU everything is
+tiny, and what benchmarks/run.py measures in detail is left out.
 
-Each figure is a ratio of two ways of doing the same work, timed in turn; the median of the pairs counts. Where memory
-or time is not enough for a size, that size is not checked.
+Each figure is the ratio of two implementations of the same work, timed in turn; the median over the pairs counts. If
+memory or time is not sufficient for a size, that size is not checked.
 """
 
 import tempfile
@@ -29,17 +29,17 @@ from sinklens.model import Model, load
 from sinklens.tracing import generate
 
 SIZES = ((512, 1), (1024, 1), (4096, 1), (512, 8), (1024, 8), (4096, 8))  # positions, rows
-SPARE = 24e9  # bytes left for activations, when layers are counted
+SPARE = 24e9  # bytes reserved for activations when choosing the number of layers
 
 
 class Bench:
-    """A model in the forms that are compared, all over the same weights.
+    """The compared forms of one model, which share their weights.
 
     Attributes:
         setting: where it runs.
-        sizes: of the model.
-        plain: transformers alone, with fused attention.
-        model: sinklens's.
+        sizes: sizes of the model.
+        plain: the plain transformers model, with fused attention.
+        model: the sinklens model.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -52,7 +52,7 @@ class Bench:
         self.model: Model = load(twin(self.plain))
 
     def prompt(self, length: int, rows: int) -> Tensor:
-        """Random ids, as many as leave room for the answer."""
+        """Random prompt ids; with the answer they make `length` positions."""
         drawn = torch.randint(3, 600, (rows, length - ANSWER), generator=torch.Generator().manual_seed(length))
         return drawn.to(self.setting.device)
 
@@ -64,20 +64,20 @@ class Bench:
         )  # fmt: skip
 
     def ratio(self, what: str, a: Callable[[], object], b: Callable[[], object], aim: float | None) -> Measurement:
-        """A ÷ B, timed in turn; the aims are a GPU's."""
+        """A ÷ B, timed in turn; the aim applies only to GPUs."""
         return _measured(self._compared(what, a, b), None if self.setting.small else aim)
 
     def _compared(self, what: str, a: Callable[[], object], b: Callable[[], object]) -> Ratio:
         try:
             return compare(what, a, b, 3 if self.setting.small else 5, device=self.setting.device)
         except (torch.OutOfMemoryError, DeviceMemoryError) as error:
-            raise NotChecked(f"not enough memory for it: {str(error)[:120]}") from error
+            raise NotChecked(f"not enough memory: {str(error)[:120]}") from error
         finally:
             release()
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """Ratios at every size, then the others, the kernels, and the profile."""
+    """Ratios at every size, then other libraries, the kernels, and the profile."""
     bench = Bench(setting)
     sizes = ((128, 1),) if setting.small else SIZES
     for length, rows in sizes:
@@ -96,48 +96,50 @@ def _layers_that_fit(device: torch.device) -> int:
 
 
 def _watching(bench: Bench, length: int, rows: int) -> Iterator[Claim]:
-    """The ratios that are aimed at, and figures, at one size."""
+    """Ratios with aims, and absolute figures, at one size."""
     steps = 2 if bench.setting.small or length * rows > 4096 else 8
     prompt, five = bench.prompt(length, rows), MaskSinks(top_k=5)
     at = f"{bench.sizes['n_layers']} layers of {bench.sizes['d_model']}, S = {length}, batch {rows}"
 
-    def ours() -> object:
+    def unwatched() -> object:
         return bench.run(prompt, steps, False)
 
     def recorded() -> object:
         return bench.run(prompt, steps, True)
 
-    def theirs() -> object:
+    def plain() -> object:
         return plain_loop(bench.plain, prompt, steps)
 
     def published() -> object:
         return reference_loop(bench.plain, prompt, steps)
 
     listed: list[tuple[str, Callable[[], object], Callable[[], object], float | None]] = [
-        ("nothing watched ÷ plain transformers SDPA", ours, theirs, 1.02),
-        ("sinks recorded ÷ not recorded", recorded, ours, 1.05),
-        ("MaskSinks(5) ÷ not, nothing recorded", lambda: bench.run(prompt, steps, False, five), ours, 1.10),
+        ("nothing watched ÷ plain transformers SDPA", unwatched, plain, 1.02),
+        ("sinks recorded ÷ not recorded", recorded, unwatched, 1.05),
+        ("MaskSinks(5) ÷ not, nothing recorded", lambda: bench.run(prompt, steps, False, five), unwatched, 1.10),
         ("MaskSinks(5) ÷ not, sinks recorded in both", lambda: bench.run(prompt, steps, True, five), recorded, None),
         ("complete run, sinks recorded ÷ the published procedure", recorded, published, 1.0),
     ]
     for what, a, b, aim in listed:
         yield Claim(f"{what} ({at})", lambda what=what, a=a, b=b, aim=aim: bench.ratio(what, a, b, aim))  # type: ignore[misc]
     yield Claim(f"tokens are the plain loop's ({at})", lambda: _tokens(bench, prompt, steps))
-    yield Claim(f"memory above a plain run, sinks recorded, in MB ({at})", lambda: _memory(bench, recorded, theirs))
+    yield Claim(f"memory above a plain run, sinks recorded, in MB ({at})", lambda: _memory(bench, recorded, plain))
     yield Claim(f"a recorded pass ÷ the card's roofline ({at})", lambda: _roofline(bench, length, rows, steps))
 
 
 def _tokens(bench: Bench, prompt: Tensor, steps: int) -> Measurement:
-    """The share of tokens in which the two loops differ; random weights tie often in bfloat16."""
+    """The share of tokens on which the two loops differ; random weights often tie in bfloat16."""
     found, wanted = bench.run(prompt, steps, True).tokens.cpu(), plain_loop(bench.plain, prompt, steps).cpu()
     return Measurement(float((found != wanted)[:, -ANSWER:].double().mean()), 0.0, "share that differs")
 
 
-def _memory(bench: Bench, ours: Callable[[], object], theirs: Callable[[], object]) -> Measurement:
+def _memory(bench: Bench, recorded: Callable[[], object], plain: Callable[[], object]) -> Measurement:
     device = bench.setting.device
-    ours(), theirs()
-    above, plain = peak(ours, device), peak(theirs, device)
-    return Measurement(above - plain, None, f"{above:.0f} MB, plain {plain:.0f} MB, weights not counted")
+    recorded(), plain()
+    recorded_mb, plain_mb = peak(recorded, device), peak(plain, device)
+    return Measurement(
+        recorded_mb - plain_mb, None, f"{recorded_mb:.0f} MB, plain {plain_mb:.0f} MB, weights not counted"
+    )
 
 
 def _roofline(bench: Bench, length: int, rows: int, steps: int) -> Measurement:
@@ -151,12 +153,12 @@ def _roofline(bench: Bench, length: int, rows: int, steps: int) -> Measurement:
         times[1] / least, None,
         f"{times[1] * 1e3:.2f} ms a step; {flops / 1e9:.2f} GFLOP and {moved / 1e9:.2f} GB would take "
         f"{least * 1e3:.2f} ms at {top.flops / 1e12:.2f} TFLOP/s and {top.bytes / 1e12:.2f} TB/s "
-        f"({top.source}; {limit} decides)",
+        f"({top.source}; limited by {limit})",
     )  # fmt: skip
 
 
 def _others(bench: Bench, length: int) -> Iterator[Claim]:
-    """Sinks of every layer and head of one pass, as one would get them without sinklens ÷ sinklens."""
+    """Sinks of every layer and head in one pass: other libraries ÷ sinklens."""
     canvas = blank(bench.prompt(length, 1))
     at = f"one pass, S = {length}"
 
@@ -177,7 +179,7 @@ def _others(bench: Bench, length: int) -> Iterator[Claim]:
 
 def _other(bench: Bench, what: str, make: Any, canvas: Tensor, ours: Callable[[], Tensor]) -> Measurement:
     if bench.setting.small and make is not _transformers:
-        raise NotChecked("benchmarks/run.py measures it on a CPU")
+        raise NotChecked("on a CPU, benchmarks/run.py measures this")
     work, checked = make(bench, canvas)
     try:
         with torch.no_grad():
@@ -188,10 +190,12 @@ def _other(bench: Bench, what: str, make: Any, canvas: Tensor, ours: Callable[[]
             ratio = bench.ratio(what, work, ours, None)
             device = bench.setting.device
             usual = peak(lambda: bench.plain.model(input_ids=canvas, use_cache=False), device)
-            theirs, own = peak(work, device) - usual, peak(ours, device) - usual
+            other_mb, sinklens_mb = peak(work, device) - usual, peak(ours, device) - usual
     finally:
         release()
-    return ratio._replace(detail=f"{ratio.detail}; memory above a plain pass {theirs:.0f} MB and {own:.0f} MB")
+    return ratio._replace(
+        detail=f"{ratio.detail}; memory above a plain pass {other_mb:.0f} MB and {sinklens_mb:.0f} MB"
+    )
 
 
 def _transformers(bench: Bench, canvas: Tensor) -> tuple[Callable[[], Tensor], bool]:
@@ -213,13 +217,13 @@ def _nnsight(bench: Bench, canvas: Tensor) -> tuple[Callable[[], Tensor], bool]:
         with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
             kept = [layer.self_attn.output[1][0].float().sum(1) for layer in traced.model.layers]
             stacked: Any = torch.stack(kept).save()  # type: ignore[attr-defined]
-        return stacked  # it has its value when the block has ended
+        return stacked  # has its value once the block has ended
 
     return work, True
 
 
 def _transformer_lens(bench: Bench, canvas: Tensor) -> tuple[Callable[[], Tensor], bool]:
-    """Its bridge attends causally, at equal cost, so its scores are not compared."""
+    """TransformerLens's bridge attends causally, at equal cost, so its scores are not compared."""
     from transformer_lens.model_bridge import TransformerBridge
 
     from sinklens.zoo.tokenizer import train_tokenizer
@@ -245,7 +249,7 @@ def _kernel(setting: Setting) -> Measurement:
     query, key = (torch.randn(1, 32, 4096, 128, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
     lse = column_sums.log_sum_exp(query, key, 0.1)
     if column_sums._kernels(query, None, False) is None:
-        raise NotChecked("the kernel is not in use here; see the part `kernels`")
+        raise NotChecked("the kernel is not used here; see the part `kernels`")
     ratio = compare(
         "plain ÷ kernel", lambda: column_sums.plain_column_sums(query, key, lse, 0.1),
         lambda: column_sums.column_sums(query, key, lse, 0.1), 7, device=setting.device,
@@ -254,17 +258,17 @@ def _kernel(setting: Setting) -> Measurement:
 
 
 def _profile(bench: Bench, length: int) -> str:
-    """The operators that take the most time of a recorded run of two steps."""
+    """The operators that take the most time in a recorded run of two steps."""
     from torch.profiler import ProfilerActivity, profile
 
     gpu = bench.setting.device.type == "cuda"
     prompt = bench.prompt(length, 1)
     bench.run(prompt, 2, True)
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as watched:
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiled:
         bench.run(prompt, 2, True)
     by = "self_device_time_total" if gpu else "self_cpu_time_total"
-    events = sorted(watched.key_averages(), key=lambda event: -getattr(event, by))[:12]
-    total = sum(getattr(event, by) for event in watched.key_averages()) or 1
+    events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, by))[:12]
+    total = sum(getattr(event, by) for event in profiled.key_averages()) or 1
     return "; ".join(f"{event.key[:60]} {getattr(event, by) / total:.0%} ({event.count}×)" for event in events)
 
 

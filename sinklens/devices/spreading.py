@@ -1,4 +1,4 @@
-"""Layers in several places: on several GPUs, in main memory, on disk; and one process per GPU through Ray."""
+"""Layers on several GPUs, in main memory or on disk; and one process per GPU through Ray."""
 
 import tempfile
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ LAYERS = 4
 
 
 def claims(setting: Setting) -> Iterator[Claim]:
-    """Offload first, which one device can show; then several; then Ray."""
-    yield Claim("a model kept in main memory shows every point", lambda: _offloaded(setting, "cpu"))
+    """Offloading, which needs only one device; then several devices; then Ray."""
+    yield Claim("a model offloaded to main memory shows every point", lambda: _offloaded(setting, "cpu"))
     if not setting.small:
-        yield Claim("a model kept on disk shows every point", lambda: _offloaded(setting, "disk"))
+        yield Claim("a model offloaded to disk shows every point", lambda: _offloaded(setting, "disk"))
         yield Claim("device_map='auto'", lambda: _mapped(setting, "auto"))
     yield Claim("device_map with layers in main memory and on disk", lambda: _mapped(setting, _mixed(setting)))
     yield Claim("device_map over several GPUs: points, sinks and masks", lambda: _several(setting))
@@ -46,7 +46,7 @@ def _offloaded(setting: Setting, place: str) -> str:
 
 
 def _compare(model: Model, plain: Model, ids: torch.Tensor) -> str:
-    """That every point of a pass shows the same, and that a run with masked sinks does the same."""
+    """Check that every point of a pass shows the same values, and that a run with masked sinks has the same tokens."""
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids.to(model.cfg.device))
         wanted, wanted_cache = plain.run_with_cache(ids.to(plain.cfg.device))
@@ -55,8 +55,8 @@ def _compare(model: Model, plain: Model, ids: torch.Tensor) -> str:
             near(cache[name], value, 1e-4)
         except AssertionError as error:
             raise AssertionError(f"{name} {error}") from error
-    runs = [generate(held, ids, hooks=MaskSinks(top_k=1), **GIVEN) for held in (model, plain)]
-    assert torch.equal(runs[0].canvas, runs[1].canvas), "a run with masked sinks has other tokens"
+    runs = [generate(each, ids, hooks=MaskSinks(top_k=1), **GIVEN) for each in (model, plain)]
+    assert torch.equal(runs[0].canvas, runs[1].canvas), "a run with masked sinks has different tokens"
     return f"{len(wanted_cache)} points; logits: {near(logits, wanted, 1e-4)}"
 
 
@@ -85,7 +85,7 @@ def _several(setting: Setting) -> str:
 
 def _ray(setting: Setting) -> str:
     if setting.device.type != "cuda":
-        raise NotChecked("no GPU; the tests run Ray with GPUs that exist by name only")
+        raise NotChecked("no GPU; the tests run Ray with simulated GPUs")
     if find_spec("ray") is None:
         raise NotChecked("Ray is not installed (pip install 'sinklens[ray]')")
     from sinklens.evaluation import OnRay, evaluate
@@ -98,12 +98,12 @@ def _ray(setting: Setting) -> str:
             evaluate("tiny-llada", "tiny-gsm", masking([0]), Path(folder) / name, engine=how, **given)[0]
             for name, how in (("ray", engine), ("alone", None))
         ]
-        records = [[_lasting(record) for record in run.records()] for run in runs]
+        records = [[_reproducible(record) for record in run.records()] for run in runs]
     if records[0] != records[1]:
-        raise SinklensError("the records of the worker are others than those of this process")
+        raise SinklensError("the worker's records differ from those of this process")
     return f"{len(records[0])} records, the same"
 
 
-def _lasting(record: Any) -> dict[str, Any]:
-    """A record without what the clock and the division into batches put into it."""
+def _reproducible(record: Any) -> dict[str, Any]:
+    """A record without the fields that depend on timing and batching."""
     return {name: value for name, value in record.items() if name not in ("seconds", "batch")}

@@ -1,10 +1,10 @@
-"""Evaluation: tasks under interventions, records of every sample, and what they say.
+"""Evaluation: tasks under interventions, a record of every sample, and tables of the results.
 
     evaluate("tiny-llada", "tiny-gsm", masking([0, 1, 5, 10], controls=["random"]), "results")
     frame(read_lines("results"))
 
-`OnRay` needs the extra ``ray`` when it runs; the harness's model needs the extra ``lm-eval`` to be imported, and is
-imported from its file, harness.py.
+`OnRay` needs the extra ``ray`` at run time. The model for lm-evaluation-harness lives in harness.py and is not
+re-exported here, because importing it needs the extra ``lm-eval``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking
     from sinklens.evaluation.distributed import OnRay
-    from sinklens.evaluation.ledger import Run, Writer
-    from sinklens.evaluation.protocols import PROTOCOLS, Protocol
+    from sinklens.evaluation.ledger import LedgerRun, Writer
+    from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
     from sinklens.evaluation.runner import Estimate, estimate, evaluate
     from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
@@ -26,12 +26,12 @@ __all__ = [
     "Accuracy",
     "Condition",
     "Estimate",
+    "EvalProtocol",
+    "LedgerRun",
     "Limits",
     "Line",
     "OnRay",
     "Paired",
-    "Protocol",
-    "Run",
     "Writer",
     "available_isolation",
     "estimate",
@@ -45,12 +45,12 @@ __all__ = [
     "score",
 ]
 
-_HOMES = {
+_MODULES = {
     "conditions": ("UNMASKED", "Condition", "masking"),
     "distributed": ("OnRay",),
-    "evaluating": ("Estimate", "estimate", "evaluate"),
-    "ledger": ("Run", "Writer"),
-    "protocols": ("PROTOCOLS", "Protocol"),
+    "runner": ("Estimate", "estimate", "evaluate"),
+    "ledger": ("LedgerRun", "Writer"),
+    "protocols": ("PROTOCOLS", "EvalProtocol"),
     "sandbox": ("Limits", "available_isolation", "run_program"),
     "scoring": ("score",),
     "statistics": ("Accuracy", "Paired", "holm", "paired"),
@@ -61,7 +61,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    for module, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"sinklens.evaluation.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""How far long work is: bars on a terminal, and elsewhere a line at every twentieth of it.
+"""Progress of long jobs: bars on a terminal, otherwise one printed line per twentieth of the work.
 
-Both go to the error output, so a table that is printed at the end can be piped.
+Both go to standard error, so the table printed at the end can be piped. Limitation: without a terminal there is no
+estimate of the time left.
 """
 
 import shlex
@@ -10,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-PARTS = 20  # lines that work is told in where there is no terminal
+PARTS = 20  # progress lines per label when there is no terminal
 
 
 class Counts:
-    """Called with a label, the units done and the units in all; use it in a ``with`` block.
+    """Progress display, called with a label, the units done and the total; use it in a ``with`` block.
 
     Attributes:
         unit: what is counted, in the plural.
-        seen: label -> (done, in all), as last called.
+        seen: label -> (done, total), as of the last call.
     """
 
     def __init__(self, unit: str) -> None:
@@ -52,7 +53,7 @@ class Counts:
             print(f"{label}: {done} of {total} {self.unit} done", file=sys.stderr, flush=True)
 
     def stop(self, out: Path, call: Sequence[str]) -> NoReturn:
-        """Say what an interrupt leaves in `out` and which command resumes, and exit with code 130."""
+        """After an interrupt, print what is kept in `out` and the command that resumes, and exit with code 130."""
         self.__exit__(None, None, None)
         kept = "; ".join(f"{label}: {done} of {total}" for label, (done, total) in self.seen.items())
         print(

@@ -1,12 +1,13 @@
-"""`OnRay`: batches carried out by many workers on Ray Data, on one machine or on a cluster.
+"""`OnRay`: run batches on many workers with Ray Data, on one machine or on a cluster.
 
-Batches are the rows of a dataset, and a pool of *workers* (Ray actors, each with the job's model, which it loads once)
-maps them to records, which stream back as they are finished. This process writes the ledger and needs neither a GPU nor
-the memory for the model: even the model's identity is worked out by a worker. A worker that dies is replaced and its
-batch begun again. Nothing is written twice, because a batch counts when its records arrive here, and they arrive once.
+Batches are the rows of a dataset. A pool of *workers* (Ray actors that each load the job's model once) maps them to
+records, which stream back as they finish. This process writes the ledger and needs neither a GPU nor memory for the
+model: a worker computes even the model's identity. A worker that dies is replaced and its batch is started again.
+Nothing is written twice, because a batch counts when its records arrive here, and they arrive once.
 
-One way this fails: a batch that kills whichever worker takes it (memory, most often) would go round for ever. How often
-each batch was begun is counted, and the evaluation stops with an error when one has used up its tries.
+Known failure: a batch that kills every worker that takes it (usually by running out of memory) would be retried
+forever. The starts of each batch are therefore counted, and the evaluation stops with an error when a batch has used
+up its tries.
 
 Source: Ray Data, https://docs.ray.io/en/latest/data/data.html.
 """
@@ -27,8 +28,8 @@ from sinklens.evaluation.ledger import Record
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 
-# For a cluster that is started here: nothing is reported to anybody, and no warnings about what is set on purpose.
-SURROUNDINGS = {
+# For a cluster started here: no usage statistics, and no warnings about settings chosen on purpose.
+RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
@@ -38,19 +39,19 @@ SURROUNDINGS = {
 class OnRay:
     """An `Engine` with many workers.
 
-    A cluster that the caller is connected to, or that `address` (else the environment's RAY_ADDRESS) names, is used and
-    left as it is. Otherwise one is started on this machine, and stopped after the last batch.
+    If the caller is connected to a cluster, or `address` (or the environment variable RAY_ADDRESS) names one, that
+    cluster is used and left running. Otherwise a cluster is started on this machine and stopped after the last batch.
 
     Args:
-        workers: copies of the model; None for as many as fit the cluster.
-        gpus_per_worker: None for 1 where the cluster has GPUs, else 0. A model that needs more than 1 is loaded with
+        workers: copies of the model; None for as many as the cluster can hold.
+        gpus_per_worker: None for 1 if the cluster has GPUs, else 0. Load a model that needs more than 1 with
             ``load={"device_map": "auto"}``.
-        cpus_per_worker: cores, and threads of PyTorch, of each worker.
-        address: of a running cluster, e.g. "auto" or "ray://head:10001".
-        tries: how often a batch is begun before it is given up, if its workers die of it.
+        cpus_per_worker: cores, and PyTorch threads, per worker.
+        address: address of a running cluster, e.g. "auto" or "ray://head:10001".
+        tries: how often a batch whose workers die is started before the evaluation stops.
 
     Raises:
-        SettingError: a number that is out of range.
+        SettingError: a number is out of range.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class OnRay:
         ):
             if not fits:
                 least = {"gpus_per_worker": "at least 0", "cpus_per_worker": "more than 0"}.get(name, "at least 1")
-                raise SettingError(f"{name} is {least}; got {value}.")
+                raise SettingError(f"{name} must be {least}; got {value}.")
         self.workers, self.gpus_per_worker, self.cpus_per_worker = workers, gpus_per_worker, cpus_per_worker
         self.address, self.tries = address, tries
         self._close: weakref.finalize | None = None
@@ -79,12 +80,12 @@ class OnRay:
 
         Raises:
             SettingError: the model is neither a name nor a folder, Ray is not installed, or no machine of the cluster
-                has what a worker needs.
+                has the resources that a worker needs.
         """
         if not isinstance(job.source, str | Path):
             raise SettingError(
-                f"workers load the model themselves, so OnRay takes its name or folder; got a "
-                f"{type(job.source).__name__}. Evaluate a model that is loaded already with engine=None, in this "
+                f"workers load the model themselves, so OnRay needs its name or folder; got a "
+                f"{type(job.source).__name__}. To evaluate a loaded model, use engine=None, which runs in this "
                 f"process."
             )
         ray = self._connect()
@@ -94,10 +95,10 @@ class OnRay:
             return _or_raise(ray.get(found))
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[Record]]]:
-        """See `Engine`; batches come as they are finished.
+        """See `Engine`; yields batches as they finish.
 
         Raises:
-            SinklensError: the first error of a worker, or a batch has used up its tries.
+            SinklensError: the first error raised by a worker, or a batch has used up its tries.
         """
         ray = self._connect()
         logger = logging.getLogger("ray.data")
@@ -108,7 +109,9 @@ class OnRay:
             count = min(self.workers or fitting, len(work))
             tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally).remote()
             rows = [{"place": place, "work": ray.cloudpickle.dumps(batch)} for place, batch in enumerate(work)]
-            dataset = ray.data.from_items(rows, override_num_blocks=len(rows))  # one task each: a death costs one batch
+            dataset = ray.data.from_items(
+                rows, override_num_blocks=len(rows)
+            )  # one task each: a dead worker costs one batch
             dataset.context.enable_progress_bars = False
             done = dataset.map_batches(
                 _Worker,
@@ -117,7 +120,9 @@ class OnRay:
                 compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
                 **need,
             )
-            for rows in done.iter_batches(batch_size=None, prefetch_batches=0):  # nothing finished waits for the next
+            for rows in done.iter_batches(
+                batch_size=None, prefetch_batches=0
+            ):  # finished batches do not wait for the next
                 for place, outcome in zip(rows["place"], rows["outcome"], strict=True):
                     yield work[int(place)], _or_raise(pickle.loads(outcome))
         finally:
@@ -125,7 +130,7 @@ class OnRay:
             self.close()
 
     def close(self) -> None:
-        """Stop the cluster if it was started here, or leave the one that was joined; harmless otherwise."""
+        """Stop the cluster if it was started here, or disconnect from a joined one; does nothing otherwise."""
         if self._close is not None:
             self._close()
             self._close = None
@@ -139,7 +144,7 @@ class OnRay:
             raise
 
     def _connect(self) -> Any:
-        """The module ``ray``, connected to a cluster."""
+        """Return the module ``ray``, connected to a cluster."""
         try:
             import ray
             import ray.data
@@ -153,16 +158,16 @@ class OnRay:
             ray.init(address=address, **quiet)
         else:
             cpus = None if self.workers is None else max(1, math.ceil(self.workers * self.cpus_per_worker))
-            with _environment(SURROUNDINGS):
+            with _environment(RAY_ENVIRONMENT):
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-        self._close = weakref.finalize(self, ray.shutdown)  # also if no batch was missing, and nothing carried out
+        self._close = weakref.finalize(self, ray.shutdown)  # also runs if no batch was missing
         return ray
 
     def _shares(self) -> tuple[dict[str, float | int], int]:
-        """What each worker reserves, and how many such workers fit the cluster.
+        """The resources that each worker reserves, and how many such workers fit the cluster.
 
         Raises:
-            SettingError: none does.
+            SettingError: not even one fits.
         """
         import ray
 
@@ -175,25 +180,25 @@ class OnRay:
         if fitting == 0:
             has = "; ".join(f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in nodes)
             raise SettingError(
-                f"a worker needs {need['CPU']:g} cores and {gpus:g} GPUs of one machine, and none of the cluster has "
-                f"them (there are: {has}); give a smaller cpus_per_worker or gpus_per_worker."
+                f"a worker needs {need['CPU']:g} cores and {gpus:g} GPUs on one machine, but no machine of the cluster "
+                f"has them (available: {has}); give a smaller cpus_per_worker or gpus_per_worker."
             )
         return {"num_cpus": self.cpus_per_worker, "num_gpus": gpus}, fitting
 
 
 class _Tally:
-    """Counts how often each batch was begun."""
+    """Counts how often each batch was started."""
 
     def __init__(self) -> None:
-        self.begun: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
 
     def begin(self, place: int) -> int:
-        self.begun[place] = self.begun.get(place, 0) + 1
-        return self.begun[place]
+        self.starts[place] = self.starts.get(place, 0) + 1
+        return self.starts[place]
 
 
 class _Worker:
-    """Holds the model and carries out one batch at a time; what Ray Data calls a callable class."""
+    """Holds the model and runs one batch at a time; a callable class in Ray Data's terms."""
 
     def __init__(self, job: Job, need: Mapping[str, float | int], tally: Any, tries: int) -> None:
         self.job, self.need, self.tally, self.tries = job, need, tally, tries
@@ -206,18 +211,18 @@ class _Worker:
         batch: Batch = ray.cloudpickle.loads(rows["work"][0])
         outcome: list[Record] | SinklensError
         try:
-            self._count(place, batch, ray.get(self.tally.begin.remote(place)))
-            outcome = next(iter(self.engine.carry_out(_here(self.job, self.need), [batch])))[1]
-        except SinklensError as error:  # as a value: Ray would wrap it into one of its own, with a page of text
+            self._check_tries(batch, ray.get(self.tally.begin.remote(place)))
+            outcome = next(iter(self.engine.carry_out(_job_here(self.job, self.need), [batch])))[1]
+        except SinklensError as error:  # returned, not raised: Ray would wrap it in its own error with a long traceback
             outcome = error
         return {"place": [place], "outcome": [pickle.dumps(outcome)]}
 
-    def _count(self, place: int, batch: Batch, begun: int) -> None:
-        if begun > self.tries:
+    def _check_tries(self, batch: Batch, starts: int) -> None:
+        if starts > self.tries:
             raise SinklensError(
-                f"{batch.samples[0].id} to {batch.samples[-1].id} under {batch.condition.name!r} were begun "
-                f"{self.tries} times, and each time the worker died (killed from outside, or out of memory). What was "
-                f"finished is in the ledger; start again with a smaller batch, or fewer workers per machine."
+                f"{batch.samples[0].id} to {batch.samples[-1].id} under {batch.condition.name!r} were started "
+                f"{self.tries} times, and each time the worker died (killed from outside, or out of memory). Finished "
+                f"samples are in the ledger; rerun with a smaller batch or fewer workers per machine."
             )
 
 
@@ -225,13 +230,13 @@ def _identities(
     job: Job, conditions: Sequence[Condition], need: Mapping[str, float | int]
 ) -> list[dict[str, Any]] | SinklensError:
     try:
-        return InProcess().identities(_here(job, need), conditions)
+        return InProcess().identities(_job_here(job, need), conditions)
     except SinklensError as error:
         return error
 
 
-def _here(job: Job, need: Mapping[str, float | int]) -> Job:
-    """`job` as this worker does it: with as many threads as cores, and on a CPU if it has no GPU."""
+def _job_here(job: Job, need: Mapping[str, float | int]) -> Job:
+    """`job` for this worker: as many threads as cores, and on the CPU if it has no GPU."""
     import torch
 
     torch.set_num_threads(max(1, int(need["num_cpus"])))
@@ -248,7 +253,7 @@ def _or_raise(outcome: Any) -> Any:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Variables of the environment set for a moment, where they are not set already."""
+    """Set environment variables inside the block, except those that are set already."""
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
     try:

@@ -1,16 +1,16 @@
-"""Finished units of work, one record each, in files that only grow.
+"""Ledgers: append-only files with one record for each finished unit of work.
 
-A *ledger* is a folder with one *run* per subfolder: ``run-HASH/run.json`` says what is evaluated (checkpoint, its
-weights, intervention, protocol, seed), and the folder's name is the hash of that, so another setting is another run.
-Records are lines of JSON in *shards*, ``records-N.jsonl``, each line ending in a checksum. A shard has one writer at a
-time, held by a lock of the operating system that goes with the process. Verdicts on generated programs, which are run
-later, are records of their own in ``verdicts-N.jsonl``.
+A *ledger* is a folder with one *run* per subfolder. ``run-HASH/run.json`` describes the evaluation (checkpoint,
+weights, intervention, protocol, seed), and the folder's name is a hash of that description, so another setting makes
+another run. Records are lines of JSON in *shards*, ``records-N.jsonl``; each line ends in a checksum. A shard has one
+writer at a time, ensured by a lock of the operating system that is released when the process ends. Verdicts on
+generated programs, which run later, are separate records in ``verdicts-N.jsonl``.
 
-A record counts when its line is whole: it is written in one call and synced to the disk before the next begins. A kill
-or a full disk can leave part of a last line; the next writer cuts it off. A broken line anywhere else is no accident of
-that kind and is an error.
+A record counts once its line is complete: each line is written in one call and synced to disk before the next. A kill
+or a full disk can leave a partial last line, which the next writer cuts off. A broken line anywhere else cannot come
+from an interruption and is an error.
 
-One way this fails: file locks do not work on some network file systems. Give each machine a shard of its own there.
+Limitation: file locks do not work on some network file systems. There, give each machine its own shard.
 """
 
 import fcntl
@@ -34,25 +34,25 @@ Kind = Literal["records", "verdicts"]
 
 
 @dataclass(frozen=True)
-class Run:
-    """One evaluated combination.
+class LedgerRun:
+    """One evaluated combination of model, task, protocol, condition and seed.
 
     Attributes:
-        what: everything that decides a verdict, as plain JSON values.
-        folder: where its records are.
+        what: everything that determines a verdict, as plain JSON values.
+        folder: folder of its records.
     """
 
     what: Mapping[str, Any]
     folder: Path
 
     @classmethod
-    def of(cls, ledger: Path, what: Mapping[str, Any]) -> "Run":
-        """The run of `what` in the folder `ledger`; nothing is written yet."""
+    def of(cls, ledger: Path, what: Mapping[str, Any]) -> "LedgerRun":
+        """The run described by `what` in the folder `ledger`; writes nothing."""
         text = json.dumps(what, sort_keys=True)
         return cls(what, ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
-    def begin(self) -> "Run":
-        """Write the run's description, if that was not done before."""
+    def begin(self) -> "LedgerRun":
+        """Write the run's description unless it exists."""
         note = self.folder / "run.json"
         if not note.exists():
             with atomic_write(note) as part:
@@ -60,11 +60,11 @@ class Run:
         return self
 
     @classmethod
-    def all(cls, ledger: Path) -> "list[Run]":
+    def all(cls, ledger: Path) -> "list[LedgerRun]":
         """Every run in the folder `ledger`.
 
         Raises:
-            LedgerError: there is none, or one's description cannot be read.
+            LedgerError: the folder holds no run, or a description cannot be read.
         """
         found = []
         for note in sorted(ledger.glob("run-*/run.json")):
@@ -74,16 +74,16 @@ class Run:
                     raise LedgerError(f"{note} has format {content['format']!r}; this version reads {FORMAT!r}.")
                 found.append(cls(content["what"], note.parent))
             except (OSError, ValueError, KeyError) as error:
-                raise LedgerError(f"{note} cannot be read ({error}); restore it, or delete its folder.") from error
+                raise LedgerError(f"{note} cannot be read ({error}); restore the file or delete its folder.") from error
         if not found:
-            raise LedgerError(f"{ledger} holds no run; `sinklens evaluate ... --out {ledger}` makes some.")
+            raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
         return found
 
     def records(self, kind: Kind = "records") -> list[Record]:
-        """Every whole record of a kind, of all shards, by sample; the first one of each sample.
+        """All complete records of a kind from all shards, sorted by sample; the first record of each sample.
 
         Raises:
-            LedgerError: a broken line that is not a shard's last.
+            LedgerError: a broken line that is not the last of its shard.
         """
         found: dict[str, Record] = {}
         for record in self.every(kind):
@@ -91,26 +91,26 @@ class Run:
         return [found[sample] for sample in sorted(found)]
 
     def every(self, kind: Kind = "records") -> Iterator[Record]:
-        """Every whole record of a kind, shard by shard, also several of one sample; errors as in `records`."""
+        """All complete records of a kind, shard by shard, including repeats of a sample; raises like `records`."""
         for shard in sorted(self.folder.glob(f"{kind}-*.jsonl")):
             yield from _read(shard)[0]
 
     def done(self) -> set[str]:
-        """Samples that have a record."""
+        """The ids of samples that have a record."""
         return {str(record["sample"]) for record in self.records()}
 
 
 class Writer:
-    """Appends records to one shard of a run; use it as ``with Writer(run) as writer: writer.add(record)``.
+    """Append records to one shard of a run; use it as ``with Writer(run) as writer: writer.add(record)``.
 
     Attributes:
-        path: of the shard.
+        path: the shard's file.
 
     Raises:
-        LedgerError: another process is writing to it, or it cannot be written.
+        LedgerError: another process is writing to the shard, or the file cannot be opened.
     """
 
-    def __init__(self, run: Run, shard: int = 0, kind: Kind = "records") -> None:
+    def __init__(self, run: LedgerRun, shard: int = 0, kind: Kind = "records") -> None:
         self.path = run.folder / f"{kind}-{shard}.jsonl"
         self._file: int | None = None
 
@@ -121,34 +121,34 @@ class Writer:
         except BlockingIOError as error:
             self._close()
             raise LedgerError(
-                f"another process is writing to {self.path}; wait for it, or give this one another folder (--out) or "
-                f"another shard (`sinklens evaluate --shard`)."
+                f"another process is writing to {self.path}; wait until it has finished, or use another folder (--out) "
+                f"or shard (`sinklens evaluate --shard`) here."
             ) from error
         except OSError as error:
             self._close()
             raise LedgerError(f"could not open {self.path}: {error}.") from error
-        _, whole_length = _read(self.path)
-        os.ftruncate(self._file, whole_length)
+        _, complete_length = _read(self.path)
+        os.ftruncate(self._file, complete_length)
         return self
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append one record; it is on the disk when this returns.
+        """Append one record; it is on disk when this returns.
 
         Raises:
-            LedgerError: it could not be written whole; the part that was is taken away again.
+            LedgerError: the record could not be written completely; a partial line is removed.
         """
-        assert self._file is not None, "a writer is used in a with block"
+        assert self._file is not None, "use a Writer in a with block"
         line = _line(record)
         before = os.fstat(self._file).st_size
         try:
             if os.write(self._file, line) != len(line):
-                raise OSError("only part of a record fitted on the disk")
+                raise OSError("only part of a record fit on the disk")
             os.fsync(self._file)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._file, before)
             raise LedgerError(
-                f"could not write to {self.path}: {error}. All earlier records are whole; make room and start again."
+                f"could not write to {self.path}: {error}. All earlier records are complete; free some space and rerun."
             ) from error
 
     def __exit__(
@@ -158,12 +158,12 @@ class Writer:
 
     def _close(self) -> None:
         if self._file is not None:
-            os.close(self._file)  # which gives the lock back
+            os.close(self._file)  # also releases the lock
             self._file = None
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """One record as a line: JSON, a tab, the CRC-32 of the JSON."""
+    """A record as a line: JSON, a tab, the CRC-32 of the JSON."""
     text = json.dumps(record, sort_keys=True, ensure_ascii=True)
     return f"{text}\t{zlib.crc32(text.encode()):08x}\n".encode()
 
@@ -180,7 +180,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _read(shard: Path) -> tuple[list[Record], int]:
-    """Whole records of a shard, and how many bytes they take.
+    """The complete records of a shard and their length in bytes.
 
     Raises:
         LedgerError: a broken line that is not the last.
@@ -192,7 +192,7 @@ def _read(shard: Path) -> tuple[list[Record], int]:
             if length + len(line) < shard.stat().st_size:
                 raise LedgerError(
                     f"{shard}, line {number}: the checksum does not match, and more lines follow. The file was changed "
-                    f"or damaged; restore it from a copy, or delete that line to have its sample done again."
+                    f"or damaged; restore it from a copy, or delete that line to evaluate its sample again."
                 )
             break
         records.append(record)

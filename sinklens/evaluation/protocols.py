@@ -1,11 +1,11 @@
-"""How a task is put to a model: every setting that moves a score, under one name.
+"""Evaluation protocols: every setting that can change a score, under one name.
 
 A *protocol* names the task and its settings (examples, extractor), whether the chat template is used, and the settings
-of each kind of sampler; its hash is over all of these. Settings given beside it replace the protocol's. A ledger keeps
-the settings that the sampler ended up with, so a change that changes nothing for a model makes no new run of it.
+of each kind of sampler; its hash covers all of these. Settings passed separately override the protocol's. A ledger
+stores the settings that the sampler finally used, so a change without effect on a model does not make a new run.
 
-One way this misleads: published scores differ in these settings more than in anything else. A protocol named after a
-model follows what its authors or the study published, as far as they say it; `note` tells what they leave open.
+Caveat: published scores differ in these settings more than in anything else. A protocol named after a model follows
+what its authors or the study published, as far as they state it; `note` lists what they leave open.
 """
 
 import hashlib
@@ -17,22 +17,21 @@ from typing import Any
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.settings import BY_SAMPLER
-from sinklens.tasks import NAMES, Task
-from sinklens.tasks import find as find_task
+from sinklens.tasks import NAMES, Task, find_task
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """One way of asking.
+class EvalProtocol:
+    """A task together with every setting that can change its score.
 
     Attributes:
-        name: how it is asked for.
-        task: name of the task; see `sinklens.tasks.find`.
-        settings: of each sampler ("llada", "dream", "autoregressive"); what is left out comes from the checkpoint or
-            the sampler's defaults.
-        shots, extractor: of the task, where it has them; None for its own.
-        chat_template: put the prompt through the tokenizer's chat template.
-        note: where the settings come from, and what is our choice; not part of the hash.
+        name: the protocol's name.
+        task: name of the task; see `sinklens.tasks.find_task`.
+        settings: settings of each sampler ("llada", "dream", "autoregressive"); omitted ones come from the checkpoint
+            or the sampler's defaults.
+        shots, extractor: settings of the task, if it has them; None for the task's defaults.
+        chat_template: apply the tokenizer's chat template to the prompt.
+        note: the source of the settings, and which are our choice; not part of the hash.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Protocol:
 
     @property
     def what(self) -> dict[str, Any]:
-        """All that moves a score, as plain JSON values."""
+        """Everything that can change a score, as plain JSON values."""
         settings = {sampler: dict(given) for sampler, given in sorted(self.settings.items())}
         return {
             "task": self.task,
@@ -57,7 +56,7 @@ class Protocol:
 
     @property
     def hash(self) -> str:
-        """Tells apart protocols that share a name."""
+        """A hash that distinguishes protocols with the same name."""
         return hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()[:16]
 
     def of(self, sampler: str) -> dict[str, Any]:
@@ -65,21 +64,21 @@ class Protocol:
         return dict(self.settings.get(sampler, {}))
 
     def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
-        """The task with these settings.
+        """Make the task with these settings.
 
         Args:
             path, examples: local files of a published task.
 
         Raises:
-            TaskError: the task does not have a setting that is given.
+            TaskError: a setting is given that the task does not have.
         """
         return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor, examples=examples)  # type: ignore[arg-type]
 
-    def with_settings(self, given: Mapping[str, Any]) -> "Protocol":
-        """The same with some settings replaced, for each sampler that has them.
+    def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
+        """A copy with some settings replaced, for each sampler that has them.
 
         Raises:
-            SettingError: no sampler has one of them.
+            SettingError: a setting that no sampler has.
         """
         known = {sampler: {entry.name for entry in fields(kind)} for sampler, kind in BY_SAMPLER.items()}
         everything = sorted(set().union(*known.values()))
@@ -105,7 +104,7 @@ _DREAM = (
 
 
 def _study(length: int) -> dict[str, Mapping[str, Any]]:
-    """Lengths of the study, one token per step, for every kind of model."""
+    """The study's lengths with one token per step, for every kind of sampler."""
     return {
         "llada": {"gen_length": length, "steps": length, "block_length": 32},
         "dream": {"gen_length": length, "steps": length, "temperature": 0.1, "top_p": 0.9, "alg": "entropy"},
@@ -116,29 +115,29 @@ def _study(length: int) -> dict[str, Mapping[str, Any]]:
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
-        Protocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True,
+        EvalProtocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True,
                  note=_STUDY.format(length=256, more="five examples, one user turn and the flexible number are "
                                                      "the harness's usual ones, our choice.")),
-        Protocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
+        EvalProtocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
                  note=_STUDY.format(length=512, more="the harness's instruct prompt is our choice.")),
-        Protocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
+        EvalProtocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
                  note=_DREAM.format(length=256, more="; gsm8k_cot without examples.")),
-        Protocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
+        EvalProtocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
                  note=_DREAM.format(length=768, more=".")),
     )
 }  # fmt: skip
-PLAIN = "the task's own prompt, and the checkpoint's own lengths and steps"
+PLAIN = "the task's prompt with the checkpoint's lengths and steps"
 
 
-def find(name: str) -> Protocol:
-    """The protocol called `name`; a task's name stands for that task with the checkpoint's own settings.
+def find_protocol(name: str) -> EvalProtocol:
+    """The protocol called `name`; the name of a task gives that task with the checkpoint's settings.
 
     Raises:
-        SettingError: there is none; names the nearest.
+        SettingError: no protocol or task has this name; the message suggests the nearest.
     """
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     if name in NAMES:
-        return Protocol(name, name, note=PLAIN)
+        return EvalProtocol(name, name, note=PLAIN)
     known = [*PROTOCOLS, *NAMES]
     raise SettingError(f"no protocol is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")

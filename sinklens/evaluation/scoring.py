@@ -1,11 +1,11 @@
-"""Verdicts on generated programs: each is run in isolation (sandbox.py), after generation and only on request.
+"""Verdicts on generated programs: each runs in isolation (sandbox/), after generation and only on request.
 
-`score` reads the programs of a ledger's code tasks, runs those that have no verdict yet, and appends one record each to
-``verdicts-N.jsonl`` beside the generations: whether the tests held, what happened, and which isolation was in force.
-`verdicts` gives the verdicts of a run's records, whichever way they were reached.
+`score` reads the programs of a ledger's code tasks, runs those without a verdict, and appends one record for each to
+``verdicts-N.jsonl`` beside the generations: whether the tests passed, what happened, and which isolation was used.
+`verdicts` returns the verdicts of a run's records, whether decided from the text or by running a program.
 
-One way this misleads: a time limit is a verdict too. A program that is right and slow fails, and on a busy machine more
-of them are slow; the record keeps the seconds.
+Caveat: a timeout counts as a failure. A correct but slow program fails, and more programs are slow on a busy machine;
+the record stores the seconds.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import Record, Run, Writer
-from sinklens.evaluation.protocols import Protocol
+from sinklens.evaluation.ledger import LedgerRun, Record, Writer
+from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.tasks import CodeSample, CodeTask
 
-Report = Callable[[Run, int, int], None]
+Report = Callable[[LedgerRun, int, int], None]
 
 
 def score(
@@ -30,42 +30,44 @@ def score(
     require: str = "namespaces",
     progress: Report | None = None,
 ) -> int:
-    """Run the generated programs of a ledger that have no verdict yet. **This executes what a model wrote.**
+    """Run the generated programs of a ledger that have no verdict yet. **This executes model-written code.**
 
     Args:
         ledger: folder of the records.
         paths: local files of published tasks, by the task's name.
-        limits: what a program may use.
+        limits: resource limits of each program.
         require: the weakest isolation to accept; see `run_program`.
-        progress: called with a run, its programs done and its programs in all.
+        progress: called with a run, its number of finished programs and its total.
 
     Returns:
-        How many programs were run.
+        The number of programs that were run.
 
     Raises:
         LedgerError: there is no ledger, or its samples are not those of the task.
-        SinklensError: the isolation cannot be had.
+        SinklensError: the required isolation is not available.
     """
     ran = 0
-    for run in Run.all(Path(ledger)):
+    for run in LedgerRun.all(Path(ledger)):
         task = task_of(run, paths or {})
         if isinstance(task, CodeTask):
             ran += _score_run(run, task, limits, require, progress)
     return ran
 
 
-def task_of(run: Run, paths: Mapping[str, str | Path]) -> Any:
+def task_of(run: LedgerRun, paths: Mapping[str, str | Path]) -> Any:
     """The task that a run's records answer.
 
     Raises:
-        SettingError: this version does not know it.
+        TaskError: this version does not know the task.
     """
-    asked = run.what["protocol"]
-    protocol = Protocol(asked["name"], asked["task"], shots=asked["shots"], extractor=asked["extractor"])
-    return protocol.make_task(paths.get(asked["task"]))
+    recorded = run.what["protocol"]
+    protocol = EvalProtocol(
+        recorded["name"], recorded["task"], shots=recorded["shots"], extractor=recorded["extractor"]
+    )
+    return protocol.make_task(paths.get(recorded["task"]))
 
 
-def _score_run(run: Run, task: CodeTask, limits: Limits | None, require: str, progress: Report | None) -> int:
+def _score_run(run: LedgerRun, task: CodeTask, limits: Limits | None, require: str, progress: Report | None) -> int:
     with Writer(run, kind="verdicts") as writer:
         records, done = run.records(), verdicts(run)
         left = [record for record in records if record["sample"] not in done]
@@ -82,9 +84,13 @@ def _judge(
 ) -> dict[str, Any]:
     sample = samples.get(record["sample"])
     if not isinstance(sample, CodeSample):
-        raise LedgerError(f"sample {record['sample']} is none of the task {task.name}; give the data it was made from.")
+        raise LedgerError(
+            f"sample {record['sample']} is not in the task {task.name}; give the data that it was evaluated on."
+        )
     if hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest() != record["prompt_sha256"]:
-        raise LedgerError(f"sample {sample.id} had another prompt when it was answered; give the data of that time.")
+        raise LedgerError(
+            f"sample {sample.id} had another prompt when it was evaluated; give the data that it was evaluated on."
+        )
     program = f"{sample.stub}{task.extract(record['text'])}"
     outcome = run_program(
         program, sample.test, sample.entry_point, helpers=sample.stub, limits=limits or Limits(), require=require
@@ -101,10 +107,10 @@ def _judge(
     }
 
 
-def verdicts(run: Run) -> dict[str, bool]:
-    """The verdict of every record of a run that has one, by sample.
+def verdicts(run: LedgerRun) -> dict[str, bool]:
+    """The verdicts of a run's records, by sample, for those that have one.
 
-    A program that was not run yet has none; nor has one that was generated anew since.
+    A program that was not run yet has no verdict, and neither has one that was regenerated since it ran.
     """
     records = run.records()
     found = {str(record["sample"]): record["verdict"] for record in records}

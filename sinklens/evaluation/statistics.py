@@ -1,9 +1,9 @@
 """Accuracy with intervals, and paired differences of two runs on the same samples.
 
-Verdicts are booleans, one a sample. Two runs are compared sample by sample: samples that both get right, or both
-wrong, say nothing about their difference.
+Verdicts are booleans, one per sample. Two runs are compared sample by sample: samples that both get right, or both
+wrong, carry no information about the difference.
 
-One way this misleads: intervals that overlap do not mean that a paired difference is nothing. Look at the difference.
+Pitfall: overlapping intervals do not imply that the paired difference is zero. Look at the difference itself.
 """
 
 import math
@@ -23,7 +23,7 @@ class Accuracy:
     """Share of right answers.
 
     Attributes:
-        right, total: samples.
+        right, total: number of samples answered correctly, and in total.
     """
 
     right: int
@@ -31,18 +31,18 @@ class Accuracy:
 
     @property
     def share(self) -> float:
-        """Right answers, in [0, 1]; NaN of none."""
+        """Share of right answers, in [0, 1]; NaN without samples."""
         return self.right / self.total if self.total else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % score interval of `share`."""
+        """Wilson's 95 % score interval of `share`; NaN without samples."""
         from scipy.stats import binomtest
 
         if not self.total:
             return math.nan, math.nan
         low, high = binomtest(self.right, self.total).proportion_ci(confidence_level=0.95, method="wilson")
-        return min(self.share, float(low)), max(self.share, float(high))  # despite rounding, share is inside
+        return min(self.share, float(low)), max(self.share, float(high))  # rounding must not exclude share
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -54,12 +54,12 @@ class Paired:
     """The difference of two runs on the same samples.
 
     Attributes:
-        difference: accuracy of the second less that of the first.
+        difference: accuracy of the second run minus that of the first.
         low, high: 95 % percentile bootstrap interval over samples.
-        lost, gained: samples that only the first, and only the second, got right.
+        lost, gained: number of samples that only the first, or only the second, got right.
         p: McNemar's exact test, two-sided: the probability, if losing and gaining were equally likely, of a split of
-            lost + gained at least as uneven as this.
-        total: samples.
+            lost + gained at least as uneven as this one.
+        total: number of samples.
     """
 
     difference: float
@@ -75,17 +75,15 @@ def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]
     """Compare the verdicts of two runs on the same samples, in the same order.
 
     Raises:
-        SettingError: no sample, or differently many.
+        SettingError: there is no sample, or the numbers of samples differ.
     """
     from scipy.stats import binomtest
 
     if len(base) != len(changed) or not len(base):
-        raise SettingError(
-            f"paired verdicts are of the same samples, one at least; got {len(base)} and {len(changed)}."
-        )
+        raise SettingError(f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.")
     lost, gained = int((base & ~changed).sum()), int((~base & changed).sum())
     rng = np.random.default_rng(seed)
-    # The mean difference of a resample depends only on how many lost and gained samples it holds.
+    # The mean difference of a resample depends only on its numbers of lost and gained samples.
     drawn = rng.multinomial(len(base), np.array([lost, gained, len(base) - lost - gained]) / len(base), RESAMPLES)
     differences = (drawn[:, 1] - drawn[:, 0]) / len(base)
     low, high = np.percentile(differences, [2.5, 97.5])
@@ -94,7 +92,7 @@ def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]
 
 
 def holm(p_values: Mapping[str, float] | Sequence[float]) -> list[float]:
-    """Holm's correction for several tests: adjusted p values, in the order given."""
+    """Holm's correction for multiple tests: adjusted p values, in the given order."""
     values = list(p_values.values()) if isinstance(p_values, Mapping) else list(p_values)
     order = np.argsort(values, kind="stable")
     adjusted, highest = [0.0] * len(values), 0.0

@@ -1,12 +1,12 @@
-"""What ledgers say: accuracy under each condition, paired with the unmasked self of the same model.
+"""Tables of a ledger: accuracy under each condition, paired with the unmasked run of the same model.
 
-Runs that differ in nothing but their condition form a *group*: one model, asked in one way. In a group every condition
-is compared with "unmasked" on the samples that both have, and masked sinks also with the same number of random keys,
-chosen and masked in the same way (of several seeds, the first). p values (McNemar's exact test) are corrected by Holm's
-method over the comparisons of one kind, with "unmasked" or with random keys, of a group.
+Runs that differ only in their condition form a *group*: one model under one protocol. Within a group every condition is
+compared with "unmasked" on the samples that both have, and masked sinks also with the same number of random keys,
+selected and masked in the same manner (the first of several seeds). p values (McNemar's exact test) are corrected by
+Holm's method over a group's comparisons of one kind, with "unmasked" or with random keys.
 
-One way this misleads: the same model gives other last bits on another kind of device, and with them other answers. Runs
-of different device types are not paired unless that is asked for.
+Caveat: a model's results differ in the last bits between device types, and so can its answers. Runs on different device
+types are not paired unless requested.
 """
 
 import json
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.ledger import Record, Run
+from sinklens.evaluation.ledger import LedgerRun, Record
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-# Rulli et al., 2510.15731, Table 1: accuracy with 0, 1, 5 and 10 sinks masked. They say "instruct" of the checkpoints
-# without naming them; these are the models' own of that kind.
+# Rulli et al., 2510.15731, Table 1: accuracy with 0, 1, 5 and 10 sinks masked. They call the checkpoints "instruct"
+# without naming them; these are the published instruct checkpoints of each model.
 PAPER = {
     "gsm8k": {
         "Dream-v0-Instruct-7B": {0: 0.82, 1: 0.79, 5: 0.78, 10: 0.75},
@@ -54,20 +54,20 @@ class Line:
     """One condition of one group.
 
     Attributes:
-        task, protocol, model: names; `model` tells apart groups that would share one.
+        task, protocol, model: names; `model` includes what distinguishes groups that would share a name.
         condition, masked, pick: as in `Condition`.
-        accuracy: of all its samples.
-        against_unmasked: paired with the unmasked run; None for that run, and where there is none.
-        against_random: paired with the same number of random keys, masked in the same way; None where that does not
+        accuracy: over all samples with a verdict.
+        against_unmasked: paired with the unmasked run; None for the unmasked run, or if there is no such run.
+        against_random: paired with the same number of random keys, masked in the same manner; None where this does not
             apply.
         chance: expected accuracy of a guess, in [0, 1].
-        empty, masks, unended: shares of answers that are empty, hold masks, have no end.
-        per_second: samples, over the time that the model ran.
-        sinks: per head and step, by the paper's definition.
-        devices: types.
-        paper: accuracy in the paper's Table 1 where model and task are the same, else None.
-        unscored: samples whose generated program was not run yet; they have no part in any number, unless that is all
-            of them: then `accuracy` is of none, and the shares are of these.
+        empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
+        per_second: samples per second of model time.
+        sinks: sinks per head and step, by the paper's definition.
+        devices: device types.
+        paper: accuracy in the paper's Table 1 for the same model and task, else None.
+        unscored: samples whose generated program has not been run. They are excluded from all other numbers, unless
+            no program has been run: then `accuracy` has no samples, and the shares are over the unscored ones.
     """
 
     task: str
@@ -92,9 +92,9 @@ class Line:
 
 @dataclass(frozen=True)
 class _Read:
-    """A run with its records that have a verdict (all if none has), the verdicts by sample, and how many have none."""
+    """A run, its records that have a verdict (or all, if none has), the verdicts by sample, and the unscored count."""
 
-    run: Run
+    run: LedgerRun
     records: Mapping[str, Record]
     verdicts: Mapping[str, bool]
     unscored: int
@@ -112,16 +112,16 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     """Every condition of every group of a ledger, groups in order of task, protocol and model.
 
     Args:
-        mixed_devices: pair runs of different device types all the same.
+        mixed_devices: pair runs on different device types, too.
 
     Raises:
-        LedgerError: no ledger, no finished sample in it, or conditions that were given different data.
-        SettingError: runs are of different device types.
+        LedgerError: there is no ledger, it holds no finished sample, or conditions were evaluated on different data.
+        SettingError: runs to pair were made on different device types.
 
     Warns:
-        UserWarning: generated programs that were not run yet, by run; see `Line.unscored`.
+        UserWarning: generated programs have not been run, listed by run; see `Line.unscored`.
     """
-    read = [_read(run) for run in Run.all(Path(ledger))]
+    read = [_read(run) for run in LedgerRun.all(Path(ledger))]
     left_out = _unscored(read, ledger)
     if left_out:
         warnings.warn(left_out, stacklevel=2)
@@ -130,7 +130,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
         if one.records:
             groups.setdefault(json.dumps(_group(one.run), sort_keys=True), []).append(one)
     if not groups:
-        raise LedgerError(f"{ledger} holds no finished sample yet; run `sinklens evaluate` again to go on.")
+        raise LedgerError(f"{ledger} holds no finished sample yet; rerun `sinklens evaluate` to resume.")
     names = _names([json.loads(key) for key in groups])
     lines = []
     for name, members in zip(names, groups.values(), strict=True):
@@ -138,7 +138,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     return sorted(lines, key=lambda line: (line.task, line.protocol, line.model))
 
 
-def _read(run: Run) -> _Read:
+def _read(run: LedgerRun) -> _Read:
     records = {str(record["sample"]): record for record in run.records()}
     found = verdicts(run) if records else {}
     kept = {sample: records[sample] for sample in records if sample in found or not found}
@@ -146,17 +146,17 @@ def _read(run: Run) -> _Read:
 
 
 def _unscored(read: Sequence[_Read], ledger: str | Path) -> str:
-    """What is still to be scored, and how; empty if nothing is."""
+    """The warning about unscored programs; empty if there are none."""
     left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
     if not left:
         return ""
     return (
-        f"Generated programs that have not been run have no part in any accuracy: {', '.join(left)}. "
+        f"Generated programs that have not been run are excluded from all accuracies: {', '.join(left)}. "
         f"`sinklens score {ledger} --run-generated-code` runs them, in isolation."
     )
 
 
-def _group(run: Run) -> dict[str, Any]:
+def _group(run: LedgerRun) -> dict[str, Any]:
     return {name: value for name, value in run.what.items() if name != "condition"}
 
 
@@ -168,24 +168,24 @@ def _order(read: _Read) -> tuple[float | int, int, str]:
 
 
 def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """The model's name of each group; where several share it, with what tells them apart."""
+    """The model's name for each group, with the settings that distinguish groups of the same name."""
     found = []
     for group in groups:
-        rivals = [other for other in groups if _asked(other) == _asked(group)]
+        namesakes = [other for other in groups if _label(other) == _label(group)]
         differing = sorted(
-            {name for rival in rivals for name, value in _flat(rival) if (name, value) not in _flat(group)}
+            {name for other in namesakes for name, value in _flat(other) if (name, value) not in _flat(group)}
         )
-        own = [f"{name.rpartition('.')[2]} {value}" for name, value in _flat(group) if name in differing]
-        found.append(f"{group['model']} ({', '.join(own)})" if own else str(group["model"]))
+        details = [f"{name.rpartition('.')[2]} {value}" for name, value in _flat(group) if name in differing]
+        found.append(f"{group['model']} ({', '.join(details)})" if details else str(group["model"]))
     return found
 
 
-def _asked(group: Mapping[str, Any]) -> tuple[str, str]:
+def _label(group: Mapping[str, Any]) -> tuple[str, str]:
     return str(group["protocol"]["name"]), str(group["model"])
 
 
 def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Names and values, of the inner dictionaries too; hashes and what follows from other entries are left out."""
+    """Names and values as text, with nested dictionaries flattened; of the protocol only the settings of the task."""
     found = []
     for name, value in sorted(group.items()):
         if isinstance(value, Mapping) and name != "protocol":
@@ -199,11 +199,11 @@ def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
 
 def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Line]:
     base = next((one for one in members if not one.condition["hooks"]), None)
-    random = {_way(one): one for one in reversed(members) if one.condition["pick"] == "random"}
+    random = {_masking_key(one): one for one in reversed(members) if one.condition["pick"] == "random"}
     lines = []
     for one in members:
         condition = one.condition
-        control = random.get(_way(one)) if condition["pick"] in ("strongest", "steady") else None
+        control = random.get(_masking_key(one)) if condition["pick"] in ("strongest", "steady") else None
         lines.append(
             _line(
                 name, one,
@@ -214,22 +214,22 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
     return _corrected(lines)
 
 
-def _way(read: _Read) -> str:
-    """How many keys are masked and how, whichever they are."""
+def _masking_key(read: _Read) -> str:
+    """The number of masked keys and all masking settings except which keys are picked."""
     hooks = [re.sub(r"pick='\w*'|seed=\d+", "", hook) for hook in read.condition["hooks"]]
     return json.dumps([read.condition["masked"], hooks])
 
 
 def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
-    """Paired verdicts of the samples that both have; None where there are none."""
+    """Paired verdicts on the samples that both runs have; None if they share none."""
     if not base.verdicts or not changed.verdicts:
         return None
     devices = base.devices | changed.devices
     if len(devices) > 1 and not mixed_devices:
         raise SettingError(
             f"{base.run.what['model']} ran on {' and '.join(sorted(devices))} under {base.condition['name']!r} and "
-            f"{changed.condition['name']!r}, and verdicts of different device types are not paired. Run both on one, "
-            f"or give mixed_devices=True (--mixed-devices)."
+            f"{changed.condition['name']!r}, and verdicts from different device types are not paired. Run both on one "
+            f"device type, or give mixed_devices=True (--mixed-devices)."
         )
     shared = sorted(base.verdicts.keys() & changed.verdicts.keys())
     if not shared:
@@ -237,9 +237,9 @@ def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
     for sample in shared:
         if base.records[sample].get("prompt_sha256") != changed.records[sample].get("prompt_sha256"):
             raise LedgerError(
-                f"{base.run.what['model']} was given another prompt of {sample} under {base.condition['name']!r} than "
-                f"under {changed.condition['name']!r}: their data differ, and nothing can be paired. Evaluate one of "
-                f"them anew, or put the data apart in two folders ({base.run.folder}, {changed.run.folder})."
+                f"{base.run.what['model']} got different prompts for {sample} under {base.condition['name']!r} and "
+                f"{changed.condition['name']!r}, so their verdicts cannot be paired. Evaluate one of them again on the "
+                f"data of the other, or keep them in separate folders ({base.run.folder}, {changed.run.folder})."
             )
     first, second = (np.array([one.verdicts[sample] for sample in shared]) for one in (base, changed))
     return paired(first, second)
@@ -275,14 +275,14 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
 
 
 def _published(what: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
-    """The paper's accuracy, for its own models, tasks and conditions (one set of keys per head)."""
-    usual = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
+    """The paper's accuracy, for the models, tasks and conditions it covers (one set of keys per head)."""
+    in_paper = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
     numbers = PAPER.get(str(what["protocol"]["task"]).split("-")[0], {}).get(str(what["model"]).split("/")[-1], {})
-    return numbers.get(condition["masked"]) if usual else None
+    return numbers.get(condition["masked"]) if in_paper else None
 
 
 def _corrected(lines: list[Line]) -> list[Line]:
-    """Lines with Holm's correction of p over the comparisons of one kind."""
+    """The lines with p values corrected by Holm's method over the comparisons of each kind."""
     for kind in ("against_unmasked", "against_random"):
         places = [place for place, line in enumerate(lines) if getattr(line, kind) is not None]
         adjusted = holm([getattr(lines[place], kind).p for place in places])
@@ -292,7 +292,7 @@ def _corrected(lines: list[Line]) -> list[Line]:
 
 
 def frame(lines: Sequence[Line]) -> "DataFrame":
-    """All lines as a table of plain numbers; `p` columns are corrected."""
+    """All lines as a table of plain numbers; `p` columns are Holm-corrected."""
     import pandas as pd
 
     rows = []

@@ -1,11 +1,11 @@
-"""Units of work: one sample of a task, put to one model under one condition, becomes one record.
+"""Units of work: one sample of a task, answered by one model under one condition, becomes one record.
 
-Units are carried out in batches of samples that have one condition. A row's answer does not depend on its batch (see
-`sinklens.generate`), so neither does a verdict, and batches can be made and divided among processes in any way. Equal
-prompts, of which one batch would draw different random numbers for each, go into different batches; so they get equal
-answers.
+Units run in batches of samples under one condition. A row's answer does not depend on its batch (see
+`sinklens.generate`), so neither does a verdict, and units can be grouped into batches and divided among processes
+arbitrarily. Equal prompts go into different batches, because one batch would draw different random numbers for each;
+so they get equal answers.
 
-One way this misleads: the seconds of a record are those of its batch, divided by its rows. They tell throughput, not
+Caveat: the seconds of a record are those of its batch divided by the number of rows. They measure throughput, not
 latency.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record
-from sinklens.evaluation.protocols import Protocol
+from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.interventions import Intervention
 from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
@@ -44,8 +44,8 @@ class Batch:
     """Units that run together.
 
     Attributes:
-        condition: of all of them.
-        samples: one unit each.
+        condition: the condition of all units.
+        samples: the samples, one unit each.
     """
 
     condition: Condition
@@ -53,58 +53,60 @@ class Batch:
 
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    """Samples in batches of similar length, equal prompts apart; an order that depends on the samples alone."""
-    ordered = sorted(samples, key=lambda sample: (len(_asked(sample)), sample.id))
+    """Group samples of similar length, keeping equal prompts apart; the order depends only on the samples."""
+    ordered = sorted(samples, key=lambda sample: (len(_model_input(sample)), sample.id))
     seen: Counter[str | Ids] = Counter()
     rounds: list[list[Sample]] = []
     for sample in ordered:
-        asked = _asked(sample)
-        if seen[asked] == len(rounds):
+        model_input = _model_input(sample)
+        if seen[model_input] == len(rounds):
             rounds.append([])
-        rounds[seen[asked]].append(sample)
-        seen[asked] += 1
+        rounds[seen[model_input]].append(sample)
+        seen[model_input] += 1
     for part in rounds:
         for start in range(0, len(part), size):
             yield Batch(condition, tuple(part[start : start + size]))
 
 
-def _asked(sample: Sample) -> str | Ids:
-    """What the model is given: a text, or token ids."""
+def _model_input(sample: Sample) -> str | Ids:
+    """What the model is given: text or token ids."""
     ids = sample.ids if isinstance(sample, IdSample) else None
     return sample.prompt + sample.opening if ids is None else ids
 
 
 def prompt_hash(sample: Sample) -> str:
-    """Of what the model is given; tells two samples of one name apart."""
-    asked = _asked(sample)
-    return hashlib.sha256((asked if isinstance(asked, str) else json.dumps(asked)).encode()).hexdigest()
+    """SHA-256 of the model's input; distinguishes different samples with the same id."""
+    given = _model_input(sample)
+    return hashlib.sha256((given if isinstance(given, str) else json.dumps(given)).encode()).hexdigest()
 
 
 def reference_hash(sample: Sample) -> str:
-    """Of what the answer is compared with."""
+    """SHA-256 of the reference that the answer is compared with."""
     ids = sample.expected if isinstance(sample, IdSample) else None
     return hashlib.sha256((sample.reference if ids is None else json.dumps(ids)).encode()).hexdigest()
 
 
-def identity(model: "Model", condition: Condition, task: Task, protocol: Protocol, seed: int) -> dict[str, Any]:
-    """Everything that decides a verdict but the data, as plain JSON values: what a ledger's run is told apart by.
+def identity(model: "Model", condition: Condition, task: Task, protocol: EvalProtocol, seed: int) -> dict[str, Any]:
+    """The identity of a run in a ledger: everything except the data that determines a verdict, as plain JSON values.
 
     Raises:
-        PromptError: the task is text and the model has no tokenizer, or token ids are expected that the model cannot
-            answer; nothing has been written yet.
+        PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that the
+            model cannot generate; nothing has been written yet.
     """
     settings = settings_for(model, protocol.of(model.family_record.sampler))
     given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
     if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
         raise PromptError(
-            f"{model.name} has no tokenizer, and the prompts of this task are text. Put the files of one "
+            f"{model.name} has no tokenizer, and the prompts of this task are text. Put a tokenizer's files "
             f"(tokenizer.json, tokenizer_config.json) into its folder, or give prompts and expected answers as token "
             f"ids (--prompts FILE)."
         )
     for sample in given:
         _check_length(model, sample, settings.gen_length)
     return {
-        "model": Path(model.name).resolve().name if Path(model.name).is_dir() else model.name,  # wherever it lies
+        "model": Path(model.name).resolve().name
+        if Path(model.name).is_dir()
+        else model.name,  # independent of the location
         "family": model.family,
         "sampler": model.family_record.sampler,
         "revision": model.checkpoint.revision or "",
@@ -112,29 +114,29 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: Protoco
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "condition": condition.described(),
         "protocol": {"name": protocol.name} | {key: value for key, value in protocol.what.items() if key != "settings"},
-        "task": _told(task),
+        "task": _task_settings(task),
         "settings": asdict(settings),
         "seed": seed,
     }
 
 
 def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
-    """Refuse expected ids that no answer of this length can be."""
+    """Refuse expected ids whose length no answer can have."""
     length = len(before_end(sample.expected or (), model.eos_token_ids))
     if sample.expected is None or length == gen_length or (length < gen_length and model.eos_token_ids):
         return
-    has = f"at most {gen_length}" if model.eos_token_ids else f"no end token, so always {gen_length}"
+    possible = f"at most {gen_length}" if model.eos_token_ids else f"always {gen_length}, as it has no end token"
     raise PromptError(
-        f"{sample.id} expects {length} tokens, and an answer of {model.name} has {has} (gen_length); change "
-        f"--gen-length, or the file."
+        f"{sample.id} expects {length} tokens, but the number of tokens {model.name} generates is {possible} "
+        f"(gen_length); change --gen-length or the file."
     )
 
 
-def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed: int) -> list[Record]:
-    """The records of a batch, in its order.
+def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, seed: int) -> list[Record]:
+    """Run a batch and return its records, in its order.
 
     Raises:
-        PromptError: a prompt does not fit the model; names the samples of the batch.
+        PromptError: a prompt does not fit the model; the message names the samples of the batch.
     """
     started = time.perf_counter()
 
@@ -145,7 +147,7 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
 
     def unmasked() -> SinkTrack:
         track = run_with(()).sinks
-        assert track is not None, "sinks are recorded unless that is declined"
+        assert track is not None, "sinks are recorded by default"
         return track
 
     try:
@@ -172,30 +174,32 @@ def carry_out(model: "Model", task: Task, protocol: Protocol, batch: Batch, seed
 
 
 def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
-    """The ids of a prompt as one user turn or as it is, and behind it the beginning that its answer is given.
+    """The ids of a prompt, as one user turn or as plain text, followed by the given opening of its answer.
 
     Raises:
-        PromptError: the model has no tokenizer, or no chat template where one is asked for.
+        PromptError: the model has no tokenizer, or no chat template although one is requested.
     """
-    asked = _asked(sample)
-    if not isinstance(asked, str):
+    given = _model_input(sample)
+    if not isinstance(given, str):
         if chat_template:
-            raise PromptError(f"{sample.id} is token ids, which a chat template cannot be put around; leave it off.")
-        return list(asked)
+            raise PromptError(
+                f"{sample.id} consists of token ids, to which a chat template cannot be applied; drop it."
+            )
+        return list(given)
     if not chat_template:
         return model.encode(sample.prompt + sample.opening)[0][0].tolist()
     ids = model.encode(sample.prompt, chat_template=True)[0][0].tolist()
-    assert model.tokenizer is not None, "encode has refused text without one"
+    assert model.tokenizer is not None, "encode refuses text without a tokenizer"
     return ids + list(model.tokenizer(sample.opening, add_special_tokens=False).input_ids if sample.opening else [])
 
 
-def _told(task: Task) -> dict[str, Any]:
-    """A task's own settings; where its files lie is none of them."""
+def _task_settings(task: Task) -> dict[str, Any]:
+    """A task's settings, without the location of its files."""
     if not is_dataclass(task):
         return {}
-    told = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
+    found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
     plain = (str, int, float, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
+    return {name: value if isinstance(value, plain) else str(value) for name, value in found.items()}
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
@@ -221,30 +225,31 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
 
 
 def _steps(run: "Generation", row: int) -> int:
-    """Steps that a row took part in: of an autoregressive run, up to its end."""
+    """The number of steps of a row; in an autoregressive run, up to its end token."""
     answer = run.answers[row]
     return answer.tokens + answer.ended if run.model.family_record.causal else run.steps_run
 
 
 def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarray]:
-    """A run's sinks in three numbers per row.
+    """Summarize a run's sinks in three numbers per row.
 
     Args:
-        steps: per row, the first so many count.
+        steps: for each row, the number of leading steps that count.
 
     Returns:
         "per_head": sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"); "main_score": mean
-        over heads and steps of the largest score; "static_share": heads whose strongest key never moves, in [0, 1].
+        over heads and steps of the largest score; "static_share": share of heads whose strongest key never moves, in
+        [0, 1].
     """
     assert run.sinks is not None
     found: dict[str, list[float]] = {"per_head": [], "main_score": [], "static_share": []}
     for row, count in enumerate(steps):
-        own = run.sinks.isel(batch=[row], step=slice(0, count))
-        score = own.scores()
+        row_sinks = run.sinks.isel(batch=[row], step=slice(0, count))
+        score = row_sinks.scores()
         exists = score.notnull().any("pos")
-        found["per_head"].append(float(own.detect().sum() / exists.sum()))
+        found["per_head"].append(float(row_sinks.detect().sum() / exists.sum()))
         found["main_score"].append(float(score.max("pos").mean()))
-        found["static_share"].append(float(static_share(own).mean()))
+        found["static_share"].append(float(static_share(row_sinks).mean()))
     return {name: np.array(values) for name, values in found.items()}
 
 

@@ -1,11 +1,11 @@
-"""What a task is: samples with a prompt each, and a verdict on what a model answered.
+"""Tasks: samples with prompts, and verdicts on a model's answers.
 
-A `Task` holds every setting that moves a score (examples in the prompt, how the answer is read) in its own fields, so
-two tasks that are equal ask and judge alike. A *verdict* is True or False where the text alone decides. Where a program
-has to run it is None; `sinklens.evaluation.sandbox` runs programs, nothing here does.
+A `Task` keeps every setting that can change a score (examples in the prompt, how the answer is read) in its fields, so
+equal tasks have equal prompts and verdicts. A *verdict* is True or False if the text alone decides. It is None if a
+program has to run; `sinklens.evaluation.sandbox` runs programs, this package does not.
 
-One way this fails: text after the answer is judged with it. `Task.stop` says where an answer ends, and a verdict looks
-at nothing behind it, whether or not the generation was cut there.
+Pitfall: text after the answer must not be judged with it. `Task.stop` defines where an answer ends, and a verdict
+ignores everything after that, whether or not the generation was cut there.
 """
 
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ from sinklens.errors import TaskError
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing to answer.
+    """One prompt of a task and its reference answer.
 
     Attributes:
         id: unique within its task and the same in every run, e.g. "tiny-gsm/17".
-        prompt: the text a model is given, as one user turn where there is a chat template.
-        reference: a right answer in full, as it would follow the prompt.
-        opening: what the answer is made to begin with: it follows the prompt, or stands at the start of the
-            assistant's turn; not part of `reference` and not of the text that a verdict is given.
-        kind: what kind of sample it is, for tables; "" where there are no kinds.
+        prompt: the text given to the model; one user turn if a chat template is used.
+        reference: a complete correct answer, as it would follow the prompt.
+        opening: prefix that the answer is forced to begin with, after the prompt or at the start of the assistant's
+            turn; part of neither `reference` nor the text passed to a verdict.
+        kind: category of the sample, for tables; "" if there are no categories.
         chance: the probability that the guess described in `Task.guess` is right.
     """
 
@@ -42,7 +42,7 @@ class CodeSample(Sample):
     """A function to complete.
 
     Attributes:
-        stub: signature and docstring, which the completion is put behind.
+        stub: signature and docstring; the completion is appended to it.
         test: code that defines ``check(candidate)``.
         entry_point: name of the function.
     """
@@ -53,21 +53,21 @@ class CodeSample(Sample):
 
 
 class Task(ABC):
-    """Samples and how answers to them are judged; subclasses are frozen dataclasses of their settings."""
+    """Base class of tasks: samples, and verdicts on answers; subclasses are frozen dataclasses of their settings."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """As `sinklens.tasks.find` knows it."""
+        """The task's name in `sinklens.tasks.find_task`."""
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end an answer; none of them belongs to it."""
+        """Texts that end an answer and are not part of it."""
         return ()
 
     @property
     def guess(self) -> str:
-        """The guess that `chance` is the accuracy of; "" where answers are open and `chance` is 0."""
+        """Description of the guess whose accuracy is `chance`; "" if answers are open-ended and `chance` is 0."""
         return ""
 
     @property
@@ -77,7 +77,7 @@ class Task(ABC):
 
     @abstractmethod
     def samples(self, limit: int | None = None) -> Sequence[Sample]:
-        """The first `limit` samples, or all, in a fixed order.
+        """Return the first `limit` samples, or all, in a fixed order.
 
         Raises:
             TaskError: the data cannot be read.
@@ -85,17 +85,17 @@ class Task(ABC):
 
     @abstractmethod
     def extract(self, text: str) -> str | None:
-        """What a verdict reads out of `text`; None if there is nothing to read."""
+        """The part of `text` that a verdict compares; None if there is no such part."""
 
     @abstractmethod
     def verdict(self, sample: Sample, text: str) -> bool | None:
-        """Whether `text` answers `sample`; None if a program has to run to tell."""
+        """Whether `text` answers `sample` correctly; None if a program has to run to decide."""
 
     def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
-        """`verdict`, for tasks that may also look at token ids.
+        """Like `verdict`, for tasks that may also look at token ids.
 
         Args:
-            text: the answer; "" of a model without a tokenizer.
+            text: the answer; "" for a model without a tokenizer.
             ids: the answer's tokens before the first end token.
             end_ids: the model's end tokens.
         """
@@ -106,7 +106,7 @@ class CodeTask(Task):
     """A task whose answers are programs in HumanEval's format."""
 
     def verdict(self, sample: Sample, text: str) -> None:
-        """Never known from the text: the completion has to run."""
+        """Always None: the text does not decide, the completion has to run."""
 
     def extract(self, text: str) -> str:
         """The completion up to the first of `stop`."""
@@ -123,20 +123,20 @@ def cut(text: str, stop: Iterable[str]) -> str:
 
 
 def check_limit(limit: int | None) -> None:
-    """Refuse a number of samples that is not at least 1.
+    """Refuse a limit below 1.
 
     Raises:
-        TaskError: it is 0 or negative.
+        TaskError: `limit` is 0 or negative.
     """
     if limit is not None and limit < 1:
         raise TaskError(f"limit is {limit}; give the number of samples, at least 1, or None for all.")
 
 
 def check_held_out(size: int, most: int) -> None:
-    """Refuse a number of held-out problems that are not there: those beyond `most` may have been trained on.
+    """Refuse more held-out problems than `most`: further ones may have been trained on.
 
     Raises:
         TaskError: `size` is not between 0 and `most`.
     """
     if not 0 <= size <= most:
-        raise TaskError(f"{most} problems are held out, and those beyond may have been trained on; got {size}.")
+        raise TaskError(f"size must be 0 to {most}, the number of held-out problems; got {size}.")

@@ -1,16 +1,16 @@
-"""GSM8K, asked and judged as lm-evaluation-harness 0.4 does: the tasks gsm8k, gsm8k_cot and gsm8k_cot_zeroshot.
+"""GSM8K with the prompts and verdicts of lm-evaluation-harness 0.4: gsm8k, gsm8k_cot and gsm8k_cot_zeroshot.
 
-A *style* is the wording of the prompt and the sentence that the answer ends with. Two extractors read a number out of
-an answer: the *strict* one wants that sentence (``#### 42``, ``The answer is 42.``) and takes the first, the *flexible*
-one takes the last number there is. Commas, dollar signs and one final full stop are dropped on both sides; what is left
-is compared as text, so ``42.0`` is not ``42``, a unit behind the number does no harm, and of a fraction the flexible
-extractor sees the denominator alone.
+A *style* is the wording of the prompt and the sentence that the answer ends with. Two extractors read a number from an
+answer: *strict* looks for that sentence (``#### 42``, ``The answer is 42.``) and takes its first occurrence, *flexible*
+takes the last number. Commas, dollar signs and one final full stop are removed from both numbers, and the rest is
+compared as text: ``42.0`` is not ``42``, a unit after the number is ignored, and of a fraction the flexible extractor
+sees only the denominator.
 
-Examples in the prompt: in the style ``gsm8k`` problem i is preceded by the i-th draw of five training problems from a
-generator seeded with 1234, as in a whole run of the harness; in the chain-of-thought styles by the first ones of a file
-that is given, because the harness keeps a fixed list of its own.
+Few-shot examples: in the style ``gsm8k`` problem i follows the i-th draw of five training problems from a generator
+seeded with 1234, as in a complete run of the harness. In the chain-of-thought styles it follows the first examples of
+a file you provide, because the harness's fixed list is not included here.
 
-One way this fails: the draw depends on the order of the training file. Use the published one.
+Pitfall: the draw depends on the order of the training file. Use the published one.
 Source: Cobbe et al. 2021 (arXiv 2110.14168); EleutherAI/lm-evaluation-harness.
 """
 
@@ -33,15 +33,15 @@ Extractor = Literal["strict", "flexible"]
 
 
 class Style(NamedTuple):
-    """How a problem is put.
+    """The wording of prompts and answers.
 
     Attributes:
-        question: the prompt, ``{}`` where the question stands.
-        ending: the sentence that the strict extractor looks for; the number is its group.
-        sentence: the same to be written, ``{}`` where the number stands.
+        question: the prompt, with ``{}`` for the question.
+        ending: pattern of the sentence that the strict extractor looks for; its group is the number.
+        sentence: format of that sentence, with ``{}`` for the number.
         stop: texts that end an answer.
-        shots: examples in the prompt if the caller does not say.
-        drawn: whether examples are drawn from the training set; else they are the first of a file.
+        shots: default number of examples in the prompt.
+        drawn: whether examples are drawn from the training set; otherwise they are the first of a file.
     """
 
     question: str
@@ -80,13 +80,13 @@ class Gsm8k(Task):
     """The 1,319 test problems.
 
     Attributes:
-        path: the test set as a JSON Lines file, or a folder with ``test.jsonl`` (and ``train.jsonl``); None fetches
+        path: the test set as a JSON Lines file, or a folder with ``test.jsonl`` (and ``train.jsonl``); None downloads
             openai/gsm8k from the hub.
         style: one of `STYLES`.
-        shots: examples in the prompt; None for as many as the harness gives.
-        extractor: which number of an answer counts.
-        examples: the file that examples are taken from, with the same fields; None for ``train.jsonl`` beside `path`,
-            or the hub's training set. The chain-of-thought styles need one where `shots` is not 0.
+        shots: examples in the prompt; None for the harness's default.
+        extractor: which number of an answer counts, "strict" or "flexible".
+        examples: file of examples with the same fields; None for ``train.jsonl`` next to `path`, or the hub's training
+            set. The chain-of-thought styles need one unless `shots` is 0.
     """
 
     path: Path | None = None
@@ -130,19 +130,19 @@ class Gsm8k(Task):
         ]
 
     def _worked(self, record: Record) -> str:
-        """A right answer, its last sentence the style's."""
+        """The worked answer, ending in the style's sentence."""
         work, _, number = record["answer"].rpartition("#### ")
         return f" {work}{self._style.sentence.format(number.strip())}"
 
     def _before(self, count: int) -> list[str]:
-        """What stands before each problem's question: its examples, each followed by an empty line."""
+        """The text before each problem's question: its examples, each followed by an empty line."""
         shots = self._style.shots if self.shots is None else self.shots
         if shots == 0:
             return [""] * count
         pool = self._pool()
         if len(pool) < shots:
             raise TaskError(
-                f"{shots} examples were asked for and there are {len(pool)}; give fewer shots or more examples."
+                f"shots is {shots}, but there are only {len(pool)} examples; give fewer shots or more examples."
             )
         if not self._style.drawn:
             return [self._written(pool[:shots])] * count
@@ -158,8 +158,8 @@ class Gsm8k(Task):
             return read_file(self.examples, FIELDS)
         if not self._style.drawn:
             raise TaskError(
-                f"the style {self.style!r} takes its examples from a file; give one as `examples` (fields question and "
-                "answer, each answer ending in 'The answer is 42.'), or shots=0."
+                f"the style {self.style!r} reads its examples from a file; pass one as `examples` (fields question and "
+                "answer, each answer ending in 'The answer is 42.'), or set shots=0."
             )
         if self.path is None:
             return read_hub(HubSet("openai/gsm8k", "main", "train"), FIELDS)
@@ -167,19 +167,19 @@ class Gsm8k(Task):
         return read_file(choose(folder, ("train.jsonl", "train.jsonl.gz")), FIELDS)
 
     def extract(self, text: str) -> str | None:
-        """The number, as the harness compares it; None where the extractor finds none."""
+        """The number in the form that the harness compares; None if the extractor finds none."""
         answer = cut(text, self.stop)
         found = strict(answer, self._style.ending) if self.extractor == "strict" else flexible(answer)
         return None if found is None else normal(found)
 
     def verdict(self, sample: Sample, text: str) -> bool:
-        """Whether the extracted number is written like the right one."""
+        """Whether the extracted number equals the correct one as text."""
         number = _last(self._style.ending.findall(sample.reference))
         return number is not None and self.extract(text) == normal(number)
 
 
 def strict(text: str, ending: re.Pattern[str] = STYLES["gsm8k"].ending) -> str | None:
-    """The number of the first `ending` in `text`; None where there is none.
+    """The number of the first `ending` in `text`; None if there is none.
 
     >>> strict("16 - 7 = 9 eggs, so $18.\\n#### 18 dollars")
     '18'
@@ -189,10 +189,10 @@ def strict(text: str, ending: re.Pattern[str] = STYLES["gsm8k"].ending) -> str |
 
 
 def flexible(text: str) -> str | None:
-    """The last number in `text`; None where there is none.
+    """The last number in `text`; None if there is none.
 
-    A number is two or more of the characters ``$0-9.,``, or digits, with or without a minus sign; so ``$5`` is one and
-    ``..`` is one too, as in the harness.
+    A number is two or more of the characters ``$0-9.,``, or digits, with or without a minus sign; ``$5`` counts, and so
+    does ``..``, as in the harness.
 
     >>> flexible("She makes 9 * 2 = $18 every day, not 20%.")
     '20'
@@ -201,7 +201,7 @@ def flexible(text: str) -> str | None:
 
 
 def normal(number: str) -> str:
-    """`number` as it is compared: without commas, dollar signs, anything up to ``####`` and one final full stop.
+    """Normalize `number` for comparison: drop commas, dollar signs, anything up to ``####`` and one final full stop.
 
     >>> normal("$1,234.")
     '1234'

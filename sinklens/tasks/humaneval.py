@@ -1,15 +1,15 @@
-"""HumanEval, asked as lm-evaluation-harness 0.4 does: the tasks humaneval and humaneval_instruct.
+"""HumanEval with the prompts of lm-evaluation-harness 0.4: the tasks humaneval and humaneval_instruct.
 
-In the style ``humaneval`` the prompt is signature and docstring, and the answer goes on with the body. In the style
-``humaneval-instruct`` the prompt asks for a solution and the answer is made to open with the function in a code block,
-so that what is generated is again the body. A completion ends at the first line that is no longer part of the function
-(``class``, ``def``, ``#``, ``if`` or ``print`` at its start), in the instruct style also where the code block ends.
+In the style ``humaneval`` the prompt is the signature and docstring, and the answer continues with the body. In the
+style ``humaneval-instruct`` the prompt requests a solution and the answer is forced to begin with the signature in a
+code block, so the model again generates the body. A completion ends at the first line outside the function (starting
+with ``class``, ``def``, ``#``, ``if`` or ``print``), in the instruct style also at the end of the code block.
 
-Whether it is right is only known by running it with its test, which `sinklens.evaluation` does in isolation: a model's
-program may do anything.
+Only running a completion with its test shows whether it is correct. `sinklens.evaluation` does this in isolation,
+because a model's program may do anything.
 
-One way this fails: a prompt that defines helper functions of its own is kept whole, but a completion that adds one at
-the start of a line loses it.
+Limitation: helper functions in the prompt are kept, but a helper that a completion defines at the start of a line is
+cut off.
 Source: Chen et al. 2021 (arXiv 2107.03374); EleutherAI/lm-evaluation-harness.
 """
 
@@ -33,7 +33,7 @@ class HumanEval(CodeTask):
     """The 164 problems.
 
     Attributes:
-        path: a JSON Lines file, gzipped or not, or the folder of ``HumanEval.jsonl``; None fetches
+        path: a JSON Lines file, optionally gzipped, or the folder of ``HumanEval.jsonl``; None downloads
             openai/openai_humaneval from the hub.
         style: one of `STYLES`.
     """
@@ -77,16 +77,16 @@ class HumanEval(CodeTask):
 
 
 def _require_distinct(samples: Sequence[CodeSample], records: Sequence[Record]) -> None:
-    """Refuse records that would be one sample: what is recorded of one would be taken for the other.
+    """Refuse records that would share a sample id, and so each other's results.
 
     Raises:
-        TaskError: two `task_id` end alike.
+        TaskError: two values of `task_id` have the same ending.
     """
     first: dict[str, str] = {}
     for sample, record in zip(samples, records, strict=True):
         if sample.id in first:
             raise TaskError(
-                f"the task_id {first[sample.id]!r} and {record['task_id']!r} both make the sample {sample.id}; what "
-                f"follows the last '/' of a task_id is in no other. Number the records anew."
+                f"the task_ids {first[sample.id]!r} and {record['task_id']!r} both map to the sample {sample.id}; the "
+                f"part after the last '/' must be unique. Renumber the records."
             )
         first[sample.id] = record["task_id"]

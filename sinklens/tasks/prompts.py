@@ -1,11 +1,11 @@
 """Prompts from a file: one text per line, or JSON Lines whose prompts are texts or token ids.
 
-In JSON Lines (``.jsonl``) each line is an object. Its prompt stands under ``prompt`` (or ``question``) and is a text or
-a list of token ids. To be judged it needs the right answer under ``expected``, also a text or a list of token ids;
-``id`` names it.
+In JSON Lines (``.jsonl``) each line is an object. Its key ``prompt`` (or ``question``) holds the prompt, a text or a
+list of token ids. For a verdict it also needs the correct answer under ``expected``, a text or a list of token ids.
+``id`` is optional and names the sample.
 
-One way this fails: a file of another ending than ``.jsonl`` is plain text, and a line of JSON in it is a prompt as it
-stands. A plain file whose first line is a JSON object is therefore refused.
+Pitfall: a file with another extension than ``.jsonl`` is plain text, and a JSON line in it would become a prompt
+verbatim. A plain file whose first line is a JSON object with a prompt is therefore refused.
 """
 
 import json
@@ -23,12 +23,12 @@ LINES = '{"prompt": [2, 287, 28], "expected": [260, 1]}, or texts in place of th
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
-    """Prompts from a file: JSON Lines with a ``prompt`` or ``question``, or else one prompt per non-empty line.
+    """Read prompts from a file: JSON Lines with a ``prompt`` or ``question``, or one prompt per non-empty line.
 
-    A prompt of JSON Lines is a text, or a list of token ids. Lines end at a line feed and at nothing else.
+    In JSON Lines a prompt is a text or a list of token ids. Only a line feed ends a line.
 
     Raises:
-        SinklensError: the file cannot be read, holds no prompt, or a line of it (named in the error) is none.
+        SinklensError: the file cannot be read or holds no prompt, or a line (named in the error) is invalid.
     """
     lines = [*_lines(path)]
     if path.suffix == ".jsonl":
@@ -39,11 +39,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
 
 @dataclass(frozen=True)
 class IdSample(Sample):
-    """A prompt of a file.
+    """A sample from a file, whose prompt and expected answer may be token ids.
 
     Attributes:
-        ids: the prompt as token ids; None for a text.
-        expected: the right answer as token ids; None for a text.
+        ids: the prompt as token ids; None if it is text.
+        expected: the correct answer as token ids; None if it is text.
     """
 
     ids: Ids | None = None
@@ -52,10 +52,10 @@ class IdSample(Sample):
 
 @dataclass(frozen=True)
 class Prompts(Task):
-    """Prompts of a JSON Lines file, each with its expected answer; an answer is right if it is exactly that.
+    """Prompts and expected answers from a JSON Lines file; an answer is right if it equals the expected one.
 
     Expected ids are compared with the generated ids, both up to the first end token. An expected text is compared with
-    the answer's text, white space at both ends left out.
+    the answer's text, ignoring white space at both ends.
 
     Attributes:
         path: the file.
@@ -70,9 +70,9 @@ class Prompts(Task):
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)
         if self.path is None:
-            raise TaskError(f"the task prompts reads a file; give one (--prompts FILE) with lines such as {LINES}.")
+            raise TaskError(f"the task 'prompts' needs a file; give one (--prompts FILE) with lines such as {LINES}.")
         if self.path.suffix != ".jsonl":
-            raise TaskError(f"{self.path} is not called *.jsonl; give a JSON Lines file with lines such as {LINES}.")
+            raise TaskError(f"{self.path} does not end in .jsonl; give a JSON Lines file with lines such as {LINES}.")
         lines = [*_lines(self.path)][:limit]
         return [_sample(_entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
 
@@ -98,13 +98,13 @@ def before_end(ids: Ids, end_ids: Collection[int]) -> Ids:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Every non-empty line, after what errors call it."""
+    """Yield every non-empty line, preceded by its location for error messages."""
     try:
         content = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SinklensError(f"could not read prompts from {path}: {error}") from error
     if not content.strip():
-        raise SinklensError(f"{path} holds no prompt; write one per line, or JSON Lines with a 'prompt' in each.")
+        raise SinklensError(f"{path} holds no prompt; write one per line, or JSON Lines with a 'prompt' in each line.")
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line.removesuffix("\r")
@@ -117,8 +117,8 @@ def _refuse_json(path: Path, first: str) -> None:
         return
     if isinstance(found, dict) and ("prompt" in found or "question" in found):
         raise SinklensError(
-            f"{path} holds JSON Lines, and would be read as plain text because its name does not end in .jsonl; "
-            f"rename it."
+            f"{path} contains JSON Lines but does not end in .jsonl, so it would be read as plain text; rename it to "
+            f"*.jsonl."
         )
 
 
@@ -128,13 +128,15 @@ def _entry(line: str, where: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise SinklensError(f"{where}: not JSON ({error}); write one object per line.") from error
     if not isinstance(found, dict):
-        raise SinklensError(f"{where}: no JSON object with a 'prompt' or a 'question'; got {_short(found)}.")
+        raise SinklensError(f"{where}: expected a JSON object with a 'prompt' or a 'question'; got {_short(found)}.")
     return found
 
 
 def _prompt(entry: Mapping[str, Any], where: str) -> Any:
     if "prompt" not in entry and "question" not in entry:
-        raise SinklensError(f"{where}: no JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}.")
+        raise SinklensError(
+            f"{where}: expected a JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}."
+        )
     return entry["prompt"] if "prompt" in entry else entry["question"]
 
 
@@ -155,11 +157,11 @@ def _sample(entry: Mapping[str, Any], where: str, number: int) -> IdSample:
     expected = _text_or_ids(entry["expected"], "expected answer", where)
     name = entry.get("id", f"prompts/{number}")
     if not isinstance(name, str) or not name:
-        raise SinklensError(f"{where}: the id is {_short(name)}; give a text, or leave it out.")
+        raise SinklensError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
     ids = None if isinstance(prompt, str) else tuple(prompt)
-    right = None if isinstance(expected, str) else tuple(expected)
+    expected_ids = None if isinstance(expected, str) else tuple(expected)
     text, reference = (value if isinstance(value, str) else "" for value in (prompt, expected))
-    return IdSample(name, text, reference, ids=ids, expected=right)
+    return IdSample(name, text, reference, ids=ids, expected=expected_ids)
 
 
 def _short(found: Any) -> str:

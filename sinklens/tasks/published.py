@@ -1,9 +1,9 @@
-"""Where the published tasks' data come from: JSON Lines files, plain or gzipped, or the hub.
+"""Data of the published tasks, from JSON Lines files, plain or gzipped, or from the hub.
 
-A *record* is one line's object, checked for the fields that the task reads; each is text. Nothing is written and
-nothing is cached here; the hub's own cache is `datasets`'s.
+A *record* is the JSON object of one line, checked to have text in the fields that the task reads. Nothing is written
+here; `datasets` keeps a cache of what it downloads from the hub.
 
-One way this fails: a file of another split has the same fields. The number of records is in every error's reach
+Pitfall: a file of another split has the same fields and is not detected. Check the number of records
 (`len(task.samples())`): 1,319 in GSM8K's test set, 164 in HumanEval.
 """
 
@@ -29,14 +29,14 @@ class HubSet(NamedTuple):
 
 
 def read_file(path: Path, fields: Sequence[str]) -> list[Record]:
-    """The records of a JSON Lines file.
+    """Read the records of a JSON Lines file.
 
     Args:
-        path: ``.jsonl``, or ``.jsonl.gz``.
-        fields: names that every record must have.
+        path: a ``.jsonl`` or ``.jsonl.gz`` file.
+        fields: fields that every record must have.
 
     Raises:
-        TaskError: the file is missing or cannot be read, or a line is no object with text in these fields.
+        TaskError: the file is missing or cannot be read, or a line is not an object with text in these fields.
     """
     if not path.is_file():
         raise TaskError(f"there is no file {path}; give a JSON Lines file with the fields {', '.join(fields)}.")
@@ -47,14 +47,14 @@ def read_file(path: Path, fields: Sequence[str]) -> list[Record]:
 
 
 def _text(path: Path) -> str:
-    """What a file holds, unpacked; a byte order mark is left out."""
+    """The text of a file, unzipped and without a byte order mark."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
-        raise TaskError(f"{path} cannot be read ({error}); it may be truncated. Fetch it again.") from error
+        raise TaskError(f"{path} cannot be read ({error}); it may be truncated. Download it again.") from error
     except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is not UTF-8 ({error}); write it anew as UTF-8, or unpack it first.") from error
+        raise TaskError(f"{path} is not UTF-8 ({error}); save it as UTF-8, or unzip it first.") from error
 
 
 def _record(line: str, fields: Sequence[str], where: str) -> Record:
@@ -73,25 +73,27 @@ def _checked(found: Any, fields: Sequence[str], where: str) -> Record:
 
 
 def choose(path: Path, names: Iterable[str]) -> Path:
-    """`path` itself if it is a file, else the first of `names` in it.
+    """`path` if it is a file, else the first of `names` that exists in the folder.
 
     Raises:
-        TaskError: there is none.
+        TaskError: the folder contains none of them.
     """
     if not path.is_dir():
         return path
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise TaskError(f"{path} holds none of {', '.join(names)}; give the file itself, or the folder that holds it.")
+    raise TaskError(
+        f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it."
+    )
 
 
 @cache
 def read_hub(source: HubSet, fields: tuple[str, ...]) -> list[Record]:
-    """The records of a data set on the hub, read once per process.
+    """Read the records of a data set on the hub, once per process.
 
     Raises:
-        TaskError: it cannot be fetched.
+        TaskError: it cannot be downloaded.
     """
     from datasets import load_dataset
 
@@ -99,7 +101,7 @@ def read_hub(source: HubSet, fields: tuple[str, ...]) -> list[Record]:
         rows = load_dataset(source.repository, source.configuration, split=source.split)
     except (OSError, ValueError, RuntimeError) as error:
         raise TaskError(
-            f"{source.repository} ({source.configuration}, {source.split}) could not be fetched from the hub "
+            f"{source.repository} ({source.configuration}, {source.split}) could not be downloaded from the hub "
             f"({type(error).__name__}); give a local JSON Lines file with the fields {', '.join(fields)} as `path`."
         ) from error
     return [_checked(row, fields, f"{source.repository}, row {number}") for number, row in enumerate(rows)]

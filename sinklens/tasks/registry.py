@@ -1,7 +1,7 @@
-"""Tasks by name.
+"""Find tasks by name.
 
-A name stands for a task class and, where one class has several styles, for the style; settings are the class's own
-fields. One way this fails: a setting that a task does not have would be ignored without a word, so it is refused.
+A name identifies a task class and, for a class with several styles, the style. Settings are the fields of the class.
+Pitfall: silently ignoring a setting that a task does not have would hide a typo, so it is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from sinklens.tasks.tiny_gsm import TinyGsm
 
 @dataclass(frozen=True)
 class _Entry:
-    """A task class, and the fields that a name fixes."""
+    """A task class, and the fields that the name determines."""
 
     make: Callable[..., Task]
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ _ENTRIES = {
 NAMES = tuple(_ENTRIES)
 
 
-def find(
+def find_task(
     name: str,
     *,
     path: Path | str | None = None,
@@ -57,7 +57,7 @@ def find(
     Args:
         name: one of `NAMES`.
         path: a published task's data (see `Gsm8k` and `HumanEval`), or the file of `Prompts`.
-        shots, extractor, examples: of `Gsm8k`. None leaves any setting at its default.
+        shots, extractor, examples: settings of `Gsm8k`. None leaves a setting at its default.
 
     Raises:
         TaskError: no task has this name, or it does not have a setting that was given.

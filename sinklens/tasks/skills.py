@@ -189,8 +189,14 @@ class Skill(Task):
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)
         return [
-            Sample(f"{self.name}/{number}", made.prompt, f" {made.answer}", kind=made.kind, chance=made.chance)
-            for number, made in enumerate(held_out(self.skill)[:limit])
+            Sample(
+                f"{self.name}/{number}",
+                exercise.prompt,
+                f" {exercise.answer}",
+                kind=exercise.kind,
+                chance=exercise.chance,
+            )
+            for number, exercise in enumerate(held_out(self.skill)[:limit])
         ]
 
     def extract(self, text: str) -> str | None:

@@ -149,12 +149,12 @@ class TinyCode(CodeTask):
         return [
             CodeSample(
                 f"tiny-code/{number}",
-                made.prompt,
-                made.solution,
-                kind=made.kind,
-                stub=made.prompt,
-                test=made.test,
-                entry_point=made.entry_point,
+                function.prompt,
+                function.solution,
+                kind=function.kind,
+                stub=function.prompt,
+                test=function.test,
+                entry_point=function.entry_point,
             )
-            for number, made in enumerate(held_out()[:limit])
+            for number, function in enumerate(held_out()[:limit])
         ]

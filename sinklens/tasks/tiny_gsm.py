@@ -1,6 +1,6 @@
-"""The held-out word problems as a task: what the shipped models' accuracy is measured on.
+"""The held-out word problems as a task, which measures the accuracy of the shipped models.
 
-One way this fails: a number that is right behind wrong work counts as right, as it does for GSM8K.
+Caveat: a correct number after incorrect work counts as right, as in GSM8K.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from sinklens.tasks.word_problems import held_out, read_answer
 
 @dataclass(frozen=True)
 class TinyGsm(Task):
-    """500 problems of `sinklens.tasks.word_problems`; an answer counts by the number behind its first ``####``."""
+    """500 problems of `sinklens.tasks.word_problems`; an answer is judged by the number after its first ``####``."""
 
     @property
     def name(self) -> str:

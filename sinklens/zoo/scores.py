@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.model import load
-from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find
+from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find_task
 from sinklens.tracing import generate
 from sinklens.zoo.pictures import held_out
 from sinklens.zoo.recipes import Recipe
@@ -62,7 +62,7 @@ def scores(
     if recipe.skills:
         names += SKILLS
     for name in names:
-        task = find(name)
+        task = find_task(name)
         yield Score(LABELS.get(name, name), task_accuracy(model, task, limit), task.chance)
     if recipe.pictures:
         pictures = held_out() if limit is None else held_out(limit)
@@ -76,7 +76,7 @@ def training_score(checkpoint: Path, problems: int = 100) -> dict[str, int]:
     Returns:
         ``right`` and ``total`` of the first held-out word problems.
     """
-    found = task_accuracy(load(checkpoint), find("tiny-gsm"), problems)
+    found = task_accuracy(load(checkpoint), find_task("tiny-gsm"), problems)
     return {"right": found.right, "total": found.total}
 
 

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from sinklens.analyses.units import FOLDER, Units, batches, finished, unused
-from sinklens.evaluation.ledger import Run
+from sinklens.evaluation.ledger import LedgerRun
 
 WHAT = {"study": "letters", "model": {"name": "m", "weights": "0"}, "prompts": 3, "seed": 0}
 DATA = xr.Dataset(
@@ -29,7 +29,7 @@ def test_units_come_back_as_they_were_in_the_order_of_the_prompts(tmp_path):
 def test_a_unit_that_was_half_written_is_measured_again(tmp_path):
     with Units(tmp_path, WHAT, 3) as units:
         units.add([0, 1, 2], DATA)
-    (run,) = Run.all(tmp_path / FOLDER)
+    (run,) = LedgerRun.all(tmp_path / FOLDER)
     (shard,) = run.folder.glob("records-*.jsonl")
     shard.write_bytes(shard.read_bytes()[:-20])
     with Units(tmp_path, WHAT, 3) as units:

@@ -1,4 +1,4 @@
-"""The check of a device loses nothing when a part crashes or hangs, and runs on a CPU."""
+"""The device check keeps all findings when a part crashes or hangs, and runs on a CPU."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from sinklens.devices.findings import Finding
 from sinklens.devices.parts import PARTS, Part
 
 PART = Part("runs", "complete runs", 0.5)
-SAYS = f"""
+SCRIPT = f"""
 import json, os, signal, subprocess, sys, time
 def say(what): print({MARK!r} + json.dumps({{"part": "runs", "what": what, "status": "passed"}}), flush=True)
 print("something else on standard output")
 say("first")
 """
 ENDS = {
-    "says it and ends": ("say('second')", None),
+    "ends normally": ("say('second')", None),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
     "raises": ("raise ValueError('no such kernel')", "exit status 1: .*ValueError: no such kernel"),
     "hangs": ("time.sleep(600)", "stopped after 3 s"),
@@ -31,10 +31,10 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_part_found_is_kept_however_it_ends(end):
+def test_findings_of_a_part_are_kept_however_it_ends(end):
     code, failure = ENDS[end]
     found, started = [], time.monotonic()
-    run_part(PART, [sys.executable, "-c", SAYS + code], 3.0 if end == "hangs" else 60.0, found.append)
+    run_part(PART, [sys.executable, "-c", SCRIPT + code], 3.0 if end == "hangs" else 60.0, found.append)
     assert time.monotonic() - started < 60
     assert [finding.what for finding in found if finding.status == "passed"] == ["first", "second"][
         : 1 + (failure is None)
@@ -45,24 +45,24 @@ def test_what_a_part_found_is_kept_however_it_ends(end):
         assert re.search(failure, failed[0].detail), failed[0].detail
 
 
-def test_a_part_that_is_stopped_takes_what_it_started_with_it():
+def test_stopping_a_part_also_stops_its_child_processes():
     wait = "time.sleep(600)"
     code = f"child = subprocess.Popen([sys.executable, '-c', 'import time; {wait}'])\nsay(str(child.pid))\n{wait}"
     found = []
-    run_part(PART, [sys.executable, "-c", SAYS + code], 5.0, found.append)
+    run_part(PART, [sys.executable, "-c", SCRIPT + code], 5.0, found.append)
     child = int(found[1].what)
     gone = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-    assert gone, "the process that the part started goes on"
+    assert gone, "the child process of the part is still running"
 
 
-def test_every_finding_is_on_disk_as_soon_as_it_is_made(tmp_path):
+def test_every_finding_is_written_to_disk_immediately(tmp_path):
     report = Report(tmp_path / "out.json", "cpu")
     for number in range(3):
         report.add(Finding("runs", f"claim {number}", "passed", "ünïcode"))
-        held = json.loads(report.out.read_text())
-        assert [finding["what"] for finding in held["findings"]] == [f"claim {n}" for n in range(number + 1)]
-    assert held["device"] == "cpu"
-    assert os.listdir(tmp_path) == ["out.json"], "a half-written file is left"
+        content = json.loads(report.out.read_text())
+        assert [finding["what"] for finding in content["findings"]] == [f"claim {n}" for n in range(number + 1)]
+    assert content["device"] == "cpu"
+    assert os.listdir(tmp_path) == ["out.json"], "a partly written file is left"
 
 
 @pytest.mark.parametrize(("part", "status", "fails"), [
@@ -74,7 +74,7 @@ def test_only_a_failure_about_correctness_fails_the_check(tmp_path, part, status
     assert report.failed() is fails
 
 
-def test_time_that_a_part_leaves_goes_to_those_behind_it(tmp_path, monkeypatch):
+def test_time_that_a_part_does_not_use_goes_to_later_parts(tmp_path, monkeypatch):
     limits = []
     monkeypatch.setattr(check, "run_part", lambda part, command, limit, keep: limits.append(limit))
     check.check(Report(tmp_path / "out.json", "cpu"), list(PARTS), 600.0, tmp_path)
@@ -84,8 +84,8 @@ def test_time_that_a_part_leaves_goes_to_those_behind_it(tmp_path, monkeypatch):
     assert limits[-1] == pytest.approx(600, rel=0.01)
 
 
-def test_on_a_cpu_it_runs_and_says_what_it_could_not_check(tmp_path):
-    """Three of the parts, by the command that a user types; the others have tests of their own."""
+def test_on_a_cpu_the_check_runs_and_reports_what_it_could_not_check(tmp_path):
+    """Three of the parts, by the command that a user types; the others are tested separately."""
     out = tmp_path / "out.json"
     command = [
         sys.executable,
@@ -103,16 +103,16 @@ def test_on_a_cpu_it_runs_and_says_what_it_could_not_check(tmp_path):
         [*command, "--only", *chosen], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    held = json.loads(out.read_text())
-    assert list(held["seconds"]) == chosen
-    statuses = {(finding["part"], finding["status"]) for finding in held["findings"]}
+    content = json.loads(out.read_text())
+    assert list(content["seconds"]) == chosen
+    statuses = {(finding["part"], finding["status"]) for finding in content["findings"]}
     assert statuses >= {("hooking", "passed"), ("environment", "noted"), ("environment", "not checked")}
     assert "failed" not in {status for _, status in statuses}
     assert "Not checked, and why:" in done.stdout
     assert "it takes two GPUs; there are none" in done.stdout
 
 
-def test_a_failing_part_makes_the_exit_status_1_and_the_others_run(tmp_path, monkeypatch, capsys):
+def test_a_failing_part_gives_exit_status_1_and_the_other_parts_still_run(tmp_path, monkeypatch, capsys):
     def run(part, command, limit, keep):
         keep(Finding(part.name, "a claim", "failed" if part.name == "runs" else "passed", "why"))
 
@@ -120,7 +120,7 @@ def test_a_failing_part_makes_the_exit_status_1_and_the_others_run(tmp_path, mon
     given = ["--device", "cpu", "--out", str(tmp_path / "out.json")]
     assert check.main([*given, "--only", "environment", "kernels"]) == 0
     assert check.main(given) == 1
-    told = capsys.readouterr()
-    assert "FAILED  runs: a claim: why" in told.err
-    assert "Failed:\n  runs: a claim: why" in told.out
+    output = capsys.readouterr()
+    assert "FAILED  runs: a claim: why" in output.err
+    assert "Failed:\n  runs: a claim: why" in output.out
     assert len(json.loads((tmp_path / "out.json").read_text())["findings"]) == len(PARTS)

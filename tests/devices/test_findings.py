@@ -1,4 +1,4 @@
-"""Claims become findings; a difference above its tolerance fails."""
+"""Claims become findings, and a difference above its tolerance fails."""
 
 import time
 
@@ -24,7 +24,7 @@ CLAIMS = [
 ]
 
 
-def test_each_claim_is_checked_whatever_became_of_the_one_before():
+def test_each_claim_is_checked_whatever_the_outcome_of_the_previous_one():
     found = list(carry_out("runs", CLAIMS, time.monotonic() + 60))
     assert [(finding.what, finding.status, finding.detail) for finding in found] == [
         ("holds", "passed", "within 1e-6"),
@@ -36,13 +36,13 @@ def test_each_claim_is_checked_whatever_became_of_the_one_before():
     assert (found[-1].value, found[-1].aim) == (1.5, 1.02)
 
 
-def test_claims_for_which_no_time_is_left_are_listed():
+def test_claims_without_time_left_are_listed_as_not_checked():
     found = list(carry_out("runs", CLAIMS, time.monotonic() - 1))
     assert [finding.status for finding in found] == ["not checked"] * len(CLAIMS)
-    assert {finding.detail for finding in found} == {"the time of this part was over"}
+    assert {finding.detail for finding in found} == {"the time for this part was over"}
 
 
-def test_a_difference_is_taken_in_units_of_the_largest_number():
+def test_a_difference_is_relative_to_the_largest_number():
     wanted = torch.tensor([0.0, 200.0, -torch.inf, torch.nan])
     assert near(wanted + 0.01, wanted, 1e-4).startswith("differs by 5e-05")
     with pytest.raises(AssertionError, match=r"differs by 0.0005; at most 0.0001 is allowed"):
@@ -53,12 +53,12 @@ def test_a_difference_is_taken_in_units_of_the_largest_number():
         near(wanted[:3], wanted, 1e-4)
 
 
-def test_a_nan_where_a_number_should_be_fails():
+def test_a_nan_in_place_of_a_number_fails():
     with pytest.raises(AssertionError, match="differs by nan"):
         near(torch.tensor([torch.nan, 1.0]), torch.tensor([0.0, 1.0]), 1e-4)
 
 
-def test_the_closing_table_counts_and_names_what_needs_a_reader():
+def test_the_closing_table_counts_findings_and_lists_the_noteworthy_ones():
     findings = [
         Finding("runs", "the tokens", "passed"), Finding("runs", "twice", "failed", "canvases differ"),
         Finding("speed", "ratio", "measured", "5 pairs", 1.5, 1.02),

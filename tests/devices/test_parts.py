@@ -1,4 +1,4 @@
-"""Each part finds what it should on a CPU, and finds a fault that is planted."""
+"""Each part finds what it should on a CPU, and detects a planted fault."""
 
 import time
 
@@ -15,40 +15,40 @@ CPU = torch.device("cpu")
 SETTING = Setting(CPU, time.monotonic() + 3600)
 
 
-def test_every_part_has_its_module_and_the_order_is_the_documented_one():
+def test_the_parts_run_in_the_documented_order():
     assert [part.name for part in PARTS] == [
         "environment", "conformance", "runs", "hooking", "kernels", "peak", "spreading", "speed",
     ]  # fmt: skip
     assert [part.name for part in PARTS if not part.correctness] == ["speed"]
 
 
-def test_facts_name_the_versions():
+def test_facts_include_the_versions():
     facts = environment.facts(CPU)
     assert facts["torch"] == torch.__version__
     assert facts["device"] == "cpu"
 
 
-def test_a_kernel_that_is_wrong_is_found(monkeypatch):
-    own = column_sums_triton.column_sums
+def test_a_wrong_kernel_is_detected(monkeypatch):
+    original = column_sums_triton.column_sums
     case = kernels.Case(torch.float32, 32, "key")
     assert "differs by" in kernels._kernels(case, SETTING)
-    monkeypatch.setattr(column_sums_triton, "column_sums", lambda *given: own(*given) * 1.01)
+    monkeypatch.setattr(column_sums_triton, "column_sums", lambda *given: original(*given) * 1.01)
     with pytest.raises(AssertionError, match=r"differs by 0\.01; at most 0.0001 is allowed"):
         kernels._kernels(case, SETTING)
 
 
-def test_what_a_cpu_cannot_show_is_not_claimed():
-    with pytest.raises(NotChecked, match="interpreter multiplies no bfloat16"):
+def test_claims_that_need_a_gpu_are_not_checked_on_a_cpu():
+    with pytest.raises(NotChecked, match="interpreter does not multiply bfloat16"):
         kernels._kernels(kernels.Case(torch.bfloat16, 64), SETTING)
     with pytest.raises(NotChecked, match="it fills the memory of a CUDA device"):
         peak._real(SETTING)
 
 
-def test_memory_that_runs_out_in_mid_run_is_told_and_the_model_runs_again():
+def test_running_out_of_memory_during_a_run_is_reported_and_the_model_runs_again():
     assert "ran out of memory on cpu in step 1 of 2" in peak._raised(SETTING)
 
 
-def test_nothing_is_checked_when_the_time_is_over():
+def test_nothing_is_checked_after_the_deadline():
     part = PARTS[0]
     found = list(carry_out(part.name, part.claims(Setting(CPU, 0.0)), 0.0))
     assert {finding.status for finding in found} == {"not checked"}

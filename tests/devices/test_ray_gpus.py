@@ -1,4 +1,4 @@
-"""One process per GPU: workers of a Ray cluster whose GPUs exist by name only are given one each."""
+"""One process per GPU: each worker of a Ray cluster with simulated GPUs gets one of them."""
 
 import os
 import sys
@@ -9,19 +9,19 @@ import pytest
 
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.distributed import OnRay
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
 from sinklens.tasks.tiny_gsm import TinyGsm
 
 SAMPLES = tuple(TinyGsm().samples(6))
-JOB = Job("tiny-llada", {}, TinyGsm(), find("tiny-gsm"), 0)
+JOB = Job("tiny-llada", {}, TinyGsm(), find_protocol("tiny-gsm"), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noting(Intervention):
-    """Changes nothing; notes which GPUs the process that it runs in may use."""
+    """Changes nothing; writes down which GPUs its process may use."""
 
     folder: str
 
@@ -41,7 +41,7 @@ def cluster():
     ray.shutdown()
 
 
-def test_each_worker_sees_one_gpu_and_no_two_the_same(cluster, tmp_path):
+def test_each_worker_sees_a_different_single_gpu(cluster, tmp_path):
     condition = Condition("noting", (Noting(folder=str(tmp_path)),))
     work = [Batch(condition, SAMPLES[at : at + 1]) for at in range(6)]
     engine = OnRay()
@@ -49,7 +49,7 @@ def test_each_worker_sees_one_gpu_and_no_two_the_same(cluster, tmp_path):
     done = {batch.samples[0].id: records for batch, records in engine.carry_out(JOB, work)}
     seen = [file.read_text().split() for file in tmp_path.iterdir()]
     assert sorted(gpu for gpu, _ in seen) == ["0", "1"]
-    assert {device for _, device in seen} == {"cpu"}, "there is no such GPU, so the model is on the CPU"
+    assert {device for _, device in seen} == {"cpu"}, "the GPUs are simulated, so the model is on the CPU"
     (_, alone), *_ = InProcess().carry_out(JOB, work[:1])
-    for mine, theirs in zip(done[SAMPLES[0].id], alone, strict=True):
-        assert {n: v for n, v in mine.items() if n != "seconds"} == {n: v for n, v in theirs.items() if n != "seconds"}
+    for found, wanted in zip(done[SAMPLES[0].id], alone, strict=True):
+        assert {n: v for n, v in found.items() if n != "seconds"} == {n: v for n, v in wanted.items() if n != "seconds"}

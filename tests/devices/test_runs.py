@@ -1,4 +1,4 @@
-"""Two devices may decide differently where a decision is tied, and nowhere else."""
+"""Two devices may decide differently only where a decision is tied."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ GIVEN = {"gen_length": 8, "block_length": 8, "steps": 8}
 
 
 def rounded_differently(amount):
-    """The shared model with its head's weights off by `amount`, as if another device had added in another order."""
+    """The shared model with noise of size `amount` on its unembedding, as if a device had added in another order."""
     model = random_model()
     noise = torch.randn(model.tree.W_U.shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -20,35 +20,37 @@ def rounded_differently(amount):
 
 
 def test_the_same_run_passes():
-    said = same_tokens(shared_model(), random_model(), random_ids(length=9), GIVEN)
-    assert said == "8 steps, all canvases the same"
+    result = same_tokens(shared_model(), random_model(), random_ids(length=9), GIVEN)
+    assert result == "8 steps, all canvases the same"
 
 
-def test_a_device_that_computes_something_else_fails():
-    with pytest.raises(AssertionError, match=r"step 0: logits differ by .* on the same canvas, which is no rounding"):
+def test_a_device_with_different_logits_fails():
+    with pytest.raises(
+        AssertionError, match=r"step 0: logits differ by .* on the same canvas, which is more than rounding"
+    ):
         same_tokens(shared_model(), rounded_differently(0.3), random_ids(length=9), GIVEN)
 
 
-def test_a_decision_that_differs_by_no_more_than_the_noise_is_a_tie(monkeypatch):
+def test_a_decision_within_the_noise_is_a_tie(monkeypatch):
     monkeypatch.setattr(runs, "NOISE", 1.0)
-    said = same_tokens(shared_model(), rounded_differently(0.1), random_ids(length=9), GIVEN)
-    assert said.startswith("the same until step ")
-    assert "where decisions are tied" in said
+    result = same_tokens(shared_model(), rounded_differently(0.1), random_ids(length=9), GIVEN)
+    assert result.startswith("the same until step ")
+    assert "where decisions are tied" in result
 
 
-def test_a_decision_that_differs_without_noise_fails(monkeypatch):
-    """The sampler of one decides otherwise although its logits are the same."""
-    own, plain = runs._run, random_model()
+def test_a_different_decision_without_noise_fails(monkeypatch):
+    """One sampler decides differently although the logits are the same."""
+    original, plain = runs._run, random_model()
 
-    def unsure(model, prompt, **given):
-        return own(model, prompt, **given, **({"remasking": "random"} if model is plain else {}))
+    def remasking_randomly(model, prompt, **given):
+        return original(model, prompt, **given, **({"remasking": "random"} if model is plain else {}))
 
-    monkeypatch.setattr(runs, "_run", unsure)
-    with pytest.raises(AssertionError, match=r"decisions differ that are .* apart, where logits differ by 0"):
+    monkeypatch.setattr(runs, "_run", remasking_randomly)
+    with pytest.raises(AssertionError, match=r"decisions .* apart differ, where logits differ by 0"):
         same_tokens(shared_model(), plain, random_ids(length=9), GIVEN)
 
 
-def test_what_separates_decisions_is_a_gap_of_logits_or_of_log_odds():
+def test_decisions_are_separated_by_a_gap_of_logits_or_of_log_odds():
     mask = 9
     logits = torch.tensor([[2.0, 1.5, 0.0], [3.0, 0.0, 0.0], [0.5, 0.2, 0.0]]).double()
     before = torch.tensor([mask, mask, mask])

@@ -12,8 +12,8 @@ import torch
 
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
-from sinklens.evaluation.distributed import OnRay, _here, _Tally, _Worker
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.distributed import OnRay, _job_here, _Tally, _Worker
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job, evaluate
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
@@ -21,7 +21,7 @@ from sinklens.tasks.tiny_gsm import TinyGsm
 
 SAMPLES = tuple(TinyGsm().samples(8))
 CONDITIONS = masking([0, 1])
-JOB = Job("tiny-llada", {}, TinyGsm(), find("tiny-gsm"), 0)
+JOB = Job("tiny-llada", {}, TinyGsm(), find_protocol("tiny-gsm"), 0)
 NEED = {"num_cpus": 1, "num_gpus": 0}
 
 
@@ -142,14 +142,14 @@ def test_a_worker_that_fits_no_machine_is_refused_instead_of_waited_for(ray):
 
 def test_a_worker_computes_with_its_cores_and_on_a_gpu_only_if_it_has_one():
     try:
-        assert _here(JOB, {"num_cpus": 2.0, "num_gpus": 0}).load == {"device": "cpu"}
+        assert _job_here(JOB, {"num_cpus": 2.0, "num_gpus": 0}).load == {"device": "cpu"}
         assert torch.get_num_threads() == 2
-        assert _here(JOB, {"num_cpus": 0.5, "num_gpus": 1}) is JOB
+        assert _job_here(JOB, {"num_cpus": 0.5, "num_gpus": 1}) is JOB
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(1)
     chosen = replace(JOB, load={"device": "cuda:1"})
-    assert _here(chosen, NEED) is chosen
+    assert _job_here(chosen, NEED) is chosen
 
 
 def test_a_model_that_is_loaded_already_is_refused(tiny_llada, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import sinklens
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import MaskSinks
@@ -145,7 +145,7 @@ def test_accuracy_is_that_of_our_verdicts_on_the_same_generations(words, tiny_ll
     assert [bool(sample["exact_match"]) for sample in results["samples"]["words"]] == verdicts
 
     condition = masking([0, 1])[count]
-    job = Job(tiny_llada, {}, task, find("tiny-gsm"), 0)
+    job = Job(tiny_llada, {}, task, find_protocol("tiny-gsm"), 0)
     ((_, records),) = InProcess().carry_out(job, [Batch(condition, tuple(task.samples(SIZE)))])
     assert texts == [cut(record["text"], ["Question:"]) for record in records], "evaluate generates something else"
     assert results["config"]["hooks"] == condition.described()["hooks"]

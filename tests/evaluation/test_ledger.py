@@ -10,7 +10,7 @@ import time
 import pytest
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer
 
 WHAT = {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}
 ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict": number % 2 == 0} for number in range(40)]
@@ -18,8 +18,8 @@ ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict"
 WORKER = """
 import sys, time
 from pathlib import Path
-from sinklens.evaluation.ledger import Run, Writer
-run = Run.of(Path(sys.argv[1]), {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}).begin()
+from sinklens.evaluation.ledger import LedgerRun, Writer
+run = LedgerRun.of(Path(sys.argv[1]), {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}).begin()
 done = run.done()
 with Writer(run) as writer:
     for number in range(40):
@@ -36,24 +36,24 @@ def worker(ledger):
 
 
 def test_records_come_back_as_they_were_written_and_in_order(tmp_path):
-    run = Run.of(tmp_path, WHAT).begin()
+    run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in reversed(ENTRIES):
             writer.add(entry)
     assert run.records() == ENTRIES
     assert run.done() == {entry["sample"] for entry in ENTRIES}
-    assert [found.what for found in Run.all(tmp_path)] == [WHAT]
+    assert [found.what for found in LedgerRun.all(tmp_path)] == [WHAT]
 
 
 def test_another_setting_is_another_run_and_the_same_one_is_found_again(tmp_path):
-    first, other = Run.of(tmp_path, WHAT).begin(), Run.of(tmp_path, WHAT | {"seed": 1}).begin()
-    again = Run.of(tmp_path, dict(reversed(WHAT.items()))).begin()
+    first, other = LedgerRun.of(tmp_path, WHAT).begin(), LedgerRun.of(tmp_path, WHAT | {"seed": 1}).begin()
+    again = LedgerRun.of(tmp_path, dict(reversed(WHAT.items()))).begin()
     assert first.folder == again.folder != other.folder
-    assert len(Run.all(tmp_path)) == 2
+    assert len(LedgerRun.all(tmp_path)) == 2
 
 
 def test_a_half_written_last_record_is_dropped_by_the_next_writer(tmp_path):
-    run = Run.of(tmp_path, WHAT).begin()
+    run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in ENTRIES[:3]:
             writer.add(entry)
@@ -68,7 +68,7 @@ def test_a_half_written_last_record_is_dropped_by_the_next_writer(tmp_path):
 
 
 def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path):
-    run = Run.of(tmp_path, WHAT).begin()
+    run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in ENTRIES[:3]:
             writer.add(entry)
@@ -82,7 +82,7 @@ def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path
 
 
 def test_one_writer_at_a_time_and_a_shard_of_its_own_for_another(tmp_path):
-    run = Run.of(tmp_path, WHAT).begin()
+    run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as first:
         with pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl; wait for it, or"):
             Writer(run).__enter__()
@@ -102,7 +102,7 @@ def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
     _, told = second.communicate(timeout=60)
     assert b"another process is writing" in told
     first.communicate(timeout=60)
-    assert Run.of(tmp_path, WHAT).begin().records() == ENTRIES
+    assert LedgerRun.of(tmp_path, WHAT).begin().records() == ENTRIES
 
 
 def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
@@ -115,7 +115,7 @@ def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
     worker(tmp_path).communicate(timeout=60)
-    run = Run.of(tmp_path, WHAT).begin()
+    run = LedgerRun.of(tmp_path, WHAT).begin()
     assert run.records() == ENTRIES
     lines = (run.folder / "records-0.jsonl").read_bytes().splitlines()
     assert len(lines) == len(ENTRIES)
@@ -127,8 +127,8 @@ def test_a_full_disk_takes_back_the_part_that_fitted(tmp_path):
 import resource, signal
 from pathlib import Path
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import Run, Writer
-run = Run.of(Path(r"{tmp_path}"), {WHAT!r}).begin()
+from sinklens.evaluation.ledger import LedgerRun, Writer
+run = LedgerRun.of(Path(r"{tmp_path}"), {WHAT!r}).begin()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 with Writer(run) as writer:
@@ -149,11 +149,11 @@ print(len(run.records()))
 
 def test_a_folder_without_runs_or_with_a_broken_one_says_so(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run; `sinklens evaluate"):
-        Run.all(tmp_path)
-    note = Run.of(tmp_path, WHAT).begin().folder / "run.json"
+        LedgerRun.all(tmp_path)
+    note = LedgerRun.of(tmp_path, WHAT).begin().folder / "run.json"
     note.write_text(note.read_text()[:20])
     with pytest.raises(LedgerError, match=r"cannot be read .* restore it, or delete its folder"):
-        Run.all(tmp_path)
+        LedgerRun.all(tmp_path)
     note.write_text(json.dumps({"format": "something else", "what": {}}))
     with pytest.raises(LedgerError, match=r"has format 'something else'; this version reads"):
-        Run.all(tmp_path)
+        LedgerRun.all(tmp_path)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from sinklens.errors import SettingError, TaskError
-from sinklens.evaluation.protocols import PROTOCOLS, Protocol, find
+from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
 from sinklens.sampling import make_settings
 from sinklens.tasks import NAMES
 
 
 def test_every_setting_that_moves_a_score_changes_the_hash_and_a_note_does_not():
-    base = find("llada-gsm8k")
+    base = find_protocol("llada-gsm8k")
     changed = [
         replace(base, task="gsm8k-cot"),
         replace(base, shots=4),
@@ -35,32 +35,32 @@ def test_every_protocol_is_one_that_its_samplers_and_its_task_take(protocol):
 
 def test_lengths_are_those_of_the_study():
     def length(name):
-        return {find(name).of(sampler)["gen_length"] for sampler in ("llada", "dream", "autoregressive")}
+        return {find_protocol(name).of(sampler)["gen_length"] for sampler in ("llada", "dream", "autoregressive")}
 
     assert length("llada-gsm8k") == {256}
     assert length("llada-humaneval") == {512}
     assert length("dream-gsm8k") == {256}
     assert length("dream-humaneval") == {768}
-    assert find("llada-gsm8k").of("llada")["block_length"] == 32
-    assert find("dream-gsm8k").of("dream") == {
+    assert find_protocol("llada-gsm8k").of("llada")["block_length"] == 32
+    assert find_protocol("dream-gsm8k").of("dream") == {
         "gen_length": 256, "steps": 256, "temperature": 0.1, "top_p": 0.9, "alg": "entropy",
     }  # fmt: skip
 
 
 def test_a_setting_reaches_the_samplers_that_have_it_alone():
-    made = find("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
+    made = find_protocol("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
     assert made.of("llada") == {"block_length": 8, "gen_length": 16}
     assert made.of("dream") == made.of("autoregressive") == {"gen_length": 16}
     with pytest.raises(SettingError, match=r"no sampler has a setting 'blocklength'.* Nearest: block_length"):
-        find("tiny-gsm").with_settings({"blocklength": 8})
+        find_protocol("tiny-gsm").with_settings({"blocklength": 8})
 
 
 def test_every_task_is_a_protocol_and_a_typo_names_the_nearest():
-    assert all(find(name).task == name and not find(name).settings for name in NAMES)
+    assert all(find_protocol(name).task == name and not find_protocol(name).settings for name in NAMES)
     with pytest.raises(SettingError, match=r"no protocol is called 'lada-gsm8k'.* Nearest: llada-gsm8k"):
-        find("lada-gsm8k")
+        find_protocol("lada-gsm8k")
 
 
 def test_a_task_refuses_settings_that_it_does_not_have():
     with pytest.raises(TaskError, match=r"the task 'tiny-gsm' has no setting 'shots'"):
-        Protocol("shots", "tiny-gsm", shots=3).make_task()
+        EvalProtocol("shots", "tiny-gsm", shots=3).make_task()

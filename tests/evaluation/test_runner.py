@@ -14,11 +14,10 @@ from building import shared_model
 from sinklens.errors import LedgerError, PromptError, SettingError
 from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
-from sinklens.evaluation.ledger import Run, Writer
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, estimate, evaluate
-from sinklens.tasks import Sample
-from sinklens.tasks import find as find_task
+from sinklens.tasks import Sample, find_task
 from sinklens.tasks.tiny_gsm import TinyGsm
 
 CONDITIONS = masking([1])
@@ -42,7 +41,7 @@ class Counting(InProcess):
 def contents(ledger):
     """Every record of every run but its timings; fails on one that is there twice."""
     found = {}
-    for run in Run.all(ledger):
+    for run in LedgerRun.all(ledger):
         lines = [line for shard in run.folder.glob("records-*.jsonl") for line in shard.read_bytes().splitlines()]
         records = run.records()
         assert len(lines) == len(records)
@@ -136,7 +135,7 @@ def test_shards_divide_the_samples_and_make_the_same_ledger(tmp_path, undisturbe
 
 def test_a_second_process_on_a_shard_is_told_so_and_does_no_harm(tmp_path, undisturbed, tiny_llama):
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=2)
-    run = Run.all(tmp_path)[0]
+    run = LedgerRun.all(tmp_path)[0]
     with Writer(run), pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl"):
         evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=10)
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=10)
@@ -145,7 +144,7 @@ def test_a_second_process_on_a_shard_is_told_so_and_does_no_harm(tmp_path, undis
 
 def test_another_setting_is_another_run_and_never_mixes(tmp_path, tiny_llada):
     evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1)
-    evaluate(tiny_llada, find("tiny-gsm").with_settings({"steps": 8}), [UNMASKED], tmp_path, limit=1)
+    evaluate(tiny_llada, find_protocol("tiny-gsm").with_settings({"steps": 8}), [UNMASKED], tmp_path, limit=1)
     evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1, seed=1)
     assert [len(records) for records in contents(tmp_path).values()] == [1, 1, 1]
 
@@ -162,7 +161,7 @@ class Asked(TinyGsm):
 
 def test_a_ledger_that_was_begun_with_other_data_is_refused(tmp_path, tiny_llama, monkeypatch):
     one, other = Asked(("Question: 2 + 3?", "Question: 3 + 3?")), Asked(("Question: 2 + 3?", "Question: 4 + 3?"))
-    monkeypatch.setattr(units, "_told", lambda task: {})  # as for tasks that read a file, whose place is not told
+    monkeypatch.setattr(units, "_task_settings", lambda task: {})  # as for tasks whose only setting is a file path
     evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=one)
     evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other, limit=1)
     with pytest.raises(LedgerError, match=r"an answer to tiny-gsm/1, but to another prompt: it was begun with other"):
@@ -180,7 +179,7 @@ def test_samples_of_one_name_are_refused(tmp_path, tiny_llama):
 
 def test_rows_of_a_masked_run_with_a_threshold_do_not_wait_for_each_other(tmp_path, tiny_llada):
     """A row that waits has more steps than alone, and masks by the step before act on them."""
-    fast = find("tiny-gsm").with_settings({"threshold": 0.8, "block_length": 8})
+    fast = find_protocol("tiny-gsm").with_settings({"threshold": 0.8, "block_length": 8})
     both = [evaluate(tiny_llada, fast, masking([5]), tmp_path / str(size), limit=4, batch=size) for size in (1, 4)]
     alone, together = ([[record["tokens"] for record in run.records()] for run in runs] for runs in both)
     assert alone == together

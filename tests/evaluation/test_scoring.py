@@ -7,9 +7,9 @@ import pytest
 from ledgers import answered, planted_run
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import Run, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer
 from sinklens.evaluation.scoring import score, verdicts
-from sinklens.tasks import find as find_task
+from sinklens.tasks import find_task
 
 TASK = find_task("tiny-code")
 SAMPLES = TASK.samples(6)
@@ -96,4 +96,4 @@ def test_data_that_changed_since_are_refused(tmp_path, coded, shared):
 def test_a_folder_without_runs_says_so(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run"):
         score(tmp_path)
-    assert not list(Run.all(planted_run(tmp_path, {"tiny-gsm/0": True}).folder.parent)[0].records("verdicts"))
+    assert not list(LedgerRun.all(planted_run(tmp_path, {"tiny-gsm/0": True}).folder.parent)[0].records("verdicts"))

@@ -9,7 +9,7 @@ from ledgers import planted_run
 
 from sinklens.errors import LedgerError, SettingError
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.ledger import Run
+from sinklens.evaluation.ledger import LedgerRun
 from sinklens.evaluation.statistics import holm, paired
 from sinklens.evaluation.tables import PAPER, frame, read_lines
 
@@ -166,7 +166,7 @@ def test_nothing_finished_is_an_error_and_runs_without_records_are_left_out(tmp_
     with pytest.raises(LedgerError, match=r"holds no finished sample yet; run `sinklens evaluate` again"):
         read_lines(empty)
     planted_run(ledger, {}, FIVE_RANDOM)
-    assert len(Run.all(ledger)) == 5
+    assert len(LedgerRun.all(ledger)) == 5
     assert len(read_lines(ledger)) == 4
 
 

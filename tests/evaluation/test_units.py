@@ -12,7 +12,7 @@ import sinklens
 from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
-from sinklens.evaluation.protocols import find
+from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.units import (
     Batch,
     batches,
@@ -24,12 +24,11 @@ from sinklens.evaluation.units import (
     token_ids,
 )
 from sinklens.interventions import MaskSinks
-from sinklens.tasks import Sample
-from sinklens.tasks import find as find_task
+from sinklens.tasks import Sample, find_task
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample
 
-PLAIN = find("tiny-gsm")
+PLAIN = find_protocol("tiny-gsm")
 TASK = PLAIN.make_task()
 SAMPLES = tuple(TASK.samples(6))
 

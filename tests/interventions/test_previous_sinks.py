@@ -221,7 +221,7 @@ def test_a_nested_peek_is_rejected_and_leaves_the_model_unchanged(worded):
     ids = random_ids()
     before = model(ids)
     model.tree.watch.peeked = {}
-    with pytest.raises(SinklensError, match="one look is going on already"):
+    with pytest.raises(SinklensError, match="another peek is running"):
         model.tree.peek(ids, None, ["hook_embed"])
     model.tree.watch.peeked = None
     assert torch.equal(model(ids), before)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import find
+from sinklens.tasks import find_task
 from sinklens.tasks.gsm8k import Gsm8k, flexible, normal, strict
 
 
@@ -122,7 +122,7 @@ def test_without_examples_the_prompt_is_the_question(folder):
 
 def test_chain_of_thought_examples_are_the_first_of_a_file(folder):
     write(folder / "cot.jsonl", [(f"Shown {i}?", f"Thus {i}. The answer is {i}.") for i in range(9)])
-    task = find("gsm8k-cot", path=folder, examples=folder / "cot.jsonl")
+    task = find_task("gsm8k-cot", path=folder, examples=folder / "cot.jsonl")
     first, second, _ = [sample.prompt for sample in task.samples()]
     shown = "".join(f"Q: Shown {i}?\nA: Thus {i}. The answer is {i}.\n\n" for i in range(8))
     assert first == f"{shown}Q: Test 0?\nA:"

@@ -6,7 +6,7 @@ import pytest
 from programs import program
 
 from sinklens.errors import TaskError
-from sinklens.tasks import find
+from sinklens.tasks import find_task
 from sinklens.tasks.humaneval import HumanEval
 
 RECORD = {
@@ -58,7 +58,7 @@ def test_a_completion_ends_with_the_function(file, text, kept):
 
 
 def test_the_instruct_style_opens_the_answer_with_the_function_and_ends_it_with_the_block(file):
-    task = find("humaneval-instruct", path=file)
+    task = find_task("humaneval-instruct", path=file)
     (sample,) = task.samples()
     assert sample.prompt == (
         "Write a solution to the following problem and make sure that it passes the tests:\n"

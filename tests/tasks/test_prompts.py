@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sinklens.errors import SinklensError, TaskError
-from sinklens.tasks import find
+from sinklens.tasks import find_task
 from sinklens.tasks.prompts import IdSample, Prompts, read_prompts
 
 
@@ -72,7 +72,7 @@ def test_samples_are_the_lines_of_the_file(tmp_path):
         IdSample("prompts/1", "2 + 2 =", " 4 "),
     ]
     assert task.samples(1) == task.samples()[:1]
-    assert find("prompts", path=tmp_path / "a.jsonl") == task
+    assert find_task("prompts", path=tmp_path / "a.jsonl") == task
 
 
 def test_ids_are_compared_up_to_the_end_token_and_text_without_white_space_around(tmp_path):
@@ -116,7 +116,7 @@ def test_a_bad_line_is_named(line, text, tmp_path):
 
 def test_a_file_that_is_no_json_lines_is_refused(tmp_path):
     with pytest.raises(TaskError, match=r"the task prompts reads a file; give one \(--prompts FILE\)"):
-        find("prompts").samples()
+        find_task("prompts").samples()
     with pytest.raises(TaskError, match=r"a.txt is not called \*.jsonl; give a JSON Lines file with lines such as"):
         write(tmp_path / "a.txt", {"prompt": [2], "expected": [1]}).samples()
     with pytest.raises(SinklensError, match=r"could not read prompts from .*no.jsonl"):

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import find, published
+from sinklens.tasks import find_task, published
 from sinklens.tasks.published import HubSet, choose, read_file, read_hub
 
 LINE = '{"question": "Q?", "answer": "#### 1", "more": 3}\n'
@@ -66,9 +66,9 @@ def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TaskError, match=r"there is no file .*none\.jsonl; give a JSON Lines file with the fields a"):
         read_file(tmp_path / "none.jsonl", ("a",))
     with pytest.raises(TaskError, match=r"holds none of test\.jsonl, test\.jsonl\.gz; give the file itself"):
-        find("gsm8k", path=tmp_path).samples()
+        find_task("gsm8k", path=tmp_path).samples()
     with pytest.raises(TaskError, match=r"holds none of HumanEval\.jsonl"):
-        find("humaneval", path=tmp_path).samples()
+        find_task("humaneval", path=tmp_path).samples()
     assert choose(tmp_path / "x.jsonl", ("test.jsonl",)) == tmp_path / "x.jsonl"
 
 
@@ -83,7 +83,7 @@ def test_without_a_network_a_file_is_asked_for(name, monkeypatch):
     with pytest.raises(
         TaskError, match=r"openai/.* could not be fetched from the hub \(ConnectionError\); give a local"
     ):
-        find(name).samples()
+        find_task(name).samples()
 
 
 def test_rows_of_the_hub_are_read_once_and_checked(monkeypatch):

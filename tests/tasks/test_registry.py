@@ -3,22 +3,22 @@
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import NAMES, Task, find
+from sinklens.tasks import NAMES, Task, find_task
 from sinklens.tasks.gsm8k import Gsm8k
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_finds_its_task(name):
-    task = find(name)
+    task = find_task(name)
     assert isinstance(task, Task)
     assert task.name == name
-    assert task == find(name)
-    assert hash(task) == hash(find(name))
+    assert task == find_task(name)
+    assert hash(task) == hash(find_task(name))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("tiny-", "skill-"))])
 def test_generated_tasks_have_samples_of_their_own(name):
-    task = find(name)
+    task = find_task(name)
     samples = task.samples()
     assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == len(samples) >= 200
     assert all(sample.id == f"{name}/{number}" for number, sample in enumerate(samples))
@@ -30,7 +30,7 @@ def test_generated_tasks_have_samples_of_their_own(name):
 
 
 def test_tiny_gsm_is_judged_by_the_number_behind_the_first_mark():
-    task = find("tiny-gsm")
+    task = find_task("tiny-gsm")
     sample = task.samples(1)[0]
     number = int(sample.reference.split("#### ")[1])
     assert task.verdict(sample, f"#### {number}")
@@ -40,15 +40,15 @@ def test_tiny_gsm_is_judged_by_the_number_behind_the_first_mark():
 
 
 def test_settings_reach_the_task(tmp_path):
-    task = find("gsm8k-cot", path=str(tmp_path), shots=0, extractor="strict", examples=str(tmp_path / "e.jsonl"))
+    task = find_task("gsm8k-cot", path=str(tmp_path), shots=0, extractor="strict", examples=str(tmp_path / "e.jsonl"))
     assert task == Gsm8k(tmp_path, "gsm8k-cot", 0, "strict", tmp_path / "e.jsonl")
-    assert task != find("gsm8k-cot", path=tmp_path, shots=0)
+    assert task != find_task("gsm8k-cot", path=tmp_path, shots=0)
 
 
 def test_what_is_not_there_is_named():
     with pytest.raises(TaskError, match=r"no task is called 'gsm8k_cot'; known: tiny-gsm, .* Nearest: gsm8k-cot"):
-        find("gsm8k_cot")
+        find_task("gsm8k_cot")
     with pytest.raises(TaskError, match=r"the task 'tiny-code' has no setting 'shots'; its settings: none"):
-        find("tiny-code", shots=3)
+        find_task("tiny-code", shots=3)
     with pytest.raises(TaskError, match=r"the task 'humaneval' has no setting 'extractor'; its settings: path"):
-        find("humaneval", extractor="strict")
+        find_task("humaneval", extractor="strict")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import sinklens
-from sinklens.tasks import find
+from sinklens.tasks import find_task
 from sinklens.zoo import RECIPES
 from sinklens.zoo import scores as module
 from sinklens.zoo.pictures import held_out
@@ -33,7 +33,7 @@ def answering(monkeypatch):
 
 def right_answers(*names):
     """Prompt -> reference, for the first samples of tasks."""
-    samples = [sample for name in names for sample in sinklens.tasks.find(name).samples(FIVE)]
+    samples = [sample for name in names for sample in sinklens.tasks.find_task(name).samples(FIVE)]
     return {sample.prompt: sample.reference for sample in samples}
 
 
@@ -73,6 +73,6 @@ def test_a_shipped_model_gets_its_known_score(tiny_llama):
 
 
 def test_the_training_score_counts_the_first_problems(answering, tmp_path):
-    problems = find("tiny-gsm").samples(4)
+    problems = find_task("tiny-gsm").samples(4)
     answering({sample.prompt: sample.reference for sample in problems[:3]})
     assert training_score(tmp_path, 4) == {"right": 3, "total": 4}
