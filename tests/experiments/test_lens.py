@@ -282,7 +282,7 @@ def test_what_the_lens_cannot_read_is_rejected(models):
         lens.read(run)
     with pytest.raises(SettingError, match=r"LogitLens reads a run"):
         lens.hooks_for(model)
-    with pytest.raises(SettingError, match=r"LogitLens knows no heads="):
+    with pytest.raises(SettingError, match=r"LogitLens does not support heads="):
         LogitLens(heads=[0])
     with pytest.raises(SettingError, match=r"top_k must be between 1 and 61"):
         generated(model, hooks=[LogitLens(top_k=90)])

@@ -231,15 +231,15 @@ def test_invalid_canvas_edits_are_rejected(worded, causal, intervention, text):
     [
         (lambda: SinkToken(at="middle"), "at must be 'front' or 'end', value 'own' or 'zero'; got 'middle' and 'own'"),
         (lambda: SinkToken(value="one"), "got 'front' and 'one'"),
-        (lambda: SinkToken(heads=[1]), "SinkToken knows no heads=; leave it out"),
-        (lambda: SinkToken(positions=[1]), "SinkToken knows no positions=; leave it out"),
-        (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens knows no positions=; leave it out"),
-        (lambda: Remask(layers=[1]), "Remask knows no layers=; leave it out"),
+        (lambda: SinkToken(heads=[1]), "SinkToken does not support heads=; leave it out"),
+        (lambda: SinkToken(positions=[1]), "SinkToken does not support positions=; leave it out"),
+        (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens does not support positions=; leave it out"),
+        (lambda: Remask(layers=[1]), "Remask does not support layers=; leave it out"),
         (
             lambda: ForceTokens(tokens={1: 2}).hooks_for(shared_model()),
             "ForceTokens changes the canvas of a run; for a single",
         ),
-        (lambda: Remask().hooks_for(shared_model()), "Remask changes the canvas of a run; for a single pass change the ids"),
+        (lambda: Remask().hooks_for(shared_model()), "Remask changes the canvas of a run; for a single pass"),
     ],
 )
 def test_invalid_settings_are_rejected(make, text):

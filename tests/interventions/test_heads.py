@@ -295,7 +295,10 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
         (lambda: AblateSinkAttention(pick="some"), "pick must be 'strongest', 'weakest' or 'random'; got 'some'"),
         (lambda: AblateSinkAttention(top_k=-1), "top_k must be a number of keys, 0 or more; got -1"),
-        (lambda: AblateHeads(heads=3).hooks_for(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
+        (
+            lambda: AblateHeads(heads=3).hooks_for(shared_model()),
+            r"heads must be a list of integers; write heads=\[3\]",
+        ),
         (lambda: AblateHeads(steps=[0]).hooks_for(shared_model()), "steps= applies to a run with several steps"),
         (
             lambda: AblateHeads(by="mean").hooks_for(shared_model("llama", True)),

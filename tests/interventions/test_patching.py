@@ -178,7 +178,7 @@ def source(worded):
         ),
         ({"source_positions": [1]}, "got 1 and 0"),
         ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
-        ({"names": Z, "layers": [0]}, r"no point is left of 'blocks.1.attn.hook_z' in layers \[0\]"),
+        ({"names": Z, "layers": [0]}, r"'blocks.1.attn.hook_z' selects no hook point in layers \[0\]"),
     ],
 )
 def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, given, text):
