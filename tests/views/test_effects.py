@@ -77,14 +77,14 @@ def test_each_kind_has_a_curve_in_the_panel_of_its_model_and_measure():
 def test_confidence_is_shown_overall_and_by_step_for_two_kinds_of_keys():
     keys = {"x": "strongest key", "y": "steady key", "z": "random key"}
     lines = [("a", measure, pick, -0.2) for measure in ("change", "rest") for pick in keys]
-    table = DataFrame(lines, columns=["model", "measure", "pick", "estimate"]).assign(low=-0.3, high=-0.1)
+    frame = DataFrame(lines, columns=["model", "measure", "pick", "estimate"]).assign(low=-0.3, high=-0.1)
     halves = ("change_attended_step", "change_rest_step")
     lines = [("a", measure, pick, step, -0.2) for measure in halves for pick in keys for step in range(3)]
     steps = DataFrame(lines, columns=["model", "measure", "pick", "step", "estimate"]).assign(low=-0.3, high=-0.1)
-    figure = effects.confidence_changes(table, steps, {"change": "change", "rest": "rest"}, keys)
+    figure = effects.confidence_changes(frame, steps, {"change": "change", "rest": "rest"}, keys)
     assert [ax.get_title() for ax in figure.axes] == ["a", "strongest key masked", "steady key masked"]
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list(keys.values())
-    nothing = effects.confidence_changes(table.assign(estimate=np.nan), steps, {}, keys)
+    nothing = effects.confidence_changes(frame.assign(estimate=np.nan), steps, {}, keys)
     assert "one position is decided at a time" in nothing.axes[0].texts[0].get_text()
 
 
