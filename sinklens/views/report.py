@@ -105,8 +105,8 @@ def build(
     bare = len(REPORT.document(data="", late="")) + len(circuitsvis_chunk()) + SPARE
     room = int(budget_mb * 1e6) - bare
     scores = fit_scores(numbers, wanted, room)
-    held = fit_patterns(material, wanted, room - scores.weight())
-    page = _page(material, numbers, scores, held)
+    patterns = fit_patterns(material, wanted, room - scores.weight())
+    page = _page(material, numbers, scores, patterns)
     weight = len(page.encode())
     if weight > budget_mb * 1e6:
         raise SettingError(
@@ -116,9 +116,9 @@ def build(
     return page
 
 
-def _page(material: Material, numbers: Numbers, scores: Scores, held: Patterns) -> str:
+def _page(material: Material, numbers: Numbers, scores: Scores, patterns: Patterns) -> str:
     attributes = material.track.data.attrs
-    places = sorted(held.sides)
+    places = sorted(patterns.sides)
     info = {
         **numbers.info(scores.steps),
         "model": _name(attributes),
@@ -126,19 +126,19 @@ def _page(material: Material, numbers: Numbers, scores: Scores, held: Patterns) 
         "settings": _settings(attributes),
         "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
         "answer": spelled(material.answer, keep="\n\t\u200c\u200d"),
-        "notes": _notes(material, numbers, scores, held),
+        "notes": _notes(material, numbers, scores, patterns),
         "held": scores.layers,
         "peaks": scores.peaks,
         "start": numbers.most_moving(scores.layers),
         "attention": {
-            "places": [[step, layer, held.sides[step, layer]] for step, layer in places],
-            "block": held.block,
+            "places": [[step, layer, patterns.sides[step, layer]] for step, layer in places],
+            "block": patterns.block,
             "cells": CELLS,
-            "why": held.why,
+            "why": patterns.why,
         },
         "frame": HEADS.document(data=""),
     }
-    late = "".join(held.blocks[place] for place in places) + circuitsvis_chunk()
+    late = "".join(patterns.blocks[place] for place in places) + circuitsvis_chunk()
     return REPORT.document(data=json_block("info", info) + "".join(scores.blocks.values()), late=late)
 
 
@@ -168,10 +168,10 @@ def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, spelled(str(value))) for name, value in settings.items()]
 
 
-def _notes(material: Material, numbers: Numbers, scores: Scores, held: Patterns) -> list[str]:
+def _notes(material: Material, numbers: Numbers, scores: Scores, patterns: Patterns) -> list[str]:
     """How to read the page, and what it leaves out."""
-    layers = len({layer for _, layer in held.sides})
-    cells = f"each cell covers {held.block} × {held.block} positions and shows the largest value"
+    layers = len({layer for _, layer in patterns.sides})
+    cells = f"each cell covers {patterns.block} × {patterns.block} positions and shows the largest value"
     few, some = len(scores.steps) < numbers.steps, len(scores.layers) < numbers.layers
     notes = {
         "Score of a position: the column sum Σᵢ A[i, j] of the attention pattern A, the attention it receives from all "
@@ -188,13 +188,14 @@ def _notes(material: Material, numbers: Numbers, scores: Scores, held: Patterns)
             numbers.first > 0
         ),
         f"Attention is stored in eight bits, rounded by at most √a / 255. It is included for steps "
-        f"{_listed(step for step, _ in held.sides)} and {layers} of {numbers.layers} layers.": bool(held.sides),
-        f"To keep the page small, {cells} in the attention maps.": held.block > 1,
-        f"To keep the page small, the attention of {held.left_out} more layers was left out.": held.left_out > 0,
+        f"{_listed(step for step, _ in patterns.sides)} and {layers} of {numbers.layers} layers.": bool(patterns.sides),
+        f"To keep the page small, {cells} in the attention maps.": patterns.block > 1,
+        f"To keep the page small, the attention of {patterns.left_out} more layers was left out.": patterns.left_out
+        > 0,
         f"To keep the page small, {len(scores.steps)} of {numbers.steps} steps are shown.": few,
         f"To keep the page small, it holds score maps of {len(scores.layers)} of {numbers.layers} layers; the layer × "
         f"head map and the paths cover all.": some,
-        held.why: bool(held.why),
+        patterns.why: bool(patterns.why),
     }
     return [spelled(text) for text, holds in notes.items() if holds]
 

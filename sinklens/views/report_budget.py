@@ -186,26 +186,26 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
             raise
         return Patterns(why=f"This page has no attention patterns: {error}")
     longest = max(pattern.shape[1] for pattern in first.values())
-    held = Patterns()
-    while not held.add(first, room):
-        held.block += 1
-        if -(-longest // held.block) < min(FEWEST, longest):
+    patterns = Patterns()
+    while not patterns.add(first, room):
+        patterns.block += 1
+        if -(-longest // patterns.block) < min(FEWEST, longest):
             raise SettingError(
                 f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the attention patterns of "
-                f"{len(first)} steps and layers, which need more even with {held.block - 1} × {held.block - 1} "
+                f"{len(first)} steps and layers, which need more even with {patterns.block - 1} × {patterns.block - 1} "
                 f"positions in one cell. Name fewer steps or layers, or give a larger budget."
             )
-    each = held.weight() / len(wanted.layers())
-    likely = wanted.more[: int(1.25 * (room - held.weight()) / each)]  # some may take less room than the first
+    each = patterns.weight() / len(wanted.layers())
+    likely = wanted.more[: int(1.25 * (room - patterns.weight()) / each)]  # some may take less room than the first
     try:
         more = _quantised(material, [(step, layer) for layer in likely for step in wanted.steps()]) if likely else {}
     except TrackError as error:
-        return replace(held, why=f"This page does not hold the attention of other layers: {error}")
+        return replace(patterns, why=f"This page does not hold the attention of other layers: {error}")
     for layer in likely:
-        if not held.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
+        if not patterns.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
             break
-    held.left_out = len(wanted.more) + len(wanted.layers()) - len({layer for _, layer in held.sides})
-    return held
+    patterns.left_out = len(wanted.more) + len(wanted.layers()) - len({layer for _, layer in patterns.sides})
+    return patterns
 
 
 def _quantised(material: Material, places: Sequence[Place]) -> dict[Place, UInt8[np.ndarray, "head query key"]]:
