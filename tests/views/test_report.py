@@ -238,10 +238,10 @@ def test_the_page_holds_layers_below_a_change_and_explains_the_missing_ones(tiny
 
     hooks = [("blocks.1.attn.hook_pattern", blind)]
     changed = material(sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=hooks))
-    assert Numbers(changed.track, changed.canvas).most_moving(range(4))[0] == 0, "else this shows nothing"
+    assert Numbers(changed.track, changed.canvas).most_moving(range(4))[0] == 0, "otherwise the test shows nothing"
     given = info_of(build(changed))
     assert {layer for _, layer, _ in given["attention"]["places"]} == {0}
-    assert any(note.startswith("The attention of other layers is not in this page: ") for note in given["notes"])
+    assert any(note.startswith("This page does not hold the attention of other layers: ") for note in given["notes"])
 
 
 # Size of the page
