@@ -68,7 +68,7 @@ def test_generated_programs_run_on_request_alone(tmp_path, capsys):
     assert "not scored (2)" in out
     assert "tiny-llama: its answers" in out
     assert "compared on the same samples" not in out
-    assert "have not been run have no part in any accuracy: 2 of tiny-llama (unmasked)." in out
+    assert "have not been run are excluded from all accuracies: 2 of tiny-llama (unmasked)." in out
     assert out.splitlines()[-1] == f"Written: {tmp_path / 'table.csv'}."
     assert pd.read_csv(tmp_path / "table.csv")[["total", "unscored"]].values.tolist() == [[0, 2]]
     code, _, told = run(capsys, "score", tmp_path)
@@ -216,7 +216,7 @@ def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
         (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts takes the place of --task; give one"),
         (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts takes the place of --data; give one"),
         (["tiny-llama", "--prompts", "no.jsonl"], "could not read prompts from no.jsonl"),
-        (["tiny-llama", "--task", "prompts"], "the task prompts reads a file; give one (--prompts FILE)"),
+        (["tiny-llama", "--task", "prompts"], "the task 'prompts' needs a file; give one (--prompts FILE)"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--block-length", "8"],
             "--block-length is no setting of the autoregress",
@@ -276,7 +276,7 @@ def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, untold,
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code, _, told = run(capsys, *call)
     assert code == 1
-    assert "has an answer to prompts/2, but to another expected answer: it was begun with other data." in told
+    assert "has a record of prompts/2 with another expected answer, so it was started with other data." in told
 
 
 def test_prompts_of_text_need_a_tokenizer_and_ids_a_length_that_an_answer_can_have(tmp_path, capsys, untold):

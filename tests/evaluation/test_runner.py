@@ -229,7 +229,9 @@ def test_errors_for_bad_arguments_say_what_is_allowed(tmp_path, tiny_llama, argu
 
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):
     model = shared_model()
-    with pytest.raises(PromptError, match=r"has no tokenizer, and the prompts of this task are text\. Put the files"):
+    with pytest.raises(
+        PromptError, match=r"has no tokenizer, and the prompts of this task are text\. Put a tokenizer's files"
+    ):
         evaluate(model, "tiny-gsm", CONDITIONS, tmp_path / "results", limit=2)
     assert not (tmp_path / "results").exists()
 
