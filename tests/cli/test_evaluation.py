@@ -284,7 +284,7 @@ def test_prompts_of_text_need_a_tokenizer_and_ids_a_length_that_an_answer_can_ha
     for line, text in (
         ({"prompt": "a", "expected": [5]}, "has no tokenizer, and the prompts of this task are text."),
         ({"prompt": [2, 5], "expected": "a"}, "or give prompts and expected answers as token ids (--prompts FILE)."),
-        ({"prompt": [2, 5], "expected": [5] * 5}, "prompts/0 expects 5 tokens, and an answer of"),
+        ({"prompt": [2, 5], "expected": [5] * 5}, "prompts/0 expects 5 tokens, but answers of"),
         ({"prompt": [2, 99999], "expected": [5]}, "99999"),
     ):
         file.write_text(f"{json.dumps(line)}\n")

@@ -188,7 +188,7 @@ def test_options_of_an_evaluation_are_refused_for_a_study(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        (["--number", "501"], "500 problems are held out, and those beyond may have been trained on; got 501."),
+        (["--number", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
         (["--prompts", "a.txt", "--number", "3"], "--number is 3, and a.txt holds 2 prompts."),
         (["--prompts", "a.jsonl"], "a.jsonl, line 2: not JSON"),
     ],

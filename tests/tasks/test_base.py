@@ -56,5 +56,5 @@ def test_no_more_than_the_held_out_problems_are_returned(held_out):
     most = len(held_out())
     assert len(held_out(0)) == 0
     for size in (-1, most + 1):
-        with pytest.raises(TaskError, match=rf"size must be 0 to {most}, .* got {size}\."):
+        with pytest.raises(TaskError, match=rf"give 0 to {most} held-out problems, .* got {size}\."):
             held_out(size)
