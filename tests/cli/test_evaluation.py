@@ -10,7 +10,7 @@ import pytest
 from ledgers import planted_run
 
 import sinklens
-from sinklens.checkpoints.files import find as find_checkpoint
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import LedgerRun

@@ -135,7 +135,7 @@ def test_a_batch_that_kills_every_worker_ends_the_evaluation(ray):
 
 
 def test_a_worker_that_fits_no_machine_is_refused_immediately(ray):
-    with pytest.raises(SettingError, match=r"needs 1 cores and 3 GPUs on one machine, .* available: 2 cores and 0 GPU"):
+    with pytest.raises(SettingError, match=r"needs 1 cores and 3 GPUs on one machine, .*available: 2 cores and 0 GPU"):
         OnRay(gpus_per_worker=3).identities(JOB, CONDITIONS)
     with pytest.raises(SettingError, match=r"needs 64 cores and 0 GPUs"):
         list(OnRay(cpus_per_worker=64).carry_out(JOB, [Batch(UNMASKED, SAMPLES)]))
