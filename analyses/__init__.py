@@ -1,8 +1,8 @@
-"""Studies: one file each, read from top to bottom, copied to ask a new question.
+"""Studies: one file each, written to be read from top to bottom and copied for a new question.
 
-`STUDIES` is what ``sinklens analyse NAME`` knows, `questions` what each asks; `find` gives a study's class. A study of
-one's own is a subclass of `Study`; `interval_table` and `difference_table` make its tables. `accuracy` is a plain
-function.
+`STUDIES` lists the names that ``sinklens analyse NAME`` accepts and `questions` what each asks; `find` returns a
+study's class. To write your own study, subclass `Study` and build its tables with `interval_table` and
+`difference_table`. `accuracy` is a plain function.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ STUDIES = {
 
 
 def questions() -> dict[str, str]:
-    """The question that each study of `STUDIES` asks: the first line of its file."""
+    """The question that each study of `STUDIES` asks, which is the first line of its file."""
     found = {}
     for name, (module, _) in STUDIES.items():
         with (Path(__file__).parent / f"{module}.py").open(encoding="utf-8") as file:
@@ -45,10 +45,10 @@ _HOMES = {"Study": "study", "difference_table": "intervals", "interval_table": "
 
 
 def find(name: str) -> "type[Study]":
-    """The study called `name`, or the one that a file of one's own defines (`name` ends in ``.py``).
+    """The study called `name`, or the study that a file defines (`name` ends in ``.py``).
 
     Raises:
-        SettingError: there is none, and the nearest names; or the file does not define one study.
+        SettingError: no study has this name (the nearest names are listed), or the file does not define exactly one.
     """
     import importlib
 
@@ -72,18 +72,18 @@ def _in_file(path: Path) -> "type[Study]":
     from sinklens.errors import SettingError
 
     if not path.is_file():
-        raise SettingError(f"there is no file {path}; give the path of one that defines a subclass of Study.")
+        raise SettingError(f"no such file: {path}; give the path of a file that defines a subclass of Study.")
     spec = importlib.util.spec_from_file_location(f"_study_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and the hash of the source look it up there
     spec.loader.exec_module(module)
-    own = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == spec.name]
-    studies = [kind for kind in own if issubclass(kind, Study) and not inspect.isabstract(kind)]
+    defined = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == spec.name]
+    studies = [kind for kind in defined if issubclass(kind, Study) and not inspect.isabstract(kind)]
     if len(studies) != 1:
         names = ", ".join(kind.__name__ for kind in studies) or "none"
-        raise SettingError(f"{path} has to define one subclass of sinklens.analyses.Study; it defines {names}.")
+        raise SettingError(f"{path} must define exactly one subclass of sinklens.analyses.Study; it defines {names}.")
     return studies[0]
 
 

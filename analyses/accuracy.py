@@ -2,8 +2,8 @@
 
     python -m sinklens.analyses.accuracy tiny-llada tiny-llama
 
-A problem counts if the number behind ``####`` is the right one. The interval is Wilson's, 95 %. Answers that are empty
-or still hold masks are counted as wrong, and told.
+A problem counts as right if the number after ``####`` is correct. The interval is Wilson's, 95 %. Answers that are
+empty or still hold masks count as wrong and are reported.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class Accuracy:
     """Exact-match accuracy of one model.
 
     Attributes:
-        right, total: problems.
+        right, total: number of problems.
         empty: answers without any text.
         masked: answers with positions still masked.
         by_kind: problem kind -> (right, total).
@@ -53,7 +53,7 @@ class Accuracy:
 
 
 def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> Accuracy:
-    """Let `model` answer `problems` with its own defaults (one token committed per step), or with `settings`.
+    """Let `model` answer `problems` with its default settings (one token committed per step), or with `settings`.
 
     Raises:
         PromptError: the model has no tokenizer.
@@ -88,7 +88,7 @@ def main() -> None:
 
 def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
     if not problems:
-        raise SettingError("accuracy needs at least one problem (--problems).")
+        raise SettingError("accuracy needs at least one problem; give --problems of 1 or more.")
     for name in models:
         result = measure(name, problems)
         print(f"{name}: {result.summary} ({result.empty} empty, {result.masked} with leftover masks)")

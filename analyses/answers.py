@@ -1,17 +1,17 @@
-"""What interventions do to a prompt's run, in the measures that the studies of this folder share.
+"""Effects of interventions on a prompt's run, in the measures that the studies of this folder share.
 
-Every prompt is swept by itself, with all its interventions in one batch: what is measured of a prompt then depends on
-no other prompt. Each intervention is run twice, *free* (what becomes of the answer?) and *under replay* of the
-unchanged run (what does it do to the predictions of a step, on the same canvas?).
+Every prompt is swept separately, with all its interventions in one batch, so the measurements of a prompt do not depend
+on other prompts. Each intervention is run twice: *free* (how does the answer change?) and *under replay* of the
+unchanged run (how do the predictions of a step change, on the same canvas?).
 
-Sinks are masked in two ways. The *strongest* keys of the step before are the paper's (Rulli et al., 2510.15731, Sec.
-4.3). But a key that is masked receives nothing, so at the next step it is not the strongest, another is masked, and it
-is seen again: a lasting sink is masked at every other step. *Steady* masking takes the strongest keys of the unchanged
-run's step before (of an autoregressive model, by column sums), and so hides a lasting sink at every step. *Random*
-keys, as many and drawn anew for every step and head, are the control.
+Sinks are masked in two ways. Masking the *strongest* keys of the previous step follows the paper (Rulli et al.,
+2510.15731, Sec. 4.3). But a masked key receives no attention, so at the next step it is not the strongest, another key
+is masked, and it is visible again: a lasting sink is masked at every other step. *Steady* masking takes the strongest
+keys of the unchanged run's previous step (in an autoregressive model, by column sums), and so hides a lasting sink at
+every step. As many *random* keys, drawn separately for every step and head, are the control.
 
-One way this fails: an answer in other words can be as right, and one changed digit makes it wrong. ``changed`` and
-``right`` are told side by side, and a prompt whose answer is not known has no ``right``.
+Caveat: a differently worded answer can be just as right, and one changed digit makes it wrong. ``changed`` and
+``right`` are reported side by side, and a prompt whose answer is unknown has no ``right``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,24 +34,25 @@ MEANINGS = {
     "kl": "KL divergence from the unchanged run (nats per undecided position, under replay)",
     "agreement": "undecided positions whose likeliest token stays the same (under replay)",
     "confidence": "change of the likeliest token's probability (under replay)",
-    "changed": "answers that change",
-    "edits": "tokens to insert, delete or replace until the answer is that of the unchanged run",
-    "right": "word problems answered right",
+    "changed": "share of answers that change",
+    "edits": "token edits (insert, delete, replace) from the answer to that of the unchanged run",
+    "right": "share of word problems answered right",
 }
 
 KEYS = {
-    "strongest": "strongest key of the step before",
+    "strongest": "strongest key of the previous step",
     "steady": "strongest key of the unchanged run",
     "random": "random key",
 }
 
 
 def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSinks]:
-    """The three ways of `KEYS`.
+    """One masking intervention per entry of `KEYS`.
 
     Args:
-        track: of the unchanged run of the same prompt.
-        place: ``layers=``, ``heads=`` and the like.
+        track: the track of the unchanged run of the same prompt.
+        top_k: number of keys masked per head.
+        place: where to mask, e.g. ``layers=`` and ``heads=``.
     """
     return {
         "strongest": MaskSinks(top_k=top_k, **place),
@@ -61,21 +62,21 @@ def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSink
 
 
 def unchanged(study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any]) -> SinkTrack:
-    """The sink track of a prompt's run."""
+    """The sink track of a prompt's run without interventions."""
     track = study.generate(model, [prompt], settings).run.sinks
     assert track is not None
     return track
 
 
 def each_prompt(prompts: Sequence[Any], one: Callable[[Any], xr.Dataset]) -> xr.Dataset:
-    """`one` of every prompt, along ``prompt``; axes of different length are filled with NaN."""
+    """`one` of every prompt, concatenated along ``prompt``; shorter axes are filled with NaN."""
     return xr.concat([one(prompt) for prompt in prompts], dim="prompt", join="outer")
 
 
 def free_effects(
     study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any], interventions: Mapping[str, Any]
 ) -> xr.Dataset:
-    """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list is the unchanged run."""
+    """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list gives the unchanged run."""
     found = _swept(study, model, prompt, settings, interventions, replay=False)
     right = [is_right(prompt, text) for text in found["answer"].to_numpy()]
     return xr.Dataset(
@@ -106,8 +107,8 @@ def effects(
     study: "Study", model: "Model", prompt: Any, settings: Mapping[str, Any], interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """`free_effects` and `replayed_effects`: all of `MEANINGS`, [intervention], and ``kl_step``."""
-    asked = (study, model, prompt, settings, interventions)
-    return xr.merge([free_effects(*asked), replayed_effects(*asked)])
+    arguments = (study, model, prompt, settings, interventions)
+    return xr.merge([free_effects(*arguments), replayed_effects(*arguments)])
 
 
 def _swept(
@@ -122,8 +123,8 @@ def _swept(
 
 
 def is_right(prompt: str | Sequence[int], text: str) -> float:
-    """1 where the number behind ``####`` is right, 0 where not; NaN for a prompt that is no shipped word problem, and
-    for one of token ids.
+    """1 if the number after ``####`` is right, else 0; NaN for a prompt that is not a shipped word problem, and for a
+    prompt of token ids.
     """
     result = _results().get(prompt) if isinstance(prompt, str) else None
     return float("nan") if result is None else float(read_answer(text) == result)

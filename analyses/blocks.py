@@ -2,15 +2,16 @@
 
     sinklens analyse blocks tiny-llada tiny-llama
 
-The same diffusion model decodes with blocks of one token (from left to right, as an autoregressive model) up to the
-whole answer at once, in the same number of steps. Told against the block length: how the sinks move (`motion`), and
-what masking every head's strongest key costs (as the paper does it, and steadily: swept.py), beside a random key.
+The same diffusion model decodes with blocks of one token (from left to right, like an autoregressive model) up to one
+block for the complete answer, in the same number of steps. Reported for each block length: how the sinks move
+(`motion`), and what masking every head's strongest key costs (as in the paper, and steadily: answers.py), compared with
+a random key.
 
-An autoregressive model decodes one token at a time and stands at block length 1; a sampler without blocks, such as
-Dream's, stands at the length of the answer.
+An autoregressive model decodes one token at a time and is shown at block length 1; a sampler without blocks, such as
+Dream's, is shown at the length of the answer.
 
-One way this fails: a model is trained with one way of decoding. What another block length costs before any sink is
-masked is in the table (``none``), and the costs of masking are told against it.
+Caveat: a model is trained for one decoding order. The cost of another block length before any sink is masked is in the
+table (``none``), and the costs of masking are measured relative to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,16 +36,16 @@ MOTION = {
     "jump_share": "share of steps at which a head's strongest key changes",
     "static_share": "share of heads whose strongest key never changes",
     "drift": "positions per step that the strongest key moves; above 0 to the right",
-    "overlap_step": "Jaccard overlap of a head's sinks with those of the step before",
+    "overlap_step": "Jaccard overlap of a head's sinks with those of the previous step",
     "sinks": "sinks per head and step",
     "lifetime": "steps that a sink lives",
 }
 ROBUST = {
-    "right": "word problems answered right",
-    "changed": "answers that change",
-    "cost": "word problems lost by masking",
+    "right": "share of word problems answered right",
+    "changed": "share of answers that change",
+    "cost": "share of word problems lost by masking",
 }
-MASKED = {"none": "nothing masked", **{way: f"{name} masked" for way, name in KEYS.items()}}
+MASKED = {"none": "nothing masked", **{kind: f"{name} masked" for kind, name in KEYS.items()}}
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Blocks(Study):
     """See the module.
 
     Attributes:
-        top_k: keys that are masked per head.
+        top_k: number of keys masked per head.
     """
 
     name: ClassVar[str] = "blocks"
@@ -65,7 +66,7 @@ class Blocks(Study):
         return xr.concat(parts, dim="block").assign_coords(block=list(lengths(model, settings)))
 
     def _at(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """One block length."""
+        """Measurements at one block length."""
 
         def one(prompt: Any) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
@@ -79,7 +80,7 @@ class Blocks(Study):
         return each_prompt(prompts, one)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``motion``: how the sinks move by block length; ``robustness``: what masking does."""
+        """``motion``: how the sinks move, by block length; ``robustness``: the effect of masking."""
         tables = {
             "motion": interval_table(measured, list(MOTION), self.seed),
             "robustness": interval_table(measured, list(ROBUST), self.seed),
@@ -87,7 +88,7 @@ class Blocks(Study):
         return {name: table.assign(meaning=table["measure"].map(MOTION | ROBUST)) for name, table in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``motion``: a panel per measure; ``robustness``: a line of panels per model, a curve per kind of key."""
+        """``motion``: a panel per measure; ``robustness``: a row of panels per model, a curve per kind of key."""
         from sinklens.views.effects import doubling_curves, kinds_of_keys
 
         along = "block length (1: from left to right)"
@@ -98,14 +99,14 @@ class Blocks(Study):
 
 
 def lengths(model: "Model", settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Block length -> settings: all that divide the answer and share its steps evenly."""
-    made = settings_for(model, dict(settings))
-    if not isinstance(made, LladaSettings):
-        return {1 if model.config.is_causal else made.gen_length: dict(settings)}
-    whole = {"gen_length": made.gen_length, "steps": made.steps}
-    possible = [size for size in range(1, made.gen_length + 1) if made.gen_length % size == 0]
+    """Block length -> settings, for every length that divides the answer and its steps evenly."""
+    defaults = settings_for(model, dict(settings))
+    if not isinstance(defaults, LladaSettings):
+        return {1 if model.config.is_causal else defaults.gen_length: dict(settings)}
+    totals = {"gen_length": defaults.gen_length, "steps": defaults.steps}
+    possible = [size for size in range(1, defaults.gen_length + 1) if defaults.gen_length % size == 0]
     return {
-        size: {**settings, **whole, "block_length": size}
+        size: {**settings, **totals, "block_length": size}
         for size in possible
-        if made.steps % (made.gen_length // size) == 0
+        if defaults.steps % (defaults.gen_length // size) == 0
     }

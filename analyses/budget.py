@@ -2,22 +2,22 @@
 
     sinklens analyse budget tiny-llada tiny-llama
 
-From step 1 on, every query sees itself and so many keys more (the *budget*), chosen in one of several ways:
+From step 1 on, every query sees itself and a fixed number of further keys (the *budget*), chosen in one of these ways:
 
-- *strongest*: the keys with the highest scores of the step before in the unchanged run, head by head (`KeepKeys`);
-- *strongest and near*: half of them so, the other half its neighbours (StreamingLLM's recipe, 2309.17453, with the
-  measured sinks in place of the first tokens);
-- *near*: its neighbours alone, on both sides, or before it where the model is autoregressive;
-- *own*: the strongest by the restricted run's own scores. What is not kept at a step receives no attention and is not
-  kept at the next, so that this holds on to the first choice;
-- *random*, *weakest*: as controls, as many keys at random, and those with the lowest scores.
+- *strongest*: the keys with the highest scores at the previous step of the unchanged run, head by head (`KeepKeys`);
+- *strongest and near* (``mixed``): half of them chosen so, the other half the query's neighbours (StreamingLLM's
+  recipe, 2309.17453, with the measured sinks in place of the first tokens);
+- *near*: only the query's neighbours, on both sides, or before it in an autoregressive model;
+- *own*: the strongest keys by the scores of the restricted run. A key not kept at a step receives no attention and is
+  not kept at the next, so this keeps its first choice;
+- *random*, *weakest*: controls, with as many keys at random, and those with the lowest scores.
 
-If sinks are what holds a context together, few strongest keys should do what many others cannot. In an autoregressive
-model scores are column sums of the text so far (the heavy hitters of H2O, 2306.14048), of *own* the last token's
-attention; the answer's queries are restricted, and the prompt is read as it is.
+If sinks hold a context together, a few of the strongest keys should achieve what many others cannot. In an
+autoregressive model, scores are column sums over the text so far (the heavy hitters of H2O, 2306.14048), and for *own*
+the last token's attention; only the answer's queries are restricted, the prompt is read unrestricted.
 
-One way this fails: whatever is hidden may still have left its trace in the keys that are seen, in every layer; so this
-is about what can be left out of attention, not about what could have been left out of the text.
+Limitation: a hidden key may still have influenced the visible keys, in every layer. This study shows what can be
+left out of attention, not what could have been left out of the text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ KINDS = {
     "strongest": "strongest keys",
     "mixed": "strongest and near",
     "near": "nearest keys",
-    "own": "strongest by own scores",
+    "own": "strongest by the restricted run's scores",
     "random": "random keys",
     "weakest": "weakest keys",
 }
@@ -73,29 +73,30 @@ class Budget(Study):
         return each_prompt(prompts, one).assign_coords(budget=list(BUDGETS), kind=list(KINDS))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``budget``: every measure by number and kind of keys; ``gain``: the strongest less the random ones."""
+        """``budget``: every measure by number and kind of keys; ``gain``: strongest minus random keys."""
         table = interval_table(measured, list(MEANINGS), self.seed)
         gain = {name: data.sel(kind="strongest") - data.sel(kind="random") for name, data in measured.items()}
         tables = {"budget": table, "gain": interval_table(gain, list(MEANINGS), self.seed)}
         return {name: rows.assign(meaning=rows["measure"].map(MEANINGS)) for name, rows in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``budget``: a line of panels per model, a curve per kind of keys."""
+        """``budget``: a row of panels per model, a curve per kind of keys."""
         from sinklens.views.effects import kinds_of_keys
 
         table = interval_table(measured, list(SHOWN), self.seed)
-        along = "keys that every query sees beside itself"
+        along = "keys visible to every query besides itself"
         return {"budget": kinds_of_keys(table, "budget", "kind", KINDS, MEANINGS, along)}
 
 
 def restricted(kind: str, keys: int, steps: int, track: SinkTrack) -> list[Intervention]:
-    """What leaves every query `keys` keys and itself, from step 1 on.
+    """Interventions that leave every query itself and `keys` keys, from step 1 on.
 
     Args:
-        kind: of `KINDS`.
-        keys: an odd number of near ones loses one where they stand on both sides; of others there are no more than the
-            prompt has tokens.
-        track: of the unchanged run.
+        kind: a key of `KINDS`.
+        keys: budget. An odd number of near keys is reduced by one where they are on both sides; the number of other
+            keys is capped at the number of prompt tokens.
+        steps: number of steps of the run.
+        track: the track of the unchanged run.
     """
     later, causal = range(1, steps), track.causal
     near, most = keys // 2 if kind == "mixed" else 0, track.prompt_length

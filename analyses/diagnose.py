@@ -2,22 +2,22 @@
 
     sinklens analyse diagnose tiny-llada tiny-llama
 
-Three signs (Rulli et al., 2510.15731, in its discussion), each measured, held against a threshold, and drawn on one
+Three signs (Rulli et al., 2510.15731, in its discussion), each measured, compared with a threshold, and drawn on one
 page:
 
-- *masking*: each head loses sight of its strongest key of the step before. A cost above 5 % (the paper's bound) is
-  dependence as an autoregressive model has it. As a control it loses sight of an ordinary key instead.
-- *start*: all sinks stand at the start of the sequence, which is what an autoregressive model leaves behind.
+- *masking*: each head's strongest key of the previous step is hidden from it. A cost above 5 % (the paper's bound)
+  indicates the dependence of an autoregressive model. As a control, an ordinary key is hidden instead.
+- *start*: all sinks are at the start of the sequence, as in an autoregressive model.
 - *cut*: the middle third of the prompt is hidden from all queries, and the sinks stay where they were: fixed anchors
-  that do not make up for what is gone. They are compared on the same canvas, that of the run as it was.
+  that do not compensate for the missing text. Sinks are compared on the same canvas, that of the unchanged run.
 
-The paper names the signs and one number; the other thresholds are ours, and the table says whose each is. The cost is
-accuracy on the shipped word problems; on other prompts only the share of answer tokens that change is known.
+The paper names the signs and one number; the other thresholds are ours, and the table gives the source of each. The
+cost is accuracy on the shipped word problems; for other prompts only the share of answer tokens that change is known.
 
-One way this fails: masking is not the same dose for both kinds of model. In a diffusion model a key is hidden from all
-queries of the head, in an autoregressive one from the newest alone. Another: a changed answer need not be a worse one,
-and one that turns on a number in the cut third must be lost by any model; ``changed`` and the cost of the cut are
-therefore told beside the signs and never decide.
+Caveat: masking is not the same dose for both kinds of model. In a diffusion model a key is hidden from all queries of
+the head, in an autoregressive model from the newest query alone. Also, a changed answer is not necessarily worse, and
+any model must lose an answer that depends on a number in the cut third; ``changed`` and the cost of the cut are
+therefore reported beside the signs but do not decide them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,12 +52,12 @@ RUNS = ["as it is", "sinks masked", "ordinary keys masked", "middle cut"]
 
 
 class Sign(NamedTuple):
-    """One line of the page.
+    """One row of the page.
 
     Attributes:
-        sign: which warning sign it belongs to.
+        sign: the warning sign it belongs to.
         meaning: what the number is.
-        threshold: above it the sign is there; NaN for a number that is told and does not decide.
+        threshold: the sign is present above it; NaN for a number that is reported but does not decide.
         source: whose threshold it is.
     """
 
@@ -69,9 +69,9 @@ class Sign(NamedTuple):
 
 SIGNS = {
     "masking_cost": Sign("masking", "accuracy lost when every head's strongest key is masked", 0.05, "paper"),
-    "masking_changed": Sign("masking", "answer tokens that change then", np.nan, ""),
+    "masking_changed": Sign("masking", "answer tokens that change with that key masked", np.nan, ""),
     "ordinary_cost": Sign("masking", "accuracy lost when an ordinary key is masked instead", np.nan, ""),
-    "ordinary_changed": Sign("masking", "answer tokens that change then", np.nan, ""),
+    "ordinary_changed": Sign("masking", "answer tokens that change with an ordinary key masked", np.nan, ""),
     "first_four": Sign("start", f"strongest keys on the first {FIRST} positions", 0.9, "ours"),
     "first_twentieth": Sign("start", "strongest keys in the first 5 % of the sequence", 0.9, "ours"),
     "first_always": Sign("start", "heads whose strongest key is the first token at every step", 0.5, "ours"),
@@ -79,7 +79,7 @@ SIGNS = {
     "cut_overlap": Sign("cut", "overlap of the sinks with those of the uncut run", 0.5, "ours"),
     "cut_static": Sign("cut", "heads whose strongest key never moves while the middle is cut", 0.5, "ours"),
     "cut_cost": Sign("cut", "accuracy lost when the middle of the prompt is cut", np.nan, ""),
-    "cut_changed": Sign("cut", "answer tokens that change then", np.nan, ""),
+    "cut_changed": Sign("cut", "answer tokens that change with the middle cut", np.nan, ""),
 }
 
 
@@ -90,8 +90,8 @@ class Diagnose(Study):
     name: ClassVar[str] = "diagnose"
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is not known; and what the curves
-        show: `places` and `kept`.
+        """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is unknown; and ``places`` and
+        ``kept`` for the curves.
         """
         start, end = middle_third(model.encode(list(prompts), self.chat_template)[1])
         base, causal = self.generate(model, prompts, settings), model.config.is_causal
@@ -112,7 +112,7 @@ class Diagnose(Study):
                          at_the_start(track), anchors(track, hidden, start, end)])  # fmt: skip
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``signs``: every number with its threshold, whose that is, and a verdict; ``accuracy``: of `RUNS`."""
+        """``signs``: every number with its threshold, the source of that, and a verdict; ``accuracy``: of `RUNS`."""
         table = interval_table(measured, list(SIGNS), self.seed)
         signs = [SIGNS[name] for name in table["measure"]]
         table = table.assign(**{name: [getattr(sign, name) for sign in signs] for name in Sign._fields})
@@ -127,18 +127,18 @@ class Diagnose(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``page``: a line per sign, its numbers and thresholds on the left, what they come from on the right."""
+        """``page``: a row per sign, its numbers and thresholds on the left and the underlying data on the right."""
         return {"page": _page(measured, self.tables(measured)["signs"], self.seed)}
 
 
 def masking(causal: bool, ordinary: bool = False) -> Hooks:
-    """Hooks that hide from every head, at each step, its own strongest key of the step before, by −∞ on the mask.
+    """Hooks that hide from every head, at each step, its strongest key of the previous step, by −∞ on the mask.
 
-    With `ordinary`, as a control, not the strongest but the middle one of the keys that it attends to. Nothing is
-    hidden at the first step. The strongest key is that of the attention as it was used, so a key that was
-    hidden is not the strongest of its step, and may be seen again in the next. In an autoregressive model it is the
-    last query's strongest key, hidden from the last query (Rulli et al., Sec. 4.3). A row that waits for others keeps
-    what its own last step said.
+    With `ordinary`, as a control, the key of median strength among those it attends to is hidden instead. Nothing is
+    hidden at the first step. Strength is measured on the attention as it was used, so a hidden key is not the strongest
+    of its step, and may be visible again at the next. In an autoregressive model it is the last query's strongest key,
+    hidden from the last query (Rulli et al., Sec. 4.3). A row that waits for others keeps the key of its last active
+    step.
     """
     seen: dict[int, Tensor] = {}
     before: dict[int, Tensor] = {}
@@ -188,12 +188,12 @@ def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"]
 
 
 def right_answers(run: "Generation", prompts: Sequence[Any]) -> Float[np.ndarray, " prompt"]:
-    """`swept.is_right` of every answer."""
+    """`answers.is_right` of every answer."""
     return np.array([is_right(prompt, answer.text or "") for prompt, answer in zip(prompts, run.answers, strict=True)])
 
 
 def changed_tokens(one: "Generation", other: "Generation") -> Float[np.ndarray, " prompt"]:
-    """Share of the answer's positions that hold another token; up to the later of the two end tokens, ends included."""
+    """Share of answer positions that hold a different token, up to and including the later of the two end tokens."""
     pairs = zip(_answers(one), _answers(other), strict=True)
     lengths = (max(a.tokens, b.tokens) + 1 for a, b in zip(one.answers, other.answers, strict=True))
     return np.array([float((a[:n] != b[:n]).mean()) for (a, b), n in zip(pairs, lengths, strict=True)])
@@ -206,9 +206,9 @@ def _answers(run: "Generation") -> np.ndarray:
 def at_the_start(track: SinkTrack) -> xr.Dataset:
     """Where the strongest keys are, over steps, layers and heads.
 
-    ``first_four`` and ``first_twentieth`` [prompt]: share of them among the first 4 positions, and the first 5 % of the
+    ``first_four`` and ``first_twentieth`` [prompt]: share among the first 4 positions, and among the first 5 % of the
     positions that exist at the step. ``first_always``: share of heads whose strongest key is the first position at
-    every step. ``places`` [prompt, place]: share per twentieth of the positions, named by where it begins.
+    every step. ``places`` [prompt, place]: share per twentieth of the positions, labelled by its start.
     """
     main = motion.strongest_key(track)
     first = track.data["is_real"].argmax("pos")
@@ -236,15 +236,16 @@ def anchors(
 ) -> xr.Dataset:
     """Whether the sinks of a run stay when the keys from `start` up to `end` are hidden.
 
-    ``cut_same`` [prompt]: share of (step, layer, head) with the same strongest key in both runs, of those whose key was
-    not hidden; ``kept`` [prompt, part]: the same by tenths of the run, named by where they begin. ``cut_overlap``
-    [prompt]: Jaccard overlap of the sinks of both runs at the same step, layer and head, the hidden keys left out; keys
-    that become sinks because others are hidden lower it. ``cut_static`` [prompt]: share of heads whose strongest key
-    never changes while the keys are hidden.
+    ``cut_same`` [prompt]: share of (step, layer, head) with the same strongest key in both runs, among those whose key
+    was not hidden; ``kept`` [prompt, part]: the same by tenths of the run, labelled by their start. ``cut_overlap``
+    [prompt]: Jaccard overlap of the sinks of both runs at the same step, layer and head, excluding the hidden keys; it
+    is lowered by keys that become sinks because others are hidden. ``cut_static`` [prompt]: share of heads whose
+    strongest key never changes while the keys are hidden.
 
     Args:
-        track: the run as it was.
+        track: the unchanged run.
         hidden: the same steps on the same canvas, with the keys hidden.
+        start, end: bounds of the hidden keys of each row.
     """
     places = xr.DataArray(np.arange(track.data.sizes["pos"]), dims="pos")
     first, last = (xr.DataArray(bound.cpu().numpy(), dims="batch") for bound in (start, end))
@@ -273,7 +274,7 @@ def _by_prompt(data: xr.Dataset) -> xr.Dataset:
     return data.rename(batch="prompt").drop_vars("prompt", errors="ignore").astype(np.float64)
 
 
-def _told(sign: Sign) -> str:
+def _label(sign: Sign) -> str:
     return sign.meaning if np.isnan(sign.threshold) else f"{sign.meaning}\n({sign.source}: above {sign.threshold})"
 
 
@@ -284,21 +285,21 @@ def _page(measured: Mapping[str, xr.Dataset], signs: "DataFrame", seed: int) -> 
     figure, axes = panels(6, columns=2, size=(7, 3.2))
     for ax, sign in zip(axes[::2], ("masking", "start", "cut"), strict=True):
         rows = signs[signs["sign"] == sign]
-        interval_dots(rows, "measure", ax, names={name: _told(entry) for name, entry in SIGNS.items()})
+        interval_dots(rows, "measure", ax, names={name: _label(entry) for name, entry in SIGNS.items()})
         for height, name in enumerate(dict.fromkeys(rows["measure"])):
             bound = SIGNS[name].threshold
             ax.plot([bound, bound], [height - 0.45, height + 0.45], "--", color="0.3", linewidth=1)
-        ax.set(xlabel="share (dashed: above it, a warning)", title=f"sign: {sign}")
+        ax.set(xlabel="share (dashed: threshold of the warning)", title=f"sign: {sign}")
     right = interval_table(measured, ["right"], seed)
     interval_dots(right, "run", axes[1]).set(xlabel="share of word problems answered right", title="accuracy")
     shares = {name: data["places"].mean("prompt").to_numpy() for name, data in measured.items()}
     share_bars(shares, np.arange(BINS + 1) / BINS, axes[3]).set(
         xlabel="place in the sequence (0: first token, 1: last)",
         ylabel="share of strongest keys",
-        title="where they are",
+        title="where the strongest keys are",
     )
     curves(interval_table(measured, ["kept"], seed), "part", axes[5]).set(
-        xlabel="share of the steps that have passed",
+        xlabel="share of the run's steps so far",
         ylabel="strongest keys that stay",
         title="do they stay while the middle is cut?",
     )

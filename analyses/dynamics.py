@@ -6,9 +6,9 @@ The motion table: every measure of `sinklens.sinks.motion` with its interval, an
 the same prompts, e.g. a diffusion model and its autoregressive twin. The figures show one prompt's run (Rulli et al.,
 2510.15731, Figs. 1, 6b, 7 and 8).
 
-One way this fails: a later step of an autoregressive run adds one query to those before, so that the column sums of
-neighbouring steps share all other rows, and part of its sinks' stillness is bookkeeping. The measures ``newest_…`` take
-the newest query alone; one query's strongest key wanders more than a sum's, so the truth lies between the two.
+Caveat: each step of an autoregressive run adds one query to the earlier ones, so the column sums of neighbouring steps
+share all other rows, and part of the stillness of its sinks is bookkeeping. The measures ``newest_…`` use the newest
+query alone; one query's strongest key moves more than that of a sum, so the truth lies between the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ MEANINGS = {
     "steps": "steps until the row ended",
     "jumps": "changes of the strongest key",
     "jump_share": "share of steps at which the strongest key changes",
-    "sink_jump_share": "the same of steps before and after which it is a sink, all heads pooled",
+    "sink_jump_share": "the same over steps where it is a sink before and after, all heads pooled",
     "jump_distance": "positions per change",
     "drift": "positions per step; above 0 to the right",
     "drift_r_squared": "share of the position's variance that the drift explains",
@@ -42,22 +42,22 @@ MEANINGS = {
     "lifetime": "steps that a sink lives",
     "censored": "share of lives cut off by the end",
     "one_step": "share of lives that last one step",
-    "static_sinks": "share of sinks that are one at every step",
-    "overlap_step": "Jaccard overlap with the step before",
-    "overlap_layer": "Jaccard overlap with the layer before",
+    "static_sinks": "share of sinks that are sinks at every step",
+    "overlap_step": "Jaccard overlap with the previous step",
+    "overlap_layer": "Jaccard overlap with the previous layer",
     "overlap_head": "Jaccard overlap of two heads of a layer",
     "spatial_variance": "variance of the mean score over positions, per head",
     "temporal_variance": "variance of the centroid over steps, per head, positions²",
     "pooled_spatial_variance": "variance of the mean score over positions, all heads pooled",
     "pooled_temporal_variance": "variance of the centroid over steps, all heads pooled, positions²",
-    "newest_jump_share": "as jump_share, of the newest query alone (autoregressive)",
-    "newest_static_share": "as static_share, of the newest query alone (autoregressive)",
+    "newest_jump_share": "jump_share of the newest query alone (autoregressive)",
+    "newest_static_share": "static_share of the newest query alone (autoregressive)",
 }
 DRAWN = ("jump_share", "sink_jump_share", "static_share", "one_step", "static_sinks", "overlap_step")
 
 
 class Life(NamedTuple):
-    """A sink's life: where, since which step, and for how many."""
+    """A sink's life: its place, its first step, and its length in steps."""
 
     layer: int
     head: int
@@ -77,12 +77,12 @@ class Dynamics(Study):
         return motion_of(self.generate(model, prompts, settings).track)
 
     def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
-        """The sink track of the run, and the tokens it ended with, ``final`` [batch, pos]."""
+        """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
         found = self.generate(model, [prompt], settings)
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``motion``: means; ``differences``: each further model less the first, paired by prompt."""
+        """``motion``: means; ``differences``: each further model minus the first, paired by prompt."""
         tables = {
             "motion": interval_table(measured, list(MEANINGS), self.seed),
             "differences": difference_table(measured, list(MEANINGS), self.seed),
@@ -98,8 +98,8 @@ class Dynamics(Study):
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
         shares, (ax,) = panels(1, size=(7, 3.5))
         table = interval_table(measured, DRAWN, self.seed)
-        told = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
-        interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=told)
+        label = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
+        interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=label)
         return {
             "map": _maps(tracks),
             "one-step": _short_lives(tracks),
@@ -112,9 +112,9 @@ class Dynamics(Study):
 def motion_of(track: SinkTrack) -> xr.Dataset:
     """Every measure of `MEANINGS`, [prompt]: those of `motion.motion_table`, and
 
-    ``sink_jump_share``: see there, NaN where no head has a sink at two steps in a row;
-    ``one_step``: share of lives that last one step and end before the run does, NaN without lives;
-    ``newest_jump_share`` and ``newest_static_share``: see `newest_queries`, NaN for a bidirectional model.
+    ``sink_jump_share``: see `MEANINGS`; NaN if no head has a sink at two consecutive steps;
+    ``one_step``: share of lives that last one step and end before the run does; NaN without lives;
+    ``newest_jump_share`` and ``newest_static_share``: see `newest_queries`; NaN for a bidirectional model.
     """
     table = motion.motion_table(track)
     columns = {name: table[name].to_numpy(dtype=np.float64) for name in table}
@@ -136,7 +136,7 @@ def motion_of(track: SinkTrack) -> xr.Dataset:
 def newest_queries(track: SinkTrack) -> SinkTrack:
     """An autoregressive track whose scores are the attention of each step's newest query alone, without the first step.
 
-    Rows of a causal pattern never change, so a step's column sums less those of the step before are the new row.
+    Rows of a causal pattern never change, so a step's column sums minus those of the previous step are the new row.
     """
     score = track.data["score"]
     row = (score - score.shift(step=1).fillna(0)).clip(min=0)
@@ -144,9 +144,9 @@ def newest_queries(track: SinkTrack) -> SinkTrack:
 
 
 def shortest_life(track: SinkTrack, batch: int = 0) -> Life | None:
-    """The sink that lives shortest, among those neither there from the beginning nor until the end; None without any.
+    """The sink with the shortest life among those that appear after the first step and vanish before the end, or None.
 
-    Of equals the one that stands out most: its score less the larger of those just before and just after its life.
+    Ties go to the sink that stands out most: its score minus the larger of those just before and just after its life.
     """
     part = track.isel(batch=batch)
     lives = motion.lifetimes(part.detect(), motion.existing(part))
@@ -181,14 +181,14 @@ def _short_lives(tracks: Mapping[str, SinkTrack]) -> "Figure":
     figure, axes = panels(len(tracks), columns=1, size=(11, 1), heights=heights)
     for (name, track), life, ax in zip(tracks.items(), lives, axes, strict=True):
         if life is None:
-            nothing_to_show(ax, name, "every sink of this run is there from the first step on, or stays to the end")
+            nothing_to_show(ax, name, "every sink of this run exists from the first step on, or lasts to the end")
         else:
             sink_life(track, *life, ax=ax, tokens=_final(track))
     return figure
 
 
 def _still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
-    """One line of panels per model: the head that moves least, and the one that moves most."""
+    """One row of panels per model: the head that moves least, and the one that moves most."""
     from sinklens.views.figures import most_moving_head, panels, sink_map, stillest_head
 
     figure, axes = panels(2 * len(tracks), columns=2, size=(9, 4))

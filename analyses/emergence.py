@@ -3,13 +3,13 @@
     sinklens train tiny-llada --checkpoints over-training
     sinklens analyse emergence over-training/*
 
-Models are checkpoints of a training run, named ``RUN@STEP``; each is asked the same prompts with its own settings, and
-every measure becomes a curve over steps, one line per run. Runs of one name in different folders are told apart by the
-folders before it. Sinks are Rulli et al.'s (2510.15731, Eq. 3, ε = 3 in column
-sums); how autoregressive models acquire theirs is the question of Gu et al. (2410.10781).
+Models are checkpoints of a training run, named ``RUN@STEP``; each runs on the same prompts with its default settings,
+and every measure becomes a curve over steps, one line per run. Runs of one name in different folders are distinguished
+by their parent folders. Sinks are defined as in Rulli et al. (2510.15731, Eq. 3, ε = 3 in column sums); how
+autoregressive models acquire sinks is the question of Gu et al. (2410.10781).
 
-One way this fails: a model that has learned nothing yet answers with anything, and its runs are of another length. The
-measures are means per head and step, but of other steps.
+Caveat: an untrained model gives arbitrary answers, and its runs have other lengths. The measures are means per head and
+step, but over different steps.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 MEASURES = {
-    "right": "word problems answered right",
-    "heads": "heads and steps that have a sink",
+    "right": "share of word problems answered right",
+    "heads": "share of heads and steps that have a sink",
     "main_score": "score of the strongest key (column sum)",
-    "start": "strongest keys that are the first position",
-    "jump_share": "steps at which a head's strongest key changes",
+    "start": "share of strongest keys that are the first position",
+    "jump_share": "share of steps at which a head's strongest key changes",
 }
 
 
@@ -51,7 +51,7 @@ class Emergence(Study):
     name: ClassVar[str] = "emergence"
 
     def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
-        """Refuse names that tell no step, and two models of one run and step.
+        """Reject names without a step, and two models of the same run and step.
 
         Raises:
             SettingError: see above.
@@ -59,7 +59,7 @@ class Emergence(Study):
         runs_and_steps(models)
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """`MEASURES` [prompt], ``right`` NaN for prompts that are no shipped word problems."""
+        """`MEASURES` [prompt]; ``right`` is NaN for prompts that are not shipped word problems."""
         found = self.generate(model, prompts, settings)
         values = {"right": right_answers(found.run, prompts), **sinks_of(found.track)}
         return xr.Dataset({name: ("prompt", values[name]) for name in MEASURES})
@@ -94,31 +94,33 @@ def run_and_step(name: str) -> tuple[str, int]:
     ('tiny-llada', 400)
 
     Raises:
-        SettingError: it is not of that form.
+        SettingError: the name does not have that form.
     """
     run, at, step = name.rstrip("/").rpartition("/")[2].rpartition("@")
     if not at or not step.isdigit():
         raise SettingError(
             f"emergence compares checkpoints of a training run, in folders called RUN@STEP, e.g. tiny-llada@400; got "
-            f"{name}. `sinklens train NAME --checkpoints DIR` writes such."
+            f"{name}. `sinklens train NAME --checkpoints DIR` writes such folders."
         )
     return run, int(step)
 
 
 def runs_and_steps(names: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Name -> `run_and_step`, with as many folders before the run as it takes to tell all runs apart.
+    """Name -> `run_and_step`, prefixed by as many parent folders as needed to distinguish all runs.
 
     >>> runs_and_steps(["seeds/1/tiny@100", "seeds/2/tiny@100"])
     {'seeds/1/tiny@100': ('1/tiny', 100), 'seeds/2/tiny@100': ('2/tiny', 100)}
 
     Raises:
-        SettingError: a name is not of that form, or two are the same step of the same run.
+        SettingError: a name does not have that form, or two names are the same step of the same run.
     """
     places = {name: run_and_step(name) for name in names}
     paths = {name: (*Path(name).parent.resolve().parts, run) for name, (run, _) in places.items()}
-    twice = [place for place, number in Counter((paths[name], places[name][1]) for name in names).items() if number > 1]
-    if twice:
-        same = [name for name in names if (paths[name], places[name][1]) == twice[0]]
+    repeated = [
+        place for place, number in Counter((paths[name], places[name][1]) for name in names).items() if number > 1
+    ]
+    if repeated:
+        same = [name for name in names if (paths[name], places[name][1]) == repeated[0]]
         raise SettingError(f"{' and '.join(same)} are the same step of the same run; give each checkpoint once.")
     runs = set(paths.values())
     depth = next(depth for depth in count(1) if len({path[-depth:] for path in runs}) == len(runs))
@@ -126,7 +128,7 @@ def runs_and_steps(names: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 
 def sinks_of(track: SinkTrack) -> dict[str, np.ndarray]:
-    """The measures of sinks [prompt], means over heads and steps."""
+    """The sink measures of `MEASURES` [prompt], means over heads and steps."""
     there, main, axes = existing(track), strongest_key(track), ("step", "layer", "head")
     score, exists = track.scores().where(there), there.any("pos")
     changed = jumps(track)

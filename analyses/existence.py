@@ -2,8 +2,8 @@
 
     sinklens analyse existence tiny-llada tiny-llama
 
-Draws the histogram of scores (Rulli et al., 2510.15731, Figs. 3 and 9) and the share of positions that are no sink
-against the threshold ε (Fig. 10), in every unit that ε could be meant in, and counts what each detector finds.
+Draws the histogram of scores (Rulli et al., 2510.15731, Figs. 3 and 9) and the share of positions that are not sinks
+against the threshold ε (Fig. 10), in every unit that ε could refer to, and counts what each detector finds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 EPSILONS = (0, 2, 3, 4, 6, 8, 10)  # those of Fig. 10
-UNITS: dict[Unit, float] = {"sum": 1.0, "percent": 1.0, "fraction": 0.01, "visible": 0.01}  # factor on ε, bins
+UNITS: dict[Unit, float] = {
+    "sum": 1.0,
+    "percent": 1.0,
+    "fraction": 0.01,
+    "visible": 0.01,
+}  # factor on ε and on the bins
 BINS = np.linspace(0, 50, 101)  # the range of Figs. 3 and 9
 DETECTORS: dict[str, Detector] = {
     "epsilon-over-mean (sum, 3)": EpsilonOverMean(),
@@ -65,14 +70,14 @@ class Existence(Study):
         return sink_shares(self.generate(model, prompts, settings, record_sinks=record).track)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``thresholds``: the curve of Fig. 10; ``detectors``: what each detector finds."""
+        """``thresholds``: the curves of Fig. 10; ``detectors``: what each detector finds."""
         return {
             "thresholds": interval_table(measured, ["no_sink"], self.seed),
             "detectors": interval_table(measured, ["found", "heads"], self.seed),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``histogram`` and ``thresholds``, one panel a unit."""
+        """``histogram`` and ``thresholds``, with one panel per unit."""
         from sinklens.views.charts import score_histogram, threshold_curve
         from sinklens.views.figures import panels
 
@@ -93,7 +98,7 @@ def sink_shares(track: SinkTrack) -> xr.Dataset:
     """Shares of positions, over all steps, layers and heads of a prompt.
 
     ``histogram`` [prompt, unit, bin]: share of positions whose score falls into the bin; ``no_sink`` [prompt, unit,
-    epsilon]: share that is no sink; ``found`` [prompt, detector]: share that the detector finds; ``heads`` [prompt,
+    epsilon]: share that are not sinks; ``found`` [prompt, detector]: share that the detector finds; ``heads`` [prompt,
     detector]: share of (step, layer, head) with at least one sink.
     """
     found = [detector.detect(track) for detector in DETECTORS.values()]
@@ -109,12 +114,12 @@ def sink_shares(track: SinkTrack) -> xr.Dataset:
 
 
 def _positions(track: SinkTrack) -> np.ndarray:
-    """Positions over all steps, layers and heads, per prompt."""
+    """Number of positions over all steps, layers and heads, per prompt."""
     return track.scores().notnull().sum(("step", "layer", "head", "pos")).to_numpy()
 
 
 def _histogram(track: SinkTrack, unit: Unit) -> np.ndarray:
-    """Share of positions per bin; scores beyond the last edge count in the last bin."""
+    """Share of positions per bin; scores above the last edge count in the last bin."""
     scores = track.scores(unit).to_numpy() / UNITS[unit]
     counts = [np.histogram(np.minimum(row[~np.isnan(row)], BINS[-1]), BINS)[0] for row in scores]
     return np.stack(counts) / _positions(track)[:, None]

@@ -2,12 +2,12 @@
 
     sinklens analyse heads tiny-llada tiny-llama
 
-One head at a time: its strongest key is masked (as the paper does it, and steadily: swept.py), its output is set to
-zero, or to its mean over other problems. A layer × head map of each: how far the predictions of a step move (KL, on the
-unchanged run's canvas), and how many answers change.
+One head at a time, its strongest key is masked (as in the paper, and steadily: answers.py), its output is set to zero,
+or set to its mean over other problems. Layer × head maps show, for each intervention, how far the predictions of a step
+move (KL, on the unchanged run's canvas) and how many answers change.
 
-One way this fails: heads back each other up. That no single head is missed does not say that all could go; the last
-lines of the table mask every head at once.
+Caveat: heads back each other up. That no single head is needed does not mean that all of them can be removed; the last
+rows of the table mask every head at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 WAYS = {
     "strongest": "strongest key masked",
-    "steady": "the same, steadily",
-    "zero": "output zero",
-    "mean": "output its mean",
+    "steady": "strongest key masked steadily",
+    "zero": "output set to zero",
+    "mean": "output set to its mean",
 }
-TOGETHER = ("strongest", "steady")  # ways that leave something when all heads are treated so
+TOGETHER = ("strongest", "steady")  # the interventions that still make sense on all heads at once
 MEASURES = ("kl", "changed", "right")
 KL = "KL divergence from the unchanged run (nats)"
 
@@ -47,8 +47,8 @@ class Heads(Study):
     """See the module.
 
     Attributes:
-        top_k: keys of the head that are masked.
-        reference: problems, none of them held out, that the mean outputs are taken over.
+        top_k: number of keys masked per head.
+        reference: number of problems, none of them held out, over which mean outputs are taken.
     """
 
     name: ClassVar[str] = "heads"
@@ -61,7 +61,7 @@ class Heads(Study):
         self._outputs: dict[Model, HeadOutputs] = {}
 
     def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
-        """Forget the mean outputs that an earlier run took."""
+        """Discard the mean outputs of an earlier run."""
         self._outputs.clear()
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
@@ -73,38 +73,38 @@ class Heads(Study):
         def one(prompt: Any) -> xr.Dataset:
             listed = self.interventions(model, unchanged(self, model, prompt, settings), settings)
             found = effects(self, model, prompt, settings, listed)
-            alone, every = (found.isel(intervention=part) for part in (slice(0, -2), slice(-2, None)))
-            every = every.rename(intervention="together")
-            maps = {name: (("way", "layer", "head"), alone[name].to_numpy().reshape(sizes)) for name in MEASURES}
-            steps = alone["kl_step"].transpose("intervention", "step").to_numpy().reshape(*sizes, -1)
-            whole = {f"all_{name}": every[name] for name in MEASURES}
-            values = {**maps, "kl_step": (("way", "layer", "step"), steps.mean(axis=2)), **whole}
+            single, joint = (found.isel(intervention=part) for part in (slice(0, -2), slice(-2, None)))
+            joint = joint.rename(intervention="together")
+            maps = {name: (("way", "layer", "head"), single[name].to_numpy().reshape(sizes)) for name in MEASURES}
+            steps = single["kl_step"].transpose("intervention", "step").to_numpy().reshape(*sizes, -1)
+            all_heads = {f"all_{name}": joint[name] for name in MEASURES}
+            values = {**maps, "kl_step": (("way", "layer", "step"), steps.mean(axis=2)), **all_heads}
             return xr.Dataset(values, coords={"step": found["step"]})
 
         places: dict[str, Any] = {"way": list(WAYS), "layer": np.arange(sizes[1]), "head": np.arange(sizes[2])}
         return each_prompt(prompts, one).assign_coords({**places, "together": list(TOGETHER)})
 
     def interventions(self, model: "Model", track: SinkTrack, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """One per way, layer and head, in that order; then all heads at once, one per way of `TOGETHER`."""
+        """One per kind of `WAYS`, layer and head, in that order; then all heads at once, one per kind of `TOGETHER`."""
         if model not in self._outputs:
             problems = [problem.prompt for problem in training(self.seed, self.reference)]
             self._outputs[model] = head_outputs(model, problems, seed=self.seed, **settings)
-        alone: dict[tuple[str, int, int], Any] = {}
+        single: dict[tuple[str, int, int], Any] = {}
         for layer, head in np.ndindex(model.cfg.n_layers, model.cfg.n_heads):
             place: dict[str, Any] = {"layers": [layer], "heads": [head]}
-            made = masked(track, self.top_k, **place) | {
+            kinds = masked(track, self.top_k, **place) | {
                 "zero": AblateHeads(by="zero", **place),
                 "mean": AblateHeads(by="mean", reference=self._outputs[model], **place),
             }
-            alone |= {(way, layer, head): made[way] for way in WAYS}
-        ordered = sorted(alone, key=lambda entry: (list(WAYS).index(entry[0]), *entry[1:]))
-        every = masked(track, self.top_k)
-        named = {" ".join(map(str, place)): alone[place] for place in ordered}
-        return named | {way: every[way] for way in TOGETHER}
+            single |= {(kind, layer, head): kinds[kind] for kind in WAYS}
+        ordered = sorted(single, key=lambda entry: (list(WAYS).index(entry[0]), *entry[1:]))
+        joint = masked(track, self.top_k)
+        named = {" ".join(map(str, place)): single[place] for place in ordered}
+        return named | {kind: joint[kind] for kind in TOGETHER}
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``map``: every head; ``ways``: mean over heads, the strongest head, and all heads masked at once; ``steps``:
-        KL by layer and step.
+        """``map``: every head; ``ways``: mean over heads, the head with the largest effect, and all heads at once;
+        ``steps``: KL by layer and step.
         """
         from pandas import concat
 
@@ -128,7 +128,7 @@ class Heads(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``kl`` and ``changed``: layer × head maps, a line of panels per model; ``steps``: KL by layer and step."""
+        """``kl`` and ``changed``: layer × head maps, a row of panels per model; ``steps``: KL by layer and step."""
         from sinklens.views.effects import head_maps, step_maps
 
         maps = interval_table(measured, MEASURES, self.seed)
@@ -140,8 +140,8 @@ class Heads(Study):
 
 
 def _strongest(maps: "DataFrame") -> "DataFrame":
-    """Per model, measure and way the head with the largest effect: the smallest share of right answers, else the
-    largest estimate. Chosen after the fact, so its interval is too narrow.
+    """Per model, measure and kind, the head with the largest effect: the smallest share of right answers, or the
+    largest estimate of other measures. It is chosen after the fact, so its interval is too narrow.
     """
     effect = maps["estimate"].where(maps["measure"] != "right", -maps["estimate"]).fillna(-np.inf)
     best = effect.groupby([maps["model"], maps["measure"], maps["way"]], sort=False).idxmax()

@@ -1,10 +1,10 @@
 """Estimates with intervals over prompts, and the tables that hold them.
 
-Intervals are 95 % percentile bootstrap intervals over prompts: prompts are what was sampled, not steps or heads. Two
-kinds of estimate: the *mean* over prompts of what each prompt shows (`bootstrap`), and a *pooled* one, a function of
-sums over prompts, such as all sinks on newlines divided by all sinks (`pooled`).
+Intervals are 95 % percentile bootstrap intervals over prompts, because prompts were sampled, not steps or heads. There
+are two kinds of estimate: the *mean* over prompts of a per-prompt value (`bootstrap`), and a *pooled* estimate, a
+function of sums over prompts, such as all sinks on newlines divided by all sinks (`pooled`).
 
-One way this fails: prompts of one template resemble each other, so an interval over them says little about other text.
+Limitation: prompts from one template resemble each other, so an interval over them says little about other text.
 """
 
 import warnings
@@ -25,9 +25,9 @@ class Interval(NamedTuple):
     """An estimate with its 95 % interval, [*rest] each.
 
     Attributes:
-        estimate: NaN where no prompt tells.
-        low, high: NaN where fewer than two prompts tell: one prompt has no interval.
-        prompts: how many prompts tell.
+        estimate: NaN where no prompt has a value.
+        low, high: NaN where fewer than two prompts have a value: one prompt has no interval.
+        prompts: number of prompts with a value.
     """
 
     estimate: np.ndarray
@@ -41,9 +41,9 @@ def bootstrap(values: Shaped[np.ndarray, "prompt *rest"], seed: int = 0) -> Inte
     values = np.asarray(values, dtype=np.float64)
     known = ~np.isnan(values)
     found = pooled(np.divide, [np.where(known, values, 0.0), known.astype(np.float64)], seed)
-    told = known.sum(axis=0)
-    low, high = (np.where(told > 1, bound, np.nan) for bound in (found.low, found.high))
-    return Interval(found.estimate, low, high, told)
+    count = known.sum(axis=0)
+    low, high = (np.where(count > 1, bound, np.nan) for bound in (found.low, found.high))
+    return Interval(found.estimate, low, high, count)
 
 
 def pooled(
@@ -52,26 +52,26 @@ def pooled(
     """A statistic of sums over prompts with its 95 % percentile bootstrap interval.
 
     Args:
-        statistic: takes one sum per part, [..., *rest], and gives [..., *out].
-        parts: what each prompt adds, without NaN.
+        statistic: takes one sum per part, [..., *rest], and returns [..., *out].
+        parts: what each prompt contributes to each sum, without NaN.
     """
     sizes = [np.asarray(part, dtype=np.float64) for part in parts]
     number = len(sizes[0])
     drawn = np.random.default_rng(seed).multinomial(number, [1 / number] * number, size=RESAMPLES).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a place that no resample tells of is NaN, and meant to be
+        warnings.simplefilter("ignore", RuntimeWarning)  # an entry without a value in any resample is NaN, as intended
         estimate = np.asarray(statistic(*(size.sum(axis=0) for size in sizes)))
         if number < 2:
             return Interval(estimate, estimate * np.nan, estimate * np.nan, np.full(estimate.shape, number))
-        again = statistic(*(np.tensordot(drawn, size, axes=1) for size in sizes))
-        low, high = np.nanpercentile(again, [2.5, 97.5], axis=0)
+        resampled = statistic(*(np.tensordot(drawn, size, axes=1) for size in sizes))
+        low, high = np.nanpercentile(resampled, [2.5, 97.5], axis=0)
     return Interval(estimate, low, high, np.full(estimate.shape, number))
 
 
 def interval_rows(
     model: str, measure: str, found: Interval, axes: Mapping[str, Sequence[Any] | np.ndarray]
 ) -> list[dict[str, Any]]:
-    """One line of a table per place: model, measure, the place's labels, estimate, low, high, prompts.
+    """One table row per entry: model, measure, the entry's labels, estimate, low, high, prompts.
 
     Args:
         axes: name of each axis of `found` -> its labels.
@@ -87,7 +87,7 @@ def interval_rows(
 
 
 def interval_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
-    """Means over prompts: one line per model, variable and place on the variable's axes behind ``prompt``."""
+    """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``."""
     from pandas import DataFrame
 
     rows = []
@@ -99,7 +99,7 @@ def interval_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str],
 
 
 def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
-    """What each further model has more than the first, prompt by prompt: lines as in `interval_table`.
+    """Difference of each further model from the first, prompt by prompt: rows as in `interval_table`.
 
     Prompts are paired, so the interval is narrower than the two models' intervals suggest. Empty for one model.
     """
@@ -115,7 +115,7 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
 
 
 def verdict(estimate: float, low: float, high: float, threshold: float, above: str, below: str) -> str:
-    """`above` or `below` where the whole interval lies on that side of `threshold`, else "undecided".
+    """`above` or `below` if the entire interval lies on that side of `threshold`, else "undecided".
 
     "not measured" without an estimate; "undecided" without an interval.
     """

@@ -3,10 +3,10 @@
     sinklens analyse layers tiny-llada tiny-llama
 
 Draws the layer × head map of the strongest key's score averaged over steps (Rulli et al., 2510.15731, Fig. 5), counts
-the sinks of each layer, and fits a line through counts and strengths over the depth of every prompt.
+the sinks of each layer, and, for every prompt, fits a line to counts and strengths over depth.
 
-One way this fails: a model of four layers has no deep layers to speak of; the trend of a line through four points says
-which end is higher, not that the paper's picture of 32 layers holds.
+Limitation: a model with four layers has no deep layers to speak of; the trend of a line through four points says which
+end is higher, not that the paper's finding for 32 layers holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 UNITS: dict[Unit, str] = {"sum": "main_sum", "visible": "main_visible"}  # unit -> variable of the map
 PER_LAYER = {
     "count": "sinks per head and step",
-    "places": "positions that are a sink to some head, per step",
+    "places": "positions that are a sink in at least one head, per step",
     "heads": "share of (step, head) with a sink",
     "strength": "score of the sinks (column sum, uniform = 1)",
     "main": "score of the strongest key (column sum, uniform = 1)",
@@ -48,8 +48,8 @@ class Layers(Study):
         return by_layer(self.generate(model, prompts, settings).track)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``map``: Fig. 5; ``layers``: sinks per layer; ``trend``: from the first layer to the last, and whether the
-        paper's "fewer, stronger in deep layers" holds.
+        """``map``: Fig. 5; ``layers``: sinks per layer; ``trend``: the change from the first layer to the last, and
+        whether the paper's claim "fewer, stronger in deep layers" holds.
         """
         trend = interval_table(measured, [f"trend_{name}" for name in PER_LAYER], self.seed)
         names = trend["measure"].str.removeprefix("trend_")
@@ -57,7 +57,7 @@ class Layers(Study):
             "map": interval_table(measured, list(UNITS.values()), self.seed),
             "layers": interval_table(measured, list(PER_LAYER), self.seed),
             "trend": trend.assign(
-                meaning=[f"{PER_LAYER[name]}: last layer less the first, on a line" for name in names],
+                meaning=[f"{PER_LAYER[name]}: last layer minus first, along the fitted line" for name in names],
                 claim=[f"{CLAIMS[name]} in deep layers" for name in names],
                 verdict=[
                     _holds(CLAIMS[name], row.estimate, row.low, row.high)
@@ -67,7 +67,7 @@ class Layers(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``map`` (Fig. 5), one line of panels per model, and ``depth``, the lines over layers."""
+        """``map`` (Fig. 5), one row of panels per model, and ``depth``, the curves over layers."""
         from sinklens.views.charts import curves, layer_head_map
         from sinklens.views.figures import panels
         from sinklens.views.labels import wrapped
@@ -87,12 +87,12 @@ class Layers(Study):
 
 
 def by_layer(track: SinkTrack) -> xr.Dataset:
-    """How strong and how many sinks are, by layer.
+    """Number and strength of sinks, by layer.
 
     ``main_sum`` and ``main_visible`` [prompt, layer, head]: score of the strongest key, averaged over the steps that
     have one, in the unit of that name. [prompt, layer]: ``count``, sinks per head and step; ``places``, positions
-    that are a sink to some head, per step; ``heads``, share of (step, head) with a sink; ``strength``, mean score of
-    the sinks, NaN without any; ``main``, mean of ``main_sum``. ``trend_…`` [prompt]: see `trend`.
+    that are a sink in at least one head, per step; ``heads``, share of (step, head) with a sink; ``strength``, mean
+    score of the sinks, NaN without any; ``main``, mean of ``main_sum``. ``trend_…`` [prompt]: see `trend`.
     """
     score, exists = track.scores(), motion.existing(track)
     alive = exists.any("pos")

@@ -2,20 +2,20 @@
 
     sinklens analyse mechanism tiny-llada tiny-llama
 
-The paper's explanation (Rulli et al., 2510.15731, Sec. 4.3, where it is not measured) has two parts that can be:
+The paper's explanation (Rulli et al., 2510.15731, Sec. 4.3, not measured there) has two parts that can be measured:
 
 1. *Masking a sink makes the positions that attended to it less certain.* Under replay, at every step, the undecided
-   positions are split at the median of their attention (in the unchanged model, mean over layers and heads) to the keys
-   that are masked; told is the change of the likeliest token's probability in either half, and its correlation with the
-   attention. Keys are masked as the paper does it, steadily, and at random as control (swept.py).
-2. *Unmasking by confidence postpones those positions, and that is what makes the model robust.* Then robustness should
-   vanish when tokens are unmasked from left to right, or in random order. Told is what masking costs under each order,
-   one token per step, beside the same number of random keys.
+   positions are split at the median of their attention (in the unchanged model, mean over layers and heads) to the
+   masked keys. Reported are the change of the likeliest token's probability in each half, and its correlation with the
+   attention. Keys are masked as in the paper, steadily, and at random as a control (answers.py).
+2. *Unmasking by confidence postpones those positions, which makes the model robust.* If so, robustness should vanish
+   when tokens are unmasked from left to right, or in random order. Reported is what masking costs in each order, one
+   token per step, compared with the same number of random keys.
 
-An autoregressive model has one order and decides one position at a time: only its costs are told, by position.
+An autoregressive model has one order and decides one position at a time, so only its costs by position are reported.
 
-One way this fails: a probability of 1 cannot rise and one near 0 hardly falls, and positions that attend to sinks may
-be the uncertain ones to begin with. The control has the same two halves by their attention to other keys.
+Caveat: a probability of 1 cannot rise and one near 0 can hardly fall, and positions that attend to sinks may be the
+uncertain ones to begin with. In the control, the two halves are split by attention to the random keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 PICKS = tuple(KEYS)
 TOP_K = (1, 5)  # keys masked for the costs
 CONFIDENCE = {
-    "change_attended": "change of confidence at positions that attended more than the median to the masked keys",
+    "change_attended": "change of confidence at positions with above-median attention to the masked keys",
     "change_rest": "change of confidence at the other positions",
-    "difference": "the former less the latter",
+    "difference": "change at those positions minus change at the others",
     "correlation": "correlation of the change with the attention, over positions",
 }
 ORDERS = {"confidence": "most confident first", "position": "from left to right", "random": "in random order"}
 COSTS = {
-    "right": "word problems answered right",
-    "cost": "word problems lost by masking",
-    "kept": "of those answered right with nothing masked, the share still right",
-    "changed": "answers that change",
+    "right": "share of word problems answered right",
+    "cost": "share of word problems lost by masking",
+    "kept": "share still answered right, of those right with nothing masked",
+    "changed": "share of answers that change",
 }
 
 
@@ -70,8 +70,8 @@ class Mechanism(Study):
     together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k],
-        and ``base`` [prompt, order], the word problems answered right with nothing masked.
+        """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k];
+        and ``base`` [prompt, order], the share of word problems answered right with nothing masked.
         """
 
         def one(prompt: Any) -> xr.Dataset:
@@ -87,13 +87,18 @@ class Mechanism(Study):
             }
             return xr.Dataset(nothing | steps, coords={"pick": list(PICKS), "step": [0]})
         kept = MaskedLogits()
-        asked: dict[str, Any] = {"seed": self.seed, "chat_template": self.chat_template, "progress": False, **settings}
-        base = generate(model, [prompt], hooks=[kept], record_sinks=False, **asked)
+        arguments: dict[str, Any] = {
+            "seed": self.seed,
+            "chat_template": self.chat_template,
+            "progress": False,
+            **settings,
+        }
+        base = generate(model, [prompt], hooks=[kept], record_sinks=False, **arguments)
         found = []
         for mask in masked(unchanged(self, model, prompt, settings)).values():
             hidden, changed = MaskedKeys(model), MaskedLogits()
             hooks: list[Any] = [mask, *hidden.hooks(), changed]
-            run = generate(model, [prompt], hooks=hooks, record_sinks=False, replay=base, **asked)
+            run = generate(model, [prompt], hooks=hooks, record_sinks=False, replay=base, **arguments)
             mass = attention_to(base, hidden.keys(base))
             compared = compare(base, run, kept.kept, changed.kept, above_median(base, mass))
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))
@@ -123,7 +128,7 @@ class Mechanism(Study):
         return xr.concat(parts, dim="order").assign_coords(places)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``confidence``: part 1; ``costs``: part 2; ``claims``: what follows, with verdicts."""
+        """``confidence``: part 1; ``costs``: part 2; ``claims``: the claims that follow from both, with verdicts."""
         confidence = interval_table(measured, list(CONFIDENCE), self.seed)
         costs = interval_table(measured, [*COSTS, "base"], self.seed)
         return {
@@ -133,7 +138,7 @@ class Mechanism(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``confidence``: part 1, over all and by step; ``costs``: part 2, a panel per number of keys and model."""
+        """``confidence``: part 1, overall and by step; ``costs``: part 2, a panel per number of keys and model."""
         from sinklens.views.effects import confidence_changes, costs_by_order
 
         tables = self.tables(measured)
@@ -147,32 +152,32 @@ class Mechanism(Study):
 def orders(model: "Model", settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The orders of `ORDERS` that the model's sampler can unmask in, one token per step, with the settings for each."""
     plain = {name: value for name, value in settings.items() if name not in ("threshold", "steps")}
-    made = settings_for(model, dict(settings))
-    if isinstance(made, AutoregressiveSettings):
+    defaults = settings_for(model, dict(settings))
+    if isinstance(defaults, AutoregressiveSettings):
         return {"position": plain}
-    plain |= {"gen_length": made.gen_length, "steps": made.gen_length}
-    if isinstance(made, LladaSettings):
-        plain |= {"block_length": made.block_length}
+    plain |= {"gen_length": defaults.gen_length, "steps": defaults.gen_length}
+    if isinstance(defaults, LladaSettings):
+        plain |= {"block_length": defaults.block_length}
         return {
             "confidence": {**plain, "remasking": "low_confidence"},
             "position": {**plain, "remasking": "low_confidence", "block_length": 1},
             "random": {**plain, "remasking": "random"},
         }
-    by_confidence = "entropy" if made.alg == "origin" else made.alg
+    by_confidence = "entropy" if defaults.alg == "origin" else defaults.alg
     return {"confidence": {**plain, "alg": by_confidence}, "random": {**plain, "alg": "origin"}}
 
 
 class MaskedKeys:
-    """Which keys were masked, read from the additive mask of a run of one row.
+    """Records which keys were masked, from the additive mask of a run of one row.
 
-    Its hooks belong behind the intervention that masks.
+    List its hooks after the intervention that masks.
     """
 
     def __init__(self, model: "Model") -> None:
         self._layers, self._seen = model.cfg.n_layers, dict[tuple[int, int], Tensor]()
 
     def hooks(self) -> list[tuple[Any, Any]]:
-        """To be given to the run."""
+        """Hooks to pass to the run."""
         return [(lambda name: name.endswith("attn.hook_attn_mask"), self._see)]
 
     def _see(self, bias: Float[Tensor, "batch head query key"], hook: "Point") -> None:
@@ -180,7 +185,7 @@ class MaskedKeys:
         self._seen[hook.step, hook.layer()] = (bias[:, :, 0] == -torch.inf).cpu()
 
     def keys(self, run: "Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
-        """The keys by step, layer and head, as `attention_to` takes them."""
+        """The masked keys by step, layer and head, in the form that `attention_to` takes."""
         steps = [
             torch.stack([self._seen[step, layer] for layer in range(self._layers)], 1) for step in range(run.steps_run)
         ]
@@ -208,20 +213,20 @@ def correlations(
 ) -> float:
     """Pearson's correlation of a position's change of confidence with its attention, mean over the steps of one row.
 
-    Steps with fewer than three undecided positions, or in which either is constant, tell nothing.
+    Steps with fewer than three undecided positions, or in which either quantity is constant, are skipped.
     """
     found = []
     for step in sorted(before.keys() & after.keys()):
-        sure, sure_changed = (part[step].double().softmax(-1).amax(-1).numpy() for part in (before, after))
+        confidence, confidence_masked = (part[step].double().softmax(-1).amax(-1).numpy() for part in (before, after))
         places = run.canvas[0, step].eq(_mask(run)).numpy()
-        change, given = sure_changed - sure, mass[0, step, places]
-        if len(change) > 2 and np.ptp(change) > 0 and np.ptp(given) > 0:
-            found.append(np.corrcoef(change, given)[0, 1])
+        change, attention = confidence_masked - confidence, mass[0, step, places]
+        if len(change) > 2 and np.ptp(change) > 0 and np.ptp(attention) > 0:
+            found.append(np.corrcoef(change, attention)[0, 1])
     return float(np.mean(found)) if found else float("nan")
 
 
 def changes(compared: xr.Dataset, correlation: float) -> xr.Dataset:
-    """`CONFIDENCE` of one row, means over the steps that have both halves, and its first two by step."""
+    """`CONFIDENCE` of one row, as means over the steps that have both halves, and its first two also by step."""
     halves = compared[["change_attended", "change_rest"]].isel(batch=0)
     both = halves["change_attended"].notnull() & halves["change_rest"].notnull()
     halves = halves.where(both)
@@ -232,14 +237,14 @@ def changes(compared: xr.Dataset, correlation: float) -> xr.Dataset:
 
 
 def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """What should be below or above 0 if the explanation holds, paired by prompt, with a verdict each."""
+    """Quantities that should be above 0 if the explanation holds, paired by prompt, each with a verdict."""
     from pandas import concat
 
     rows = []
     for (name, data), pick in product(measured.items(), PICKS[:2]):
         difference, cost = data["difference"].sel(pick=pick), data["cost"].sel(pick=pick)
         excess = cost - data["cost"].sel(pick="random")
-        asked = {
+        quantities = {
             "confidence falls more where the masked keys were attended to": -difference,
             "… and more so than with random keys": data["difference"].sel(pick="random") - difference,
             "masking costs more from left to right than by confidence": _further(cost, "position"),
@@ -248,7 +253,7 @@ def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
             "… from left to right": excess.sel(order="position"),
             "… in random order": excess.sel(order="random"),
         }
-        for claim, values in asked.items():
+        for claim, values in quantities.items():
             part = xr.Dataset({"above": values.drop_vars(("pick", "order"), errors="ignore")})
             rows.append(interval_table({name: part}, ["above"], seed).assign(measure=claim, pick=pick))
     table = concat(rows, ignore_index=True)

@@ -1,15 +1,15 @@
-"""Is it sinks that are missed when every head's strongest key is masked?
+"""Does masking every head's strongest key cost accuracy because that key is a sink?
 
     sinklens analyse necessity tiny-llada tiny-llama
 
 Every head has a strongest key at every step; it is a sink only where it stands out (Rulli et al., 2510.15731, Eq. 3:
 its column sum is more than ε above the mean of the others'). The paper masks strongest keys and speaks of sinks. This
-study parts the two: the strongest key of the unchanged run's step before (steady, swept.py) is masked everywhere; in
-those heads and steps alone where it is a sink; and in those alone where it is none. The control of each masks a random
-key in the same heads and steps. ``share`` tells in how many heads and steps that is.
+study separates the two: the strongest key of the unchanged run's previous step (steady masking, answers.py) is masked
+everywhere; only in the heads and steps where it is a sink; and only where it is not a sink. The control of each masks a
+random key in the same heads and steps. ``share`` is the share of heads and steps concerned.
 
-One way this fails: heads with sinks and heads without do different things. A cost that arises where there are sinks is
-not shown to come from the sink being one, and the share differs, so costs are held to their control, not to each other.
+Caveat: heads with and without sinks do different things. A cost where there are sinks is not necessarily caused by the
+key being a sink, and the shares differ, so compare each cost with its control, not with the other costs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,33 +33,37 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 Part = Literal["all", "sink", "other"]
-PARTS: dict[Part, str] = {"all": "in every head and step", "sink": "where it is a sink", "other": "where it is no sink"}
+PARTS: dict[Part, str] = {
+    "all": "in every head and step",
+    "sink": "where it is a sink",
+    "other": "where it is not a sink",
+}
 PICKS = {"strongest": "strongest key", "random": "random key"}
 MEASURES = {
     "kl": MEANINGS["kl"],
-    "cost": "word problems lost by masking",
+    "cost": "share of word problems lost by masking",
     "right": MEANINGS["right"],
     "changed": MEANINGS["changed"],
 }
-BASE = {"base": "word problems answered right with nothing masked"}
-SHARE = {"share": "heads and steps that the part is of all"}
-LESS = {name: f"strongest less random key: {MEASURES[name]}" for name in ("kl", "cost")}
+BASE = {"base": "share of word problems answered right with nothing masked"}
+SHARE = {"share": "share of all heads and steps"}
+LESS = {name: f"strongest minus random key: {MEASURES[name]}" for name in ("kl", "cost")}
 
 
 @dataclass(frozen=True)
 class StrongestKey(Detector):
-    """The strongest key of every head and step, or only those that are sinks, or that are none.
+    """The strongest key of every head and step, or only those that are sinks, or only those that are not.
 
     Attributes:
         part: "all", "sink" or "other".
-        sink: what a sink is.
+        sink: the definition of a sink.
     """
 
     part: Part = "all"
     sink: Detector = field(default_factory=EpsilonOverMean)
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        """True at one position at most of each head and step: of equals the first, and none where all scores are 0."""
+        """True at one position of each head and step, the first of equals; at none where all scores are 0."""
         score = track.scores()
         first = score.fillna(-np.inf).argmax("pos")
         strongest = (xr.DataArray(np.arange(score.sizes["pos"]), dims="pos") == first) & (score > 0)
@@ -75,7 +79,7 @@ class Necessity(Study):
     """See the module.
 
     Attributes:
-        sink: what a sink is; by default the paper's definition with ε = 3 in column sums.
+        sink: the definition of a sink; by default the paper's, with ε = 3 in column sums.
     """
 
     name: ClassVar[str] = "necessity"
@@ -102,33 +106,33 @@ class Necessity(Study):
         return each_prompt(prompts, one)
 
     def interventions(self, track: SinkTrack) -> dict[str, MaskSinks]:
-        """One per part and pick, in that order, by the track of the unchanged run."""
-        made: dict[str, MaskSinks] = {}
+        """One intervention per part and pick, in that order, from the track of the unchanged run."""
+        masks: dict[str, MaskSinks] = {}
         for part in PARTS:
             detector = StrongestKey(part, self.sink)
-            made[f"{part} strongest"] = MaskSinks(top_k=None, detector=detector, source=track, seed=self.seed)
-            made[f"{part} random"] = MaskSinks(
+            masks[f"{part} strongest"] = MaskSinks(top_k=None, detector=detector, source=track, seed=self.seed)
+            masks[f"{part} random"] = MaskSinks(
                 top_k=None, detector=detector, source=track, pick="random", seed=self.seed
             )
-        return made
+        return masks
 
     def _share(self, track: SinkTrack, part: Part) -> float:
         before = track.isel(step=slice(0, -1))
         return float(StrongestKey(part, self.sink).detect(before).any("pos").mean())
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``costs``: every measure by part and pick; ``shares``; ``claims``: strongest less random key."""
+        """``costs``: every measure by part and pick; ``shares``; ``claims``: strongest minus random key."""
         costs = interval_table(measured, [*MEASURES, *BASE], self.seed)
         shares, claims = interval_table(measured, list(SHARE), self.seed), _claims(measured, self.seed)
-        told = {"costs": costs, "shares": shares, "claims": claims}
+        tables = {"costs": costs, "shares": shares, "claims": claims}
         meanings = {"costs": MEASURES | BASE, "shares": SHARE, "claims": LESS}
         return {
             name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings[name]))
-            for name, table in told.items()
+            for name, table in tables.items()
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``costs``: word problems lost and KL, a line of panels per model."""
+        """``costs``: word problems lost and KL, a row of panels per model."""
         from sinklens.views.effects import costs_by_part
 
         costs = interval_table(measured, list(MEASURES), self.seed)
@@ -136,9 +140,9 @@ class Necessity(Study):
 
 
 def _claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """What the strongest key costs more than a random one in the same heads and steps, paired by prompt.
+    """Cost of masking the strongest key minus that of a random key in the same heads and steps, paired by prompt.
 
-    A model that answers nothing right has nothing to lose: its cost is not measured.
+    A model without a right answer has nothing to lose: its cost is not measured.
     """
     excess = {}
     for name, data in measured.items():

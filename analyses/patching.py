@@ -2,26 +2,26 @@
 
     sinklens analyse patching tiny-llada tiny-llama
 
-Two prompts that differ in one number, of the same tokens otherwise: the *corrupted* prompt, which the model is run on,
-and the *clean* one, whose last number is the original. Their answers differ in some positions, D. The *gap* of a step
-is
+Two prompts differ in one number and have the same tokens otherwise: the *corrupted* prompt, on which the model runs,
+and the *clean* prompt, whose last number is the original. Their answers differ in some positions, D. The *gap* of a
+step is
 
     G = Σ_{p ∈ D, undecided} z_p[clean token] − z_p[corrupted token]
 
-with z the logits. The stream behind a layer (``hook_resid_post``; layer −1 is the embedding) is replaced at some
-positions by what it is for the clean prompt *on the same canvas*, and the gap moves from G_corrupted toward G_clean,
+with z the logits. The stream after a layer (``hook_resid_post``; layer −1 is the embedding) is replaced at some
+positions by its value for the clean prompt *on the same canvas*, and the gap moves from G_corrupted toward G_clean,
 its value for the clean prompt on that canvas:
 
 - ``restored`` = Σ (G − G_corrupted) / Σ (G_clean − G_corrupted), sums over prompts: under replay of the corrupted run,
-  for every layer, step and group of positions (the number, the rest of the prompt, the answer). 0: nothing of the fact
-  is there, 1: all of it is. At the number in layer −1 it is 1 by definition.
-- ``flipped``: free-running, the number's stream replaced at one layer *from a step on*: the share of answers that
-  become the clean one.
+  for every layer, step and group of positions (the number, the rest of the prompt, the answer). 0: none of the fact is
+  there, 1: all of it. At the number in layer −1 it is 1 by definition.
+- ``flipped``: free-running, with the number's stream replaced at one layer *from a step on*: the share of answers that
+  become the clean answer.
 
-A pair tells something where both answers have as many tokens and differ. All runs are at temperature 0. In an
-autoregressive run every step computes all positions (no cache), and the gap is that of the token being decoded.
+A pair is usable (``told`` = 1) if both answers have the same number of tokens and differ. All runs use temperature 0.
+In an autoregressive run every step computes all positions (no cache), and the gap is that of the token being decoded.
 
-One way this fails: patching says where a fact can be put in, not where the model reads it; and shares of several groups
+Limitation: patching shows where a fact can be inserted, not where the model reads it; and the shares of several groups
 need not add up to 1, since layers are not linear.
 """
 
@@ -56,12 +56,12 @@ STARTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)  # of the steps that the corrupted
 
 
 class Pair(NamedTuple):
-    """Two prompts and what the model makes of them.
+    """The runs of two prompts, and where they differ.
 
     Attributes:
         clean, corrupted: runs of one row.
-        number: True at the number, of the canvas.
-        differ: True at the positions of the answers that differ.
+        number: True at the canvas positions of the number.
+        differ: True at the canvas positions where the answers differ.
     """
 
     clean: "Generation"
@@ -71,12 +71,12 @@ class Pair(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """What one row of a run replaces.
+    """A replacement defaults in one row of a run.
 
     Attributes:
-        layer: behind which; -1 is the embedding.
-        where: positions of the canvas.
-        start: from which step on.
+        layer: the layer whose output is replaced; -1 is the embedding.
+        where: True at the canvas positions to replace.
+        start: first step of the replacement.
     """
 
     layer: int
@@ -92,10 +92,10 @@ class Patching(Study):
     together: ClassVar[bool] = False
 
     def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
-        """Refuse prompts of token ids.
+        """Reject prompts of token ids.
 
         Raises:
-            SettingError: a prompt is no text.
+            SettingError: a prompt is not a text.
         """
         for number, prompt in enumerate(prompts):
             if not isinstance(prompt, str):
@@ -106,21 +106,26 @@ class Patching(Study):
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
         """``moved`` [prompt, group, layer, step] and ``gap`` [prompt, step], numerator and denominator of ``restored``,
-        0 where nothing is told; ``flipped`` [prompt, layer, start] and ``told`` [prompt].
+        0 for unusable prompts; ``flipped`` [prompt, layer, start] and ``told`` [prompt], 1 if the pair is usable.
         """
         layers = range(-1, model.cfg.n_layers)
-        made = settings_for(model, dict(settings))
-        given = {**settings, "temperature": 0.0}
-        given |= {"use_cache": False} if isinstance(made, AutoregressiveSettings) else {}
-        places = {"group": list(GROUPS), "layer": list(layers), "step": np.arange(made.steps), "start": list(STARTS)}
+        defaults = settings_for(model, dict(settings))
+        chosen = {**settings, "temperature": 0.0}
+        chosen |= {"use_cache": False} if isinstance(defaults, AutoregressiveSettings) else {}
+        places = {
+            "group": list(GROUPS),
+            "layer": list(layers),
+            "step": np.arange(defaults.steps),
+            "start": list(STARTS),
+        }
 
         def one(prompt: str) -> xr.Dataset:
-            pair = self._pair(model, prompt, given)
-            moved = np.zeros((len(GROUPS), len(layers), made.steps))
-            gap, flipped = np.zeros(made.steps), np.full((len(layers), len(STARTS)), np.nan)
+            pair = self._pair(model, prompt, chosen)
+            moved = np.zeros((len(GROUPS), len(layers), defaults.steps))
+            gap, flipped = np.zeros(defaults.steps), np.full((len(layers), len(STARTS)), np.nan)
             if pair is not None:
-                moved, gap = self._restored(pair, layers, given, made.steps)
-                flipped = self._flipped(pair, layers, given)
+                moved, gap = self._restored(pair, layers, chosen, defaults.steps)
+                flipped = self._flipped(pair, layers, chosen)
             values = {
                 "moved": (("group", "layer", "step"), moved),
                 "gap": ("step", gap),
@@ -132,7 +137,7 @@ class Patching(Study):
         return each_prompt(prompts, one)
 
     def _pair(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> Pair | None:
-        """The two runs of a prompt; None where they tell nothing."""
+        """The two runs of a prompt, or None if the pair is not usable."""
         other = with_another_number(prompt)
         if other is None:
             return None
@@ -150,13 +155,13 @@ class Patching(Study):
         return Pair(clean, corrupted, number, differ)
 
     def _run(self, pair: Pair, patches: Sequence["Patch | None"], settings: Mapping[str, Any], replay: bool) -> "Gaps":
-        """One run of the corrupted prompt, each row with another patch."""
+        """One run of the corrupted prompt, with a different patch in each row."""
         gaps, copies = Gaps(pair, patches), len(patches)
         prompt = pair.corrupted.canvas[:, 0, : pair.corrupted.prompt_length].repeat(copies, 1)
-        again = _Canvas(pair.corrupted.canvas.repeat(copies, 1, 1)) if replay else None
+        replayed = _Canvas(pair.corrupted.canvas.repeat(copies, 1, 1)) if replay else None
         gaps.run = generate(
             pair.clean.model, prompt, seed=self.seed, hooks=gaps.hooks(), record_sinks=False, progress=False,
-            replay=again, **settings,
+            replay=replayed, **settings,
         )  # fmt: skip
         return gaps
 
@@ -181,18 +186,18 @@ class Patching(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``restored``: by group, layer and step; ``layers``: the same over all steps; ``flipped``; ``told``: share of
-        the prompts whose pair tells something.
+        prompts whose pair is usable.
         """
         from pandas import DataFrame
 
         steps, layers = [], []
         for name, data in measured.items():
-            moved, gap, told = data["moved"], data["gap"], data["told"].to_numpy() > 0
+            moved, gap, usable = data["moved"], data["gap"], data["told"].to_numpy() > 0
             axes = {axis: data[axis].to_numpy() for axis in ("group", "layer", "step")}
-            steps += interval_rows(name, "restored", _share(moved.to_numpy(), gap.to_numpy(), told, self.seed), axes)
+            steps += interval_rows(name, "restored", _share(moved.to_numpy(), gap.to_numpy(), usable, self.seed), axes)
             del axes["step"]
-            whole = _share(moved.sum("step").to_numpy(), gap.sum("step").to_numpy(), told, self.seed)
-            layers += interval_rows(name, "restored", whole, axes)
+            all_steps = _share(moved.sum("step").to_numpy(), gap.sum("step").to_numpy(), usable, self.seed)
+            layers += interval_rows(name, "restored", all_steps, axes)
         return {
             "restored": DataFrame(steps),
             "layers": DataFrame(layers),
@@ -201,7 +206,7 @@ class Patching(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``restored``: layer × step maps, a line of panels per model, a panel per group; ``flipped``."""
+        """``restored``: layer × step maps, a row of panels per model, a panel per group; ``flipped``: curves."""
         from sinklens.views.effects import patch_maps, start_curves
 
         tables = self.tables(measured)
@@ -209,10 +214,10 @@ class Patching(Study):
 
 
 class Gaps:
-    """Hooks that replace each row's patch and keep each row's gap.
+    """Hooks that apply each row's patch and record each row's gap.
 
     Attributes:
-        run: set when the run is over.
+        run: the finished run; None before.
     """
 
     def __init__(self, pair: Pair, patches: Sequence["Patch | None"]) -> None:
@@ -223,7 +228,7 @@ class Gaps:
         self.run: Generation | None = None
 
     def hooks(self) -> list[tuple[Any, Any]]:
-        """To be given to the run."""
+        """Hooks to pass to the run."""
         points = {_point(patch.layer) for patch in self._patches if patch is not None}
         return [
             ("denoise.hook_canvas", self._look),
@@ -232,7 +237,7 @@ class Gaps:
         ]
 
     def _look(self, canvas: Int[Tensor, "row pos"], hook: "Point") -> None:
-        """The stream for the clean prompt on each row's canvas; equal canvases are passed once."""
+        """Compute the stream for the clean prompt on each row's canvas; equal canvases are passed once."""
         self._canvas = canvas.clone()
         length = self._pair.clean.prompt_length
         distinct, of = canvas.unique(dim=0, return_inverse=True)
@@ -251,7 +256,7 @@ class Gaps:
         return value
 
     def _measure(self, logits: Float[Tensor, "row some vocab"], hook: "Point") -> None:
-        """`G` of every row; of an autoregressive run, the logits are those of the next position alone."""
+        """Record `G` of every row; in an autoregressive run, the logits are those of the next position alone."""
         assert self._canvas is not None
         assert hook.step is not None
         mask = -1 if self._model.mask_token_id is None else self._model.mask_token_id
@@ -282,7 +287,7 @@ class _Canvas:
 
 
 def with_another_number(prompt: str) -> str | None:
-    """`prompt` with its last number one smaller, 0 and 1 one larger; None without a number.
+    """`prompt` with its last number decreased by one (0 and 1: increased by one); None without a number.
 
     >>> with_another_number("Tom has 5 pens. He buys 12 more.")
     'Tom has 5 pens. He buys 11 more.'
@@ -299,12 +304,12 @@ def _point(layer: int) -> str:
     return "hook_embed" if layer < 0 else f"blocks.{layer}.hook_resid_post"
 
 
-def _share(moved: np.ndarray, gap: np.ndarray, told: np.ndarray, seed: int) -> Interval:
-    """Σ moved / Σ gap over the prompts that are told; NaN where the gap is nowhere defined."""
-    if not told.any():
+def _share(moved: np.ndarray, gap: np.ndarray, usable: np.ndarray, seed: int) -> Interval:
+    """Σ moved / Σ gap over the usable prompts; NaN if no prompt is usable or the gap is undefined everywhere."""
+    if not usable.any():
         nothing = np.full(moved.shape[1:], np.nan)
         return Interval(nothing, nothing, nothing, np.zeros(nothing.shape))
-    moved, gap = moved[told], gap[told]
+    moved, gap = moved[usable], gap[usable]
     axes = moved.ndim - gap.ndim
     below = np.broadcast_to(gap.reshape(gap.shape[0], *[1] * axes, *gap.shape[1:]), moved.shape)
     return pooled(

@@ -1,9 +1,9 @@
-"""Tables of a study on a terminal: one per table and model, with the interval in one column and meanings below.
+"""Prints the tables of a study: one per table and model, with the interval in one column and meanings below.
 
-What is printed is read from the files of the study, so `sinklens analyse` and, later, `sinklens table` print the same.
+The tables are read from the files of the study, so `sinklens analyse` and a later `sinklens table` print the same.
 
-One way this misleads: long tables, such as maps of layers and heads, are cut after `ROWS` rows, in the order of the
-file and not by size. The file, whose name is printed, has all.
+Limitation: long tables, such as maps of layers and heads, are cut after `ROWS` rows, in file order, not by size. The
+name of the complete file is printed.
 """
 
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 ROWS = 24
-WIDE = 400  # columns where the output is a file or a pipe, and nothing should be broken
+WIDE = 400  # columns when writing to a file or a pipe, where nothing should wrap
 INTERVAL = ("estimate", "low", "high")
 LEGEND = "Brackets: 95 % bootstrap intervals over prompts."
 
@@ -33,7 +33,7 @@ def manifests(out: Path) -> list[dict[str, Any]]:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            continue  # a file of somebody else's
+            continue  # not a manifest of sinklens
         if isinstance(content, dict) and {"study", "models", "options"} <= content.keys():
             found.append(content)
     return found
@@ -57,7 +57,7 @@ def show(out: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _table_names(out: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """The tables of the newest run; of a manifest that does not list them, all files that look like one."""
+    """The tables of the newest run; if the manifest does not list them, all files named like a table."""
     before = f"{manifest['study']}-"
     found = sorted(file.stem.removeprefix(before) for file in out.glob(f"{before}*.csv"))
     return [name for name in manifest.get("tables", found) if name in found]
@@ -70,7 +70,7 @@ def _meanings(frame: "DataFrame") -> dict[str, str]:
 
 
 def _show_one(console: Console, title: str, frame: "DataFrame", file: Path) -> None:
-    """One table of one model: labels, the estimate with its interval, and what else the study gives."""
+    """Print one table of one model: labels, the estimate with its interval, and further columns of the study."""
     labels = [name for name in frame.columns if name not in (*INTERVAL, "prompts", "meaning")]
     counts = sorted(set(frame["prompts"])) if "prompts" in frame else []
     title += f" ({counts[0]} prompts)" if len(counts) == 1 else ""
@@ -101,7 +101,7 @@ def _interval(row: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """A value in few letters: integers as they are, others with three decimals; tiny ones by their power of ten."""
+    """A short form of a value: integers unchanged, others with three decimals, very small ones in powers of ten."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""The files of a finished study, and what is said of those that are there already.
+"""The files of a finished study, and the warning about files that will be replaced.
 
     NAME-TABLE.csv, NAME.nc (every prompt's measurements), NAME-FIGURE.png and .svg, NAME.json (the manifest)
 
-One way this fails: files of an earlier run that the new one does not write, such as a table that only several models
-have, stay. The manifest lists the tables of the newest run under ``tables``, and `sinklens table` prints these.
+Pitfall: files of an earlier run that the new run does not write, such as a table made only for several models, remain.
+The manifest lists the tables of the newest run under ``tables``, and `sinklens table` prints only these.
 """
 
 import json
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study gives.
+    """The results of a study.
 
     Attributes:
         measured: model name -> every prompt's measurements, with the axis ``prompt``.
-        examples: model name -> what the figures show of one prompt's run, for the studies and models that have it.
+        examples: model name -> data of one prompt's run for the figures, for the studies and models that have it.
         tables: name -> table.
-        manifest: all that decided the numbers.
-        files: what was written; empty without a folder.
+        manifest: everything that determines the numbers.
+        files: the files written; empty without a folder.
     """
 
     measured: dict[str, xr.Dataset]
@@ -43,7 +43,7 @@ class Findings:
 
 @runtime_checkable
 class Drawing(Protocol):
-    """What writing needs of a study: its name and its figures."""
+    """The part of a study that writing needs: its name and its figures."""
 
     name: ClassVar[str]
 
@@ -52,7 +52,7 @@ class Drawing(Protocol):
 
 
 def write(study: Drawing, findings: Findings, out: Path) -> Findings:
-    """Write tables, figures, measurements and, last, the manifest."""
+    """Write tables, figures, measurements and finally the manifest."""
     files = []
     for name, table in findings.tables.items():
         files.append(out / f"{study.name}-{name}.csv")
@@ -70,41 +70,41 @@ def write(study: Drawing, findings: Findings, out: Path) -> Findings:
 
 
 def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> bool:
-    """Say, before anything is measured, that the results told of by the manifest `file` will be replaced.
+    """Warn, before anything is measured, that the results described by the manifest `file` will be replaced.
 
     Returns:
-        Whether there are such.
+        Whether there are such results.
     """
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
-        told = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
+        summary = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
         dict.keys(before["options"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # none, or none of a study
-    made, now = (
+        return False  # missing, or not the manifest of a study
+    earlier, now = (
         {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
     )
-    if all(made.get(key) == now[key] for key in ("options", "models", "prompts_sha256")):
+    if all(earlier.get(key) == now[key] for key in ("options", "models", "prompts_sha256")):
         return False
     warnings.warn(
-        f"{file.parent} holds another run of this study ({told}), which this one will replace; to keep it, "
-        f"interrupt now and give another folder.",
+        f"{file.parent} holds another run of this study ({summary}), which this run will replace; to keep it, "
+        f"interrupt now and choose another folder (--out).",
         stacklevel=4,
     )
     return True
 
 
 def _draw(study: Drawing, findings: Findings, out: Path) -> list[Path]:
-    """Every figure as PNG and SVG; the same numbers give the same bytes."""
+    """Write every figure as PNG and SVG; equal numbers give equal bytes."""
     from matplotlib import pyplot
 
     files = []
-    with pyplot.rc_context({"svg.hashsalt": "sinklens"}):  # else names inside an SVG are random
+    with pyplot.rc_context({"svg.hashsalt": "sinklens"}):  # otherwise ids inside an SVG are random
         for name, figure in study.figures(findings.measured, findings.examples).items():
             for kind in ("png", "svg"):
                 files.append(out / f"{study.name}-{name}.{kind}")
                 with atomic_write(files[-1]) as part:
                     figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-                figure.set_layout_engine("none")  # the places it found hold for the next format too
+                figure.set_layout_engine("none")  # keep the layout for the next format
             pyplot.close(figure)
     return files

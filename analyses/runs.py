@@ -1,12 +1,12 @@
-"""Runs in which every row keeps its own steps alone.
+"""Runs whose rows keep only their active steps.
 
-In a batch, a row that is through with its block or its answer waits for the others: it is passed through the model
-again, and nothing of it changes. Alone it would not have these steps. A study measures prompts, and what it measures of
-one must not depend on what else is in its batch, so waiting steps are taken out: `own_run` tells which steps are a
-row's own, and `active_steps` moves those to the front of a track.
+In a batch, a row that has finished its block or its answer waits for the others: it passes through the model again
+without any change. Run alone, it would not have these steps. The measurements of a prompt must not depend on the rest
+of its batch, so waiting steps are removed: `own_run` records which steps of each row are active, and `active_steps`
+moves those to the front of a track.
 
-One way this fails: copies of one prompt in a batch are drawn different random numbers, in two batches the same ones; at
-a temperature above 0 give each prompt once.
+Pitfall: copies of a prompt get different random numbers in one batch, but the same ones in separate batches; at a
+temperature above 0, give each prompt once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ __all__ = ["OwnRun", "active_steps", "own_run"]
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A run, and which of its steps are whose.
+    """A run, and the active steps of each row.
 
     Attributes:
-        run: as it was.
-        own: [batch, step], False where a row waited for others.
+        run: the unchanged run.
+        own: [batch, step], the active steps: False where a row waited for others.
     """
 
     run: "Generation"
@@ -43,7 +43,7 @@ class OwnRun:
 
     @property
     def track(self) -> SinkTrack:
-        """The sink track of own steps."""
+        """The sink track of active steps."""
         assert self.run.sinks is not None, "the run recorded no sinks"
         return active_steps(self.run.sinks, self.own)
 
@@ -59,22 +59,22 @@ def own_run(
     hooks: Sequence[Any] = (),
     replay: "Generation | None" = None,
 ) -> OwnRun:
-    """`sinklens.generate`, keeping account of which rows work at which step.
+    """`sinklens.generate`, recording which rows are active at which step.
 
-    A row of a diffusion model works where a position of it is up for decision (its confidence is above −∞), one of an
-    autoregressive model until its end token is there.
+    A row of a diffusion model is active while one of its positions can be decided (its confidence is above −∞), a row
+    of an autoregressive model until it has its end token.
     """
-    working: list[np.ndarray] = []
+    active: list[np.ndarray] = []
 
     def note(confidence: "Tensor", hook: Any) -> None:
-        working.append((confidence > -np.inf).any(dim=1).cpu().numpy())
+        active.append((confidence > -np.inf).any(dim=1).cpu().numpy())
 
     run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
         hooks=[*hooks, ("denoise.hook_confidence", note)], replay=replay, **settings,
     )  # fmt: skip
-    own = np.stack(working, axis=1)
-    return OwnRun(run, own & ~_ended(run) if model.config.is_causal else own)
+    steps = np.stack(active, axis=1)
+    return OwnRun(run, steps & ~_ended(run) if model.config.is_causal else steps)
 
 
 def _ended(run: "Generation") -> Bool[np.ndarray, "batch step"]:

@@ -2,20 +2,20 @@
 
     sinklens analyse split tiny-llada
 
-A sink score is a sum over queries. Here the queries of every step are split into those that are still masked and those
-that are not (prompt and committed), and each group's own scores are compared (Rulli et al., 2510.15731, Fig. 6a):
+A sink score is a sum over queries. Here the queries of every step are split into those still masked and the others
+(prompt and committed), and the scores computed within each group are compared (Rulli et al., 2510.15731, Fig. 6a):
 
 - ``jaccard``: overlap |A ∩ B| / |A ∪ B| of the two groups' sinks (ε over the mean, on the group's scores scaled so
-  that uniform attention is 1); steps and heads where neither group has a sink are left out;
-- ``correlation``: Pearson's, of the two groups' scores over the keys;
+  that uniform attention is 1); steps and heads where neither group has a sink are skipped;
+- ``correlation``: Pearson's correlation of the two groups' scores over the keys;
 - ``same``: share of (step, layer, head) where both groups have the same strongest key.
 
-The control splits the same queries at random into groups of the same sizes. Most unmasked queries are the prompt's, so
-the split is also one into left and right; the rows ``answer`` therefore split the answer's queries alone, masked
-against committed. In an autoregressive model no query is masked: all its numbers are NaN.
+The control splits the same queries at random into groups of the same sizes. Most unmasked queries belong to the prompt,
+so this also splits left from right; the rows ``answer`` therefore split only the answer's queries, masked against
+committed. In an autoregressive model no query is masked, and all numbers are NaN.
 
-One way this fails: early in a run the committed group of ``answer`` is one or two queries, whose own scores are noisy;
-the control has groups of the same sizes, so compare with it and not with 1.
+Caveat: early in a run, the committed group of ``answer`` consists of one or two queries with noisy scores; the control
+has groups of the same sizes, so compare with it and not with 1.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ SPLITS = ("masked", "random")
 MEASURES = {
     "jaccard": "Jaccard overlap of the two groups' sinks",
     "correlation": "correlation of the two groups' scores",
-    "same": "share of heads and steps with one strongest key for both groups",
+    "same": "share of heads and steps where both groups have the same strongest key",
 }
 EPSILON = 3.0
 
 
 class Likeness(NamedTuple):
-    """How alike two groups of queries are in what they attend to, [batch, head] each; see the module."""
+    """Similarity of the attention of two groups of queries, [batch, head] each; see the module."""
 
     jaccard: Float[Tensor, "batch head"]
     correlation: Float[Tensor, "batch head"]
@@ -63,7 +63,7 @@ class Split(Study):
     """See the module.
 
     Attributes:
-        epsilon: what a sink of a group is: ε over the mean of the other keys, in column sums.
+        epsilon: threshold of a group's sinks: ε over the mean of the other keys, in column sums.
     """
 
     name: ClassVar[str] = "split"
@@ -78,8 +78,8 @@ class Split(Study):
             nothing = np.full((len(prompts), layers, len(QUERIES), len(SPLITS)), np.nan)
             return xr.Dataset(dict.fromkeys(MEASURES, (axes, nothing)), coords)
         groups = Groups(model, prompts, self.chat_template, self.seed, self.epsilon)
-        own = self.generate(model, prompts, settings, record_sinks=False, hooks=groups.hooks()).own
-        return xr.Dataset({name: (axes, value) for name, value in groups.means(own).items()}, coords)
+        active = self.generate(model, prompts, settings, record_sinks=False, hooks=groups.hooks()).own
+        return xr.Dataset({name: (axes, value) for name, value in groups.means(active).items()}, coords)
 
     def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset | None:
         """The pattern of the step, layer and head whose two groups have the most different sinks.
@@ -107,21 +107,21 @@ class Split(Study):
         )
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``split``: over all layers, and masked less random with a verdict; ``layers``: by layer."""
+        """``split``: over all layers, and masked minus random with a verdict; ``layers``: by layer."""
         from pandas import concat
 
-        whole = {name: data.mean("layer") for name, data in measured.items()}
-        less = {
+        means = {name: data.mean("layer") for name, data in measured.items()}
+        excess = {
             name: data.sel(split="masked", drop=True) - data.sel(split="random", drop=True)
-            for name, data in whole.items()
+            for name, data in means.items()
         }
-        differences = interval_table(less, list(MEASURES), self.seed).assign(split="masked − random")
+        differences = interval_table(excess, list(MEASURES), self.seed).assign(split="masked − random")
         differences["verdict"] = [
             verdict(row.estimate, row.low, row.high, 0.0, above="no", below="separate")
             for row in differences.itertuples()
         ]
         tables = {
-            "split": concat([interval_table(whole, list(MEASURES), self.seed), differences], ignore_index=True),
+            "split": concat([interval_table(means, list(MEASURES), self.seed), differences], ignore_index=True),
             "layers": interval_table(measured, list(MEASURES), self.seed),
         }
         return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
@@ -144,12 +144,13 @@ class Split(Study):
 class Groups:
     """Compares the attention of groups of queries at every step and layer, as hooks of a run.
 
-    Nothing of the size of a pattern is kept: each is reduced to the groups' scores and these to their likeness.
+    Patterns are not kept: each is reduced to the groups' scores, and these to their likeness.
 
     Args:
         model: the model that runs.
-        prompts: of the run, encoded as the run does.
-        seed: of the random split, which depends on it and on the row's own canvas alone.
+        prompts: prompts of the run, encoded as in the run.
+        chat_template: as in `sinklens.generate`.
+        seed: seed of the random split, which depends only on the seed and the row's canvas.
         epsilon: see `Split`.
     """
 
@@ -164,7 +165,7 @@ class Groups:
         self._contrast: dict[tuple[int, int], Float[Tensor, " head"]] = {}
 
     def hooks(self) -> list[tuple[Any, Any]]:
-        """To be given to a run."""
+        """Hooks to pass to a run."""
         return [("denoise.hook_canvas", self._split), (lambda name: name.endswith("attn.hook_pattern"), self._compare)]
 
     def _split(self, canvas: Int[Tensor, "batch pos"], hook: "Point") -> None:
@@ -191,19 +192,19 @@ class Groups:
             contrast = _contrast(scores[0, :2], self._found[hook.step, hook.layer()][0])
             self._contrast[hook.step, hook.layer()] = contrast * sizes.min() / sizes.sum()
 
-    def means(self, own: Bool[np.ndarray, "batch step"]) -> dict[str, np.ndarray]:
-        """`MEASURES`, [prompt, layer, queries, split]: means over heads and each row's own steps."""
+    def means(self, active: Bool[np.ndarray, "batch step"]) -> dict[str, np.ndarray]:
+        """`MEASURES`, [prompt, layer, queries, split]: means over heads and each row's active steps."""
         values = {}
         for number, name in enumerate(MEASURES):
             every = np.stack(
                 [
                     [[pair[number].cpu().numpy() for pair in self._found[step, layer]] for layer in range(self._layers)]
-                    for step in range(own.shape[1])
+                    for step in range(active.shape[1])
                 ]
             ).astype(np.float64)  # [step, layer, pair, batch, head]
-            every[~np.broadcast_to(own.T[:, None, None, :, None], every.shape)] = np.nan
+            every[~np.broadcast_to(active.T[:, None, None, :, None], every.shape)] = np.nan
             mean = xr.DataArray(every).mean(("dim_0", "dim_4")).to_numpy()
-            values[name] = mean.transpose(2, 0, 1).reshape(own.shape[0], self._layers, len(QUERIES), len(SPLITS))
+            values[name] = mean.transpose(2, 0, 1).reshape(active.shape[0], self._layers, len(QUERIES), len(SPLITS))
         return values
 
     def most_different(self) -> tuple[int, int, int]:
@@ -219,7 +220,7 @@ def group_scores(
 ) -> Float[Tensor, "batch group head key"]:
     """S / |G| · Σ_{i∈G} A[i, j], with S the number of real positions: column sums, scaled so that uniform is 1.
 
-    NaN for a group without members; that of all real queries is the sink score.
+    NaN for a group without members; the score of the group of all real queries is the sink score.
     """
     sums = torch.einsum("bhqk,bgq->bghk", pattern.float(), members.float())
     scale = real.sum(dim=1)[:, None] / members.sum(dim=2)
@@ -232,21 +233,21 @@ def likeness(
     real: Bool[Tensor, "batch key"],
     epsilon: float = EPSILON,
 ) -> Likeness:
-    """How alike two groups' scores are; NaN where a group has no members, or a measure has nothing to go by."""
+    """Similarity of two groups' scores; NaN where a group has no members, or a measure is undefined."""
     keys = real[:, None, :]
-    told = ~(one.isnan().any(-1) | other.isnan().any(-1))
+    defined = ~(one.isnan().any(-1) | other.isnan().any(-1))
     first, second = ((_over_others(part, keys) > epsilon) & keys for part in (one, other))
     either = (first | second).sum(-1)
-    jaccard = torch.where(told & (either > 0), (first & second).sum(-1) / either, torch.nan)
+    jaccard = torch.where(defined & (either > 0), (first & second).sum(-1) / either, torch.nan)
     count = keys.sum(-1, keepdim=True)
     away, across = (torch.where(keys, part - (part * keys).sum(-1, keepdim=True) / count, 0.0) for part in (one, other))
     correlation = (away * across).sum(-1) / (away.square().sum(-1) * across.square().sum(-1)).sqrt()
     strongest = [part.masked_fill(~keys, -torch.inf).argmax(-1) for part in (one, other)]
-    return Likeness(jaccard, correlation, torch.where(told, (strongest[0] == strongest[1]).float(), torch.nan))
+    return Likeness(jaccard, correlation, torch.where(defined, (strongest[0] == strongest[1]).float(), torch.nan))
 
 
 def _over_others(scores: Float[Tensor, "batch head key"], keys: Bool[Tensor, "batch 1 key"]) -> Tensor:
-    """Each score less the mean of the others."""
+    """Each score minus the mean of the others."""
     known = scores * keys
     return scores - (known.sum(-1, keepdim=True) - known) / (keys.sum(-1, keepdim=True) - 1).clamp(min=1)
 
@@ -258,27 +259,27 @@ def _shuffled(
     real: Bool[Tensor, "batch query"],
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """The members of two groups dealt anew into groups of the same sizes; a row's deal depends on its own ids alone."""
-    dealt = torch.zeros_like(first), torch.zeros_like(second)
+    """The members of two groups reassigned at random to groups of the same sizes, depending only on the row's ids."""
+    groups = torch.zeros_like(first), torch.zeros_like(second)
     for row in range(len(ids)):
-        own = np.ascontiguousarray(ids[row][real[row]].numpy())
-        digest = hashlib.sha256(repr((seed, int((first | second)[row].sum()))).encode() + own.tobytes()).digest()
+        row_ids = np.ascontiguousarray(ids[row][real[row]].numpy())
+        digest = hashlib.sha256(repr((seed, int((first | second)[row].sum()))).encode() + row_ids.tobytes()).digest()
         places = (first | second)[row].nonzero()[:, 0].numpy()
         np.random.default_rng(int.from_bytes(digest[:8], "little")).shuffle(places)
         size = int(first[row].sum())
-        for group, part in zip(dealt, (places[:size], places[size:]), strict=True):
+        for group, part in zip(groups, (places[:size], places[size:]), strict=True):
             group[row, torch.from_numpy(part)] = True
-    return dealt
+    return groups
 
 
 def _contrast(scores: Float[Tensor, "group head key"], found: Likeness) -> Float[Tensor, " head"]:
-    """The weaker group's strongest score where the two groups have no sink in common; −1 where they have, or none."""
+    """The smaller of the groups' maximum scores where no sink is shared; −1 where one is, or neither has a sink."""
     apart = found.jaccard[0] == 0
     return torch.where(apart, scores.amax(dim=-1).amin(dim=0), -1.0)
 
 
 def _examples(models: Sequence[str], examples: Mapping[str, xr.Dataset]) -> "Figure":
-    """A line of panels per model: the pattern above, the two groups' scores below."""
+    """A row of panels per model: the pattern above, the two groups' scores below."""
     from sinklens.views.charts import nothing_to_show
     from sinklens.views.figures import group_profiles, grouped_pattern, panels
     from sinklens.views.labels import short

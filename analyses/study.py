@@ -1,14 +1,14 @@
-"""What all studies share: prompts in, measured runs, intervals over prompts, tables, figures and a manifest out.
+"""The base of all studies: prompts in; tables with intervals over prompts, figures and a manifest out.
 
-A study is one file with one subclass of `Study`. It says what to measure on a batch of prompts (a Dataset with the axis
-``prompt``), and which tables and figures come of the measurements of all models. `Study.run` does the rest: it goes
-through models and prompts in batches, keeps every finished prompt on disk (units.py), so that an interrupted study
-continues where it stopped, and writes tables, figures, measurements and a manifest (results.py).
+A study is one file with one subclass of `Study`. It defines what to measure on a batch of prompts (a Dataset with the
+axis ``prompt``), and which tables and figures to make from the measurements of all models. `Study.run` does the rest:
+it iterates over models and batches of prompts, stores every finished prompt on disk (units.py), so that an interrupted
+study resumes where it stopped, and writes tables, figures, measurements and a manifest (results.py).
 
-Figures that show one run take an *example*: the run of one prompt, which every model gives once more. Intervals are
-over prompts (intervals.py), and each prompt's steps are its own, whatever its batch (runs.py).
+Figures that show one run use an *example*: the run of one prompt, repeated for every model. Intervals are over prompts
+(intervals.py), and the steps of a prompt do not depend on its batch (runs.py).
 
-One way this fails: all models are in memory at once. Where they do not fit together, give each a study of its own.
+Limitation: all models are in memory at once. If they do not fit, run the study separately for each.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
 Report = Callable[[str, int, int], None]
-SINK = "a sink: column sum more than 3 above the mean of the others"  # said on figures; what `SinkTrack.detect` finds
+SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
 
 @dataclass
@@ -57,13 +57,13 @@ class Study(ABC):
     """One question, asked of several models on the same prompts.
 
     Attributes:
-        together: `measure` runs its prompts in one batch. Set it to False in a study that goes through them one by
-            one; it is then given one at a time, and an interrupt loses no more than that.
-        seed: of the runs and of the bootstrap.
+        together: whether `measure` runs its prompts in one batch. Set it to False in a study that processes prompts
+            one by one; `measure` then gets one prompt at a time, and an interrupt loses at most that one.
+        seed: seed of the runs and of the bootstrap.
         batch: prompts per run; the results do not depend on it.
-        settings: sampler settings; a model takes those that its sampler knows.
+        settings: sampler settings; each model uses those that its sampler has.
         chat_template: as in `sinklens.generate`.
-        shown: number of the prompt whose run the figures show.
+        shown: index of the prompt whose run the figures show.
 
     Raises:
         SettingError: `batch` is below 1, or `seed` below 0.
@@ -81,14 +81,14 @@ class Study(ABC):
         if self.batch < 1:
             raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch}.")
         if self.seed < 0:
-            raise SettingError(f"seed is 0 or more; got {self.seed}.")
+            raise SettingError(f"seed must be 0 or more; got {self.seed}.")
 
     @abstractmethod
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """Measurements of some prompts, with the axis ``prompt``."""
+        """Measurements of `prompts`, with the axis ``prompt``."""
 
     def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset | None:
-        """What `figures` shows of one prompt's run; None if that is nothing."""
+        """Data of one prompt's run for `figures`; None if the figures need none."""
         return None
 
     @abstractmethod
@@ -99,12 +99,12 @@ class Study(ABC):
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """Figures by name."""
 
-    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:  # noqa: B027 — may be left as it is
-        """Called by `run` before anything is measured, to refuse what the study cannot measure, or to forget what an
-        earlier run left. Does nothing by default.
+    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:  # noqa: B027 — overriding is optional
+        """Called by `run` before anything is measured, to reject what the study cannot measure, or to discard the state
+        of an earlier run. Does nothing by default.
 
         Args:
-            models: their names.
+            models: names of the models.
             prompts: each a text or a list of token ids.
         """
 
@@ -119,26 +119,25 @@ class Study(ABC):
         out: str | Path | None = None,
         progress: bool | Report | None = None,
     ) -> Findings:
-        """Ask the models.
+        """Run the study on `models`.
 
         Args:
-            models: what `sinklens.load` takes, one or several.
+            models: one or several models, in any form that `sinklens.load` takes.
             prompts: texts, or rows of token ids for a model without a tokenizer; one text, or one row of ids, is one
                 prompt. By default the first 100 shipped held-out problems.
-            out: folder for the results; prompts that the same study has finished there are not measured again.
-            progress: show a progress bar, or lines where there is no terminal; by default on a terminal only. Or a
-                function that is called with a model's name, its prompts done and its prompts in all.
+            out: folder for the results; prompts that the same study has finished there are skipped.
+            progress: whether to show a progress bar (lines if there is no terminal); by default on a terminal only. Or
+                a function called with a model's name, its number of finished prompts and its total number of prompts.
 
         Raises:
-            SettingError: no model, no prompt, two models of one name, a setting that no model knows, no prompt of the
-                number `shown`, token ids with a chat template, or what `begin` refuses.
-
-            LedgerError: another process is measuring the same in `out`, or its units are damaged.
+            SettingError: there are no models or no prompts, two models have the same name, no model has a given
+                setting, `shown` is out of range, token ids come with a chat template, or `begin` rejects the input.
+            LedgerError: another process is running the same measurements in `out`, or its units are damaged.
 
         Warns:
-            UserWarning: a prompt is given several times, which makes intervals too narrow; `out` holds results of other
-                models, prompts or options, which will be replaced; or finished prompts of an interrupted study that
-                cannot be used, because something else differs.
+            UserWarning: a prompt occurs several times, which makes intervals too narrow; `out` holds results of other
+                models, prompts or options, which will be replaced; or `out` holds finished prompts of an interrupted
+                study that cannot be used, because something else differs.
         """
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
@@ -148,19 +147,19 @@ class Study(ABC):
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
         if not 0 <= self.shown < len(prompts):
-            raise SettingError(f"shown is the number of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
+            raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
         _check_prompts(prompts, self.chat_template)
         given = _settings_of(loaded, self.settings)
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
         folder = None if out is None else Path(out)
-        told = {model["name"]: _identity(manifest, model) for model in manifest["models"]}
+        identities = {model["name"]: _identity(manifest, model) for model in manifest["models"]}
         if folder is not None and not warn_of_others(folder / f"{self.name}.json", manifest):
-            _warn_of_unused(folder, told.values())
+            _warn_of_unused(folder, identities.values())
         measured, examples = {}, {}
         with _reported(self.name, progress) as report:
             for name, model, settings in zip(names, loaded, given, strict=True):
-                units = Units(folder, told[name], len(prompts))
+                units = Units(folder, identities[name], len(prompts))
                 measured[name] = self._measured(model, prompts, settings, units, report)
                 example = self.example(model, prompts[self.shown], settings)
                 if example is not None:
@@ -172,7 +171,7 @@ class Study(ABC):
     def _measured(
         self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], units: Units, report: Report
     ) -> xr.Dataset:
-        """Measurements of every prompt; those that are there are not made again."""
+        """Measurements of every prompt; finished prompts are not measured again."""
         with units:
             left = [number for number in range(len(prompts)) if number not in units.done]
             report(model.name, len(units.done), len(prompts))
@@ -214,7 +213,7 @@ class Study(ABC):
 
 
 def _prompts(given: str | Sequence[Any] | Tensor) -> list[Any]:
-    """Every prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
+    """Each prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
     if isinstance(given, str):
         return [given]
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
@@ -224,12 +223,14 @@ def _prompts(given: str | Sequence[Any] | Tensor) -> list[Any]:
 def _check_prompts(prompts: Sequence[Any], chat_template: bool | str) -> None:
     ids = next((number for number, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
     if chat_template and ids is not None:
-        raise SettingError(f"prompt {ids} is token ids, which a chat template cannot be put around; leave it off.")
+        raise SettingError(
+            f"prompt {ids} is a list of token ids, to which a chat template cannot be applied; omit chat_template."
+        )
     copies = len(prompts) - len({repr(prompt) for prompt in prompts})
     if copies:
         warnings.warn(
-            f"{copies} of {len(prompts)} prompts are copies of others. Intervals take prompts to be independent, and "
-            f"are too narrow.",
+            f"{copies} of {len(prompts)} prompts are copies of others. Intervals assume independent prompts and will "
+            f"be too narrow; give each prompt once.",
             stacklevel=3,
         )
 
@@ -243,12 +244,12 @@ def _several(models: Any) -> list[Any]:
 def _names(models: Sequence["Model"]) -> list[str]:
     names = [model.name for model in models]
     if len(set(names)) < len(names):
-        raise SettingError(f"each model is asked once; got {', '.join(names)}.")
+        raise SettingError(f"each model can be given only once; got {', '.join(names)}.")
     return names
 
 
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each model, the settings that its sampler knows; one that no model knows is an error."""
+    """For each model, the settings that its sampler has; a setting that no model has is an error."""
     known = [{entry.name for entry in fields(BY_SAMPLER[model.family_record.sampler])} for model in models]
     every = sorted(set().union(*known))
     for name in settings:
@@ -258,20 +259,23 @@ def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list
 
 
 def _source_hash(study: type) -> str:
-    """Tells two versions of a study's file apart: one that was edited does not go on with the other's parts."""
+    """Hash that distinguishes versions of a study's file: an edited study does not reuse the old one's units."""
     text = ""
     try:
         text = inspect.getsource(inspect.getmodule(study) or study)
-    except (OSError, TypeError):  # made in a notebook, whose cells have sources, or in a console, which has none
+    except (
+        OSError,
+        TypeError,
+    ):  # defined in a notebook, whose cells have sources, or in a console, which has no source
         for method in filter(inspect.isfunction, vars(study).values()):
-            with suppress(OSError):  # a dataclass has methods that were written by none
+            with suppress(OSError):  # a dataclass has generated methods without source
                 text += inspect.getsource(method)
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 @cache
 def _code_hash() -> str:
-    """Of all code that may decide a number: sinklens and the studies."""
+    """Hash of all code that may affect a number: sinklens and the studies."""
     from sinklens import errors, hooks
 
     folders = [Path(module.__file__).parent for module in (errors, hooks) if module.__file__]
@@ -280,25 +284,25 @@ def _code_hash() -> str:
 
 
 def _identity(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the measurements of one model; the batch does not."""
+    """Everything that determines the measurements of one model; the batch size does not."""
     options = {name: value for name, value in manifest["options"].items() if name != "batch"}
     shared = {name: value for name, value in manifest.items() if name not in ("models", "options", "resamples")}
     return json.loads(json.dumps({**shared, "options": options, "model": model}))
 
 
-def _warn_of_unused(out: Path, told: Iterable[Mapping[str, Any]]) -> None:
-    found = [text for text in (unused(out, what) for what in told) if text]
+def _warn_of_unused(out: Path, identities: Iterable[Mapping[str, Any]]) -> None:
+    found = [text for text in (unused(out, what) for what in identities) if text]
     if found:
         warnings.warn(
-            f"{out} keeps {'; '.join(found)}. They are not mixed with this run, which measures every prompt; to use "
-            f"them, start with what they were made with.",
+            f"{out} holds {'; '.join(found)}. This run does not use them and measures every prompt; to use them, run "
+            f"with the options they were made with.",
             stacklevel=3,
         )
 
 
 @contextmanager
 def _reported(study: str, progress: bool | Report | None) -> Iterator[Report]:
-    """What is called with a model's name, its prompts done and its prompts in all."""
+    """A function to call with a model's name, its number of finished prompts and its total number of prompts."""
     if callable(progress):
         yield progress
     elif progress or (progress is None and sys.stderr.isatty()):

@@ -2,15 +2,14 @@
 
     sinklens analyse token_types tiny-llada tiny-llama
 
-The frequency table (Rulli et al., 2510.15731, Table 2), and for every kind of token and every state (prompt, still
-masked, committed) its share among the sinks beside its share among the positions: on a canvas full of masks most sinks
-are masks, preferred or not.
+The frequency table (Rulli et al., 2510.15731, Table 2), and, for every kind of token and every state (prompt, still
+masked, committed), its share of the sinks compared with its share of the positions: on a canvas full of masks most
+sinks are masks, preferred or not.
 
-Numbers are pooled over prompts, so that a prompt with many sinks counts more; intervals draw prompts anew and pool
-again.
+Numbers are pooled over prompts, so a prompt with many sinks counts more; intervals resample prompts and pool again.
 
-One way this fails: a token that stands in one place of every prompt, such as the start token or the last colon, cannot
-be told from that place; prompts of one form make any place look like a kind.
+Limitation: a token at the same position of every prompt, such as the start token or the last colon, cannot be
+distinguished from that position; prompts of one form make any position look like a kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ MEASURES = {
     "sink_share": "share of all sinks",
     "position_share": "share of all positions",
     "enrichment": "sink share / position share",
-    "matched": "sink share / the share to expect if the sinks of each step fell on its positions at random",
+    "matched": "sink share / share expected if the sinks of each step fell on its positions at random",
 }
 
 
@@ -52,8 +51,8 @@ class TokenTypes(Study):
         return sinks_by_token(self.generate(model, prompts, settings).track)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``tokens``: Table 2, tokens that are ever a sink, most frequent first; ``kinds`` and ``states``: `MEASURES`
-        of each, and ``absorption``, the percentage of all attention that it receives.
+        """``tokens``: Table 2, all tokens that are a sink at least once, most frequent first; ``kinds`` and ``states``:
+        `MEASURES` of each, and ``absorption``, the percentage of all attention that it receives.
         """
         from pandas import concat
 
@@ -80,18 +79,18 @@ class TokenTypes(Study):
             table = tables[f"{by}s"]
             rows = table[(table["measure"] == "matched") & table["estimate"].notna()]
             interval_dots(rows, by, ax, line=1.0)
-            ax.set(xlabel="times as many sinks as chance\nwould put there at the same steps", title=f"by {by}")
+            ax.set(xlabel="sinks relative to chance\nat the same steps (1: as by chance)", title=f"by {by}")
         preference.suptitle(f"Pooled over prompts, 95 % intervals; {SINK}", fontsize=9)
         return {"tokens": tokens, "enrichment": preference}
 
 
 def sinks_by_token(track: SinkTrack) -> xr.Dataset:
-    """What each prompt adds to the tables.
+    """The contribution of each prompt to the tables.
 
     For ``by`` of `SETS`: ``{by}_sinks`` and ``{by}_positions`` [prompt, by], as `kinds.enrichment` counts them;
-    ``{by}_expected``, the sinks to expect there if those of each step fell on its positions at random;
+    ``{by}_expected``, the number of sinks expected there if those of each step fell on its positions at random;
     ``{by}_absorption``, percent of the attention, averaged over steps and layers. ``token_sinks`` and
-    ``token_positions`` [prompt, token]: per token, which is labelled by id, kind and text.
+    ``token_positions`` [prompt, token]: counts per token, labelled by id, kind and text.
     """
     columns: dict[str, xr.DataArray] = {}
     for by in SETS:
@@ -107,7 +106,7 @@ def sinks_by_token(track: SinkTrack) -> xr.Dataset:
 
 
 def _tokens_of_rows(track: SinkTrack) -> xr.Dataset:
-    """``token_sinks`` and ``token_positions`` [prompt, token]; 0 for a token that another row has."""
+    """``token_sinks`` and ``token_positions`` [prompt, token]; 0 for a token that only other rows have."""
     heads = track.data.sizes["layer"] * track.data.sizes["head"]
     rows = []
     for row in range(track.data.sizes["batch"]):
@@ -128,13 +127,13 @@ def _tokens_of_rows(track: SinkTrack) -> xr.Dataset:
 
 
 def _token_label(token: int, kind: str, text: str) -> str:
-    """``id kind text``: tells tokens of one text apart, and needs no second table."""
+    """``id kind text``: distinguishes tokens with the same text without a second table."""
     shown = "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
     return f"{token} {kind} {shown}"
 
 
 def _tokens(name: str, data: xr.Dataset, seed: int) -> "DataFrame":
-    """Lines of Table 2."""
+    """Rows of Table 2."""
     from pandas import DataFrame
 
     sinks, places = (data[part].fillna(0).to_numpy() for part in ("token_sinks", "token_positions"))
@@ -150,7 +149,7 @@ def _tokens(name: str, data: xr.Dataset, seed: int) -> "DataFrame":
 
 
 def _preference(name: str, data: xr.Dataset, by: str, seed: int) -> "DataFrame":
-    """Lines of `MEASURES`; ratios of a kind that no prompt has are NaN."""
+    """Rows of `MEASURES`; ratios of a kind that no prompt has are NaN."""
     from pandas import DataFrame
 
     sinks, places, expected = (data[f"{by}_{part}"].to_numpy() for part in ("sinks", "positions", "expected"))

@@ -1,12 +1,12 @@
-"""Finished prompts of a study, kept on disk as they come, so that a second start measures the others alone.
+"""Finished prompts of a study, stored on disk one by one, so that a rerun measures only the others.
 
 A *unit* is one prompt, measured on one model. Units are lines of a ledger (sinklens/evaluation/ledger.py) in
-``OUT/units``, one run per model, which stands for everything that decides the numbers: the study and its options, the
-model's weights and settings, the prompts, the code and its versions. Anything else is another run, and shares nothing.
-The number of prompts that are measured together (`batch`) is no part of it.
+``OUT/units``, with one run per model. A run is identified by everything that determines the numbers: the study and its
+options, the model's weights and settings, the prompts, the code and its versions. If any of these differs, it is
+another run, and no units are shared. The number of prompts measured together (`batch`) does not matter.
 
-One way this fails: the units of every run that was ever begun in a folder stay there. Delete ``units`` when nothing is
-left to go on with; tables, figures and measurements stand beside it.
+Pitfall: the units of every run ever started in a folder remain there. Delete ``units`` when there is nothing left to
+resume; tables, figures and measurements are stored beside it.
 """
 
 import base64
@@ -30,19 +30,20 @@ class Units:
     """The units of one model; use it in a ``with`` block, which keeps other processes from writing them.
 
     Attributes:
-        done: number of each finished prompt.
-        total: prompts in all.
+        done: indices of the finished prompts.
+        total: number of prompts.
 
     Raises:
         LedgerError: another process is measuring them, or the folder cannot be written.
     """
 
     def __init__(self, out: Path | None, what: Mapping[str, Any], total: int) -> None:
-        """Units of what `what` says.
+        """Units of the run that `what` describes.
 
         Args:
-            out: folder of the study; None keeps them in memory.
-            total: prompts in all.
+            out: folder of the study; None keeps the units in memory.
+            what: everything that determines the numbers.
+            total: number of prompts.
         """
         self.total = total
         self._run = None if out is None else LedgerRun.of(out / FOLDER, what)
@@ -66,15 +67,15 @@ class Units:
         return set(self._found)
 
     def add(self, numbers: Sequence[int], measured: xr.Dataset) -> None:
-        """Keep what was measured on the prompts of these numbers, along ``prompt``.
+        """Store the measurements of the prompts with the indices `numbers`, along ``prompt``.
 
         Raises:
-            SettingError: it holds another number of prompts.
+            SettingError: `measured` holds another number of prompts.
         """
         if measured.sizes.get("prompt") != len(numbers):
             raise SettingError(
-                f"measure was given {len(numbers)} prompts and gave {dict(measured.sizes)}; its result needs the axis "
-                f"'prompt' with one entry for each."
+                f"measure got {len(numbers)} prompts and returned {dict(measured.sizes)}; its result needs the axis "
+                f"'prompt' with one entry per prompt."
             )
         for place, number in enumerate(numbers):
             one = measured.isel(prompt=[place])
@@ -92,9 +93,9 @@ class Units:
 
 
 def batches(prompts: Sequence[Any], left: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Numbers of the prompts in `left`, at most `size` together and equal prompts apart.
+    """Indices of the prompts in `left`, in batches of at most `size`, with equal prompts in separate batches.
 
-    In one batch, copies of a prompt would draw different random numbers; apart they draw the same, in any batch.
+    Within one batch, copies of a prompt would get different random numbers; in separate batches they get the same.
     """
     seen: Counter[str] = Counter()
     rounds: dict[int, list[int]] = {}
@@ -108,7 +109,7 @@ def batches(prompts: Sequence[Any], left: Sequence[int], size: int) -> Iterator[
 
 
 def unused(out: Path, what: Mapping[str, Any]) -> str:
-    """Unfinished units in `out` that `what` cannot go on with, and why; "" if there are none."""
+    """A description of unfinished units in `out` that `what` cannot resume, and why; "" if there are none."""
     if not any((out / FOLDER).glob("run-*/run.json")):
         return ""
     runs = LedgerRun.all(out / FOLDER)
@@ -124,7 +125,7 @@ def unused(out: Path, what: Mapping[str, Any]) -> str:
 
 
 def finished(out: Path) -> str:
-    """What is kept in `out`, for people; "" if that is nothing."""
+    """A readable summary of the units in `out`; "" if there are none."""
     if not any((out / FOLDER).glob("run-*/run.json")):
         return ""
     runs = [(run, len(run.done())) for run in LedgerRun.all(out / FOLDER)]
@@ -139,7 +140,7 @@ def _who(what: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str = "") -> list[str]:
-    """Names of the entries in which two descriptions differ, inner ones after a dot."""
+    """Names of the entries in which two descriptions differ; nested names are joined by dots."""
     found = []
     for name in sorted(one.keys() | other.keys()):
         first, second = one.get(name), other.get(name)
@@ -151,7 +152,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str = "
 
 
 def _packed(measured: xr.Dataset) -> str:
-    """A netCDF file as text, which keeps every number, type and label."""
+    """A netCDF file as text, which preserves every number, type and label."""
     return base64.b64encode(zlib.compress(bytes(measured.to_netcdf(engine="h5netcdf")))).decode()
 
 

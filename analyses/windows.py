@@ -2,13 +2,13 @@
 
     sinklens analyse windows tiny-llada tiny-llama
 
-Every query sees the keys at most so many positions away, on either side (of an autoregressive model, before it), in
-all layers, heads and steps. Told against the width: how far the predictions of a step move, how many answers change,
-and how many word problems are still answered right. The paper (Rulli et al., 2510.15731) leaves the question open; a
-model whose anchors are fixed should not recover when they are out of reach.
+Every query sees only the keys within a given number of positions on either side (before it, in an autoregressive
+model), in all layers, heads and steps. Reported for each width: how far the predictions of a step move, how many
+answers change, and how many word problems are still answered right. The paper (Rulli et al., 2510.15731) leaves the
+question open; a model with fixed anchors should not recover when they are out of reach.
 
-One way this fails: layers stack. With four layers of width 8 what is 32 positions away can still arrive, in steps; the
-width is that of one layer.
+Limitation: layers stack. With four layers of width 8, information from 32 positions away can still arrive, layer by
+layer; the width is that of a single layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sinklens.model import Model
 
-WIDTHS = (2, 4, 8, 16, 32, np.inf)  # the last is attention as it is
+WIDTHS = (2, 4, 8, 16, 32, np.inf)  # infinity: unrestricted attention
 SHOWN = ("kl", "changed", "right")
 
 
@@ -53,7 +53,7 @@ class Windows(Study):
         return each_prompt(prompts, one)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``windows``: every measure by width; infinity is attention as it is."""
+        """``windows``: every measure by width; infinity is unrestricted attention."""
         table = interval_table(measured, list(MEANINGS), self.seed)
         return {"windows": table.assign(meaning=table["measure"].map(MEANINGS))}
 
@@ -62,4 +62,4 @@ class Windows(Study):
         from sinklens.views.effects import doubling_curves
 
         table = interval_table(measured, list(SHOWN), self.seed)
-        return {"windows": doubling_curves(table, "width", MEANINGS, "attention reaches so many positions")}
+        return {"windows": doubling_curves(table, "width", MEANINGS, "reach of attention (positions)")}

@@ -1,11 +1,11 @@
-"""How the API reference is read from the sources, without importing them.
+"""Read the API reference from the sources, without importing them.
 
-The sources lie in three folders, two of which have other names once they are installed. So a temporary folder gets
-links that lay them out as setuptools would, and mkdocstrings reads there. Docstrings are Google's, with two habits of
-this project: several names may share an entry (``layers, heads: numbers``), and examples stand without a heading.
-`Habits` rewrites both into what the reader of Google's format knows.
+The sources are in three folders, two of which have other names once installed. A temporary folder therefore gets
+links that lay them out as setuptools would, and mkdocstrings reads there. Docstrings are in Google's format, with two
+conventions of this project: several names may share an entry (``layers, heads: numbers``), and examples have no
+heading. `Conventions` rewrites both into standard Google format.
 
-One way this fails: under `mkdocs serve` the links are made once; a new file at the top of sinklens/ needs a restart.
+Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ _scratch: list[tempfile.TemporaryDirectory[str]] = []
 
 @event_priority(100)  # before mkdocstrings reads its options
 def on_config(config: Any) -> Any:
-    """Point mkdocstrings at the links."""
+    """Make mkdocstrings read the links."""
     _scratch.append(tempfile.TemporaryDirectory())
     _link_tree(Path(_scratch[-1].name))
     config.plugins["mkdocstrings"].config.handlers.setdefault("python", {})["paths"] = [_scratch[-1].name]
@@ -34,7 +34,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_shutdown() -> None:
-    """Take the links away."""
+    """Remove the links."""
     while _scratch:
         _scratch.pop().cleanup()
 
@@ -49,17 +49,17 @@ def _link_tree(into: Path) -> None:
     module.link_tree(into)
 
 
-class Habits(griffe.Extension):
+class Conventions(griffe.Extension):
     """Rewrites docstrings before they are parsed."""
 
     def on_object(self, *, obj: griffe.Object, loader: Any, **kwargs: Any) -> None:
-        """Rewrite the docstring of one object; aliases show that of what they stand for."""
+        """Rewrite the docstring of one object; an alias shows its target's docstring."""
         if obj.docstring is not None:
             obj.docstring.value = plain(obj.docstring.value)
 
 
 def plain(text: str) -> str:
-    """A docstring with one entry per name, and with its examples fenced.
+    """A docstring with one entry per name and fenced examples.
 
     >>> plain("Args:\\n    a, b: numbers\\n        of things.\\n")
     'Args:\\n    a: numbers\\n        of things.\\n    b: numbers\\n        of things.\\n'

@@ -1,7 +1,7 @@
-"""The hook points of a model: their names, the tree they form, and how they meet the computation.
+"""The hook points of a model: their names, the tree they form, and how they connect to the computation.
 
-What one extends for a new architecture is `ARCHITECTURES`. Names resolve lazily: importing this package is quick, and
-transformer_lens and transformers are imported when a tree is first used.
+To support a new architecture, add a record to `ARCHITECTURES`. Names resolve lazily: importing this package is quick,
+and transformer_lens and transformers are imported when a tree is first used.
 """
 
 from typing import TYPE_CHECKING, Any

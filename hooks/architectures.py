@@ -1,8 +1,8 @@
-"""Where each transformers architecture keeps the modules that the hook points stand on.
+"""The module paths of each transformers architecture that the hook points are attached to.
 
-One record per architecture, keyed by transformers' ``model_type``. A new architecture of the Llama kind (pre-norm
-blocks with a residual stream, rotary attention through transformers' attention interface, a gated MLP) is one entry
-here; nothing else in hooks/ knows a name of a module.
+There is one record per architecture, keyed by transformers' ``model_type``. To add an architecture of the Llama kind
+(pre-norm blocks with a residual stream, rotary attention through transformers' attention interface, a gated MLP), add
+one entry here; the rest of hooks/ does not name modules.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class Architecture:
     """Attribute paths into a transformers ``...ForCausalLM`` module.
 
     Attributes:
-        base: the module that turns ids into the last hidden state.
+        base: the module that computes the last hidden state from ids.
         embed, layers, norm: below `base`.
         head: language-model head, on the outer module.
         ln1, attn, ln2, mlp: below a layer; `attn` calls transformers' attention interface.
         q, k, v, o: projections below `attn`.
         gate, up, down: below `mlp`, computing down(act(gate(x)) * up(x)).
-        eps: attribute of the norms that holds their epsilon.
+        eps: name of the norms' epsilon attribute.
     """
 
     base: str = "model"
@@ -54,12 +54,12 @@ def architecture_of(model_type: str) -> Architecture:
     """The record for a transformers ``model_type``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: `model_type` has no record.
     """
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"architecture {model_type!r} has no hook points; known are {', '.join(ARCHITECTURES)}. "
-            f"One of the Llama kind is added by one record: sinklens.checkpoints.register, or an entry in "
+            f"To add one of the Llama kind, pass a record to sinklens.checkpoints.register or add an entry to "
             f"hooks/architectures.py (see CONTRIBUTING.md)."
         )
     return ARCHITECTURES[model_type]

@@ -1,22 +1,23 @@
 """The attention function that sinklens registers with transformers, under the name ``"sinklens"``.
 
-transformers' attention modules hand over rotated queries, keys and values; what happens next depends on who watches:
+transformers' attention modules pass in rotated queries, keys and values. The computation depends on which points are
+watched:
 
-- nobody: transformers' own fused attention, untouched;
+- none: transformers' fused attention, unchanged;
 - ``hook_attn_mask``: fused attention with the edited additive mask;
 - ``hook_sink_scores``: fused attention and its log-sum-exp, from which the column sums follow (column_sums.py);
-- ``hook_attn_scores`` or ``hook_pattern``: the map is made explicit, and edits of it take effect.
+- ``hook_attn_scores`` or ``hook_pattern``: the map is formed explicitly, and edits of it take effect.
 
-Padding is neither key nor query: its column and its row of the pattern are 0. What a fused kernel computes for a
-padding query is something else, and no real position reads it.
+Padding is neither key nor query: its column and its row of the pattern are 0. A fused kernel computes another value for
+a padding query, which no real position reads.
 
-In a model whose scores become weights in another way than by softmax (weighing.py) the map is always explicit.
+With a normalizer other than softmax (normalizers.py) the map is always explicit.
 
-``hook_sink_scores`` describes the attention that was used, so it comes after the pattern. An nnsight block that
-already waits for it when attention begins is served before the pattern instead, so either order of reading works.
+``hook_sink_scores`` describes the attention that was used, so it comes after the pattern. A trace block that already
+waits for it when attention begins is served before the pattern instead, so both orders of reading work.
 
-One way this fails: a pattern kept from the explicit path is computed by another kernel than the fused one; in
-float32 the two agree to about 1e-6, not bit for bit.
+Caveat: the explicit path computes a pattern with another kernel than the fused one; in float32 the two agree to about
+1e-6, not bit for bit.
 """
 
 from collections.abc import Callable
@@ -43,15 +44,15 @@ POINTS = "sinklens_points"  # key in a module's __dict__: not a submodule, so no
 
 
 class Operands(NamedTuple):
-    """What one attention call works on; key and value heads are repeated to the query heads.
+    """Operands of one attention call; key and value heads are repeated to the query heads.
 
     Attributes:
-        mask: True where a query may see a key, as transformers made it; None where nothing is hidden.
-        bias: the value of ``hook_attn_mask``, added to the scores; None while nobody watches it.
-        causal: no mask came because causal order alone decides.
+        mask: transformers' mask, True where a query may see a key; None if nothing is hidden.
+        bias: the value of ``hook_attn_mask``, added to the scores; None if it is unwatched or was left unchanged.
+        causal: transformers passed no mask because causal order alone determines it.
         scale: factor on the scores.
-        plain: transformers' own fused attention of these, without the bias; what runs where nobody watches.
-        normalize: how scores become weights; all but softmax need the map.
+        plain: transformers' fused attention of these operands, without the bias; runs while nothing is watched.
+        normalize: turns scores into weights; every normalizer except softmax needs the map.
     """
 
     query: Float[Tensor, "batch head query d_head"]
@@ -65,15 +66,15 @@ class Operands(NamedTuple):
     normalize: Normalizer = softmax
 
     def additive(self) -> Tensor | None:
-        """Mask and bias as one tensor added to the scores; None where there is neither."""
+        """Mask and bias as one tensor added to the scores; None without either."""
         if self.mask is None:
             return self.bias
-        mask = self.mask[..., :1, :] if self.mask.stride(-2) == 0 else self.mask  # one row, seen by every query
+        mask = self.mask[..., :1, :] if self.mask.stride(-2) == 0 else self.mask  # one row, shared by all queries
         zero = self.query.new_zeros(()) if self.bias is None else self.bias
         return torch.where(mask, zero, -torch.inf)
 
     def visible(self) -> Visible:
-        """How many keys each query may see by the model's own mask."""
+        """Number of keys that the model's mask allows each query to see."""
         queries, keys = self.query.shape[2], self.key.shape[2]
         if self.mask is not None:
             return self.mask.sum(dim=-1, keepdim=True)
@@ -107,12 +108,12 @@ def attention(
     key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
     bias = None
     if points.hook_attn_mask.watched:
-        with torch.inference_mode(False):  # whose tensors do not tell whether they were written to
+        with torch.inference_mode(False):  # inference tensors do not record in-place writes
             size = (query.shape[0], query.shape[1], 1, key.shape[2])
             zeros = torch.zeros(size, dtype=query.dtype, device=query.device)
         bias, untouched = points.hook_attn_mask(zeros), _writes(zeros)
         if bias is zeros and untouched == 0:
-            bias = None  # read and left alone: attention is computed as if nobody had watched
+            bias = None  # read but unchanged: compute attention as if it were unwatched
     operands = _operands(module, query, key, value, attention_mask, bias, scaling, kwargs)
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
@@ -144,7 +145,7 @@ def _operands(
 
 
 def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
-    """The heads' outputs, by the cheapest way that shows the watchers what they watch."""
+    """The heads' outputs, by the cheapest route that provides the watched values."""
     early = points.hook_sink_scores.watch.parked_at(points.hook_sink_scores.name or "")
     if operands.normalize is not softmax:
         if early:
@@ -161,7 +162,7 @@ def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch 
 
 
 def _fused(operands: Operands) -> Float[Tensor, "batch head query d_head"]:
-    """Fused attention under mask and bias; without a bias transformers' own, which rounds otherwise in cached steps."""
+    """Fused attention with mask and bias; without a bias transformers' call, which rounds cached steps differently."""
     if operands.bias is None:
         return operands.plain().transpose(1, 2)
     additive, causal = _with_triangle(operands)
@@ -181,7 +182,7 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
         mixed, lse = attended
     scores = column_sums(
         operands.query, operands.key, lse, operands.scale, operands.additive(), operands.real_queries(), operands.causal
-    )  # the mask without the triangle: one row of it does for all queries
+    )  # the mask without the triangle: one row serves all queries
     _show_sinks(points, scores)
     return mixed
 
@@ -196,9 +197,9 @@ def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Flo
 
 
 def _pattern(operands: Operands, scores: Tensor | None = None) -> Float[Tensor, "batch head query key"]:
-    """The map, of the operands' own scores or of edited ones; rows of padding queries are 0."""
-    own, real = _scores(operands) if scores is None else scores, operands.real_queries()
-    weights = operands.normalize(own, operands.visible()).to(operands.query.dtype)
+    """The map, from the operands' scores or from edited `scores`; rows of padding queries are 0."""
+    scores, real = _scores(operands) if scores is None else scores, operands.real_queries()
+    weights = operands.normalize(scores, operands.visible()).to(operands.query.dtype)
     return weights if real is None else weights.masked_fill(~real[:, None, :, None], 0.0)
 
 
@@ -214,9 +215,9 @@ def _scores(operands: Operands) -> Float[Tensor, "batch head query key"]:
 
 
 def _with_triangle(operands: Operands) -> tuple[Tensor | None, bool]:
-    """The additive mask, and whether causal order still has to be applied beside it.
+    """The additive mask, and whether causal order still has to be applied in addition.
 
-    Fused attention takes either a mask or the causal flag; where a bias meets causal order, the order moves into it.
+    Fused attention takes either a mask or the causal flag; with a bias and causal order, the mask includes the order.
     """
     additive = operands.additive()
     if additive is None or not operands.causal:
@@ -244,17 +245,16 @@ def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key
 
 
 def _writes(value: Tensor) -> int | None:
-    """How often `value` was written to in place; None under torch.inference_mode, where PyTorch does not count."""
+    """Number of in-place writes to `value`; None under torch.inference_mode, where PyTorch does not count them."""
     return None if value.is_inference() else value._version
 
 
 def attention_mask(
     q_length: int, mask_function: Callable[..., Any], **kwargs: Any
 ) -> Bool[Tensor, "batch 1 query key"] | None:
-    """transformers' mask for fused attention. Where it is the same for every query, one row of it, seen q_length times.
+    """transformers' mask for fused attention; if it is the same for every query, one row expanded to q_length.
 
-    So the padding of a bidirectional batch takes memory of size S, not S², and stays so when ``hook_attn_mask`` adds
-    its own to it.
+    The padding of a bidirectional batch then takes memory of size S, not S², also after ``hook_attn_mask`` is added.
     """
     if mask_function is not bidirectional_mask_function:
         return sdpa_mask(q_length=q_length, mask_function=mask_function, **kwargs)

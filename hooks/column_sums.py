@@ -9,12 +9,11 @@ Fused attention never forms A, but it knows the log-sum-exp of each of its rows,
 
 summed over blocks of queries: one extra matrix product, nothing of size S² kept, no softmax pass.
 
-column_sums_triton.py has the same as kernels for GPUs. They are used on the kinds of devices in `TRITON_DEVICES`, where
-Triton is installed and they have agreed with the formula (trust.py); elsewhere the plain version below computes.
-``sinklens.hooks.column_sums.TRITON_DEVICES = ()`` switches them off.
+column_sums_triton.py implements the same formula as kernels for GPUs. They run on the kinds of devices in
+`TRITON_DEVICES` if Triton is installed and they have agreed with the formula (trust.py); elsewhere the plain version
+below runs. ``sinklens.hooks.column_sums.TRITON_DEVICES = ()`` turns them off.
 
-One way this fails: a row whose every key is masked has lse = −inf and no defined attention. Such rows, and padding
-rows, are left out of the sum.
+Caveat: a fully masked row has lse = −inf and no defined attention. The sum leaves out such rows, and padding rows.
 """
 
 import math
@@ -27,8 +26,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-LOG2_E = math.log2(math.e)  # scores are taken to base 2: torch's exp2 is about three times as fast as its exp
-BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}  # scores held at a time; on a CPU 8 MiB, for its last-level cache
+LOG2_E = math.log2(math.e)  # scores use base 2: torch's exp2 is about three times as fast as its exp
+BLOCK_ELEMENTS = {
+    "cpu": 1 << 21,
+    "cuda": 1 << 24,
+}  # scores in memory at once; 8 MiB on a CPU, to fit its last-level cache
 
 TRITON_DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which the kernels may be used
 
@@ -37,9 +39,9 @@ class Block(NamedTuple):
     """Scores of some queries of some heads of one row of the batch.
 
     Attributes:
-        row: of the batch.
-        heads, queries: which.
-        scores: (q_i · k_j · scale + mask[i, j]) · unit + start[i], in float32; the next block takes over its memory.
+        row: index of the row in the batch.
+        heads, queries: ranges of heads and queries.
+        scores: (q_i · k_j · scale + mask[i, j]) · unit + start[i], in float32; the next block reuses its memory.
     """
 
     row: int
@@ -61,10 +63,10 @@ def column_sums(
     """Σ_i A[i, j] in float32, from the log-sum-exp of the rows.
 
     Args:
-        query, key: as attention saw them (rotated; key heads repeated to the query heads).
+        query, key: the inputs of attention (rotated; key heads repeated to the query heads).
         lse: log Σ_j exp(q_i · k_j · scale + mask[i, j]).
         scale: factor on the scores, usually d_head ** -0.5.
-        mask: added to the scores; −inf forbids.
+        mask: added to the scores; −inf hides a key.
         real: queries that count; None for all.
         causal: query i sees keys up to i + (key − query) only.
     """
@@ -83,7 +85,7 @@ def plain_column_sums(
     real: Bool[Tensor, "#batch query"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "batch head key"]:
-    """`column_sums` without a kernel of its own, by blocks."""
+    """`column_sums` in plain PyTorch, block by block."""
     counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
     start = torch.where(counted, -lse * LOG2_E, -torch.inf)
     total = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
@@ -115,7 +117,7 @@ def plain_log_sum_exp(
     mask: Float[Tensor, "#batch #head #query key"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "batch head query"]:
-    """`log_sum_exp` without a kernel of its own, by blocks."""
+    """`log_sum_exp` in plain PyTorch, block by block."""
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     for block in _blocks(query, key, scale, mask, causal, torch.zeros_like(lse), 1.0):
         lse[block.row, block.heads, block.queries] = torch.logsumexp(block.scores, dim=-1)
@@ -123,7 +125,7 @@ def plain_log_sum_exp(
 
 
 def _kernels(query: Tensor, mask: Tensor | None, causal: bool) -> Any:
-    """The module of the Triton kernels where they may be used for these operands; else None."""
+    """The module of the Triton kernels if they may be used for these operands, else None."""
     if query.device.type not in TRITON_DEVICES:
         return None
     kernels = _installed()
@@ -132,7 +134,7 @@ def _kernels(query: Tensor, mask: Tensor | None, causal: bool) -> Any:
 
 @cache
 def _installed() -> Any:
-    """The module of the Triton kernels; None, with a warning, where Triton is missing."""
+    """The module of the Triton kernels; None, with a warning, if Triton is missing."""
     try:
         from sinklens.hooks import column_sums_triton
     except ImportError as error:
@@ -154,16 +156,16 @@ def _blocks(
     start: Float[Tensor, "batch head query"],
     unit: float,
 ) -> Iterator[Block]:
-    """The scores times `unit`, `start` added to each row, in blocks of `BLOCK_ELEMENTS` (or one row of one head)."""
+    """The scores times `unit` plus each row's `start`, in blocks of `BLOCK_ELEMENTS` (or one row of one head)."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     limit = BLOCK_ELEMENTS["cpu" if query.device.type == "cpu" else "cuda"]
     step = max(1, min(queries, limit // keys))
     group = max(1, limit // (step * keys))
-    everywhere = None if mask is None else mask.expand(batch, heads, -1, keys)
-    room = torch.empty(
+    full_mask = None if mask is None else mask.expand(batch, heads, -1, keys)
+    buffer = torch.empty(
         group * step * keys, dtype=torch.float32, device=query.device
-    )  # one for all: fresh memory is slow
+    )  # reused by all blocks: allocating memory is slow
     for row in range(batch):
         for first in range(0, heads, group):
             head = slice(first, first + group)
@@ -171,11 +173,13 @@ def _blocks(
             for begin in range(0, queries, step):
                 rows = slice(begin, begin + step)
                 shift = start[row, head, rows, None]
-                scores = room[: shift.numel() * keys].view(*shift.shape[:2], keys)
+                scores = buffer[: shift.numel() * keys].view(*shift.shape[:2], keys)
                 torch.baddbmm(shift, q[:, rows], k, alpha=scale * unit, out=scores)
-                if everywhere is not None:
-                    part = everywhere[row, head]
-                    scores.add_(part if part.shape[1] == 1 else part[:, rows], alpha=unit)  # in the scores' float32
+                if full_mask is not None:
+                    part = full_mask[row, head]
+                    scores.add_(
+                        part if part.shape[1] == 1 else part[:, rows], alpha=unit
+                    )  # added in float32, as the scores
                 if causal:
                     scores.masked_fill_(~_visible(begin, scores.shape[1], queries, keys, query.device), -torch.inf)
                 yield Block(row, head, rows, scores)

@@ -1,22 +1,22 @@
 """The column sums of attention and the log-sum-exp of its rows as Triton kernels, for GPUs.
 
-The formulas are column_sums.py's. Scores are computed tile by tile in on-chip memory and never stored, so what is read
-is queries, keys and one number per row, and what is written is one number per key (or row). Products take the inputs'
-own type (tensor cores for bfloat16 and float16; float32 without TF32) and sum in float32. Grouped key heads are read as
-they are, without a copy for every query head.
+The formulas are those of column_sums.py. Scores are computed tile by tile in on-chip memory and never stored: a kernel
+reads queries, keys and one number per row, and writes one number per key (or row). Products use the inputs' type
+(tensor cores for bfloat16 and float16; float32 without TF32) and accumulate in float32. Grouped key heads are read
+directly, without a copy for every query head.
 
-Masks come in three kinds. *none*. *key*: one number per key, the same for all queries, as `MaskSinks` and padding make
-them; it is read once per key and head and added inside the kernel, and nothing of size [query, key] exists. *full*: a
-number per query and key, read once.
+There are three kinds of masks. *none*. *key*: one number per key, the same for all queries, as `MaskSinks` and padding
+produce; it is read once per key and head and added inside the kernel, without any tensor of size [query, key]. *full*:
+one number per query and key, read once.
 
-`column_sums` and `log_sum_exp` have the arguments and results of their namesakes in column_sums.py, which calls them
-for tensors on a GPU where Triton is installed and `trusted` finds that they agree with the plain version. They are
-tested against it, without a GPU in Triton's interpreter.
+`column_sums` and `log_sum_exp` have the arguments and results of the functions of the same names in column_sums.py,
+which calls them for tensors on a GPU if Triton is installed and `trusted` finds that they agree with the plain version.
+The tests compare the two; without a GPU they run in Triton's interpreter.
 
-One way this fails: a number that is added in another order is another number in its last bits. The tiles are therefore
-the same for all calls of one kind (tiles.py), whatever else is in the batch.
+Pitfall: adding numbers in another order changes the last bits of a sum. All calls of one kind therefore use the same
+tiles (tiles.py), independent of the rest of the batch.
 
-Source: the online log-sum-exp is that of FlashAttention (Dao et al., 2205.14135).
+Source: the online log-sum-exp is that of FlashAttention (Dao et al., arXiv 2205.14135).
 """
 
 import inspect
@@ -36,27 +36,27 @@ from sinklens.hooks import tiles, trust
 from sinklens.hooks.tiles import Tile
 from sinklens.versions import versions
 
-LOG2_E = math.log2(math.e)  # exponentials are taken to base 2, which is what the hardware has
+LOG2_E = math.log2(math.e)  # exponentials use base 2, which the hardware implements
 PROBES = ((1, 17), (17, 17), (65, 63), (127, 300))  # queries and keys of the first-use test
 LENGTHS = ["queries", "keys", "mask_batch", "mask_head", "mask_query"]  # one kernel for all values of these
 NONE, KEY, FULL = 0, 1, 2  # kinds of masks
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` of the bare function, whose source it reads: type checks at run time wrap every function."""
+    """`triton.jit` of the unwrapped function, whose source it reads; run-time type checks wrap every function."""
     return triton.jit(inspect.unwrap(function), do_not_specialize=LENGTHS)
 
 
 @_jit
 def _tile(base, rows, row_stride, channels, channel_stride, count, WIDTH: tl.constexpr):
-    """Rows of queries or keys, zeros beyond the last row and the last channel."""
+    """Rows of queries or keys; zeros beyond the last row and the last channel."""
     at = base + rows[:, None] * row_stride + channels[None, :] * channel_stride
     return tl.load(at, mask=(rows[:, None] < count) & (channels[None, :] < WIDTH), other=0.0)
 
 
 @_jit
 def _key_bias(mask, columns, mask_key, keys, LOG2: tl.constexpr):
-    """One number per key, to base 2; the same for all queries."""
+    """One number per key, in base 2; the same for all queries."""
     return tl.load(mask + columns.to(tl.int64) * mask_key, mask=columns < keys, other=0.0).to(tl.float32) * LOG2
 
 
@@ -65,7 +65,7 @@ def _scores(
     q, k, bias, rows, columns, mask, queries, keys, scale, mask_query, mask_key,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a tile in float32, to base 2; -inf where a key is forbidden or either number lies outside."""
+    """The scores of a tile in float32, in base 2; -inf where a key is hidden or either index is out of range."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
     inside = (rows[:, None] < queries) & (columns[None, :] < keys)
     if KIND == 1:
@@ -86,9 +86,9 @@ def _lse_kernel(
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One program: some queries of one head, all keys; the largest score and the sum so far are kept per row."""
+    """One program: some queries of one head, all keys. Keeps the largest score and the running sum of each row."""
     tiles = tl.cdiv(queries, ROWS)
-    place = (tl.program_id(0) // tiles).to(tl.int64)  # of batch and head; 64 bits: strides of long masks pass 2³¹
+    place = (tl.program_id(0) // tiles).to(tl.int64)  # batch and head; 64 bits, as offsets in long masks exceed 2³¹
     batch, head = place // heads, place % heads
     first_row = (tl.program_id(0) % tiles) * ROWS
     rows, channels = first_row + tl.arange(0, ROWS), tl.arange(0, CHANNELS)
@@ -96,7 +96,7 @@ def _lse_kernel(
     k_base, mask_base = key + batch * k_batch + (head // group) * k_head, mask + batch * mask_batch + head * mask_head
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     end = keys
-    if CAUSAL:  # later keys are seen by no query of this tile
+    if CAUSAL:  # no query of this tile sees later keys
         end = tl.minimum(keys, tl.maximum(0, first_row + ROWS + keys - queries))
     for first in range(0, end, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
@@ -107,7 +107,7 @@ def _lse_kernel(
         s = _scores(q, k, bias, rows, columns, mask_base, queries, keys, scale, mask_query, mask_key,
                     KIND, CAUSAL, EXACT, LOG2)  # fmt: skip
         higher = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: 2 ** -inf, not a NaN
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # without a key so far: 2 ** -inf, not NaN
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
         top = higher
     lse = tl.where(top == float("-inf"), float("-inf"), (top + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2)
@@ -122,7 +122,7 @@ def _sums_kernel(
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One program: some keys of one head, all queries; sums stay in registers until they are complete."""
+    """One program: some keys of one head, all queries. Sums stay in registers until they are complete."""
     tiles = tl.cdiv(keys, COLUMNS)
     place = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = place // heads, place % heads
@@ -136,15 +136,15 @@ def _sums_kernel(
         bias = _key_bias(mask_base, columns, mask_key, keys, LOG2)
     total = tl.zeros([COLUMNS], tl.float32)
     begin = 0
-    if CAUSAL:  # earlier queries see no key of this tile
+    if CAUSAL:  # earlier queries do not see the keys of this tile
         begin = tl.maximum(0, first_column - (keys - queries)) // ROWS * ROWS
     for first in range(begin, queries, ROWS):
         rows = first + tl.arange(0, ROWS)
         q = _tile(q_base, rows, q_row, channels, q_channel, queries, WIDTH)
         s = _scores(q, k, bias, rows, columns, mask_base, queries, keys, scale, mask_query, mask_key,
                     KIND, CAUSAL, EXACT, LOG2)  # fmt: skip
-        own = tl.load(lse + place * queries + rows, mask=rows < queries, other=float("inf"))
-        total += tl.sum(tl.exp2(s - own[:, None]), 0)  # rows that do not count have lse = inf
+        row_lse = tl.load(lse + place * queries + rows, mask=rows < queries, other=float("inf"))
+        total += tl.sum(tl.exp2(s - row_lse[:, None]), 0)  # rows that do not count have lse = inf
     tl.store(out + place * keys + columns, total, mask=columns < keys)
 
 
@@ -158,11 +158,11 @@ def column_sums(
     causal: bool = False,
     tile: Tile | None = None,
 ) -> Float[Tensor, "batch head key"]:
-    """Σ_i A[i, j] in float32; see column_sums.py. `key` may have fewer heads, each of which serves as many in order."""
+    """Σ_i A[i, j] in float32; see column_sums.py. `key` may have fewer heads, shared by consecutive query heads."""
     counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
-    own = torch.where(counted, lse * LOG2_E, torch.inf).contiguous()
+    row_lse = torch.where(counted, lse * LOG2_E, torch.inf).contiguous()
     out = torch.empty(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
-    _launch(_Call(_sums_kernel, (query, key, own), out, scale, mask, causal), tile)
+    _launch(_Call(_sums_kernel, (query, key, row_lse), out, scale, mask, causal), tile)
     return out
 
 
@@ -181,14 +181,14 @@ def log_sum_exp(
 
 
 def usable(query: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    """Whether the kernels agree, on this device and for such operands, with the formulas in float64."""
+    """Whether the kernels agree with the formulas in float64, on this device and for this kind of operands."""
     kind = _kind(mask)
     place = (str(query.device), query.dtype, f"width {query.shape[-1]}", ("no mask", "key mask", "full mask")[kind])
     return trust.trusted("the Triton kernel for sink scores", (*place, causal), lambda: _probe(query, kind, causal))
 
 
 class _Call(NamedTuple):
-    """One launch: the kernel, what it reads before the mask, what it writes, and the rest of the formula."""
+    """One launch: the kernel, the tensors it reads before the mask, its output, and the rest of the formula."""
 
     kernel: Any
     tensors: tuple[Tensor, ...]
@@ -199,7 +199,7 @@ class _Call(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """The head width as the tensor cores want it."""
+        """The head width, rounded up for the tensor cores."""
         return max(16, triton.next_power_of_2(self.tensors[0].shape[-1]))
 
 
@@ -214,13 +214,13 @@ def _launch(call: _Call, tile: Tile | None) -> None:
     query, key = call.tensors[:2]
     batch, heads, queries, width = query.shape
     keys, mask = key.shape[2], call.mask
-    shown = query if mask is None else mask.expand(batch, heads, queries, keys)  # strides of 0, nothing is copied
-    cuts = triton.cdiv(keys, tile.columns) if call.kernel is _sums_kernel else triton.cdiv(queries, tile.rows)
-    here = torch.cuda.device(query.device) if query.is_cuda else nullcontext()  # Triton launches on the current GPU
-    with here:
-        call.kernel[(cuts * batch * heads,)](
-            *call.tensors, shown, call.out, heads, heads // key.shape[1], queries, keys, float(call.scale) * LOG2_E,
-            *query.stride(), *key.stride(), *shown.stride(),
+    full_mask = query if mask is None else mask.expand(batch, heads, queries, keys)  # strides of 0, not a copy
+    n_tiles = triton.cdiv(keys, tile.columns) if call.kernel is _sums_kernel else triton.cdiv(queries, tile.rows)
+    on_device = torch.cuda.device(query.device) if query.is_cuda else nullcontext()  # Triton uses the current GPU
+    with on_device:
+        call.kernel[(n_tiles * batch * heads,)](
+            *call.tensors, full_mask, call.out, heads, heads // key.shape[1], queries, keys, float(call.scale) * LOG2_E,
+            *query.stride(), *key.stride(), *full_mask.stride(),
             WIDTH=width, CHANNELS=call.channels, ROWS=tile.rows, COLUMNS=tile.columns,
             KIND=_kind(mask), CAUSAL=call.causal, EXACT=query.dtype == torch.float32, LOG2=LOG2_E,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -231,7 +231,7 @@ _CHOSEN: dict[str, Tile] = {}
 
 
 def _chosen(call: _Call) -> Tile:
-    """The tile of this kind of call; long ones are timed once (tiles.py)."""
+    """The tile for this kind of call; for long calls, tiles are timed once (tiles.py)."""
     query, key = call.tensors[:2]
     if call.channels * query.element_size() > 512:
         return tiles.SMALL
@@ -248,7 +248,7 @@ def _chosen(call: _Call) -> Tile:
 
 
 def _seconds(call: _Call, tile: Tile, launches: int = 10) -> float:
-    """How long one launch takes on the GPU, after a first one that compiles; infinity where the tile does not fit."""
+    """Seconds per launch on the GPU, after a first one that compiles; infinity if the tile does not fit."""
     try:
         _launch(call, tile)
     except OutOfResources:
@@ -264,7 +264,7 @@ def _seconds(call: _Call, tile: Tile, launches: int = 10) -> float:
 
 
 def _probe(like: Tensor, kind: int, causal: bool) -> None:
-    """Raises where a kernel differs from softmax written out in float64; two key heads serve four."""
+    """Raise if a kernel differs from softmax written out in float64; two key heads are shared by four query heads."""
     for queries, keys in PROBES:
         query, key = (
             trust.numbers(2, heads, n, like.shape[-1], like=like, seed=n) for heads, n in ((4, queries), (2, keys))
@@ -274,8 +274,8 @@ def _probe(like: Tensor, kind: int, causal: bool) -> None:
             mask[..., 1::3] = -torch.inf
         scale = like.shape[-1] ** -0.5
         scores = trust.explicit_scores(query, key.repeat_interleave(2, dim=1), scale, mask, causal)
-        own = log_sum_exp(query, key, scale, mask, causal)
-        torch.testing.assert_close(own.cpu().double(), scores.logsumexp(-1), atol=1e-3, rtol=1e-3)
-        found = column_sums(query, key, own, scale, mask, None, causal)
+        lse = log_sum_exp(query, key, scale, mask, causal)
+        torch.testing.assert_close(lse.cpu().double(), scores.logsumexp(-1), atol=1e-3, rtol=1e-3)
+        found = column_sums(query, key, lse, scale, mask, None, causal)
         sums = scores.softmax(-1).nan_to_num(0.0).sum(-2)
         torch.testing.assert_close(found.cpu().double(), sums, atol=1e-3, rtol=1e-3)

@@ -1,15 +1,15 @@
-"""TransformerLens's front of the tree: hooks, caches and single passes, by name.
+"""TransformerLens's interface of the tree: hooks, caches and single passes, by name.
 
-`HookFront` takes the arguments of TransformerLens 4.3's bridge and does what it does, on the points of the tree:
+`HookFront` takes the arguments of TransformerLens 4.3's bridge and behaves like it, on the points of the tree:
 
-- a call removes the hooks it added and no others; under ``reset_hooks_end=False`` they stay, and a cache that was
-  returned goes on being written to by later passes;
+- a call removes only the hooks that it added; with ``reset_hooks_end=False`` they stay, and later passes continue to
+  write to the returned cache;
 - ``clear_contexts=True`` empties ``hook.ctx`` of the points that the call touched;
 - ``start_at_layer`` and ``stop_at_layer`` run some layers only; hooks outside them are not called.
 
-Where TransformerLens ignores a name that reaches nothing, this raises an error or warns.
+TransformerLens ignores a name that matches no point; `HookFront` raises an error or warns.
 
-One way this fails: a cache holds what passed the point before later hooks edited it in place, as in TransformerLens.
+Caveat: as in TransformerLens, a later hook on a point can edit a cached value in place.
 """
 
 import warnings
@@ -36,13 +36,13 @@ Positions = Any  # TransformerLens's slices: a position, (start, stop), a list o
 
 @dataclass(frozen=True)
 class Keeper:
-    """A hook function that keeps what passes its point.
+    """A hook function that stores the values of its point.
 
     Attributes:
-        store: where, under the point's name.
-        keys: other names to keep it under, by the point's name.
-        device: None leaves values where they are.
-        pos_slice: the positions kept; goes by `names.position_axis`.
+        store: maps the point's name to its value.
+        keys: other names to store it under, by the point's name.
+        device: where values are stored; None leaves them where they are.
+        pos_slice: the positions to store, along `names.position_axis`.
         remove_batch_dim: drop a batch axis of length 1.
     """
 
@@ -61,7 +61,7 @@ class Keeper:
 
 
 class HookFront(HookedRootModule):
-    """Names in every spelling for all that TransformerLens's models do with hooks."""
+    """The hook methods of TransformerLens's models, for every spelling of a name."""
 
     cfg: Any
     hook_dict: ByPoint[HookPoint]
@@ -71,7 +71,7 @@ class HookFront(HookedRootModule):
         raise NotImplementedError
 
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
-        """The layers that a pass from `start_at_layer` to before `stop_at_layer` computes."""
+        """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
         raise NotImplementedError
 
     def spelled(self, name: str) -> str:
@@ -83,18 +83,18 @@ class HookFront(HookedRootModule):
         return names.resolve(name, self.point_names(), self.cfg.n_layers)
 
     def select(self, chosen: Any) -> list[str]:
-        """The points that a name, a predicate or several of either mean, in forward order; None means all.
+        """The points that a name, a predicate or several of either select, in forward order; None selects all.
 
         Raises:
-            HookNameError: a name or predicate, also one of several, that matches no point.
-            SettingError: a point that is off, or neither a name nor a predicate.
+            HookNameError: a name or predicate, also one of several, matches no point.
+            SettingError: a point is off, or `chosen` is neither names nor predicates.
         """
         known = self.point_names()
         found = {point for one in _several(chosen) for point in names.select(one, known, self.cfg.n_layers)}
         return known if chosen is None else [point for point in known if point in found]
 
     def add_hook(self, name: names.HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """TransformerLens's `add_hook`; every accepted spelling of a name works."""
+        """TransformerLens's `add_hook`, for every accepted spelling of a name."""
         for point in self.select(name):
             super().add_hook(point, hook, *args, **kwargs)
 
@@ -104,7 +104,7 @@ class HookFront(HookedRootModule):
         dir: Literal["fwd", "bwd", "both"] = "both",
         including_permanent: bool = True,
     ) -> dict[str, list[LensHandle]]:
-        """The hooks that are set, by point; points without any are left out."""
+        """The hooks that are set, by point; points without hooks are omitted."""
         chosen = None if name_filter is None else self.select(name_filter)
         return super().list_hooks(chosen, dir, including_permanent)
 
@@ -116,10 +116,10 @@ class HookFront(HookedRootModule):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator["HookFront"]:
-        """Set hooks for the duration of a block; those that were there before stay.
+        """Set hooks for the duration of a `with` block; hooks that were set before stay.
 
         Raises:
-            HookNameError: a name or predicate that matches no point.
+            HookNameError: a name or predicate matches no point.
         """
         added: list[tuple[HookPoint, list[LensHandle], LensHandle]] = []
         self.context_level += 1
@@ -152,14 +152,14 @@ class HookFront(HookedRootModule):
     ) -> Any:
         """One pass under hooks; `forward` are arguments of the tree's forward.
 
-        ``remove_batch_dim=True`` hands each hook function its value without a batch axis of length 1.
+        ``remove_batch_dim=True`` passes each hook function its value without a batch axis of length 1.
 
         Raises:
-            HookNameError: a name or predicate that matches no point of a single pass.
+            HookNameError: a name or predicate matches no point of a single pass.
         """
         if bwd_hooks and reset_hooks_end:
             warnings.warn(
-                "backward hooks are removed with this pass, before a backward pass can call them; "
+                "backward hooks are removed after this pass, before a backward pass can call them; "
                 "use `with model.hooks(bwd_hooks=...)` around both, or reset_hooks_end=False.",
                 stacklevel=2,
             )
@@ -185,23 +185,23 @@ class HookFront(HookedRootModule):
         pos_slice: Positions = None,
         **forward: Any,
     ) -> tuple[Any, Any]:
-        """One pass that keeps the values of points, and with ``incl_bwd=True`` their gradients as ``<name>_grad``.
+        """One pass that caches the values of points, and with ``incl_bwd=True`` their gradients as ``<name>_grad``.
 
         Args:
             input: token ids, or the stream entering ``start_at_layer``.
             return_cache_object: False returns a dictionary instead of an `ActivationCache`.
             remove_batch_dim: drop the batch axis, which must be of length 1.
-            names_filter: a name, a predicate, or several of either; None keeps all.
-            device: where values are kept; None leaves them where they are.
-            incl_bwd: also run the output's backward pass; the output must be a scalar, as of ``return_type="loss"``.
-            reset_hooks_end: False leaves the hooks in place, so that later passes overwrite what the cache holds.
-            clear_contexts: empty ``hook.ctx`` of the points kept.
-            pos_slice: the positions to keep.
+            names_filter: a name, a predicate, or several of either; None caches all points.
+            device: where values are stored; None leaves them where they are.
+            incl_bwd: also run the output's backward pass; the output must be a scalar, such as ``return_type="loss"``.
+            reset_hooks_end: False leaves the hooks in place, so that later passes overwrite the cached values.
+            clear_contexts: empty ``hook.ctx`` of the cached points.
+            pos_slice: the positions to cache.
             forward: arguments of the tree's forward.
 
         Raises:
-            HookNameError: a name or predicate that matches no point of a single pass.
-            SettingError: `remove_batch_dim` of several rows, or `incl_bwd` without a scalar that has a gradient.
+            HookNameError: a name or predicate matches no point of a single pass.
+            SettingError: `remove_batch_dim` with several rows, or `incl_bwd` without a scalar that has a gradient.
         """
         _check_run(input, return_cache_object, remove_batch_dim, incl_bwd, forward)
         points = self._passed(names_filter, forward)
@@ -222,15 +222,15 @@ class HookFront(HookedRootModule):
         cache: dict[str, Tensor] | None = None,
         pos_slice: Positions = None,
     ) -> tuple[dict[str, Tensor], list[HookPair], list[HookPair]]:
-        """The dictionary that caching hooks will fill, and the forward and backward hooks themselves, not set yet.
+        """The dictionary that caching hooks will fill, and the forward and backward hooks, which are not set yet.
 
-        The dictionary that is made finds values under every spelling; one that is given as `cache` gets them under
-        the points' names and the spellings that `names_filter` uses.
+        A new dictionary finds values under every spelling. One that is passed as `cache` receives them under the
+        points' names and under the spellings in `names_filter`.
         """
         store = ByPoint[Tensor](self.spelled) if cache is None else cache
-        points, asked = self.select(names_filter), [one for one in _several(names_filter) if isinstance(one, str)]
+        points, given = self.select(names_filter), [one for one in _several(names_filter) if isinstance(one, str)]
         keys: dict[str, list[str]] = {}
-        for spelling in asked if cache is not None else ():
+        for spelling in given if cache is not None else ():
             keys.setdefault(self.resolve(spelling), []).append(spelling)
         keep = Keeper(store, keys, device, Slice.unwrap(pos_slice), remove_batch_dim)
         self.is_caching = True
@@ -272,7 +272,7 @@ class HookFront(HookedRootModule):
         """The chosen points that a single pass with these arguments of forward reaches.
 
         Raises:
-            HookNameError: a name or predicate that matches points of the sampler only.
+            HookNameError: a name or predicate matches points of the sampler only.
         """
         layers = self.layers_run(forward.get("start_at_layer"), forward.get("stop_at_layer"))
         return [
@@ -293,8 +293,8 @@ class HookFront(HookedRootModule):
         reached = [point for point in in_a_pass if _is_reached(point, layers, embeds, ends)]
         if not reached:
             warnings.warn(
-                f"{in_a_pass[0]!r} is outside of layers {layers.start} to {layers.stop - 1}, which start_at_layer and "
-                f"stop_at_layer leave: nothing is called or kept there.",
+                f"{in_a_pass[0]!r} is outside layers {layers.start} to {layers.stop - 1}, which start_at_layer and "
+                f"stop_at_layer select: its hooks are not called and its value is not cached.",
                 stacklevel=4,
             )
         return reached
@@ -307,7 +307,7 @@ def _several(chosen: Any) -> list[names.HookName]:
     if isinstance(chosen, str) or callable(chosen):
         return [chosen]
     if not isinstance(chosen, Iterable):
-        raise SettingError(f"points are chosen by a name, a predicate or a list of them; got {chosen!r}.")
+        raise SettingError(f"select points by a name, a predicate or a list of them; got {chosen!r}.")
     return list(chosen)
 
 
@@ -323,7 +323,7 @@ def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, handed values without their batch axis of length 1."""
+    """`hook`, called with values without their batch axis of length 1."""
 
     def called(value: Tensor, hook: HookPoint, function: Callable[..., Any] = hook) -> Tensor | None:
         if len(value) != 1:
@@ -352,8 +352,8 @@ def _check_scalar(output: Any) -> None:
     if not isinstance(output, Tensor) or output.numel() != 1:
         shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise SettingError(
-            f'incl_bwd=True needs a scalar output to start from, as of return_type="loss"; got {shape}. For another '
+            f'incl_bwd=True needs a scalar output, such as that of return_type="loss"; got {shape}. For another '
             f"quantity use `with model.hooks(fwd, bwd)` with the hooks of get_caching_hooks(incl_bwd=True)."
         )
     if not output.requires_grad:
-        raise SettingError("incl_bwd=True: the output has no grad_fn, since no parameter of the model requires grad.")
+        raise SettingError("incl_bwd=True: the output has no grad_fn; call requires_grad_() on at least one parameter.")

@@ -1,16 +1,16 @@
 """Fused attention that also returns the log-sum-exp of its rows.
 
-PyTorch's public `scaled_dot_product_attention` keeps the log-sum-exp to itself. The operators below it return it:
-which of them computes is decided by PyTorch's own choice for these operands (`torch._fused_sdp_choice`), so the mixed
-values are those of the public function, bit for bit. This module is the only one that knows these operators; a test
-compares their signatures with what is written here and names the version of PyTorch that it met.
+PyTorch's public `scaled_dot_product_attention` does not return the log-sum-exp. The operators that it calls do.
+`attend` calls the operator that PyTorch chooses for the same operands (`torch._fused_sdp_choice`), so the mixed values
+equal those of the public function bit for bit. Only this module uses these operators; a test compares their signatures
+with the ones expected here and names the installed version of PyTorch if they differ.
 
-On a GPU an operator is used after it has agreed with attention written out in float64 (trust.py). Where there is no
-operator (PyTorch's "math" route, a single query, a head width that is no multiple of 8), `attend` returns None: the
-caller computes the log-sum-exp in a pass of its own.
+On a GPU an operator is used only after it has agreed with attention written out in float64 (trust.py). Where no
+operator applies (PyTorch's "math" route, a single query, a head width that is not a multiple of 8), `attend` returns
+None, and the caller computes the log-sum-exp separately.
 
-One way this fails: these operators are private to PyTorch. A version that changes what they return fails the probe, and
-costs speed, not correctness.
+Caveat: these operators are private to PyTorch. If a version changes what they return, the probe fails, which costs
+speed, not correctness.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from torch.nn.attention import SDPBackend
 
 from sinklens.hooks import trust
 
-FUSED_DEVICES: tuple[str, ...] = ("cuda",)  # beside the CPU: kinds of devices whose operators may be used
-ALIGNED = 8  # numbers per row of a mask, a multiple of it, as the memory-efficient operator reads them
+FUSED_DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices, besides the CPU, whose operators may be used
+ALIGNED = 8  # the memory-efficient operator requires the row length of a mask to be a multiple of this
 PROBES = ((64, 64), (65, 65), (127, 300))  # queries and keys of the first-use test
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Attended(NamedTuple):
-    """What fused attention computed.
+    """Result of fused attention.
 
     Attributes:
         mixed: the heads' outputs.
@@ -41,7 +41,7 @@ class Attended(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What an operator takes; `mask` is seen as [batch, head, query, key] and aligned."""
+    """Inputs of an operator; `mask` is expanded to [batch, head, query, key] and aligned."""
 
     query: Float[Tensor, "batch head query d_head"]
     key: Float[Tensor, "batch head key d_head"]
@@ -59,14 +59,14 @@ def attend(
     causal: bool,
     scale: float,
 ) -> Attended | None:
-    """Fused attention with its log-sum-exp; None where no operator of PyTorch returns it for these operands.
+    """Fused attention with its log-sum-exp; None if no operator of PyTorch returns it for these operands.
 
     Args:
-        additive: added to the scores; −inf forbids.
-        causal: query i sees keys up to i; queries and keys are then as many.
+        additive: added to the scores; −inf hides a key.
+        causal: query i sees keys up to i; there must then be as many queries as keys.
     """
     if query.shape[2] == 1:
-        return None  # a cached step; PyTorch packs its heads, and would round otherwise
+        return None  # a cached step; PyTorch packs its heads, which rounds differently
     if query.device.type == "cpu" and "cpu" not in FUSED_DEVICES:
         return _on_cpu(Operands(query, key, value, _spread(additive, query, key), causal, scale))
     if (
@@ -88,7 +88,7 @@ def attend(
 
 
 def choice(given: Operands) -> SDPBackend:
-    """The route that `scaled_dot_product_attention` takes for these operands."""
+    """The backend that `scaled_dot_product_attention` uses for these operands."""
     number = torch._fused_sdp_choice(
         given.query, given.key, given.value, attn_mask=given.mask, dropout_p=0.0, is_causal=given.causal,
         scale=given.scale,
@@ -132,14 +132,14 @@ OPERATORS = {
 
 
 def _returned(found: tuple[Tensor, Tensor], query: Tensor) -> Attended:
-    """The outputs without what an operator pads: rows up to a multiple of 32, or an axis of one number."""
+    """The outputs without the operator's padding: rows up to a multiple of 32, or a last axis of length 1."""
     mixed, lse = found
     lse = lse[..., 0] if lse.ndim == 4 else lse
     return Attended(mixed, lse[..., : query.shape[2]].float())
 
 
 def _spread(additive: Tensor | None, query: Tensor, key: Tensor, multiple: int = 1) -> Tensor | None:
-    """`additive` seen as [batch, head, query, key], not copied per query; its rows start at multiples of `multiple`."""
+    """`additive` expanded to [batch, head, query, key] without a copy; its rows start at multiples of `multiple`."""
     if additive is None:
         return None
     added = additive.to(query.dtype)
@@ -150,7 +150,7 @@ def _spread(additive: Tensor | None, query: Tensor, key: Tensor, multiple: int =
 
 
 def _probe(backend: SDPBackend, like: Tensor, causal: bool, masked: bool) -> None:
-    """Raises where the operator differs from attention written out in float64."""
+    """Raise if the operator differs from attention written out in float64."""
     tolerance = TOLERANCE.get(like.dtype, 1e-3)
     for queries, keys in PROBES:
         if causal and queries != keys:
@@ -162,12 +162,12 @@ def _probe(backend: SDPBackend, like: Tensor, causal: bool, masked: bool) -> Non
             additive[..., 1::3] = -torch.inf
         given = Operands(query, key, value, _spread(additive, query, key, ALIGNED), causal, like.shape[-1] ** -0.5)
         found = _returned(OPERATORS[backend](given), query)
-        wanted = explicit(given)
-        torch.testing.assert_close(found.mixed.cpu().double(), wanted.mixed, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(found.lse.cpu().double(), wanted.lse, atol=5e-3, rtol=1e-3)
+        expected = explicit(given)
+        torch.testing.assert_close(found.mixed.cpu().double(), expected.mixed, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found.lse.cpu().double(), expected.lse, atol=5e-3, rtol=1e-3)
 
 
 def explicit(given: Operands) -> Attended:
-    """Attention written out, in float64 on the CPU."""
+    """Attention written out in float64 on the CPU."""
     scores = trust.explicit_scores(given.query, given.key, given.scale, given.mask, given.causal)
     return Attended(scores.softmax(-1).nan_to_num(0.0) @ given.value.cpu().double(), scores.logsumexp(-1))

@@ -1,7 +1,7 @@
-"""The groups of hook points: of a norm, an attention layer, an MLP, a block.
+"""Groups of hook points: one each for a norm, an attention layer, an MLP and a block.
 
-A group is a module whose children are points, named as in names.py. It also carries the weights of the layer it is for,
-under TransformerLens's names; the layer owns them.
+A group is a module whose children are points, named as in names.py. It also exposes the weights of its layer under
+TransformerLens's names; the layer owns them.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from sinklens.hooks.weights import AttentionWeights, MlpWeights
 
 
 class Points(nn.Module):
-    """A named group of points: one row of the table each."""
+    """A group of points, one for each row of the table."""
 
     def __init__(self, specs: Iterable[names.PointSpec], watch: Watch) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Points(nn.Module):
         def __getattr__(self, name: str) -> Point: ...
 
     def any_watched(self) -> bool:
-        """Whether anybody watches one of the points now."""
+        """Whether any of the points is watched now."""
         return any(point.watched for point in self._modules.values())  # type: ignore[union-attr]
 
 
@@ -38,7 +38,7 @@ class NormPoints(Points):
 
     def __init__(self, watch: Watch, norm: nn.Module) -> None:
         super().__init__(names.NORM, watch)
-        self.__dict__["_norm"] = norm  # as for the output weights below: the layer owns it
+        self.__dict__["_norm"] = norm  # not a submodule: the layer owns the norm
 
     @property
     def w(self) -> Float[Tensor, " d_model"]:
@@ -46,13 +46,13 @@ class NormPoints(Points):
         return self.__dict__["_norm"].weight
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The norm of `x`, its learned weight included; no hook of its points is called."""
+        """The norm of `x`, including its learned weight; hooks on its points are not called."""
         norm = self.__dict__["_norm"]
         return type(norm).forward(norm, x)
 
 
 class AttentionPoints(AttentionWeights, Points):
-    """The points of one attention layer, and its weights as TransformerLens shapes them."""
+    """The points of one attention layer, and its weights in TransformerLens's shapes."""
 
     hook_q: Point
     hook_k: Point
@@ -70,7 +70,7 @@ class AttentionPoints(AttentionWeights, Points):
         inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
         ordered = [row for spec in names.ATTENTION for row in (inputs.get(spec.name), spec) if row is not None]
         super().__init__([names.ATTN_IN, *ordered], watch)
-        self.__dict__["_projections"] = (projections, d_head)  # the layer owns its weights; the points look at them
+        self.__dict__["_projections"] = (projections, d_head)  # not submodules: the layer owns them
         outside = ("hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name)  # tapped at the projections
         inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
         self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]
@@ -81,7 +81,7 @@ class AttentionPoints(AttentionWeights, Points):
 
 
 class MlpPoints(MlpWeights, Points):
-    """The points of one MLP, and its weights as TransformerLens shapes them."""
+    """The points of one MLP, and its weights in TransformerLens's shapes."""
 
     def __init__(self, watch: Watch, projections: dict[str, nn.Module]) -> None:
         super().__init__(names.MLP, watch)
@@ -91,7 +91,7 @@ class MlpPoints(MlpWeights, Points):
 class Block(nn.Module):
     """The points of one layer, in the order the forward pass reaches them."""
 
-    hook_out_is_single_residual_stream = True  # what TransformerLens's logit lens asks of a block
+    hook_out_is_single_residual_stream = True  # TransformerLens's logit lens reads this attribute
 
     def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, d_head: int) -> None:
         super().__init__()
@@ -110,5 +110,5 @@ class Block(nn.Module):
 
 
 def _below(layer: nn.Module, part: str, paths: dict[str, str]) -> dict[str, nn.Module]:
-    """Modules below `part` of a layer, by our short names."""
+    """Modules below `part` of a layer, by their short names here."""
     return {name: layer.get_submodule(f"{part}.{path}") for name, path in paths.items()}

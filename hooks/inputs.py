@@ -1,15 +1,15 @@
-"""The points where a sublayer reads the stream, which are off until a setter turns them on.
+"""The points where a sublayer reads the residual stream. They are off until a setter turns them on.
 
-``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` are copies of the stream, one per head, of which that head alone
-makes its queries, keys or values; ``hook_attn_in`` is one copy per head for all three; ``hook_mlp_in`` is what the MLP
-reads. They are taken before the norm, and each copy is normalized by itself, so adding a vector to one changes exactly
-one edge of the model: what is needed for direct-path patching.
+``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` are copies of the stream, one per head, from which only that
+head computes its queries, keys or values; ``hook_attn_in`` is one copy per head for all three; ``hook_mlp_in`` is the
+input of the MLP. They are taken before the norm, and each copy is normalized separately, so adding a vector to one
+changes exactly one edge of the model, as direct-path patching requires.
 
-``hook_attn_in`` has a copy per query head. Where queries are grouped, keys and values read the first copies, as in
+``hook_attn_in`` has one copy per query head. In grouped-query attention, keys and values read the first copies, as in
 TransformerLens.
 
-One way this fails: a copy is normalized with ln1's weights but beside ln1, so hooks on ``ln1`` see the layer's usual
-input and do not act on the copies.
+Pitfall: a copy is normalized with ln1's weights but not by ln1, so hooks on ``ln1`` see the layer's usual input and do
+not act on the copies.
 """
 
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from sinklens.hooks.points import Point
 
 @dataclass
 class Switches:
-    """What the model's setters turned on; all layers share one."""
+    """The points that the model's setters turned on; shared by all layers."""
 
     use_split_qkv_input: bool = False
     use_attn_in: bool = False
@@ -36,9 +36,9 @@ class Switches:
 
 
 class LayerInputs:
-    """The taps of one layer's reading points.
+    """The taps of one layer's input points.
 
-    While attention runs it keeps the stream that entered ln1, and with ``hook_attn_in`` its normalized copies.
+    While attention runs, it stores the stream that entered ln1, and with ``hook_attn_in`` the normalized copies.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class LayerInputs:
         return (self.mlp_in(inputs[0]),) if self.switches.use_hook_mlp_in and self.mlp_in.watched else None
 
     def _tap(self, projection: nn.Module, letter: str, d_head: int) -> RemovableHandle:
-        """Replace what `projection` makes of the shared stream by what it makes of the copies, while those are watched.
+        """Project the copies instead of the shared stream with `projection`, while the copies are watched.
 
-        It runs before the tap of ``hook_q``, ``hook_k`` or ``hook_v``, which therefore shows the heads' own results.
+        This tap runs before that of ``hook_q``, ``hook_k`` or ``hook_v``, which therefore shows the new results.
         """
 
         def tap(module: Any, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
@@ -79,24 +79,24 @@ class LayerInputs:
             if copies is None:
                 return None
             weights = module.weight.unflatten(0, (-1, d_head))
-            made = torch.einsum("bphm,hdm->bphd", copies, weights).flatten(-2)
-            return made if module.bias is None else made + module.bias
+            projected = torch.einsum("bphm,hdm->bphd", copies, weights).flatten(-2)
+            return projected if module.bias is None else projected + module.bias
 
         return projection.register_forward_hook(tap, prepend=True)
 
     def _copies(self, letter: str, heads: int) -> Float[Tensor, "batch pos head d_model"] | None:
-        """What each of the `heads` makes its part of, normalized; None where nobody watches."""
+        """The normalized input of each of the `heads`; None while no point is watched."""
         if self.stream is None:
             return None
-        own: Point = getattr(self.points, f"hook_{letter}_input")
+        split: Point = getattr(self.points, f"hook_{letter}_input")
         if self.switches.use_split_qkv_input:
-            return self._through(own, heads) if own.watched else None
+            return self._through(split, heads) if split.watched else None
         if letter == "q" and self.points.hook_attn_in.watched:
             self.shared = self._through(self.points.hook_attn_in, heads)
         return None if self.shared is None else self.shared[:, :, :heads]
 
     def _through(self, point: Point, heads: int) -> Float[Tensor, "batch pos head d_model"]:
-        """Copies of the stream, passed through `point` and the norm; the norm's class runs, past its own taps."""
+        """Copies of the stream, passed through `point` and the norm; calls the norm's class, bypassing its taps."""
         assert self.stream is not None
         copies = point(repeat(self.stream, "batch pos d_model -> batch pos head d_model", head=heads).contiguous())
         return type(self.norm).forward(self.norm, copies)

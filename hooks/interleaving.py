@@ -1,15 +1,15 @@
-"""Everything sinklens knows of nnsight's inside; nothing else imports or touches it.
+"""The only module that imports or uses nnsight's internals.
 
-nnsight runs the body of a trace block in step with the model. The block *waits* at a *location*, a string such as
-``"model.blocks.0.attn.hook_z.output"``; when the model reaches the location, nnsight *serves* it: it hands the value to
-the block and goes on with what the block made of it. Each time that a location is reached is a *visit*, and a block
-waits for a certain visit.
+nnsight runs the body of a trace block in step with the model. The trace block *waits* at a *location*, a string such as
+``"model.blocks.0.attn.hook_z.output"``. When the model reaches the location, nnsight *serves* it: it passes the value
+to the trace block and continues with the value as the block left it. Each time a location is reached is a *visit*, and
+a trace block waits for a particular visit.
 
-What the rest of sinklens needs of this is here under names of our own: `Root` is a model that blocks can be opened on,
-`Handover` what passes between it and its blocks, `BlockTracer` a block that runs beside any function.
+The rest of sinklens uses three classes: `Root` is a model on which trace blocks can be opened, `Handover` passes values
+between it and its trace blocks, and `BlockTracer` is a trace block that runs in step with any function.
 
-One way this fails: nothing below is promised by nnsight. tests/hooks/test_interleaving_contract.py tries each thing
-that is relied on, and names the installed version of nnsight where one has changed.
+Caveat: nnsight does not guarantee any of the names used below. tests/hooks/test_interleaving_contract.py tests each of
+them and names the installed version of nnsight if one has changed.
 """
 
 import importlib.util
@@ -25,11 +25,11 @@ from sinklens.errors import HookNameError, SinklensError, nearest
 
 
 def _import_beartype_first() -> None:
-    """Import beartype, where it is installed, while `object` has no attribute that cannot be hashed.
+    """Import beartype, if installed, while all attributes of `object` are hashable.
 
-    nnsight puts a `save` on `object` that cannot be, and beartype hashes all that `object` has when it is imported; so
-    ``import beartype`` fails in any process that imported nnsight before it. nnsight itself imports anyio first for a
-    reason of the same kind. Where nnsight was imported before sinklens, `save` is taken away for that moment.
+    nnsight adds an unhashable `save` to `object`, and beartype hashes all attributes of `object` on import; so ``import
+    beartype`` fails in any process that imported nnsight first. nnsight itself imports anyio first for a similar
+    reason. If nnsight was imported before sinklens, `save` is removed during the import of beartype.
     """
     if "beartype" in sys.modules or importlib.util.find_spec("beartype") is None:
         return
@@ -57,7 +57,7 @@ from nnsight.tracing.util import push  # noqa: E402
 
 
 class Handover:
-    """What passes between a model and the blocks that are open on it."""
+    """Passes values between a model and the trace blocks that are open on it."""
 
     def __init__(self, interleaver: Interleaver, path: str) -> None:
         self._interleaver, self._path = interleaver, path
@@ -65,18 +65,18 @@ class Handover:
 
     @property
     def running(self) -> bool:
-        """Whether a block is running beside the model now."""
+        """Whether a trace block is running in step with the model now."""
         return self._interleaver.interleaving
 
     def wants(self, name: str) -> bool:
-        """Whether a block waits for this visit of the point called `name`, or a cache keeps it."""
+        """Whether a trace block waits for this visit of the point called `name`, or a cache records it."""
         interleaver = self._interleaver
         if not interleaver.interleaving or not interleaver.busy:
             return False
         return any(place in interleaver.observers for place in self._places(name)) or self.waits_at(name)
 
     def waits_at(self, name: str) -> bool:
-        """Whether a block has stopped at this visit of the point called `name`."""
+        """Whether a trace block already waits at this visit of the point called `name`."""
         if not self._interleaver.interleaving:
             return False
         places = self._places(name)
@@ -88,11 +88,11 @@ class Handover:
         )
 
     def serve(self, location: str, value: Any) -> None:
-        """Reach `location` with `value`."""
+        """Serve `location` with `value`."""
         self._interleaver.handle(location, value)
 
     def release(self, location: str, value: Any) -> None:
-        """Hand `value` to every block that waits at `location`, whichever visit it waits for, until none does."""
+        """Pass `value` to every trace block that waits at `location`, for any visit, until no block waits there."""
         while waiting := [
             mediator
             for mediator in self._interleaver.mediators
@@ -100,12 +100,12 @@ class Handover:
         ]:
             for mediator in waiting:
                 mediator.pending = mediator.switch(value)
-        self._interleaver.reindex()  # they wait elsewhere now
+        self._interleaver.reindex()  # the blocks wait at other locations now
 
     def count_visits(self, names: Iterable[str], visits: int) -> None:
-        """Say how often the run has reached the points called `names`.
+        """Set how often the run has reached the points called `names`.
 
-        A point that nobody watches is passed by without a visit, so nnsight could not count them.
+        An unwatched point is not visited, so nnsight cannot count these visits itself.
         """
         counts = self._interleaver.counts
         if visits == 0:
@@ -114,11 +114,11 @@ class Handover:
             counts[place] = start + visits
 
     def refuse_late(self, visit: int | None, error: Callable[[str], Exception]) -> None:
-        """Raise ``error(path)`` in each block that waits at a module or point for a visit that is over or never comes.
+        """Raise ``error(path)`` in each trace block that waits at a module or point for a visit that will not come.
 
         Args:
-            visit: the one that is over; a block that nnsight's own iteration makes wait for a later one may wait. None
-                where the run is over: then those end by nnsight's own rules.
+            visit: the visit that has passed; a block that waits for a later one in nnsight's own iteration keeps
+                waiting. None after the run; blocks in nnsight's own iteration then end by nnsight's rules.
         """
         for mediator in self._interleaver.mediators:
             pending = mediator.pending
@@ -132,7 +132,7 @@ class Handover:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Nothing that the model reaches is served; for a pass in the middle of another."""
+        """Serve no location inside this context; for a pass in the middle of another."""
         interleaving = self._interleaver.interleaving
         self._interleaver.interleaving = False
         try:
@@ -141,34 +141,34 @@ class Handover:
             self._interleaver.interleaving = interleaving
 
     def _places(self, name: str) -> tuple[str, str, str]:
-        """nnsight's locations at a point."""
+        """nnsight's locations of a point."""
         return f"{self._path}.{name}.output", f"{self._path}.{name}.input", f"{self._path}.{name}.skip"
 
 
 def wait_for(location: str, visit: int) -> Any:
-    """Called in a block: pause until `location` is reached for the visit of this number; what it is served."""
+    """Called in a trace block: wait until `location` is served at this visit, and return the value."""
     mediator = Mediator.current(location)
-    mediator.iteration = visit  # asked for unpinned, the same visit would be served again and again
+    mediator.iteration = visit  # without the number, the same visit would be served repeatedly
     served = Mediator.value(location)
     mediator.iteration = None
     return served
 
 
 class _CheckedCaches(InterleavingTracer):
-    """nnsight's tracer, whose ``cache(modules=)`` refuses paths that do not exist; nnsight's own keeps nothing."""
+    """nnsight's tracer, with a ``cache(modules=)`` that refuses unknown paths; nnsight's silently records nothing."""
 
     def cache(self, *args: Any, **options: Any) -> Any:
         """nnsight's ``cache``.
 
         Raises:
-            HookNameError: a path in its first argument, `modules`, that no module has.
+            HookNameError: a path in its first argument, `modules`, does not name a module.
         """
         paths = {envoy.path for envoy in self.envoy.modules()}
         for wanted in (args[0] if args else options.get("modules")) or ():
             if isinstance(wanted, str) and wanted not in paths:
                 raise HookNameError(
                     f"no module has the path {wanted!r}.{nearest(wanted, paths)} A path begins with the name of the "
-                    f"root, {self.envoy.path!r}; a module itself will do as well: cache(modules=[model.blocks[0]])."
+                    f"root, {self.envoy.path!r}; or pass the module: cache(modules=[model.blocks[0]])."
                 )
         return super().cache(*args, **options)
 
@@ -177,7 +177,7 @@ class Root(NNsight):
     """The root of a tree of modules that trace blocks can be opened on.
 
     Attributes:
-        handover: what passes between the tree and the blocks.
+        handover: passes values between the tree and the trace blocks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -187,7 +187,7 @@ class Root(NNsight):
         self.handover = Handover(self.interleaver, self.path)
 
     def unwrap(self, module: nn.Module) -> None:
-        """Take this root's wrapper from `module` and everything below it; other roots keep theirs."""
+        """Remove this root's wrapper from `module` and all modules below it; wrappers of other roots stay."""
         for part in module.modules():
             state = part.__dict__.get(STATE)
             if state is None:
@@ -206,28 +206,28 @@ class Root(NNsight):
 
     @property
     def wrapped(self) -> Any:
-        """The module itself."""
+        """The wrapped module."""
         return self._module
 
     @property
     def has_edits(self) -> bool:
-        """Whether it carries edits of ``edit()``."""
+        """Whether ``edit()`` has added edits."""
         return bool(self._edits)
 
     def has_child(self, name: str) -> bool:
-        """Whether a module is called `name` directly below the root."""
+        """Whether the root has a direct child called `name`."""
         return name in self._child_map
 
     def trace(self, *args: Any, tracer_cls: Any = None, **kwargs: Any) -> Any:
-        """nnsight's ``trace``: a block over one pass."""
+        """nnsight's ``trace``: a trace block over one pass."""
         return super().trace(*args, tracer_cls=tracer_cls or _CheckedCaches, **kwargs)
 
     def count_rows(self, *inputs: Any, **kwargs: Any) -> int:
-        """Rows of the batch that the inputs of an invoke make; 0 without inputs."""
+        """Number of batch rows in the inputs of an invoke; 0 without inputs."""
         raise NotImplementedError
 
     def join(self, invokes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """Arguments and keyword arguments of one pass over the inputs of several invokes."""
+        """Positional and keyword arguments of one pass over the inputs of several invokes."""
         raise NotImplementedError
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
@@ -238,7 +238,7 @@ class Root(NNsight):
 
 
 class BlockTracer(_CheckedCaches):
-    """A block whose body runs beside `carry_out`, whatever that does."""
+    """A trace block whose body runs in step with `carry_out`."""
 
     def __init__(self, root: Root) -> None:
         super().__init__(root, "__call__")
@@ -246,36 +246,36 @@ class BlockTracer(_CheckedCaches):
         self._root = root
 
     def begin(self) -> None:
-        """Called before the block runs."""
+        """Called before the trace block runs."""
 
     def carry_out(self) -> Any:
-        """What the block runs beside; what it returns is the tracer's ``result``."""
+        """Run the model; the return value is the tracer's ``result``."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Called when the block has run, also after an error."""
+        """Called after the trace block has run, also after an error."""
 
     def rows(self) -> "Rows":
-        """Which rows of the values the block sees."""
+        """The rows of each value that the trace block sees."""
         raise NotImplementedError
 
     @staticmethod
     def source(filename: str) -> str:
-        """nnsight's reader of the source that a block stands in.
+        """The source of the file that contains the trace block, read by nnsight.
 
         Raises:
-            SinklensError: there is none, as in a plain REPL or exec'd code.
+            SinklensError: no source is available, as in a plain REPL or exec'd code.
         """
         text = InterleavingTracer.source(filename)
         if not text:
             raise SinklensError(
-                f"the body of a trace is read as source, and {filename} has none (a plain REPL, or code run by exec). "
-                f"Write it in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]): it needs none."
+                f"a trace block is read as source, but {filename} has no source (a plain REPL, or code run by exec). "
+                f"Write the block in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)])."
             )
         return text
 
     def execute(self, code: CodeType) -> None:
-        """Run the captured body, then hand the names it assigned back to its frame."""
+        """Run the captured body, then write the names it assigned back to its frame."""
         self.begin()
         assert self.info is not None
         frame, root, rows = self.info.frame, self._root, self.rows()
@@ -284,7 +284,7 @@ class BlockTracer(_CheckedCaches):
         root.interleaver.mediators.append(mediator)
         try:
             root.interleave(self.carry_out, batcher=_FirstRows(root, rows))
-        except Exception as error:  # noqa: BLE001 — whatever it is, only its traceback is shortened
+        except Exception as error:  # noqa: BLE001 — reraised; only the traceback is shortened
             raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
         finally:
             root.interleaver.cancel()
@@ -294,11 +294,11 @@ class BlockTracer(_CheckedCaches):
 
 
 class Rows(NamedTuple):
-    """Rows of the values in a block.
+    """The batch rows that a trace block sees.
 
     Attributes:
-        seen: the first so many are seen and edited.
-        total: of which the pass has so many.
+        seen: number of rows, from the first, that the block reads and edits.
+        total: number of rows in the pass.
     """
 
     seen: int
@@ -306,7 +306,7 @@ class Rows(NamedTuple):
 
 
 class _FirstRows(Batcher):
-    """A block sees the first rows of each value that has all; and values of any other length as they are."""
+    """Shows a trace block the first rows of each value with `total` rows, and any other value unchanged."""
 
     def __init__(self, root: Root, rows: Rows) -> None:
         super().__init__(root)
@@ -318,24 +318,24 @@ class _FirstRows(Batcher):
 
 
 def replace_body(module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> Callable[[], Any]:
-    """Let nnsight's controller of `module` run `new(module, ...)` where it runs the unbound forward `old` now.
+    """Make nnsight's controller of `module` run `new(module, ...)` in place of the unbound forward `old`.
 
-    Wrapping a module, nnsight takes the `forward` of the instance and remembers the one of its class, so a forward
-    that a class gets later would be passed by. Nothing happens where nnsight has not wrapped `module`, or runs a
-    forward that somebody put there.
+    When nnsight wraps a module, it replaces the `forward` of the instance and stores that of its class, so a forward
+    that the class gets later would not run. Does nothing if nnsight has not wrapped `module`, or if it runs another
+    forward than `old`.
 
     Returns:
-        What undoes it, also where nnsight wraps `module` later.
+        A function that undoes the change, also if nnsight wraps `module` later.
     """
     state = module.__dict__.get(STATE)
     if state is not None and state.original is old:
         state.body = state.original = new
-        state.sourced, state.compiled = False, None  # `.source` is read from the new one
+        state.sourced, state.compiled = False, None  # `.source` is read again, from `new`
     return lambda: replace_body(module, new, old)
 
 
 def _block_frames(error: Exception, filename: str) -> TracebackType | None:
-    """The traceback of an error, from the first line of the block on; all of it if no line of the block is in it."""
+    """The traceback of an error from the first line of the trace block on; all of it if it contains no such line."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename != filename:
         entry = entry.tb_next

@@ -1,19 +1,19 @@
 """The names of the hook points, their shapes, and how a name is looked up.
 
-Names and shapes are TransformerLens's wherever it has one. Three spellings reach a point: its own name
-(``blocks.0.attn.hook_q``), TransformerLens 4's spelling of the same place (``blocks.0.attn.q.hook_out``), and a
-negative layer (``blocks.-1.hook_resid_post``). A predicate is tried on the first two. A name that reaches nothing is an
-error that names the nearest ones.
+Names and shapes are TransformerLens's wherever it has them. A point has three spellings: its canonical name
+(``blocks.0.attn.hook_q``), TransformerLens 4's name of the same place (``blocks.0.attn.q.hook_out``), and either with a
+negative layer (``blocks.-1.hook_resid_post``). A predicate is applied to the first two. An unknown name raises an error
+that lists the nearest names.
 
 A few points are off until a setter of the model turns them on (`SWITCHED`), as in TransformerLens: most copy the stream
-once per head. ``model.hook_names()`` lacks them until then, and naming one is an error that names the setter.
+once per head. Until then ``model.hook_names()`` omits them, and naming one raises an error that names the setter.
 
-Axes are written in the project's one glossary: ``batch step layer head query key pos d_model d_head d_mlp vocab``.
-``kv_head`` counts key/value heads, fewer than ``head`` where a model groups its queries.
+Axes use the project's glossary: ``batch step layer head query key pos d_model d_head d_mlp vocab``. ``kv_head`` counts
+key/value heads, of which there are fewer than ``head`` in grouped-query attention.
 
-Watching changes no value but for its last bits, and those only here: the points of the norms and ``hook_result``
-compute their module's result anew, ``hook_attn_scores`` and ``hook_pattern`` take another attention kernel, and
-``hook_logits`` puts more rows through the head.
+Caveat: watching can change the last bits of a value, at these points only: the points of the norms and ``hook_result``
+recompute the result of their module, ``hook_attn_scores`` and ``hook_pattern`` use another attention kernel, and
+``hook_logits`` passes more rows through the head.
 """
 
 import re
@@ -29,8 +29,8 @@ class PointSpec(NamedTuple):
     """One row of the table of hook points.
 
     Attributes:
-        name: the name inside its part of the tree, without a layer prefix.
-        axes: its shape, in glossary names.
+        name: the name within its part of the tree, without a layer prefix.
+        axes: the axes of its value, in glossary names.
         meaning: one line for `sinklens hooks`.
     """
 
@@ -93,7 +93,7 @@ SWITCHED: dict[str, tuple[str, PointSpec]] = {
     MLP_IN.name: ("use_hook_mlp_in", MLP_IN),
 }
 
-# TransformerLens 4's spelling -> ours, below a block.
+# TransformerLens 4's spelling -> canonical name, below a block.
 _BLOCK_ALIASES = {
     "hook_in": "hook_resid_pre",
     "hook_out": "hook_resid_post",
@@ -127,7 +127,7 @@ def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
 
 
 def _every_alias(n_layers: int) -> dict[str, str]:
-    """`aliases`, and those of points that are off at first."""
+    """`aliases`, and the aliases of points that are off by default."""
     return aliases(n_layers) | _in_blocks(_SWITCHED_ALIASES, n_layers)
 
 
@@ -140,8 +140,8 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         n_layers: layers of the model.
 
     Raises:
-        HookNameError: no such point; says which layers exist, or the nearest names.
-        SettingError: the point is off; names the setter.
+        HookNameError: no such point; the message names the existing layers, or the nearest names.
+        SettingError: the point is off; the message names the setter.
     """
     match = re.match(r"blocks\.(-?\d+)\.(.+)$", name)
     if match:
@@ -155,11 +155,11 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     if name in known:
         return name
     spelled = _every_alias(n_layers)
-    own = spelled.get(name, name)
-    if own in known:
-        return own
-    if switch := switch_of(own):
-        raise SettingError(f"{name!r} is off, as {switch} is False; call model.set_{switch}(True) first.")
+    canonical = spelled.get(name, name)
+    if canonical in known:
+        return canonical
+    if switch := switch_of(canonical):
+        raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
     raise HookNameError(
         f"no hook point is called {name!r}.{nearest(name, [*known, *spelled])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."
@@ -167,15 +167,15 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
 
 
 def switch_of(name: str) -> str | None:
-    """The flag of ``model.cfg`` that turns the point called `name` on; None where it is always on."""
+    """The flag of ``model.cfg`` that turns on the point called `name`; None if it is always on."""
     below = re.sub(r"^blocks\.\d+\.", "", name)
     return SWITCHED[below][0] if below in SWITCHED and below != name else None
 
 
 def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
-    """The points that a name or a predicate on names means, in forward order.
+    """The points that a name or a predicate on names selects, in forward order.
 
-    A predicate means every point for which it holds of the point's name or of a TransformerLens 4 spelling of it.
+    A predicate selects every point whose name, or a TransformerLens 4 spelling of it, satisfies the predicate.
 
     Raises:
         HookNameError: an unknown name, or a predicate that no name satisfies.
@@ -189,7 +189,7 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     if not chosen:
         raise HookNameError(
             f"the predicate {name!r} matches none of the {len(known)} hook points; "
-            f"they look like {known[1]!r}. `model.hook_names()` lists them."
+            f"their names look like {known[1]!r}. `model.hook_names()` lists them."
         )
     return chosen
 
@@ -206,7 +206,7 @@ def axes_of(name: str) -> list[str]:
 
 
 def position_axis(name: str) -> int:
-    """The axis of a point's value that counts positions, from the end; of queries and keys it is the queries.
+    """The position axis of a point's value, counted from the end; with queries and keys, the query axis.
 
     >>> position_axis("blocks.0.attn.hook_pattern"), position_axis("blocks.0.attn.hook_sink_scores")
     (-2, -1)
@@ -216,7 +216,7 @@ def position_axis(name: str) -> int:
 
 
 def block_specs() -> Iterable[tuple[str, PointSpec]]:
-    """Dotted name below a block and row, in the order the forward pass reaches them."""
+    """Each dotted name below a block with its row, in the order the forward pass reaches them."""
     yield RESID_PRE.name, RESID_PRE
     yield from ((f"ln1.{spec.name}", spec) for spec in NORM)
     yield from ((f"attn.{spec.name}", spec) for spec in ATTENTION)
@@ -229,7 +229,7 @@ def block_specs() -> Iterable[tuple[str, PointSpec]]:
 
 
 def table() -> list[tuple[str, PointSpec]]:
-    """The table with ``{l}`` for the layer, in forward order, less what is off; the rows of `sinklens hooks`."""
+    """The table with ``{l}`` for the layer, in forward order, without points that are off; for `sinklens hooks`."""
     rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
     rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs()]
     rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]

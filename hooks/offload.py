@@ -1,10 +1,10 @@
-"""Weights of modules that accelerate keeps elsewhere.
+"""Weights of modules that accelerate has offloaded.
 
-A model that is spread over devices may have layers whose weights rest in main memory or on disk. accelerate brings them
-to the device just before such a module's ``forward`` and takes them away behind it; in between, the parameter is an
-empty tensor on the meta device. A tap runs behind ``forward``, so it has to bring them back itself.
+A model that is split over devices may have layers whose weights are in main memory or on disk. accelerate loads them
+onto the device just before such a module's ``forward`` and removes them after it; between calls, the parameter is an
+empty tensor on the meta device. A tap runs after ``forward``, so it has to load them again.
 
-One way this fails: a weight that was brought back here is a copy; writing to it changes nothing.
+Pitfall: a weight loaded here is a copy; writing to it changes nothing.
 """
 
 from typing import Any
@@ -20,18 +20,18 @@ def weight_of(module: Any) -> Tensor:
 
 
 def value_of(root: Any, name: str) -> Any:
-    """The parameter or buffer called `name` below `root`, on the device where its module computes, or None if it is."""
-    path, _, own = name.rpartition(".")
+    """The parameter or buffer called `name` below `root`, on the device where its module computes; may be None."""
+    path, _, attribute = name.rpartition(".")
     module = root.get_submodule(path)
-    value = getattr(module, own)
+    value = getattr(module, attribute)
     if value is None or not value.is_meta:
         return value
     with align_module_device(module):
-        return getattr(module, own)
+        return getattr(module, attribute)
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where the inputs of `module` go: to its weight, or to where accelerate brings the weight."""
+    """The device for inputs of `module`: that of its weight, or the one onto which accelerate loads the weight."""
     hook: Any = module.__dict__.get("_hf_hook")
     for part in getattr(hook, "hooks", (hook,)):
         found = getattr(part, "execution_device", None)

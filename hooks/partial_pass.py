@@ -1,9 +1,9 @@
 """A single pass over some of the layers, and what it returns.
 
-A pass that starts at a layer is given the stream that enters it; the layers before are stepped over. A pass that stops
-before a layer returns the stream that would enter it, and computes nothing after.
+A pass that starts at a layer takes the stream that enters it and skips the layers before. A pass that stops before a
+layer returns the stream that would enter it and computes nothing further.
 
-One way this fails: a module's own forward that catches every exception would catch the one that ends a pass early.
+Known failure: a module whose forward catches every exception would also catch the one that ends a pass early.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ RETURN_TYPES = ("logits", "loss", "both", None)
 
 
 class Stopped(Exception):
-    """Ends a pass before a layer; no error, it carries the stream out."""
+    """Ends a pass before a layer and carries the stream; not an error."""
 
     def __init__(self, stream: Tensor) -> None:
         super().__init__()
@@ -28,22 +28,22 @@ class Stopped(Exception):
 
 
 class StepOver(nn.Module):
-    """Stands in for a layer that a pass steps over."""
+    """Replaces a layer that a pass skips."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.attention_type = getattr(layer, "attention_type", None)  # transformers picks a mask by it
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The stream as it came."""
+        """The stream, unchanged."""
         return hidden_states
 
 
 def layers_run(n_layers: int, start_at_layer: int | None, stop_at_layer: int | None) -> range:
-    """The layers of a pass; either bound may count from the end.
+    """The layers of a pass; either bound may be negative, counting from the end.
 
     Raises:
-        SettingError: a bound outside of the model.
+        SettingError: a bound is out of range.
     """
     start = _bound("start_at_layer", 0 if start_at_layer is None else start_at_layer, n_layers, n_layers - 1)
     stop = _bound("stop_at_layer", n_layers if stop_at_layer is None else stop_at_layer, n_layers, n_layers)
@@ -58,7 +58,7 @@ def _bound(name: str, layer: int, n_layers: int, last: int) -> int:
 
 @contextmanager
 def stepping_over(base: nn.Module, name: str, count: int) -> Iterator[None]:
-    """Have `base` step over the first `count` of its layers, which stand under `name`."""
+    """Make `base` skip the first `count` of its layers, the submodule called `name`."""
     layers: Any = base.get_submodule(name)
     if count == 0:
         yield
@@ -71,7 +71,7 @@ def stepping_over(base: nn.Module, name: str, count: int) -> Iterator[None]:
 
 
 def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """The stream that enters `module` in `run`, which ends there."""
+    """The stream that enters `module` during `run`, which stops there."""
 
     def stop(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise Stopped(inputs[0] if inputs else named["hidden_states"])
@@ -83,7 +83,7 @@ def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
         return stopped.stream
     finally:
         handle.remove()
-    raise SettingError(f"the pass never reached {type(module).__name__}, where it was to stop.")
+    raise SettingError(f"the pass did not reach {type(module).__name__}, where it should stop.")
 
 
 def returned(
@@ -93,7 +93,7 @@ def returned(
     return_type: str | None,
     loss_per_token: bool,
 ) -> Any:
-    """What `return_type` asks for: the logits, the loss of the next token, both, or nothing."""
+    """The value that `return_type` selects: the logits, the loss of the next token, both, or None."""
     if return_type is None:
         return None
     if return_type == "logits":
@@ -103,10 +103,10 @@ def returned(
 
 
 def check_return_type(return_type: Any, causal: bool, stream_given: bool) -> None:
-    """Refuse what a pass cannot return.
+    """Refuse a return type that the pass cannot return.
 
     Raises:
-        SettingError: unknown, or a loss of the next token where there is none.
+        SettingError: `return_type` is unknown, or is a next-token loss that this pass does not define.
     """
     if return_type not in RETURN_TYPES:
         raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")

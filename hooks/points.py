@@ -1,15 +1,15 @@
-"""A hook point that knows whether anybody watches it.
+"""Hook points that do work only while they are watched.
 
-A *point* is TransformerLens's `HookPoint`: an identity module that a value passes through. *Watching* it means one of:
-a TransformerLens or PyTorch hook sits on it, an nnsight block is parked at its ``.output`` (or ``.input``), or an
-nnsight cache records it. The model asks `Point.watched` before it computes anything for the sake of a point, so a
-point nobody watches costs a look-up and no tensor work.
+A *point* is TransformerLens's `HookPoint`: an identity module that a value passes through. It is *watched* if a
+TransformerLens or PyTorch hook is registered on it, if a trace block waits at its ``.output`` (or ``.input``), or if an
+nnsight cache records it. During a *peek* (`HookTree.peek`) only the requested points are watched. The model checks
+`Point.watched` before it computes anything for a point, so an unwatched point costs a look-up and no tensor work.
 
-Hooks run inside the point's forward, nnsight's handover after it: an nnsight block reads at ``.output`` what the
-hooks have left, and at ``.input`` what the model computed.
+Hooks run inside the point's forward, nnsight's handover after it: a trace block reads the value that the hooks returned
+at ``.output``, and the value that the model computed at ``.input``.
 
-One way this fails: an nnsight block names its points only as it goes. Whether a point is watched can therefore be
-asked only at the moment the forward pass reaches it, never for the whole pass in advance.
+Limitation: a trace block names its points while it runs. Whether a point is watched is therefore known only at the
+moment the forward pass reaches it, never in advance for the complete pass.
 """
 
 from collections import OrderedDict
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """What all points of one tree share: the step being run and the trace blocks, if any.
+    """State that all points of one tree share: the current step, the trace blocks and the peek.
 
     Attributes:
-        step: number of the denoising step being run; None outside a run.
-        handover: what passes to trace blocks and back; None while no nnsight root wraps the tree.
-        peeked: during `HookTree.peek`, value by name of the points that are looked at; they alone are watched then,
-            and no hook or block is called. None otherwise.
+        step: number of the current denoising step; None outside a run.
+        handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
+        peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
+            and no hook or trace block is called. None otherwise.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Watch:
         self.handover: Handover | None = None
 
     def waits_for(self, name: str) -> bool:
-        """Whether an nnsight block or cache wants this visit of the point called `name`."""
+        """Whether a trace block waits for this visit of the point called `name`, or an nnsight cache records it."""
         return self.handover is not None and self.handover.wants(name)
 
     def parked_at(self, name: str) -> bool:
-        """Whether an nnsight block has stopped at this visit of the point called `name`."""
+        """Whether a trace block already waits at this visit of the point called `name`."""
         return self.handover is not None and self.handover.waits_at(name)
 
 
@@ -63,12 +63,12 @@ class Point(HookPoint):
 
     @property
     def step(self) -> int | None:
-        """Number of the denoising step being run; None outside a run."""
+        """Number of the current denoising step; None outside a run."""
         return self.watch.step
 
     @property
     def watched(self) -> bool:
-        """Whether anybody wants the value that passes here now."""
+        """Whether a hook, trace block, cache or peek uses the value that passes here now."""
         if self.watch.peeked is not None:
             return self.name in self.watch.peeked
         forward = self._functions or self._forward_hooks or self._forward_pre_hooks
@@ -84,7 +84,7 @@ class Point(HookPoint):
     def register_forward_hook(
         self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False
     ) -> RemovableHandle:
-        """As in PyTorch; plain hooks are kept to run inside `forward`, before nnsight's handover."""
+        """As in PyTorch; plain hooks run inside `forward`, before nnsight's handover."""
         if with_kwargs or always_call:
             return super().register_forward_hook(
                 hook, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call
@@ -104,5 +104,5 @@ class Point(HookPoint):
 
 
 def at(point: Point, value: "Tensor") -> "Tensor":
-    """Pass `value` through `point` if anybody watches it."""
+    """`value`, passed through `point` if the point is watched."""
     return point(value) if point.watched else value

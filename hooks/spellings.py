@@ -1,9 +1,9 @@
-"""Dictionaries and caches by hook point, in which every accepted spelling of a name finds its value.
+"""Dictionaries and caches by hook point that accept every spelling of a name.
 
-Keys are the points' own names, so iterating shows each point once; looking up ``blocks.0.attn.q.hook_out``,
-``blocks.-1.hook_resid_post`` or the ``…_grad`` of either finds what names.py says they mean.
+Keys are the canonical names of the points, so iterating yields each point once. A look-up of
+``blocks.0.attn.q.hook_out``, ``blocks.-1.hook_resid_post`` or the ``…_grad`` of either resolves it as in names.py.
 
-One way this fails: ``dict(cache.cache_dict)`` is a plain dictionary again, which knows the points' own names only.
+Pitfall: ``dict(cache.cache_dict)`` is a plain dictionary, which accepts only the canonical names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,14 +15,14 @@ from transformer_lens import ActivationCache
 from sinklens.errors import HookNameError
 
 Value = TypeVar("Value")
-GRADIENT = "_grad"  # TransformerLens's ending of the name under which a point's gradient is cached
+GRADIENT = "_grad"  # TransformerLens's suffix of the key under which a point's gradient is cached
 
 
 class ByPoint(dict[str, Value]):
-    """A dictionary whose keys are names of hook points and whose look-ups take every spelling.
+    """A dictionary whose keys are names of hook points and whose look-ups accept every spelling.
 
     Attributes:
-        resolve: from a spelling to the name of its point; raises `HookNameError` where there is none.
+        resolve: returns the name of the point that a spelling means; raises `HookNameError` if there is none.
     """
 
     def __init__(
@@ -33,22 +33,22 @@ class ByPoint(dict[str, Value]):
 
     def __contains__(self, key: object) -> bool:
         try:
-            return super().__contains__(self._own(key))
+            return super().__contains__(self._canonical(key))
         except HookNameError:
             return False
 
     def __missing__(self, key: str) -> Value:
-        own = self._own(key)
-        if not super().__contains__(own):
-            raise HookNameError(f"{key!r} was not kept; {len(self)} values were: {', '.join(list(self)[:5])}, …")
-        return self[own]
+        canonical = self._canonical(key)
+        if not super().__contains__(canonical):
+            raise HookNameError(f"{key!r} is not in the cache of {len(self)} values: {', '.join(list(self)[:5])}, …")
+        return self[canonical]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key` in any spelling; `default` where it was not kept."""
-        return super().get(self._own(key), default) if key in self else default
+        """The value of `key` in any spelling; `default` if the cache does not contain it."""
+        return super().get(self._canonical(key), default) if key in self else default
 
-    def _own(self, key: Any) -> Any:
-        """The key under which `key` is kept."""
+    def _canonical(self, key: Any) -> Any:
+        """The key under which the value of `key` is stored."""
         if not isinstance(key, str) or super().__contains__(key):
             return key
         name = key.removesuffix(GRADIENT)
@@ -57,26 +57,26 @@ class ByPoint(dict[str, Value]):
 
 @runtime_checkable
 class Spelling(Protocol):
-    """A model that knows which point a spelling means."""
+    """A model that resolves spellings of point names."""
 
     def spelled(self, name: str) -> str:
         """The name of the point that `name` means."""
 
 
 class HookCache(ActivationCache):
-    """TransformerLens's `ActivationCache`; every accepted spelling of a name works."""
+    """TransformerLens's `ActivationCache` that accepts every spelling of a name."""
 
     cache_dict: ByPoint[Tensor]
 
     def __init__(self, cache_dict: Mapping[str, Tensor], model: Spelling, has_batch_dim: bool = True) -> None:
-        kept = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)
-        super().__init__(kept, model, has_batch_dim)
+        by_point = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)
+        super().__init__(by_point, model, has_batch_dim)
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache_dict
 
     def to(self, device: Any) -> "HookCache":
-        """The cache, its values moved to `device`."""
+        """The cache, with its values moved to `device`."""
         resolve = self.cache_dict.resolve
         super().to(device)
         self.cache_dict = ByPoint(resolve, self.cache_dict)

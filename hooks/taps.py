@@ -1,14 +1,14 @@
 """Connects the points of a tree to the modules of its transformers model.
 
-transformers' own forward code computes; a *tap* is a PyTorch hook on one of its modules that lets the value pass
-through a point while somebody watches it. Two places need more than a tap. A block's forward is restated, because
-``hook_resid_mid`` must reach the residual sum as well as the norm. A norm is recomputed from its input while its
-scale or normalized stream is watched; the result then differs from the fused one by rounding.
+transformers' forward code does the computation. A *tap* is a PyTorch hook on one of its modules that passes the value
+through a point while the point is watched. Two places need more than a tap. A block's forward is rewritten, because
+``hook_resid_mid`` must reach both the residual sum and the norm. A norm is recomputed from its input while its scale or
+normalized stream is watched; the result then differs from the fused one by rounding.
 
-One way this fails: others put a `forward` on the instance of a layer, and it hides the class's. accelerate wraps the
-one it finds and keeps it in ``_old_forward``; nnsight's controller remembers the class's. The restated block is
-therefore a subclass's forward, and takes the place of the original in both. A layer whose `forward` somebody replaced
-goes on with it and does not reach these points; the self-check refuses such a model.
+Pitfall: other libraries set a `forward` on the instance of a layer, which hides the forward of the class. accelerate
+wraps the forward that it finds and keeps it in ``_old_forward``; nnsight's controller keeps the forward of the class.
+The rewritten forward is therefore defined on a subclass and replaces the original in both. A layer with any other
+`forward` on its instance keeps running that one and does not reach these points; the self-check refuses such a model.
 """
 
 from collections.abc import Iterable
@@ -28,16 +28,16 @@ from sinklens.hooks.points import Point, at
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, NormPoints, Points
 
-BLOCK = "sinklens_block"  # key in a layer's __dict__, as attention.POINTS
+BLOCK = "sinklens_block"  # key in a layer's __dict__, like attention.POINTS
 
 
 def connect(
     hf: nn.Module, architecture: Architecture, embed: Point, ln_final: "NormPoints", blocks: Iterable["Block"]
 ) -> ExitStack:
-    """Install every tap on a transformers model; done once, when the tree of its points is built.
+    """Install all taps on a transformers model; called once, when its tree of points is built.
 
     Returns:
-        What removes them again when it is closed.
+        A stack that removes the taps when it is closed.
     """
     undo = ExitStack()
     base = hf.get_submodule(architecture.base)
@@ -64,25 +64,25 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture,
     _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
     _tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
     _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
-    _restate_forward(layer, block, architecture, undo)
+    _replace_forward(layer, block, architecture, undo)
 
 
-def _restate_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
-    """Let `layer` run `_block_forward`, whoever wrapped its forward before."""
-    kind: Any = type(layer)
+def _replace_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
+    """Make `layer` run `_block_forward`, also inside accelerate's and nnsight's wrappers."""
+    cls: Any = type(layer)
     layer.__dict__[BLOCK] = block, architecture
-    layer.__class__ = type(kind.__name__, (kind,), {"forward": _block_forward, "__module__": kind.__module__})
+    layer.__class__ = type(cls.__name__, (cls,), {"forward": _block_forward, "__module__": cls.__module__})
     undo.callback(layer.__dict__.pop, BLOCK)
-    undo.callback(setattr, layer, "__class__", kind)
-    undo.callback(replace_body(layer, kind.forward, _block_forward))
+    undo.callback(setattr, layer, "__class__", cls)
+    undo.callback(replace_body(layer, cls.forward, _block_forward))
     wrapped = layer.__dict__.get("_old_forward")
-    if getattr(wrapped, "__func__", None) is kind.forward:
+    if getattr(wrapped, "__func__", None) is cls.forward:
         layer.__dict__["_old_forward"] = MethodType(_block_forward, layer)
         undo.callback(layer.__dict__.__setitem__, "_old_forward", wrapped)
 
 
 def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """A pre-norm block's forward with its residual points."""
+    """Forward of a pre-norm block, with its residual points."""
     block, architecture = self.__dict__[BLOCK]
     ln1, attn = self.get_submodule(architecture.ln1), self.get_submodule(architecture.attn)
     ln2, mlp = self.get_submodule(architecture.ln2), self.get_submodule(architecture.mlp)
@@ -129,7 +129,7 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "Points", eps: str) -> None:
 
 
 def _tap_result(undo: ExitStack, output_projection: nn.Linear, points: "AttentionPoints") -> None:
-    """Tap the output projection; the point sees what each head adds to the stream."""
+    """Tap the output projection; the point sees the output of each head, as added to the stream."""
 
     def tap(module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor | None:
         if not points.hook_result.watched:

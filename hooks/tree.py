@@ -1,13 +1,13 @@
 """The tree of hook points over one transformers model.
 
-`HookTree` is a TransformerLens `HookedRootModule`: front.py holds its `run_with_cache`, `run_with_hooks` and `hooks`,
-weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers model, which
-computes. The points are not on the path of the computation until taps.py connects them, and then only while watched.
+`HookTree` is a TransformerLens `HookedRootModule`: front.py defines its `run_with_cache`, `run_with_hooks` and `hooks`,
+weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers model, which does
+the computation. taps.py connects the points to the computation, which passes through them only while they are watched.
 
-``denoise`` holds the points of the sampler. The tree carries them so that every quantity of a run has one namespace;
-a single forward pass does not reach them.
+``denoise`` contains the points of the sampler. They are part of the tree so that all quantities of a run share one
+namespace; a single forward pass does not reach them.
 
-One way this fails: two trees over one transformers model would both tap it. Build one tree per model.
+Pitfall: two trees over one transformers model would both tap it. Build one tree per model.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ from sinklens.hooks.weights import ModelWeights
 
 @dataclass(frozen=True)
 class Sizes:
-    """The lengths of the axes and what is turned on, under the names TransformerLens's helpers look for in ``cfg``."""
+    """Axis lengths and switches, under the names that TransformerLens's helpers read from ``cfg``."""
 
     n_layers: int
     n_heads: int
@@ -63,9 +63,9 @@ class HookTree(ModelWeights, HookFront):
 
     Attributes:
         hf: the transformers model.
-        watch: the step counter and the trace blocks, which the points share.
+        watch: the step, the trace blocks and the peek, which the points share.
         cfg: axis lengths and switches under TransformerLens's names.
-        tokenizer_of: returns the tokenizer of the model that holds the tree; None without one.
+        tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
         blocks, hook_embed, ln_final, denoise: the points.
     """
 
@@ -92,7 +92,7 @@ class HookTree(ModelWeights, HookFront):
         ]
 
     def _setup_points(self) -> None:
-        """TransformerLens's `setup`, which names every module; those of transformers keep the attributes they had."""
+        """Run TransformerLens's `setup`, which names every module, and restore the `name` of transformers' modules."""
         before = {module: module.__dict__.get("name") for module in self.hf.modules()}
         self.setup()
         for module, name in before.items():
@@ -101,7 +101,7 @@ class HookTree(ModelWeights, HookFront):
                 module.__dict__["name"] = name
 
     def disconnect(self) -> None:
-        """Remove every tap from the transformers model; the tree cannot be used afterwards."""
+        """Remove all taps from the transformers model; the tree cannot be used afterwards."""
         self._undo.close()
         self.disconnected = True
 
@@ -112,11 +112,11 @@ class HookTree(ModelWeights, HookFront):
         return ["denoise.hook_canvas", *found, *(f"denoise.{spec.name}" for spec in names.DENOISE[1:])]
 
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
-        """The layers that a pass from `start_at_layer` to before `stop_at_layer` computes."""
+        """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
         return partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Accepted as in TransformerLens; ``hook_result`` is always on here, and computed only while it is watched."""
+        """Accepted for TransformerLens; here ``hook_result`` is always on, and computed only while it is watched."""
         self.cfg = replace(self.cfg, use_attn_result=use_attn_result)
 
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
@@ -146,8 +146,8 @@ class HookTree(ModelWeights, HookFront):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
-        Positions are counted from the first real token, so left padding does not move a prompt. A `stream` is taken in
-        place of the embeddings of `input_ids`.
+        Positions are counted from the first real token, so left padding does not shift a prompt. A `stream` replaces
+        the embeddings of `input_ids`.
         """
         position_ids = None
         if attention_mask is not None:
@@ -173,23 +173,25 @@ class HookTree(ModelWeights, HookFront):
         attention_mask: Bool[Tensor, "batch pos"] | None,
         names: Iterable[str],
     ) -> dict[str, Tensor]:
-        """The values of the points called `names` in a pass of its own, which no hook or trace block sees or changes.
+        """Run a separate pass, without hooks or trace blocks, and return the values of the points called `names`.
 
         For hooks that need another pass in the middle of one. Points of the sampler are not reached.
 
         Raises:
             HookNameError: no such point, or one of the sampler.
-            SinklensError: a look is going on already.
+            SinklensError: another peek is running.
         """
         wanted = [self.resolve(name) for name in names]
         for name in wanted:
             if name.startswith("denoise."):
                 raise HookNameError(f"{name!r} belongs to the sampler; a single pass does not reach it.")
         if self.watch.peeked is not None:
-            raise SinklensError("one look is going on already; a pass that is looked at calls no hooks.")
+            raise SinklensError(
+                "another peek is running; call peek after it returns (hooks are not called during a peek)."
+            )
         handover = self.watch.handover
         self.watch.peeked = peeked = dict.fromkeys(wanted)
-        try:  # a block that waits for one of transformers' modules must not be served here
+        try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)
             return {name: value for name, value in peeked.items() if value is not None}
@@ -197,11 +199,11 @@ class HookTree(ModelWeights, HookFront):
             self.watch.peeked = None
 
     def refuse_unusable(self) -> None:
-        """Called before a run and before a single pass; it takes longer than a pass's points do.
+        """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.
 
         Raises:
-            SinklensError: the model was released, or some module was compiled. Compiled code passes by the points, so
-                hooks would do nothing, silently.
+            SinklensError: the model was released, or a module was compiled. Compiled code bypasses the points: hooks
+                would silently do nothing.
         """
         if self.disconnected:
             raise SinklensError(
@@ -212,7 +214,7 @@ class HookTree(ModelWeights, HookFront):
             if module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
                 name = next(name for name, other in self.hf.named_modules() if other is module)
                 raise SinklensError(
-                    f"{name or 'the model'} was compiled (torch.compile), and compiled code passes by the hook "
+                    f"{name or 'the model'} was compiled (torch.compile), and compiled code bypasses the hook "
                     f"points. Load the model again, and leave it uncompiled."
                 )
 
@@ -230,19 +232,19 @@ class HookTree(ModelWeights, HookFront):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
     ) -> Any:
-        """One pass over `input_ids` [batch, pos]: raw logits, unless another `return_type` is asked for.
+        """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
         Args:
             input_ids: token ids; with `start_at_layer` the stream entering that layer [batch, pos, d_model].
             attention_mask: 1 (or True) on real tokens, 0 on padding.
             return_type: "logits", "loss" (of the next token, autoregressive models), "both" or None.
-            loss_per_token: the loss of each token instead of their mean.
-            start_at_layer: the first layer that is computed.
-            stop_at_layer: the first layer that is not; the stream that would enter it is returned.
+            loss_per_token: return the loss of each token instead of their mean.
+            start_at_layer: the first layer to compute.
+            stop_at_layer: the layer to stop before; the stream that would enter it is returned.
 
         Raises:
-            PromptError: not a tensor, or ids where a stream is due, or the other way round.
-            SettingError: a layer that does not exist, or a loss that cannot be computed.
+            PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
+            SettingError: a layer does not exist, or the loss cannot be computed.
         """
         self.refuse_unusable()
         layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
@@ -257,9 +259,9 @@ class HookTree(ModelWeights, HookFront):
 
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
             if stop_at_layer is not None:
-                every: Any = base.get_submodule(self.architecture.layers)
+                all_layers: Any = base.get_submodule(self.architecture.layers)
                 return partial_pass.stream_before(
-                    [*every, base.get_submodule(self.architecture.norm)][layers.stop], run
+                    [*all_layers, base.get_submodule(self.architecture.norm)][layers.stop], run
                 )
             hidden = run()
         return partial_pass.returned(self.head(hidden), ids, attention_mask, return_type, loss_per_token)

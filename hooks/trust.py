@@ -1,13 +1,13 @@
-"""A fast route is taken on a device only after it has agreed there with the plain one.
+"""A fast route is used on a device only after it has agreed there with the plain version.
 
-sinklens ships two routes for GPUs whose results could depend on the card, the driver or a version: the Triton kernels
-(column_sums_triton.py) and PyTorch's own operators that return the log-sum-exp (fused.py). The first call on a device,
-for each element type and head width, runs a *probe*: a few small cases at odd sizes, compared with the plain version.
-If the probe fails, for whatever reason, a warning says so once and the plain version is used from then on.
+sinklens has two routes for GPUs whose results could depend on the GPU, the driver or a version: the Triton kernels
+(column_sums_triton.py) and PyTorch's private operators that return the log-sum-exp (fused.py). The first call on a
+device, for each element type and head width, runs a *probe*: a few small cases of odd sizes, compared with the plain
+version. If the probe fails for any reason, sinklens warns once and uses the plain version from then on.
 
-Verdicts hold for the process. The next process asks again, which is quick: Triton keeps compiled kernels on disk.
+A verdict is valid for one process. The next process probes again, quickly: Triton stores compiled kernels on disk.
 
-One way this fails: a probe sees small tensors. ``python -m sinklens.devices.check`` tries longer ones.
+Limitation: a probe uses small tensors only. ``python -m sinklens.devices.check`` tests longer ones.
 """
 
 import warnings
@@ -20,11 +20,11 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """What a probe said.
+    """Result of a probe.
 
     Attributes:
         passed: the route may be used.
-        reason: why not; empty if it passed.
+        reason: why it may not be used; empty if it passed.
     """
 
     passed: bool
@@ -38,7 +38,7 @@ def trusted(route: str, place: tuple[Hashable, ...], probe: Callable[[], None]) 
     """Whether `route` may be used at `place`: (device, type, width).
 
     Args:
-        probe: raises where the route fails or disagrees; run once per route and place.
+        probe: raises if the route fails or disagrees; runs once per route and place.
     """
     key = (route, *place)
     if key not in VERDICTS:
@@ -58,14 +58,14 @@ def _verdict(probe: Callable[[], None]) -> Verdict:
         with torch.no_grad():
             probe()
     except torch.OutOfMemoryError:
-        raise  # says nothing about the route
+        raise  # not evidence against the route
     except Exception as error:  # noqa: BLE001 — compilers, drivers and comparisons raise many kinds; the warning names it
         return Verdict(False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     return Verdict(True)
 
 
 def numbers(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Random numbers for a probe, of the type and on the device of `like`; no global generator is touched."""
+    """Random numbers for a probe, with the type and device of `like`; global generators are not used."""
     drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)
     return drawn.to(device=like.device, dtype=like.dtype)
 

@@ -1,7 +1,7 @@
 """The weights under TransformerLens's names and in its shapes.
 
-Matrices act from the right, ``x @ W``, so each is the transpose of the transformers parameter. Per layer, and stacked
-over layers on the tree:
+Matrices multiply from the right, ``x @ W``, so each is the transpose of the transformers parameter. Per layer, and
+stacked over layers on the tree:
 
     W_Q                [head, d_model, d_head]      b_Q         [head, d_head]
     W_K, W_V           [kv_head, d_model, d_head]   b_K, b_V    [kv_head, d_head]
@@ -10,11 +10,11 @@ over layers on the tree:
     W_out              [d_mlp, d_model]             b_out       [d_model]
     W_E [vocab, d_model], W_U [d_model, vocab]      b_U         [vocab]
 
-A bias that the checkpoint does not have is zeros. Weights are those of the checkpoint: nothing is folded or centred,
-so the norms keep weights of their own (``ln1.w``, ``ln2.w``, ``ln_final.w``).
+A bias that the checkpoint does not have is zeros. Weights are those of the checkpoint: nothing is folded or centred, so
+the norms keep their weights (``ln1.w``, ``ln2.w``, ``ln_final.w``).
 
-One way this fails: what these properties return looks at the parameters and must not be written to; change the
-parameters of ``model.tree.hf`` instead.
+Pitfall: these properties return views of the parameters. Do not write to them; change the parameters of
+``model.tree.hf`` instead.
 """
 
 from collections.abc import Callable
@@ -37,15 +37,15 @@ def per_head(linear: nn.Linear, d_head: int) -> Float[Tensor, "head d_model d_he
 
 
 def bias_of(linear: nn.Linear) -> Float[Tensor, " out"]:
-    """The bias of a projection; zeros where it has none."""
+    """The bias of a projection; zeros if it has none."""
     bias: Tensor | None = value_of(linear, "bias")
     return weight_of(linear).new_zeros(linear.out_features) if bias is None else bias
 
 
 class AttentionWeights:
-    """Weights of one attention layer, for the group of its points.
+    """Weights of one attention layer, as properties of its group of points.
 
-    The layer owns them; the group keeps its projections under ``_projections`` in its ``__dict__``, by letter.
+    The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by letter.
     """
 
     def _project(self, letter: str) -> tuple[nn.Linear, int]:
@@ -93,14 +93,14 @@ class AttentionWeights:
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:
-        """Output bias, which belongs to no head."""
+        """Output bias, shared by all heads."""
         return bias_of(self._project("o")[0])
 
 
 class MlpWeights:
-    """Weights of one gated MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, for the group of its points.
+    """Weights of one gated MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, as properties of its group of points.
 
-    The layer owns them; the group keeps its projections under ``_projections`` in its ``__dict__``, by name.
+    The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name.
     """
 
     def _linear(self, name: str) -> nn.Linear:
@@ -175,10 +175,10 @@ class Unembed:
 
 
 def _stacked(part: str, name: str) -> property:
-    """The weights called `name` of all layers, along a new first axis."""
+    """The weights called `name` of all layers, stacked along a new first axis."""
 
     def stack(tree: Any) -> Float[Tensor, "layer *shape"]:
-        device = tree.cfg.device  # layers may be spread over several
+        device = tree.cfg.device  # layers may be on several devices
         return torch.stack([getattr(getattr(block, part), name).to(device) for block in tree.blocks])
 
     return property(stack, doc=f"`{name}` of all layers, [layer, ...].")
@@ -239,21 +239,21 @@ class ModelWeights:
         return grouped.repeat_interleave(self.cfg.n_heads // grouped.shape[1], dim=1)
 
     def QK_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
-        """The layers with attention, which are all, and `QK`."""
+        """The layers with attention (all of them) and `QK`."""
         return list(range(self.cfg.n_layers)), self.QK
 
     def OV_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
-        """The layers with attention, which are all, and `OV`."""
+        """The layers with attention (all of them) and `OV`."""
         return list(range(self.cfg.n_layers)), self.OV
 
     def all_composition_scores(self, mode: str) -> CompositionScores:
-        """How strongly each later head reads what each earlier one writes, [layer, head, layer, head].
+        """How strongly each later head reads the output of each earlier head, [layer, head, layer, head].
 
         ‖OV · C‖ / (‖OV‖ ‖C‖) in Frobenius norms, where C is QK ("Q"), QKᵀ ("K") or OV ("V") of the later head; 0 where
         it is not later (Elhage et al., 2021, A Mathematical Framework for Transformer Circuits).
 
         Raises:
-            SettingError: another mode.
+            SettingError: `mode` is not "Q", "K" or "V".
         """
         if mode not in ("Q", "K", "V"):
             raise SettingError(f"mode must be one of 'Q', 'K' and 'V'; got {mode!r}.")
@@ -271,46 +271,46 @@ class ModelWeights:
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """The sum of the biases written to the stream before `layer`; with `mlp_input` also its attention's.
+        """The sum of the biases written to the stream before `layer`; with `mlp_input` also that of its attention.
 
         Raises:
             SettingError: `mlp_input` after the last layer.
         """
         if mlp_input and layer >= self.cfg.n_layers:
             raise SettingError(f"layer {layer} has no MLP; mlp_input=True takes layers 0 to {self.cfg.n_layers - 1}.")
-        found = self.b_O[: layer + mlp_input].sum(0)
-        return found + self.b_out[:layer].sum(0) if include_mlp_biases else found
+        total = self.b_O[: layer + mlp_input].sum(0)
+        return total + self.b_out[:layer].sum(0) if include_mlp_biases else total
 
     def to_single_token(self, text: str) -> int:
         """The id of a text that is exactly one token.
 
         Raises:
-            PromptError: it is none or several, or there is no tokenizer.
+            PromptError: `text` is not exactly one token, or the model has no tokenizer.
         """
         tokenizer = self.tokenizer_of()
         if tokenizer is None:
-            raise PromptError(f"{text!r} needs a tokenizer, and this model came without one; give token ids.")
+            raise PromptError(f"{text!r} needs a tokenizer, and this model has none; give token ids.")
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) != 1:
             parts = [tokenizer.decode([token]) for token in ids]
-            raise PromptError(f"{text!r} is {len(ids)} tokens, {parts}; give a text that is exactly one.")
+            raise PromptError(f"{text!r} is {len(ids)} tokens, {parts}; give a text that is exactly one token.")
         return int(ids[0])
 
     def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
-        """The directions in the normalized stream whose products with it are the logits of `tokens`.
+        """Directions in the normalized stream whose dot products with the stream are the logits of `tokens`.
 
         w ⊙ W_U[:, token], where w is the final norm's weight. TransformerLens folds w into W_U when it loads a model;
-        here the weights are the checkpoint's, so it is multiplied in: ``cache.logit_attrs`` of all components adds up
-        to the logit, less b_U. One token, also in a tensor of one, gives one direction [d_model].
+        here the weights are the checkpoint's, so w is multiplied in: ``cache.logit_attrs`` of all components adds up
+        to the logit minus b_U. One token, or a tensor with one element, gives one direction [d_model].
 
         Raises:
             PromptError: a text that is not exactly one token.
-            SettingError: something else.
+            SettingError: `tokens` is not a text, an id or a tensor of ids.
         """
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
         if isinstance(tokens, Tensor) and tokens.numel() == 1:
             tokens = int(tokens.item())
         if isinstance(tokens, bool) or not isinstance(tokens, int | Tensor):
-            raise SettingError(f"tokens are a text, an id or a tensor of ids; got {type(tokens).__name__}.")
+            raise SettingError(f"tokens must be a text, an id or a tensor of ids; got {type(tokens).__name__}.")
         return self.W_U.T[tokens] * self.ln_final.w

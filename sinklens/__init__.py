@@ -6,8 +6,8 @@
             pattern = t["blocks.2.attn.hook_pattern"]
     print(t.text)
 
-`load` gets a model, `trace` opens a run of it, `generate` carries one out. Everything is imported when it is first
-used, so ``import sinklens`` is quick.
+`load` loads a model, `trace` opens a denoising run as a block, and `generate` runs one without a block. Submodules are
+imported on first use, so ``import sinklens`` is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Atomic file writes.
 
-sinklens writes every file beside its destination first and renames it when it is complete, so an interrupt, a kill or
-a full disk leaves either the old file or none.
+sinklens first writes every file next to its destination and renames it once it is complete, so after an interrupt, a
+kill or a full disk either the old file remains or there is no file.
 """
 
 import os
@@ -14,10 +14,10 @@ from sinklens.errors import SinklensError
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path; when the block ends, what was written there replaces `path`.
+    """Yield a temporary path; when the block ends, the file written there replaces `path`.
 
     Raises:
-        SinklensError: the file cannot be written (no folder, no right, disk full).
+        SinklensError: the file cannot be written (missing folder, no permission, full disk).
     """
     path = Path(path)
     part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")  # two processes may write the same file
@@ -28,5 +28,5 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     except OSError as error:
         raise SinklensError(f"could not write {path}: {error}. Make room or choose another place.") from error
     finally:
-        with suppress(OSError):  # a folder that could not be made holds no part either
+        with suppress(OSError):  # if the folder could not be created, there is nothing to remove
             part.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""What sinklens raises when it refuses something; each text says what came, what is allowed, and what to do.
+"""Errors that sinklens raises; each message states what was given, what is allowed, and what to do.
 
-`SinklensError` is the one base to catch. The subclasses also derive from the built-in error a caller would expect
-(`ValueError`, `KeyError`, ...), so code that already catches those keeps working. All of them stand here, but for
-`NotServed` in evaluation/harness.py, which cannot be met without lm-evaluation-harness.
+`SinklensError` is the base class to catch. The subclasses also derive from the built-in error a caller would expect
+(`ValueError`, `KeyError`, ...), so code that catches those keeps working. All are defined here except `NotServed` in
+evaluation/harness.py, which only occurs with lm-evaluation-harness.
 
-Not among them: `AttributeError` for a name that an object or a module lacks; what the processes that isolate a
-generated program raise inside themselves (the caller is told of it as an outcome); and plain `ValueError`s of
-sinklens.zoo, which trains the shipped models.
+Not included: `AttributeError` for missing names of an object or module; errors inside the processes that isolate
+generated programs, which the caller gets as an outcome; and plain `ValueError`s of sinklens.zoo, which trains the
+shipped models.
 """
 
 import difflib
@@ -14,11 +14,11 @@ from collections.abc import Iterable
 
 
 class SinklensError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that sinklens raises."""
 
 
 class CheckpointError(SinklensError, ValueError):
-    """A checkpoint cannot be loaded: unknown family, unsupported setting, missing, surplus or broken weights."""
+    """A checkpoint cannot be loaded: unknown family, unsupported setting, or missing, surplus or broken weights."""
 
 
 class SelfCheckError(SinklensError, RuntimeError):
@@ -26,11 +26,11 @@ class SelfCheckError(SinklensError, RuntimeError):
 
 
 class PromptError(SinklensError, ValueError):
-    """A prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer."""
+    """A prompt is empty, too long, contains the mask token, or is text for a model without a tokenizer."""
 
 
 class PromptWarning(UserWarning):
-    """A prompt can be used, and what comes of it may not be what was meant. No error, and shown once."""
+    """A prompt is valid, but its result may not be what was intended. Shown once per model."""
 
 
 class SettingError(SinklensError, ValueError):
@@ -38,18 +38,18 @@ class SettingError(SinklensError, ValueError):
 
 
 class HookNameError(SinklensError, KeyError):
-    """No hook point bears this name."""
+    """No hook point has this name."""
 
     def __str__(self) -> str:  # KeyError would show the repr
         return str(self.args[0])
 
 
 class HookFunctionError(SinklensError, TypeError):
-    """A hook function cannot be called as ``fn(value, hook=point)``, or gives back another shape than it got."""
+    """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape than it got."""
 
 
 class HookOrderError(SinklensError, RuntimeError):
-    """A hook point was asked for after the run had passed it, or outside the trace block."""
+    """A hook point was requested after the run had passed it, or outside the trace block."""
 
 
 class ReadOnlyHookError(SinklensError, TypeError):
@@ -57,11 +57,11 @@ class ReadOnlyHookError(SinklensError, TypeError):
 
 
 class TrackError(SinklensError, ValueError):
-    """A sink track cannot be opened, or lacks what was asked of it."""
+    """A sink track cannot be opened, or lacks the requested quantity."""
 
 
 class TaskError(SinklensError, ValueError):
-    """A task is unknown, or its data are missing or not what they should be."""
+    """A task is unknown, or its data are missing or malformed."""
 
 
 class LedgerError(SinklensError, RuntimeError):
@@ -69,7 +69,7 @@ class LedgerError(SinklensError, RuntimeError):
 
 
 class DeviceMemoryError(SinklensError, MemoryError):
-    """A run needed more memory than its device, or the machine, has left."""
+    """A run needed more memory than its device, or the machine, had left."""
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -1,11 +1,11 @@
-"""A mark of an intervention: text that is the same for the same intervention in any process, and different otherwise.
+"""Fingerprints of interventions: texts that are equal for equal interventions in any process, and different otherwise.
 
-Results that are kept in files are found again by it. ``repr`` does not do: it shortens tensors, tells two recorded
-tracks of one size by the same words, and names a function by its address. A mark goes down to the values: tensors and
-tracks by a hash of all they hold, functions by their code and by what they close over.
+Results in files are looked up by fingerprint. ``repr`` is not enough: it abbreviates tensors, is equal for two recorded
+tracks of the same size, and shows a function's address. A fingerprint covers the values: tensors and tracks by a hash
+of their contents, functions by their code and closure.
 
-One way this fails: a function's mark holds the names of the global values and functions it uses, not those values. Who
-changes them keeps an old mark.
+Pitfall: the fingerprint of a function contains the names of the globals it uses, not their values. Changing those
+values leaves the fingerprint unchanged.
 """
 
 import functools
@@ -25,10 +25,10 @@ from sinklens.sinks.track import SinkTrack
 
 
 def fingerprint(value: Any) -> str:
-    """The mark of an intervention, of a (name, function) pair, or of a list or mapping of them.
+    """The fingerprint of an intervention, of a (name, function) pair, or of a list or mapping of them.
 
     Raises:
-        SettingError: something is told apart by nothing but its address.
+        SettingError: a value can be identified only by its memory address.
     """
     if isinstance(value, Tensor):
         return _hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
@@ -40,7 +40,7 @@ def fingerprint(value: Any) -> str:
         return (
             f"{type(value).__module__}.{type(value).__qualname__}({value!r}, {fingerprint(dict(value.state_dict()))})"
         )
-    if isinstance(value, Mapping) or hasattr(value, "items"):  # an ActivationCache is no Mapping
+    if isinstance(value, Mapping) or hasattr(value, "items"):  # an ActivationCache is not a Mapping
         return f"{{{', '.join(f'{fingerprint(key)}: {fingerprint(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(map(fingerprint, value)))}}}"
@@ -53,7 +53,7 @@ def fingerprint(value: Any) -> str:
         return f"[{', '.join(map(fingerprint, value))}]"
     if isinstance(value, FunctionType | MethodType | functools.partial | CodeType):
         return _of_function(value)
-    return _of_words(value)
+    return _of_repr(value)
 
 
 def _hashed(values: np.ndarray, dtype: Any, shape: Any) -> str:
@@ -62,9 +62,9 @@ def _hashed(values: np.ndarray, dtype: Any, shape: Any) -> str:
 
 def _parts(value: Any) -> dict[str, Any]:
     data = value.data if isinstance(value, SinkTrack) else value
-    held = data.to_dataset(name="value") if isinstance(data, xr.DataArray) else data
-    arrays = {str(name): [list(held[name].dims), held[name].to_numpy()] for name in sorted(map(str, held.variables))}
-    return arrays | {"attributes": dict(sorted(held.attrs.items()))}
+    data = data.to_dataset(name="value") if isinstance(data, xr.DataArray) else data
+    arrays = {str(name): [list(data[name].dims), data[name].to_numpy()] for name in sorted(map(str, data.variables))}
+    return arrays | {"attributes": dict(sorted(data.attrs.items()))}
 
 
 def _of_function(value: Any) -> str:
@@ -74,16 +74,17 @@ def _of_function(value: Any) -> str:
         return f"{fingerprint(value.__func__)} of {fingerprint(value.__self__)}"
     if isinstance(value, CodeType):
         return fingerprint([value.co_code.hex(), value.co_names, value.co_varnames, value.co_consts])
-    held = [cell.cell_contents for cell in value.__closure__ or ()]
-    parts = [value.__code__, value.__defaults__, value.__kwdefaults__, held]
+    closure = [cell.cell_contents for cell in value.__closure__ or ()]
+    parts = [value.__code__, value.__defaults__, value.__kwdefaults__, closure]
     return f"{value.__module__}.{value.__qualname__}({fingerprint(parts)})"
 
 
-def _of_words(value: Any) -> str:
-    words = repr(value)
-    if type(value).__repr__ is object.__repr__ or " at 0x" in words:
+def _of_repr(value: Any) -> str:
+    text = repr(value)
+    if type(value).__repr__ is object.__repr__ or " at 0x" in text:
         raise SettingError(
-            f"results that are kept need interventions that another process can tell apart; {words} is told by its "
-            f"address alone. Make its class a dataclass or give it a __repr__ that says what it does, or leave out=."
+            f"cannot fingerprint {text}: only its memory address identifies it, and saved results need an intervention "
+            f"that another process recognizes. Make its class a dataclass, give it a __repr__ with its settings, or "
+            f"omit out=."
         )
-    return words
+    return text

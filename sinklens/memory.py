@@ -1,10 +1,10 @@
-"""Running out of memory, as one clear error that leaves the model usable.
+"""Out-of-memory failures, as one clear error that leaves the model usable.
 
-PyTorch says how much it tried to allocate, not what to change. `explained` turns its error, and Python's own, into a
-`DeviceMemoryError` that does. The tensors of the failed pass are released, also those that the traceback would keep
-alive, and the allocator's cache is emptied, so that a smaller run can follow at once.
+PyTorch reports how much it tried to allocate, not what to change. `explained` converts PyTorch's and Python's errors
+into a `DeviceMemoryError` that does. It releases the tensors of the failed pass, including those that the traceback
+would keep alive, and empties the allocator's cache, so a smaller run can start immediately.
 
-One way this fails: a process that Linux kills for memory raises nothing.
+Limitation: a process that Linux kills for lack of memory raises nothing.
 """
 
 import gc
@@ -16,38 +16,38 @@ import torch
 
 from sinklens.errors import DeviceMemoryError
 
-CPU_TEXT = "can't allocate memory"  # how PyTorch's allocator for main memory says it, in a plain RuntimeError
+CPU_TEXT = "can't allocate memory"  # text of the plain RuntimeError that PyTorch's CPU allocator raises
 
 
 @contextmanager
 def explained(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of memory inside the block into a `DeviceMemoryError`.
+    """Convert an out-of-memory error inside the block into a `DeviceMemoryError`.
 
     Args:
-        advice: says where it happened and what to lower; called only then.
+        advice: returns where it happened and what to lower; called only on failure.
 
     Raises:
-        DeviceMemoryError: memory ran out, of a device or of the machine.
+        DeviceMemoryError: a device or the machine ran out of memory.
     """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, DeviceMemoryError) or not ran_out(error):
             raise
-        said, failure = advice(), error
-        traceback.clear_frames(error.__traceback__)  # their locals hold the pass's tensors
+        advised, failure = advice(), error
+        traceback.clear_frames(error.__traceback__)  # their locals keep the pass's tensors alive
         release()
         first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
-        raise DeviceMemoryError(f"{said} PyTorch said: {first or type(error).__name__}.") from failure
+        raise DeviceMemoryError(f"{advised} PyTorch said: {first or type(error).__name__}.") from failure
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out."""
+    """Whether `error` is an out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_TEXT in str(error)
 
 
 def release() -> None:
-    """Give cached memory of GPUs back."""
+    """Release cached GPU memory."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

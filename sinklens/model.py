@@ -1,11 +1,11 @@
-"""The model a user holds: hook points, tokenizer and family in one object.
+"""The user-facing model: hook points, tokenizer and family in one object.
 
-`Model` is an nnsight root over the tree of hook points, so `model.trace(ids)`, ``.edit()`` and ``.output`` are
-nnsight's own, and `run_with_cache`, `run_with_hooks` and `hooks` are TransformerLens's own. Calling it is one forward
-pass. Denoising runs start from `sinklens.trace` and `sinklens.generate`.
+`Model` is an nnsight root around the tree of hook points: `model.trace(ids)`, ``.edit()`` and ``.output`` come from
+nnsight, `run_with_cache`, `run_with_hooks` and `hooks` from TransformerLens. Calling the model runs one forward pass.
+Denoising runs start with `sinklens.trace` and `sinklens.generate`.
 
-One way this fails: on an nnsight root a child module wins over a method of the same name; no method here may be
-called ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
+Pitfall: on an nnsight root a child module shadows a method of the same name, so no method here may be called
+``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
 """
 
 from collections.abc import Iterator
@@ -36,38 +36,38 @@ NOT_FINGERPRINTED = (
     "dtype",
     "torch_dtype",
     "_name_or_path",
-)  # of a config: no part of a fingerprint
-ELSEWHERE = {  # what TransformerLens and transformers have in a model, and what to write instead
+)  # config keys that the fingerprint leaves out
+ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Model` lacks, and what to use instead
     **dict.fromkeys(
         ("generate", "generate_stream", "hf_generate", "diffusion_generate"),
-        "a run is sinklens.generate(model, prompt, ...), and sinklens.trace opens one.",
+        "call sinklens.generate(model, prompt, ...), or open a run with sinklens.trace.",
     ),
     **dict.fromkeys(
         ("enable_compatibility_mode", "process_weights", "process_weights_", "fold_layer_norm", "center_unembed"),
-        "weights are as the checkpoint stores them, and nothing is folded or centred.",
+        "weights stay as the checkpoint stores them; nothing is folded or centred.",
     ),
-    "set_tokenizer": "give it to sinklens.load(..., tokenizer=...).",
-    "input_to_embed": "read the point hook_embed.",
+    "set_tokenizer": "pass the tokenizer to sinklens.load(..., tokenizer=...).",
+    "input_to_embed": "read the hook point hook_embed.",
 }
-MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model: the Model that names its points
+MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
 
 
 class Model(SinglePasses, TokenMethods, ModuleMethods):
     """A loaded model with named hook points.
 
     Attributes:
-        tokenizer: None where the checkpoint has none; it then takes token ids only.
-        family: name of its checkpoint family, e.g. "llada".
-        mask_token_id: the mask; None for autoregressive models.
+        tokenizer: None if the checkpoint has none; the model then accepts only token ids.
+        family: name of the checkpoint family, e.g. "llada".
+        mask_token_id: the mask token; None for autoregressive models.
         eos_token_ids: tokens that end an answer.
-        config: its transformers config.
-        cfg: lengths of its axes under TransformerLens's names (n_layers, n_heads, d_model, ...).
-        name: how it was asked for.
+        config: the transformers config.
+        cfg: sizes of the axes under TransformerLens's names (n_layers, n_heads, d_model, ...).
+        name: the name or path it was loaded from.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
-        tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch makes modules in training mode
+        tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch creates modules in training mode
         super().__init__(tree)
         tree.watch.handover = self.handover
         tree.tokenizer_of = lambda: self.tokenizer
@@ -79,11 +79,11 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
         self.name: str = checkpoint.name
 
     def release(self) -> "PreTrainedModel":
-        """Return the transformers model as it was before `sinklens.load` took it, and give up this `Model`.
+        """Restore the transformers model to its state before `sinklens.load` and return it; invalidates this `Model`.
 
         Loading a transformers model changes it in place: evaluation mode, attention implementation, causal flags, the
-        class of its layers, hooks, and nnsight's wrappers. All of that is undone; weights, device and hooks that others
-        set stay as they are. Using this `Model` afterwards is an error; load the model again to go on.
+        class of its layers, hooks, and nnsight's wrappers. All of that is undone; weights, device and other libraries'
+        hooks are left unchanged. Using this `Model` afterwards is an error; load the model again to continue.
         """
         hf = self.tree.hf
         if not self.tree.disconnected:
@@ -95,7 +95,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
     @property
     def tree(self) -> HookTree:
-        """The tree of hook points itself, a TransformerLens `HookedRootModule`."""
+        """The tree of hook points, a TransformerLens `HookedRootModule`."""
         return self.wrapped
 
     @property
@@ -105,7 +105,7 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
     @property
     def cfg(self) -> Sizes:
-        """Lengths of the axes; device and dtype are where the weights are now."""
+        """Sizes of the axes, with the current device and dtype of the weights."""
         cfg, first = self.tree.cfg, next(self.tree.hf.parameters())
         if (cfg.device, cfg.dtype) != (first.device, first.dtype):
             self.tree.cfg = replace(cfg, device=first.device, dtype=first.dtype)
@@ -113,12 +113,12 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
     @property
     def family_record(self) -> Family:
-        """Everything known of the checkpoint's family."""
+        """The record of the checkpoint's family."""
         return self.checkpoint.family
 
     @property
     def special_tokens(self) -> dict[str, list[int]]:
-        """Ids of special tokens: "mask", "start" and "end" of a text, and "markup", the others (chat headers, …)."""
+        """Ids of special tokens: "mask", "start" and "end" of a text, and "markup" for all others (chat headers, …)."""
         mask = [] if self.mask_token_id is None else [self.mask_token_id]
         end = list(self.eos_token_ids)
         if self.tokenizer is None:
@@ -130,19 +130,19 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
     @property
     def fingerprint(self) -> str:
-        """Tells two checkpoints of one name apart: a hash over all weights, the config and the tokenizer.
+        """Hash of all weights, the config and the tokenizer; distinguishes checkpoints that share a name.
 
-        It is the same on every device, and in every dtype that holds the weights exactly.
+        It is the same on every device and in every dtype that represents the weights exactly.
         """
         config = {name: value for name, value in self.config.to_diff_dict().items() if name not in NOT_FINGERPRINTED}
-        told = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
+        described = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
-            told += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
+            described += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
         hf = self.tree.hf
-        return fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(told))
+        return fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(described))
 
     def hook_names(self) -> list[str]:
-        """Names of all hook points, in the order a step reaches them."""
+        """Names of all hook points, in the order in which a step reaches them."""
         return self.tree.point_names()
 
     def __getattr__(self, name: str) -> Any:
@@ -152,17 +152,17 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
-        way = normalizer_name(self.config)
-        told = "" if way == "softmax" else f"attention={way!r}, "
+        normalizer = normalizer_name(self.config)
+        attention = "" if normalizer == "softmax" else f"attention={normalizer!r}, "
         return (
-            f"Model({self.name!r}, family={self.family!r}, {told}{size:,} parameters, {self.cfg.n_layers} layers, "
+            f"Model({self.name!r}, family={self.family!r}, {attention}{size:,} parameters, {self.cfg.n_layers} layers, "
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
 
-    # What TransformerLens's tools ask of a model beside what the tree has.
+    # TransformerLens's tools also read this from a model.
     @property
     def original_model(self) -> "PreTrainedModel":
-        """The transformers model, under the name by which TransformerLens's guards look for training mode."""
+        """The transformers model, under the name where TransformerLens's guards look for training mode."""
         return self.tree.hf
 
 
@@ -179,23 +179,23 @@ def load(
     """Load a model and name every point in it.
 
     Args:
-        name_or_path: a shipped checkpoint ("tiny-llada", "tiny-llama"), a hub name, a local folder in the public
-            layout (config.json and one or several *.safetensors), a transformers `PreTrainedModel`, or a
-            TransformerLens `TransformerBridge`.
+        name_or_path: a shipped checkpoint ("tiny-llada", "tiny-llama"), a hub name, a local folder in the published
+            layout (config.json and one or more *.safetensors), a transformers `PreTrainedModel`, or a TransformerLens
+            `TransformerBridge`.
         revision: branch, tag or commit on the hub.
-        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored type; on a CPU, models
-            below 10⁹ parameters are computed in float32.
-        device: e.g. "cpu", "cuda:1"; by default a GPU if there is one.
+        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
+            below 10⁹ parameters run in float32 on a CPU.
+        device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
         device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs.
-        tokenizer: used instead of the checkpoint's own.
-        check: run the self-check (selfcheck.py), one short pass.
+        tokenizer: replaces the checkpoint's tokenizer.
+        check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:
-        The model, in evaluation mode; for a transformers model that was given before, the same `Model` as then.
+        The model, in evaluation mode; for a transformers model that was loaded before, the same `Model` again.
 
     Raises:
-        CheckpointError: not found, no network, unknown family, a config value that cannot be expressed, pickles
-            only, or weights missing, surplus, misshapen or truncated.
+        CheckpointError: the checkpoint was not found, there is no network, the family is unknown, a config value is
+            unsupported, the weights are pickles only, or weights are missing, surplus, misshapen or truncated.
         SelfCheckError: the hook points do not show what the model computes.
     """
     if isinstance(name_or_path, str | Path):
@@ -204,8 +204,8 @@ def load(
         )
     elif revision is not None or device_map is not None or device is not None or dtype != "auto":
         raise CheckpointError(
-            "revision, dtype, device and device_map belong to loading; the model given is loaded already. "
-            "Move or convert it before handing it over."
+            "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
+            "Move or convert it before passing it to load."
         )
     else:
         known = (
@@ -213,13 +213,13 @@ def load(
         )
         if known is not None and tokenizer in (None, known.tokenizer):
             return known
-        checkpoint = _take_over(name_or_path, tokenizer)
+        checkpoint = _checkpoint_of(name_or_path, tokenizer)
     model = Model(checkpoint)
     if check:
         try:
             run_check(model.tree, checkpoint.family.causal)
         except SelfCheckError:
-            model.release()  # a model that is refused stays as it was
+            model.release()  # a rejected model is left unchanged
             raise
     checkpoint.hf.__dict__[MODEL_KEY] = model
     return model
@@ -227,22 +227,22 @@ def load(
 
 @contextmanager
 def borrow(held: "PreTrainedModel", *, tokenizer: Any = None, check: bool = True) -> Iterator[Model]:
-    """Use a transformers model for a while, and leave it as it was.
+    """Load a transformers model inside a block and restore it when the block ends.
 
         with sinklens.borrow(hf, tokenizer=tokenizer) as model:
             run = sinklens.generate(model, prompt)
 
     Args:
-        held: the model; see `load` for what is accepted and what may be raised.
+        held: the transformers model; see `load` for accepted models and errors.
         tokenizer: its tokenizer.
         check: run the self-check.
 
     Raises:
-        CheckpointError: the model is loaded already; use that `Model`, or release it first.
+        CheckpointError: the model is already loaded; use that `Model`, or release it first.
     """
     if MODEL_KEY in getattr(held, "__dict__", {}):
         raise CheckpointError(
-            "this model is loaded already, and borrowing it would end with that Model released; use the Model that "
+            "this model is already loaded, and leaving the borrow block would release that Model; use the Model that "
             "sinklens.load returned, or call its .release() first."
         )
     model = load(held, tokenizer=tokenizer, check=check)
@@ -252,15 +252,15 @@ def borrow(held: "PreTrainedModel", *, tokenizer: Any = None, check: bool = True
         model.release()
 
 
-def _take_over(held: Any, tokenizer: Any) -> Checkpoint:
-    """The checkpoint of a model that the caller holds already."""
+def _checkpoint_of(loaded: Any, tokenizer: Any) -> Checkpoint:
+    """The checkpoint of a model that is already loaded."""
     from transformers import PreTrainedModel
 
-    if isinstance(held, PreTrainedModel):
-        return from_pretrained_model(held, tokenizer)
-    if hasattr(held, "original_model") and not isinstance(held, Model):
-        return from_bridge(held, tokenizer)
+    if isinstance(loaded, PreTrainedModel):
+        return from_pretrained_model(loaded, tokenizer)
+    if hasattr(loaded, "original_model") and not isinstance(loaded, Model):
+        return from_bridge(loaded, tokenizer)
     raise CheckpointError(
-        f"cannot load a {type(held).__name__}; give a name, a folder, a transformers PreTrainedModel "
+        f"cannot load a {type(loaded).__name__}; pass a name, a folder, a transformers PreTrainedModel "
         f"or a TransformerLens TransformerBridge."
     )

@@ -1,7 +1,7 @@
-"""A progress bar for runs that last.
+"""A progress bar for long runs.
 
-By default it appears on a terminal, after the first seconds, and never elsewhere; ``progress=True`` or ``False``
-decides outright.
+By default it appears only on a terminal, after a few seconds; ``progress=True`` always shows it and ``progress=False``
+never does.
 """
 
 import sys
@@ -9,11 +9,11 @@ import time
 from types import TracebackType
 from typing import Any
 
-PATIENCE = 3.0  # seconds before a bar appears by itself
+PATIENCE = 3.0  # seconds before a bar appears by default
 
 
 class Progress:
-    """A listener (see sampling/running.py) that shows how many steps are done."""
+    """A listener (see sampling/loop.py) that shows how many steps are done."""
 
     def __init__(self, steps: int, wanted: bool | None) -> None:
         self._steps, self._wanted = steps, wanted

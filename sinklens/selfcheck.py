@@ -1,18 +1,18 @@
-"""What every loaded model has to show before sinklens hands it out.
+"""The self-check that every model must pass before `sinklens.load` returns it.
 
-On a few tokens: every hook point of a pass fires exactly once, with the shape that its name stands for; watching them
-changes nothing; rows of a softmax sum to 1; attention is bidirectional (or causal) as the family says; and an edit of
-each kind of point reaches the logits. A model that fails is refused, because every later measurement would be of
-something other than the model.
+On a few tokens it verifies that every hook point fires exactly once per pass, with its documented shape; that watching
+the points changes nothing; that softmax rows sum to 1; that attention is bidirectional (or causal) as the family
+specifies; and that an edit of each kind of point reaches the logits. A model that fails is rejected, because later
+measurements would not describe what it computes.
 
-Three passes do it, however many points there are: one that nobody watches, one that is watched at every point, and one
-with edits. The edits share a pass: at the entry of the last layer the one prompt spreads to a row for each kind of
-point, and each row gets one edit. Only that layer and the head see more than one row, so the pass takes little longer
-than any other where the model is large.
+Three passes suffice for any number of points: one without hooks, one watched at every point, and one with edits. The
+edits share a pass: at the entry of the last layer the single prompt is expanded to one row per kind of point, and each
+row gets one edit. Only that layer and the head see more than one row, so on a large model the pass takes little longer
+than any other.
 
-One way this fails: the check runs short passes in the model's own type; it cannot see a fault that needs a long
-context. And a layer whose output is zero hides its edits, so a kind that the last layer does not answer is edited in
-all layers before the model is refused. `sinklens.load(..., check=False)` skips the check.
+Limitation: the check runs short passes in the model's dtype and cannot detect a fault that needs a long context. A
+layer whose output is zero also hides its edits, so a kind of point whose edit in the last layer has no effect is edited
+in all layers before the model is rejected. `sinklens.load(..., check=False)` skips the check.
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,25 @@ from sinklens.hooks.tree import HookTree
 
 TOKENS = 6
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-HIDDEN = -1e4  # added to the scores of a key: no attention, in every type
+HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
 READ_ONLY = "attn.hook_sink_scores"
 EMBED = names.EMBED[0].name
 KINDS = [f"blocks.{{}}.{name}" for name, _ in names.block_specs() if name != READ_ONLY]
 KINDS += [f"ln_final.{spec.name}" for spec in names.NORM]
-"""The points behind the embedding that can be edited; ``{}`` stands for the layer."""
+"""The editable points after the embedding; ``{}`` stands for the layer."""
 
 
 def check(tree: HookTree, causal: bool) -> None:
     """Run the self-check.
 
     Raises:
-        SelfCheckError: names what failed, with the figure.
+        SelfCheckError: a check failed; the message gives the measured value.
     """
     with torch.no_grad():
         ids = (torch.arange(TOKENS) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
         plain = tree(ids)
         if not torch.isfinite(plain).all():
-            raise SelfCheckError("the model's logits are not finite on a plain pass; its weights are broken.")
+            raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
         seen, hooked = _watched_pass(tree, ids)
         scale = max(1.0, plain.abs().max().item())
         tolerance = TOLERANCE.get(tree.cfg.dtype, 1e-3)
@@ -65,7 +65,7 @@ def check(tree: HookTree, causal: bool) -> None:
 
 
 def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, list[Tensor]], Tensor]:
-    """What passes each point, its first row; and the logits, of a row for each of `KINDS`."""
+    """The first row of each point's value, and the logits with one row per entry of `KINDS`."""
     seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
     hooks: list[Any] = [
         (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1])),
@@ -75,42 +75,42 @@ def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, 
 
 
 def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[Any]) -> Float[Tensor, "row pos vocab"]:
-    """Logits of a pass that has more rows at its end than at its start."""
+    """Logits of a pass that ends with more rows than it started with."""
     with tree.hooks(fwd_hooks=hooks):
         return tree.hf(input_ids=ids, use_cache=False).logits
 
 
 def _entry(tree: HookTree) -> str:
-    """Where the last layer begins."""
+    """The point at the entry of the last layer."""
     return f"blocks.{tree.cfg.n_layers - 1}.{names.RESID_PRE.name}"
 
 
 def _check_points(tree: HookTree, seen: dict[str, list[Tensor]]) -> None:
-    """Every point fired once, with its shape."""
+    """Check that every point fired once, with its shape."""
     layers = tree.cfg.n_layers
-    shown = sum(len(seen[f"blocks.{layer}.attn.hook_pattern"]) == 1 for layer in range(layers))
-    if shown != layers:
+    with_pattern = sum(len(seen[f"blocks.{layer}.attn.hook_pattern"]) == 1 for layer in range(layers))
+    if with_pattern != layers:
         raise SelfCheckError(
-            f"{shown} of {layers} layers showed a pattern; the others do not run sinklens's "
+            f"{with_pattern} of {layers} layers showed a pattern; the others do not run sinklens's "
             f"attention (attn_implementation is {tree.hf.config._attn_implementation!r})."
         )
     for name, values in seen.items():
         if len(values) != 1:
             others = sum(len(values) != 1 for values in seen.values()) - 1
             raise SelfCheckError(
-                f"{name} was reached {len(values)} times in one pass, and {others} other points not once either; every "
-                f"point is reached exactly once. A module of this model does not run the forward that its class has: "
-                f"give sinklens.load the model before other libraries change its modules."
+                f"{name} was reached {len(values)} times in one pass, and {others} other points not exactly once "
+                f"either; every point must be reached exactly once. A module of this model does not run its class's "
+                f"forward: pass the model to sinklens.load before other libraries change its modules."
             )
         if values[0].shape != (expected := _shape(tree, name)):
             raise SelfCheckError(
-                f"{name} showed a value of shape {list(values[0].shape)} where {list(expected)} was expected; "
-                f"the module at this point computes something else than sinklens takes it for."
+                f"{name} showed a value of shape {list(values[0].shape)}, but {list(expected)} was expected; "
+                f"the module at this point does not compute what sinklens assumes."
             )
 
 
 def _shape(tree: HookTree, name: str) -> tuple[int, ...]:
-    """The shape of the value at a point in the pass of the check, by the table of points."""
+    """The shape that the table of points gives for a point in the pass of the check."""
     cfg, kind = tree.cfg, name.rsplit(".", 1)[-1]
     sizes = {
         "batch": 1, "pos": TOKENS, "query": TOKENS, "key": TOKENS, "head": cfg.n_heads, "d_head": cfg.d_head,
@@ -123,18 +123,16 @@ def _shape(tree: HookTree, name: str) -> tuple[int, ...]:
 def _check_direction(pattern: Float[Tensor, "batch head query key"], layer: int, causal: bool) -> None:
     later = pattern.float().triu(1).sum().item()
     if causal and later > 0:
-        raise SelfCheckError(
-            f"layer {layer} attends to later positions (mass {later:.3g}) though its family is causal."
-        )
+        raise SelfCheckError(f"layer {layer} attends to later positions (mass {later:.3g}), but its family is causal.")
     if not causal and later == 0:
         raise SelfCheckError(
-            f"layer {layer} never attends to later positions though its family is bidirectional: "
+            f"layer {layer} never attends to later positions, but its family is bidirectional: "
             f"the causal mask is still on."
         )
 
 
 def _check_embedding(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> None:
-    """An edit of the embedding reaches the first layer, whose entry is among `KINDS`; the pass ends there."""
+    """Check that an edit of the embedding reaches the first layer, whose entry is in `KINDS`; the pass ends there."""
     put: list[Tensor] = []
 
     def edit(value: Tensor, hook: Any) -> Tensor:
@@ -152,20 +150,20 @@ def _check_embedding(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> None:
 
 
 class _ArrivedError(Exception):
-    """Ends a pass; says whether the edit was there."""
+    """Ends a pass; its argument is whether the edit arrived."""
 
 
 def _check_edits(
     tree: HookTree, ids: Int[Tensor, "1 pos"], seen: dict[str, list[Tensor]], hooked: Float[Tensor, "row pos vocab"]
 ) -> None:
-    """An edit of each kind of point behind the embedding reaches the logits.
+    """Check that an edit of each kind of point after the embedding reaches the logits.
 
     Args:
-        seen, hooked: of the watched pass. The pass with edits begins its last layer with the same stream and watches
-            the same points in it, so what no edit reaches is the same bit for bit.
+        seen, hooked: from the watched pass. The pass with edits enters its last layer with the same stream and watches
+            the same points there, so values that no edit reaches are bitwise equal.
     """
     layers, entry = tree.cfg.n_layers, _entry(tree)
-    if len(hooked) != len(KINDS):  # the rows of the watched pass are an edit, too
+    if len(hooked) != len(KINDS):  # expanding the rows in the watched pass is an edit, too
         _refuse_silent([KINDS[0].format("*")])
     rows = {kind.format(layers - 1): row for row, kind in enumerate(KINDS)}
 
@@ -177,7 +175,7 @@ def _check_edits(
     edited = _spreading(tree, ids, [(name, edit) for name in rows])
     silent = [kind for row, kind in enumerate(KINDS) if torch.equal(edited[row], hooked[row])]
     if not any(seen[f"blocks.{layer}.hook_mlp_out"][0].any() for layer in range(layers)):
-        silent = [kind for kind in silent if ".ln2." not in kind and ".mlp." not in kind]  # zeros hide what is edited
+        silent = [kind for kind in silent if ".ln2." not in kind and ".mlp." not in kind]  # zeros hide these edits
     if silent:
         silent = _silent(tree, ids, {kind: [kind.format(layer) for layer in range(layers)] for kind in silent})
     if silent:
@@ -186,18 +184,17 @@ def _check_edits(
 
 def _refuse_silent(points: Sequence[str]) -> None:
     raise SelfCheckError(
-        f"edits of {', '.join(points)} leave the logits as they were: they do not reach them. Either the model runs "
-        f"other code there than sinklens's, or this part of it adds nothing in any layer; "
-        f"sinklens.load(..., check=False) loads it all the same."
+        f"edits of {', '.join(points)} do not change the logits. Either the model does not run sinklens's code there, "
+        f"or this part of it adds nothing in any layer; sinklens.load(..., check=False) loads it anyway."
     )
 
 
 def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequence[str]]) -> list[str]:
-    """Those of the keys of `places` whose points can be edited without any effect on the logits.
+    """The keys of `places` whose points can be edited without any effect on the logits.
 
-    Each key has a row of a batch of its own. The same pass is made with edits and without, under the same hooks, so
-    that what no edit reaches is the same bit for bit. In both, every key has another value: where all values are the
-    same, it makes no difference which of them attention takes.
+    Each key of `places` gets a separate row of the batch. The same pass runs with and without edits, under the same
+    hooks, so values that no edit reaches are bitwise equal. In both passes all attention keys have different values:
+    if all values were equal, it would make no difference which keys attention selects.
     """
     rows = {name: row for row, kind in enumerate(places) for name in places[kind]}
     editing = False
@@ -209,14 +206,14 @@ def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequenc
         changed[row] = _other(changed[row], hook.name)
         return changed
 
-    def stir(value: Tensor, hook: Any) -> Tensor:
-        stirred = _other(value[:1], hook.name).expand_as(value).clone()
+    def vary(value: Tensor, hook: Any) -> Tensor:
+        varied = _other(value[:1], hook.name).expand_as(value).clone()
         if hook.name in rows:
-            stirred[rows[hook.name]] = value[rows[hook.name]]
-        return stirred
+            varied[rows[hook.name]] = value[rows[hook.name]]
+        return varied
 
     values = [f"blocks.{layer}.attn.hook_v" for layer in range(tree.cfg.n_layers)]
-    hooks: list[Any] = [*((name, stir) for name in values), *((name, edit) for name in rows)]
+    hooks: list[Any] = [*((name, vary) for name in values), *((name, edit) for name in rows)]
     batch = ids.expand(len(places), -1)
     before = tree.run_with_hooks(batch, fwd_hooks=hooks)
     editing = True
@@ -225,7 +222,7 @@ def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequenc
 
 
 def _other(value: Tensor, name: str) -> Tensor:
-    """Something else in the place of `value`: the first key hidden, or numbers between 1/2 and 3/2."""
+    """A replacement for `value`: the first key hidden, or numbers between 1/2 and 3/2."""
     if name.endswith("hook_attn_mask"):
         hidden = torch.zeros_like(value)
         hidden[..., 0] = HIDDEN

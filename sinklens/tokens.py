@@ -1,10 +1,10 @@
-"""TransformerLens's methods of a model that turn text into tokens and back, and what it has of PyTorch's modules.
+"""TransformerLens's tokenization methods, and the methods of `torch.nn.Module` that return the module.
 
-`Model` inherits both classes. Unlike TransformerLens, no method adds a start token of its own accord: text gets the
-special tokens that the checkpoint's tokenizer gives it. ``prepend_bos=True`` puts a start token first where there is
-none, ``prepend_bos=False`` takes the tokenizer's away, and no text begins with two.
+`Model` inherits both classes. Unlike in TransformerLens, no method adds a start token by default: text gets the special
+tokens that the checkpoint's tokenizer adds. ``prepend_bos=True`` adds a start token if there is none,
+``prepend_bos=False`` removes the tokenizer's, and no text begins with two.
 
-How it could fail silently: a piece of a longer text begins with a start token too where the tokenizer adds one. Ask for
+Silent failure: if the tokenizer adds a start token, a fragment of a longer text gets one too. Pass
 ``prepend_bos=False``, or use `to_single_token`, which does.
 """
 
@@ -28,12 +28,12 @@ class TokenMethods:
     """Text to tokens and back.
 
     Attributes:
-        name: of the model.
-        tokenizer: None where it has none.
-        cfg: lengths of its axes.
+        name: name of the model.
+        tokenizer: None if the model has none.
+        cfg: sizes of the model's axes.
         mask_token_id: None for autoregressive models.
-        family_record, checkpoint: name the sampler and its settings.
-        eos_token_ids: tokens that end an answer; the first pads where the tokenizer names none that does.
+        family_record, checkpoint: specify the sampler and its settings.
+        eos_token_ids: tokens that end an answer; the first is the padding token if the tokenizer defines none.
     """
 
     name: str
@@ -46,27 +46,27 @@ class TokenMethods:
 
     @property
     def reader(self) -> PromptReader:
-        """What makes token ids of prompts."""
-        own = getattr(self.tokenizer, "pad_token_id", None)
-        pad = own if own is not None else next(iter(self.eos_token_ids), 0)
+        """Converts prompts to token ids."""
+        pad_token_id = getattr(self.tokenizer, "pad_token_id", None)
+        pad = pad_token_id if pad_token_id is not None else next(iter(self.eos_token_ids), 0)
         return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device)
 
     def encode(
         self, prompt: Prompt, chat_template: bool | str = False, *, prepend_bos: bool | None = None, gen_length: int = 0
     ) -> Encoded:
-        """Token ids of a prompt or of several, left-padded to one length, and which of them are real.
+        """Token ids of one or more prompts, left-padded to equal length, and which of them are real.
 
         Args:
             prompt: a string, a list of strings, token ids [pos] or [batch, pos], rows of ids, which may differ in
                 length, or a tokenizer's output.
-            chat_template: True puts a text prompt as one user turn through the tokenizer's template; a string is
-                used as the template.
-            prepend_bos: of text: True puts a start token where there is none, False takes the tokenizer's away.
-            gen_length: mask tokens to put behind each prompt; only for diffusion models.
+            chat_template: True formats a text prompt as one user turn with the tokenizer's template; a string is used
+                as the template.
+            prepend_bos: for text: True adds a start token if there is none, False removes the tokenizer's.
+            gen_length: number of mask tokens to append to each prompt; only for diffusion models.
 
         Raises:
-            PromptError: empty, not token ids, out of the vocabulary, padded without an attention mask, or text
-                without a tokenizer.
+            PromptError: the prompt is empty, not token ids, outside the vocabulary, padded without an attention mask,
+                or text without a tokenizer.
         """
         ids, real = self.reader.encode(prompt, chat_template, prepend_bos)
         if not gen_length:
@@ -78,30 +78,30 @@ class TokenMethods:
     def to_canvas(
         self, prompt: Prompt, gen_length: int | None = None, chat_template: bool | str = False
     ) -> Int[Tensor, "batch pos"]:
-        """What the first step of a run works on: the prompt's ids, left-padded, and `gen_length` mask tokens.
+        """The input of a run's first step: the prompt's ids, left-padded, followed by `gen_length` mask tokens.
 
-        `model(model.to_canvas(prompt))` gives that step's logits. For texts of different lengths pass
-        ``model.encode(texts, gen_length=…)`` instead: it also says what is padding.
+        `model(model.to_canvas(prompt))` returns that step's logits. For texts of different lengths pass
+        ``model.encode(texts, gen_length=…)`` instead, which also marks the padding.
 
         Args:
             prompt: as in `encode`.
-            gen_length: answer positions; by default the checkpoint's own or its sampler's.
+            gen_length: number of answer positions; by default the checkpoint's value, or the sampler's if it has none.
             chat_template: as in `encode`.
 
         Raises:
-            PromptError: a prompt that cannot be used, or an autoregressive model.
+            PromptError: the prompt is invalid, or the model is autoregressive.
         """
         self._mask_token()
         if gen_length is None:
             gen_length = settings_for(self, {}).gen_length
         if token_id(gen_length) is None or gen_length < 1:
-            raise SettingError(f"gen_length is a number of positions, 1 or more; got {gen_length!r}.")
+            raise SettingError(f"gen_length must be a number of positions, at least 1; got {gen_length!r}.")
         return self.encode(prompt, chat_template, gen_length=gen_length).ids
 
     def _mask_token(self) -> int:
         if self.mask_token_id is None:
             raise PromptError(
-                f"{self.name} is autoregressive and has no mask token; its first step sees the prompt alone, "
+                f"{self.name} is autoregressive and has no mask token; its first step sees only the prompt: "
                 f"model.to_tokens(prompt)."
             )
         return self.mask_token_id
@@ -109,7 +109,7 @@ class TokenMethods:
     def _check_length(self, positions: int) -> None:
         if positions > self.cfg.n_ctx:
             raise PromptError(
-                f"{self.name} has {self.cfg.n_ctx} positions; this pass would need {positions}. Shorten it."
+                f"{self.name} has {self.cfg.n_ctx} positions; this pass would need {positions}. Shorten the prompt."
             )
 
     def to_tokens(
@@ -120,17 +120,17 @@ class TokenMethods:
         move_to_device: bool = True,
         truncate: bool = False,
     ) -> Int[Tensor, "batch pos"]:
-        """Token ids of a prompt; several texts are left-padded, and `encode` says where.
+        """Token ids of a prompt; several texts are left-padded, and `encode` also marks the padding.
 
         Args:
             prompt: text, texts, or ids.
-            prepend_bos: of text: True puts a start token where there is none, False takes the tokenizer's away.
-            padding_side: "left"; nothing else is supported.
-            move_to_device: to the model's device; else on the CPU.
-            truncate: keep the first tokens of a text longer than the context. TransformerLens does by default.
+            prepend_bos: for text: True adds a start token if there is none, False removes the tokenizer's.
+            padding_side: "left"; no other value is supported.
+            move_to_device: return ids on the model's device; otherwise on the CPU.
+            truncate: keep only the first tokens of a text longer than the context, as TransformerLens does by default.
 
         Raises:
-            PromptError: a prompt that cannot be used, or another padding side.
+            PromptError: the prompt is invalid, or `padding_side` is not "left".
         """
         refuse_right_padding(padding_side)
         ids, real = self.reader.encode(prompt, prepend_bos=prepend_bos)
@@ -152,9 +152,9 @@ class TokenMethods:
     def to_str_tokens(
         self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None
     ) -> list[str] | list[list[str]]:
-        """The tokens of one text or of one row of ids, each as its own string; of several texts, a list for each.
+        """The tokens of one text or one row of ids as separate strings; for several texts, one list per text.
 
-        A row of ``run.canvas`` may hold -1, a position that does not exist yet; its string is "".
+        A row of ``run.canvas`` may contain -1, a position that does not exist yet; its string is "".
 
         Raises:
             PromptError: the model has no tokenizer, or several rows of ids were given.
@@ -167,34 +167,36 @@ class TokenMethods:
             if isinstance(prompt, str)
             else self.reader.id_rows(prompt)
         )
-        tokenizer = self._speaking("to_str_tokens")
+        tokenizer = self._require_tokenizer("to_str_tokens")
         if len(rows) != 1:
             raise PromptError(f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.")
         return [_text_of(tokenizer, [token]) for token in rows[0]]
 
     def to_string(self, tokens: TokenIds | int) -> str | list[str]:
-        """The text of a row of ids; of several rows [batch, pos], a list of texts.
+        """The text of a row of ids; for several rows [batch, pos], a list of texts.
 
-        Positions of ``run.canvas`` that do not exist yet, -1, are left out.
+        Positions of ``run.canvas`` that do not exist yet (-1) are skipped.
 
         Raises:
-            PromptError: not token ids, or the model has no tokenizer.
+            PromptError: `tokens` are not token ids, or the model has no tokenizer.
         """
         if token_id(tokens) is not None:
             tokens = [int(tokens)]  # type: ignore[arg-type]
-        rows, tokenizer = self.reader.id_rows(tokens), self._speaking("to_string")
+        rows, tokenizer = self.reader.id_rows(tokens), self._require_tokenizer("to_string")
         texts = [_text_of(tokenizer, row) for row in rows]
         return texts[0] if token_id(tokens[0]) is not None else texts  # type: ignore[index]
 
     def to_single_token(self, text: str) -> int:
-        """The id of a text that is one token.
+        """The id of a text that is a single token.
 
         Raises:
-            PromptError: it is several tokens.
+            PromptError: the text is several tokens.
         """
         ids = self.to_tokens(text, prepend_bos=False)[0].tolist()
         if len(ids) != 1:
-            raise PromptError(f"{text!r} is {len(ids)} tokens, {self.to_str_tokens(ids)}; give text that is one.")
+            raise PromptError(
+                f"{text!r} is {len(ids)} tokens, {self.to_str_tokens(ids)}; pass text that is a single token."
+            )
         return ids[0]
 
     def to_single_str_token(self, token: int) -> str:
@@ -212,17 +214,17 @@ class TokenMethods:
         """Position of a token, given as an id or as text, in a text or in one row of ids.
 
         Args:
-            single_token: what to look for.
-            prompt: where.
-            mode: "first" or "last" of several.
-            prepend_bos: as in `to_tokens`; it moves the positions of a text.
-            padding_side: "left"; nothing else is supported.
+            single_token: the token to find.
+            prompt: the text or ids to search.
+            mode: which occurrence to return, "first" or "last".
+            prepend_bos: as in `to_tokens`; a start token shifts the positions of a text by one.
+            padding_side: "left"; no other value is supported.
 
         Raises:
-            PromptError: it is not there, the text is several tokens, or `mode` is another word.
+            PromptError: the token does not occur, the text is several tokens, or `mode` is invalid.
         """
         if mode not in ("first", "last"):
-            raise PromptError(f"mode is 'first' or 'last'; got {mode!r}.")
+            raise PromptError(f"mode must be 'first' or 'last'; got {mode!r}.")
         if isinstance(prompt, str):
             rows = self.to_tokens(prompt, prepend_bos, padding_side).tolist()
         else:
@@ -234,29 +236,31 @@ class TokenMethods:
             raise PromptError(f"token {token} ({single_token!r}) is not among the {len(rows[0])} tokens of the prompt.")
         return rows[0].index(token) if mode == "first" else len(rows[0]) - 1 - rows[0][::-1].index(token)
 
-    def _speaking(self, method: str) -> Any:
+    def _require_tokenizer(self, method: str) -> Any:
         if self.tokenizer is None:
-            raise PromptError(f"{method} needs a tokenizer, and {self.name} has none; load it with tokenizer=....")
+            raise PromptError(
+                f"{method} needs a tokenizer, but {self.name} has none; load the model with tokenizer=...."
+            )
         return self.tokenizer
 
 
 def _text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of token ids, without those that do not exist yet."""
+    """Text of token ids; positions that do not exist yet (-1) are skipped."""
     return str(tokenizer.decode([token for token in ids if token >= 0], clean_up_tokenization_spaces=False))
 
 
 def refuse_right_padding(padding_side: str | None) -> None:
-    """Accept TransformerLens's argument as far as it says what happens anyway.
+    """Accept TransformerLens's ``padding_side`` argument only if it matches what sinklens does: pad on the left.
 
     Raises:
-        PromptError: another side than the left.
+        PromptError: `padding_side` is neither None nor "left".
     """
     if padding_side not in (None, "left"):
-        raise PromptError(f"padding_side is 'left' here, always, or left out; got {padding_side!r}.")
+        raise PromptError(f"padding_side must be 'left', or omitted; got {padding_side!r}.")
 
 
-def _same(name: str) -> Callable[..., Any]:
-    """`torch.nn.Module`'s method called `name`, but that it returns the model it was called on."""
+def _returning_model(name: str) -> Callable[..., Any]:
+    """`torch.nn.Module`'s method `name`, returning the model it was called on."""
 
     def method(self: Self, *args: Any, **kwargs: Any) -> Self:
         getattr(self.tree, name)(*args, **kwargs)
@@ -267,17 +271,17 @@ def _same(name: str) -> Callable[..., Any]:
 
 
 class ModuleMethods:
-    """Methods of `torch.nn.Module` that return the module itself: here they return the `Model`, not its tree."""
+    """Methods of `torch.nn.Module` that return the module; here they return the `Model`, not its tree."""
 
     tree: Any
 
-    train = _same("train")
-    eval = _same("eval")
-    requires_grad_ = _same("requires_grad_")
-    to = _same("to")
-    cpu = _same("cpu")
-    cuda = _same("cuda")
-    half = _same("half")
-    bfloat16 = _same("bfloat16")
-    float = _same("float")
-    double = _same("double")
+    train = _returning_model("train")
+    eval = _returning_model("eval")
+    requires_grad_ = _returning_model("requires_grad_")
+    to = _returning_model("to")
+    cpu = _returning_model("cpu")
+    cuda = _returning_model("cuda")
+    half = _returning_model("half")
+    bfloat16 = _returning_model("bfloat16")
+    float = _returning_model("float")
+    double = _returning_model("double")

@@ -1,6 +1,6 @@
-"""The versions that a result was made with, which every record keeps.
+"""Package versions, which every record stores with its result.
 
-Reading a package's version parses its metadata, milliseconds each; a process looks once.
+Reading a version parses the package's metadata, which takes milliseconds; each process reads it once.
 """
 
 from functools import cache
@@ -10,5 +10,5 @@ version_of = cache(version)
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Package -> version, as installed when it was first asked for."""
+    """Package -> version, as installed when it was first looked up."""
     return {name: version_of(name) for name in packages}

@@ -1,8 +1,8 @@
-"""The costs measured in benchmarks/ have not grown grossly since the results were stored.
+"""The costs measured by benchmarks/ have not grown grossly since its results were stored.
 
-Only ratios are compared, not times, on the smallest case and in a separate process, because the tests' type checks cost
-time too. The best repeat has to be within twice the stored median, so that a busy machine passes and a pass that does
-its work twice fails.
+Only ratios are compared, not times, on the smallest case and in a separate process, because the tests' type checks add
+cost. The best repeat must be within twice the stored median, so a busy machine passes but a pass that does its work
+twice does not.
 """
 
 import json
@@ -15,7 +15,7 @@ STORED = json.loads((FOLDER / "results.json").read_text())
 GROSS = 2.0
 
 
-def test_the_cost_of_watching_is_less_than_twice_the_stored_one(tmp_path):
+def test_watching_costs_less_than_twice_its_stored_ratio(tmp_path):
     out = tmp_path / "results.json"
     subprocess.run(
         [sys.executable, FOLDER / "run.py", "--quick", "--only", "smallest", "--out", out], check=True,
@@ -29,7 +29,7 @@ def test_the_cost_of_watching_is_less_than_twice_the_stored_one(tmp_path):
         assert ratio["low"] < GROSS * STORED[what]["median"], ratio
 
 
-def test_every_stored_ratio_is_in_the_table():
+def test_the_table_lists_every_stored_ratio():
     table = (FOLDER / "README.md").read_text()
     for what, ratio in STORED.items():
         assert f"| {what} | {ratio['median']:.3f} |" in table

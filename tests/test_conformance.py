@@ -1,4 +1,4 @@
-"""sinklens computes what the models' own reference code computed: logits, patterns, and every canvas of every run."""
+"""sinklens reproduces the models' reference code: logits, patterns, and every canvas of every run."""
 
 import json
 from functools import cache
@@ -18,7 +18,7 @@ CASES = [(name, number) for name, count in RUNS.items() for number in range(coun
 
 
 def _unchanged(value: Tensor, hook: Any) -> None:
-    """A hook that only makes its point watched."""
+    """A hook that watches its point and changes nothing."""
 
 
 WATCHING = {
@@ -42,9 +42,9 @@ def _runs(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "expected.json").read_text())["generate"]
 
 
-def _furthest(found: Tensor, wanted: Tensor) -> float:
-    assert found.shape == wanted.shape
-    return (found - wanted).abs().max().item()
+def _max_difference(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()
 
 
 @pytest.fixture(params=RUNS)
@@ -56,20 +56,20 @@ def test_every_run_of_the_reference_is_compared(folder):
     assert len(_runs(folder)) == RUNS[folder.name]
 
 
-def test_logits_are_the_references(folder):
+def test_logits_equal_the_references(folder):
     expected = _expected(folder)
     with torch.no_grad():
         logits = _model(folder)(expected["input_ids"])
-    assert _furthest(logits, expected["logits"]) < TOLERANCE
+    assert _max_difference(logits, expected["logits"]) < TOLERANCE
 
 
-def test_patterns_are_the_references(folder):
+def test_patterns_equal_the_references(folder):
     expected, model = _expected(folder), _model(folder)
     with torch.no_grad():
         logits, cache = model.run_with_cache(expected["input_ids"], names_filter=lambda name: "hook_pattern" in name)
     patterns = torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
-    assert _furthest(patterns, expected["pattern"]) < TOLERANCE
-    assert _furthest(logits, expected["logits"]) < TOLERANCE  # of the pass whose maps were explicit
+    assert _max_difference(patterns, expected["pattern"]) < TOLERANCE
+    assert _max_difference(logits, expected["logits"]) < TOLERANCE  # from the pass with explicit attention maps
 
 
 def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder):
@@ -77,11 +77,11 @@ def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder):
     with torch.no_grad():
         _, cache = model.run_with_cache(expected["input_ids"], names_filter=lambda name: "sink_scores" in name)
     scores = torch.stack([cache[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(model.cfg.n_layers)], dim=1)
-    assert _furthest(scores, expected["pattern"].sum(dim=3)) < TOLERANCE
+    assert _max_difference(scores, expected["pattern"].sum(dim=3)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llada-mha", "llada-gqa"])
-def test_logits_of_a_padded_batch_are_the_references_where_tokens_are_real(shared, name):
+def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(shared, name):
     folder = shared / "conformance" / name
     expected = _expected(folder)
     mask = expected["padded_attention_mask"]
@@ -89,12 +89,12 @@ def test_logits_of_a_padded_batch_are_the_references_where_tokens_are_real(share
     with torch.no_grad():
         logits = _model(folder)(expected["input_ids"], attention_mask=mask)
     real = mask.bool()
-    assert _furthest(logits[real], expected["padded_logits"][real]) < TOLERANCE
+    assert _max_difference(logits[real], expected["padded_logits"][real]) < TOLERANCE
 
 
 @pytest.mark.parametrize("watching", WATCHING)
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_every_canvas_is_the_references_token_for_token(shared, name, number, watching):
+def test_every_canvas_equals_the_references_token_for_token(shared, name, number, watching):
     folder = shared / "conformance" / name
     expected, settings = _expected(folder), _runs(folder)[number]
     if "max_new_tokens" in settings:

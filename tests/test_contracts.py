@@ -1,4 +1,4 @@
-"""Private names of other libraries: each does what sinklens relies on, and the design page lists them all."""
+"""Private names of other libraries: each behaves as sinklens expects, and the design page lists them all."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from torch import nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-PYTHONS = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and os: public, in spite of their names
+PYTHONS = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and os: public despite their names
 
 
 def test_the_flash_attention_of_the_cpu_returns_the_log_sum_exp():
@@ -26,7 +26,7 @@ def test_the_flash_attention_of_the_cpu_returns_the_log_sum_exp():
         torch.testing.assert_close(mixed, scores.softmax(-1) @ value, atol=1e-5, rtol=1e-5)
 
 
-def test_a_tensor_counts_what_was_written_to_it():
+def test_a_tensor_counts_in_place_writes():
     value = torch.zeros(3)
     with relied_on("torch", "Tensor._version, a count of writes"):
         before = value._version
@@ -34,7 +34,7 @@ def test_a_tensor_counts_what_was_written_to_it():
         assert value._version == before + 1
 
 
-def test_a_compiled_module_can_be_told_from_its_attributes():
+def test_a_compiled_module_is_recognized_by_its_attributes():
     with relied_on("torch", "Module._compiled_call_impl and OptimizedModule._orig_mod"):
         module = nn.Linear(2, 2)
         assert module.__dict__.get("_compiled_call_impl") is None
@@ -103,13 +103,13 @@ def test_transformer_lens_puts_hooks_on_through_one_method():
 # The table
 
 
-def private(text: str, own: set[str]) -> set[str]:
-    """Private names of other libraries in a source: attributes, and strings that attributes are asked for with."""
+def private(text: str, defined: set[str]) -> set[str]:
+    """Private names of other libraries in a source: attributes, and strings that name attributes in lookups."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
             inherited = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
-            found |= {node.attr} if inherited or node.attr not in own else set()
+            found |= {node.attr} if inherited or node.attr not in defined else set()
         strings = []
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in (
             "getattr",
@@ -121,11 +121,11 @@ def private(text: str, own: set[str]) -> set[str]:
             strings = [node.left]
         found |= {
             part.value for part in strings if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        } - own
+        } - defined
     return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - PYTHONS
 
 
-def own_names() -> set[str]:
+def defined_names() -> set[str]:
     """Names that sinklens defines or assigns."""
     found = set()
     for file in FILES:
@@ -140,7 +140,7 @@ def own_names() -> set[str]:
 
 
 def listed() -> dict[str, tuple[str, str, str]]:
-    """Library, file and contract test by name, of the table in the design page."""
+    """Library, file and contract test by name, from the table on the design page."""
     text = (ROOT / "docs" / "design.md").read_text().split("## What is private elsewhere", 1)[1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
     return {
@@ -151,10 +151,10 @@ def listed() -> dict[str, tuple[str, str, str]]:
 
 
 def used() -> dict[str, set[str]]:
-    """Private names by the files that use them."""
-    own, found = own_names(), {}
+    """Files that use each private name."""
+    defined, found = defined_names(), {}
     for file in FILES:
-        names = private(file.read_text(), own) | (uses(file.read_text()) if file == HOME else set())
+        names = private(file.read_text(), defined) | (uses(file.read_text()) if file == HOME else set())
         for name in names:
             found.setdefault(name, set()).add(str(file.relative_to(ROOT)))
     return found
@@ -173,7 +173,7 @@ def test_each_listed_name_has_a_contract_test_that_names_it_and_its_library(name
     body = text.split(f"def {function}(", 1)
     assert len(body) == 2, f"{test} does not exist"
     body = body[1].split("\ndef ", 1)[0]
-    assert re.search(rf"\b{re.escape(name)}\b", body), f"{test} does not try {name}"
+    assert re.search(rf"\b{re.escape(name)}\b", body), f"{test} does not use {name}"
     assert f"{library.replace('-', '_')}" in body
 
 

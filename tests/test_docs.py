@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, opens without a network, runs, and says what the code says."""
+"""The documentation builds without warnings, opens offline, runs, and agrees with the code."""
 
 import ast
 import dataclasses
@@ -50,13 +50,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO")]
-    assert (done.returncode, said) == (0, [])
+    messages = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO")]
+    assert (done.returncode, messages) == (0, [])
     return folder
 
 
 def rows(page: str, under: str) -> list[list[str]]:
-    """Cells of the first table below the heading `under`, its first two lines left out."""
+    """Cells of the first table below the heading `under`, without its two header lines."""
     text = f"\n{PAGES[page]}".split(f"\n{under}\n", 1)[1]
     table = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
     assert table, f"{page} has no table below {under}"
@@ -65,15 +65,15 @@ def rows(page: str, under: str) -> list[list[str]]:
 
 
 def code(cell: str) -> str:
-    """What stands between the first pair of backticks."""
+    """The text between the first pair of backticks."""
     return cell.split("`")[1]
 
 
 # The site
 
 
-class Loads(HTMLParser):
-    """Collects the addresses that a browser fetches by itself when it opens a page."""
+class LoadedAddresses(HTMLParser):
+    """Collects the addresses that a browser fetches when it opens a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Loads(HTMLParser):
 
 
 @pytest.mark.usefixtures("site")
-def test_it_builds_without_a_warning():
-    """The fixture looks at all that was said."""
+def test_the_site_builds_without_warnings():
+    """The fixture checks the build's output."""
 
 
 def test_no_page_loads_anything_from_the_network(site):
     loaded = []
     for page in site.rglob("*.html"):
-        parser = Loads()
+        parser = LoadedAddresses()
         parser.feed(page.read_text())
         loaded += [(page.name, address) for address in parser.found]
     assert len(loaded) > 100
@@ -103,7 +103,7 @@ def test_no_page_loads_anything_from_the_network(site):
 
 
 @pytest.mark.browser
-def test_it_opens_from_a_folder_and_its_search_finds(site, browser):
+def test_the_site_opens_from_a_folder_and_its_search_works(site, browser):
     browser.driver.get_log("browser"), browser.driver.get_log("performance")
     browser.size(1440)
     browser.driver.get((site / "index.html").as_uri())
@@ -124,7 +124,7 @@ def test_the_navigation_lists_every_page_once():
 
 
 def _exported(package: str) -> list[str]:
-    """``__all__`` of a package, read without importing it: some take long."""
+    """``__all__`` of a package, read without a slow import."""
     name = package.rpartition(".")[2]
     folder = name if name in ("hooks", "analyses") else package.replace(".", "/")
     tree = ast.parse((ROOT / folder / "__init__.py").read_text())
@@ -150,7 +150,7 @@ def test_the_reference_has_every_public_name(site, package):
     assert {homes.get(name, name) for name in wanted} - ids == set()
 
 
-def test_the_table_of_each_reference_page_says_what_the_code_says(monkeypatch):
+def test_the_table_of_each_reference_page_agrees_with_the_code(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     tables = importlib.import_module("api_tables")
     package = tables.load()
@@ -160,20 +160,20 @@ def test_the_table_of_each_reference_page_says_what_the_code_says(monkeypatch):
     assert stale == [], "run scripts/api_tables.py"
     for exported in PUBLIC:
         file = "index" if exported == "sinklens" else exported.rpartition(".")[2]
-        told = {code(name).rpartition(".")[2]: said for name, said in rows(f"api/{file}.md", tables.BEGIN)}
+        documented = {code(name).rpartition(".")[2]: text for name, text in rows(f"api/{file}.md", tables.BEGIN)}
         elsewhere = {"SinkTrack", "SinklensError"} if exported == "sinklens" else set()
-        assert set(_exported(exported)) - elsewhere <= set(told), exported
-        assert all(told.values())
+        assert set(_exported(exported)) - elsewhere <= set(documented), exported
+        assert all(documented.values())
 
 
-def test_a_name_s_line_in_the_reference_is_the_first_of_its_docstring():
-    told = {code(name): said for name, said in rows("api/interventions.md", "# sinklens.interventions")}
+def test_the_reference_shows_the_first_line_of_each_docstring():
+    documented = {code(name): text for name, text in rows("api/interventions.md", "# sinklens.interventions")}
     module = importlib.import_module("sinklens.interventions")
     for name in module.__all__:
-        assert told[f"interventions.{name}"] == getattr(module, name).__doc__.splitlines()[0].replace("``", "`")
+        assert documented[f"interventions.{name}"] == getattr(module, name).__doc__.splitlines()[0].replace("``", "`")
 
 
-def test_habits_of_docstrings_are_rewritten_for_the_reference():
+def test_docstring_conventions_are_rewritten_for_the_reference():
     plain = runpy.run_path(str(DOCS / "reference.py"))["plain"]
     text = "Sum.\n\nArgs:\n    a, *b: numbers,\n        real.\n    c: more.\n\nNot, this: one.\n\n>>> [1][0]\n1\n"
     assert plain(text) == (
@@ -187,7 +187,7 @@ def test_the_reference_shows_the_axes_of_tensors(site):
     assert "batch step pos" in text
 
 
-# The blocks
+# Code blocks
 
 
 @pytest.mark.usefixtures("families")
@@ -204,11 +204,11 @@ def test_every_concept_has_a_block():
     assert {page for page in PAGES if page.startswith("concepts/")} <= with_blocks
 
 
-# What is said
+# Agreement with the code
 
 
 def _points(layers: int) -> Iterator[tuple[str, str]]:
-    """Names and axes of the documented points, the layers in place."""
+    """Names and axes of the documented points, with layer numbers filled in."""
     listed = [(code(point), axes) for point, axes, *_ in rows("concepts/hook-points.md", "## All of them")]
     inside = [entry for entry in listed if "{l}" in entry[0]]
     start = listed.index(inside[0])
@@ -218,14 +218,16 @@ def _points(layers: int) -> Iterator[tuple[str, str]]:
     yield from listed[start + len(inside) :]
 
 
-def test_the_table_of_hook_points_is_that_of_the_models(tiny_llada, tiny_llama):
+def test_the_table_of_hook_points_matches_the_models(tiny_llada, tiny_llama):
     for model in (tiny_llada, tiny_llama):
         assert [name for name, _ in _points(model.cfg.n_layers)] == model.hook_names()
-    told = [(code(point), axes, what) for point, axes, what, _ in rows("concepts/hook-points.md", "## All of them")]
-    assert told == [(name, spec.axes, spec.meaning) for name, spec in names.table()]
+    documented = [
+        (code(point), axes, what) for point, axes, what, _ in rows("concepts/hook-points.md", "## All of them")
+    ]
+    assert documented == [(name, spec.axes, spec.meaning) for name, spec in names.table()]
 
 
-def test_shapes_in_the_table_are_those_of_a_run(tiny_llada):
+def test_shapes_in_the_table_match_a_run(tiny_llada):
     seen: dict[str, torch.Size] = {}
 
     def keep(value, hook):
@@ -238,11 +240,11 @@ def test_shapes_in_the_table_are_those_of_a_run(tiny_llada):
         "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head, "d_mlp": cfg.d_mlp,
         "vocab": cfg.d_vocab,
     }  # fmt: skip
-    told = {name: torch.Size(sizes[axis] for axis in axes.split()) for name, axes in _points(cfg.n_layers)}
-    assert seen == told
+    documented = {name: torch.Size(sizes[axis] for axis in axes.split()) for name, axes in _points(cfg.n_layers)}
+    assert seen == documented
 
 
-def test_costly_points_are_those_that_the_table_of_points_names_so():
+def test_the_table_marks_exactly_the_points_that_form_the_map():
     costs = {
         code(point).rpartition(".")[2]: cost for point, _, _, cost in rows("concepts/hook-points.md", "## All of them")
     }
@@ -251,7 +253,7 @@ def test_costly_points_are_those_that_the_table_of_points_names_so():
     assert costs["hook_logits"] != "nothing"
 
 
-def test_every_error_has_its_heading():
+def test_every_error_class_has_a_heading():
     kinds = [
         kind.__name__ for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SinklensError)
     ]
@@ -263,7 +265,7 @@ def test_every_error_has_its_heading():
 
 
 def _messages() -> list[str]:
-    """Every text in the sources; what it fills in is a null character."""
+    """Every string in the sources, with null characters for filled-in values."""
     found = []
     for folder in ("sinklens", "hooks", "analyses"):
         for file in (ROOT / folder).rglob("*.py"):
@@ -276,8 +278,8 @@ def _messages() -> list[str]:
     return found
 
 
-def _says(message: str, quoted: str) -> bool:
-    """Whether the parts of `quoted` between its dots come in `message`, in this order."""
+def _contains(message: str, quoted: str) -> bool:
+    """Whether the parts of `quoted` between ellipses occur in `message`, in order."""
     place = 0
     for part in quoted.split("…"):
         place = message.find(part, place)
@@ -287,19 +289,19 @@ def _says(message: str, quoted: str) -> bool:
     return True
 
 
-def test_quoted_messages_are_those_that_the_code_prints():
+def test_quoted_messages_occur_in_the_code():
     messages = _messages()
     assert len(QUOTED) > 40
-    assert [quoted for quoted in QUOTED if not any(_says(message, quoted) for message in messages)] == []
+    assert [quoted for quoted in QUOTED if not any(_contains(message, quoted) for message in messages)] == []
 
 
 def test_the_table_of_models_lists_the_families_and_what_ships():
-    told = [(code(name), code(sampler)) for name, _, sampler, *_ in rows("models.md", "# Models")]
-    assert told == [(family.name, family.sampler) for family in FAMILIES]
+    documented = [(code(name), code(sampler)) for name, _, sampler, *_ in rows("models.md", "# Models")]
+    assert documented == [(family.name, family.sampler) for family in FAMILIES]
     assert [code(name) for name, *_ in rows("models.md", "## Shipped")][: len(shipped_names())] == shipped_names()
 
 
-def test_no_model_is_said_to_have_run_with_real_weights():
+def test_no_model_is_listed_as_run_with_real_weights():
     assert {cells[-1] for cells in rows("models.md", "# Models")} == {"no"}
     assert [family.name for family in FAMILIES if "real weights" in family.verified] == []
 
@@ -308,7 +310,7 @@ def test_no_model_is_said_to_have_run_with_real_weights():
     ("sinklens.sinks", Detector, "concepts/sinks.md"),
     ("sinklens.interventions", Intervention, "concepts/interventions.md"),
 ])  # fmt: skip
-def test_a_concept_page_lists_every_kind(package, base, page):
+def test_the_concept_page_lists_every_subclass(package, base, page):
     module = importlib.import_module(package)
     kinds = [getattr(module, name) for name in module.__all__]
     kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
@@ -316,13 +318,13 @@ def test_a_concept_page_lists_every_kind(package, base, page):
 
 
 def test_every_attribute_of_an_effect_is_explained():
-    told = {code(name) for name, _ in rows("concepts/interventions.md", "## What it did")}
-    assert told == {part.name for part in dataclasses.fields(Effect)}
+    documented = {code(name) for name, _ in rows("concepts/interventions.md", "## What it did")}
+    assert documented == {part.name for part in dataclasses.fields(Effect)}
 
 
-def test_the_floors_are_those_that_are_held():
-    told = [re.findall(r"`(\w+)`", cells[0]) for cells in rows("design.md", "## The floors")]
-    assert [set(floor) for floor in told] == [set(floor) for floor in reversed(FLOORS)]
+def test_the_documented_floors_are_those_of_the_layer_test():
+    documented = [re.findall(r"`(\w+)`", cells[0]) for cells in rows("design.md", "## The floors")]
+    assert [set(floor) for floor in documented] == [set(floor) for floor in reversed(FLOORS)]
 
 
 def test_every_tutorial_is_listed():

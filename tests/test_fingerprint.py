@@ -1,4 +1,4 @@
-"""The sums behind a fingerprint, against their formula."""
+"""The sums of a fingerprint, compared with their formula."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +18,7 @@ def pool():
 
 
 def by_formula(values):
-    """Both sums in numpy's unsigned 64-bit numbers, in one go."""
+    """Both sums, computed directly in numpy's unsigned 64-bit integers."""
     bits = values.to(torch.float32).numpy().view(np.int32).astype(np.int64).astype(np.uint64)
     weights = np.arange(len(bits), dtype=np.uint64) % np.uint64(65521) + np.uint64(1)
     return int(bits.sum(dtype=np.uint64)), int((bits * weights).sum(dtype=np.uint64))
@@ -26,7 +26,7 @@ def by_formula(values):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 5, PERIOD, 2 * PERIOD, 2 * PERIOD + 1, 7 * PERIOD - 3])
-def test_both_sums_are_those_of_the_formula(pool, dtype, size):
+def test_both_sums_equal_the_formula(pool, dtype, size):
     values = torch.randn(size).to(dtype)
     for given in (values, -values.abs(), values.abs()):
         assert tuple(bit_sums(given, pool)) == by_formula(given)
@@ -39,7 +39,7 @@ def test_sums_of_extreme_values_do_not_overflow(pool, dtype, value):
     assert tuple(bit_sums(values, pool)) == by_formula(values)
 
 
-def test_a_view_that_starts_at_an_odd_value_has_its_own_sums(pool):
+def test_a_view_that_starts_at_an_odd_index_has_the_sums_of_its_values(pool):
     values = torch.randn(2 * PERIOD + 9).to(torch.bfloat16)
     assert tuple(bit_sums(values[1:], pool)) == by_formula(values[1:])
     matrix = torch.randn(300, 500).to(torch.bfloat16)
@@ -65,13 +65,13 @@ def test_exchanging_two_values_changes_the_fingerprint():
     assert fingerprint([("w", values)], "") != before
 
 
-def test_a_dtype_that_holds_the_values_exactly_has_their_fingerprint():
+def test_all_dtypes_that_represent_the_values_exactly_give_one_fingerprint():
     values = torch.randint(-200, 200, (3 * PERIOD,)).to(torch.bfloat16) / 256
     found = {fingerprint([("w", values.to(dtype))], "") for dtype in DTYPES}
     assert len(found) == 1
 
 
-def test_names_shapes_and_the_description_count():
+def test_names_shapes_and_the_description_change_the_fingerprint():
     values = torch.randn(6)
     given = [("w", values), ("v", values), ("w", values.reshape(2, 3))]
     found = {fingerprint([entry], described) for entry in given for described in ("a", "b")}
@@ -80,6 +80,6 @@ def test_names_shapes_and_the_description_count():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpu_gives_the_sums_of_the_cpu(pool, dtype):
+def test_gpu_and_cpu_give_equal_sums(pool, dtype):
     values = torch.randn(70 * PERIOD + 5).to(dtype)
     assert bit_sums(values.cuda(), pool) == bit_sums(values, pool)

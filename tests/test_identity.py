@@ -1,4 +1,4 @@
-"""Marks: the same for the same intervention, in any process, and different for any other."""
+"""Fingerprints are equal for equal interventions, in any process, and different for all others."""
 
 import functools
 import subprocess
@@ -23,22 +23,22 @@ def scaled(factor, also=None):
 
 
 def probe(number):
-    """A module whose repr tells its sizes alone."""
-    made = torch.nn.Linear(2, 2)
-    torch.nn.init.constant_(made.weight, number)
-    torch.nn.init.zeros_(made.bias)
-    return made
+    """A module whose repr shows only its sizes."""
+    linear = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(linear.weight, number)
+    torch.nn.init.zeros_(linear.bias)
+    return linear
 
 
 def outputs(number):
-    """Of so many values that repr would leave out the one that differs."""
+    """Head outputs so large that their repr omits the value that differs."""
     mean = torch.zeros(20, 20, 20)
     mean[10, 10, 10] = number
     return HeadOutputs(mean, torch.zeros(20, 1, 20, 20))
 
 
 class Method:
-    """Its method is a hook function; what it holds tells it apart."""
+    """Its method is a hook function; its attributes distinguish it."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -76,59 +76,59 @@ SAME_AND_OTHER = {
 }
 
 
-@pytest.mark.parametrize("made", SAME_AND_OTHER)
-def test_a_mark_tells_what_differs_and_nothing_else(made):
-    (make,) = SAME_AND_OTHER[made]
+@pytest.mark.parametrize("kind", SAME_AND_OTHER)
+def test_equal_values_have_equal_fingerprints_and_different_values_do_not(kind):
+    (make,) = SAME_AND_OTHER[kind]
     assert fingerprint(make(0)) == fingerprint(make(0))
     assert fingerprint(make(0)) != fingerprint(make(1))
 
 
-def test_tracks_are_told_by_all_they_hold(tiny_llada):
-    """Of one size, and so of one repr."""
+def test_fingerprints_of_tracks_cover_all_their_values(tiny_llada):
+    """The tracks have one size and therefore one repr."""
     tracks = [sinklens.generate(tiny_llada, "Tom has 5 pens.", gen_length=4, seed=seed).sinks for seed in (0, 0, 1)]
     changed = tracks[0].data.copy(deep=True)
     changed["score"][0, 2, 1, 3, 4] += 1e-3
     other = sinklens.SinkTrack(changed)
     assert len({repr(MaskSinks(source=track)) for track in (*tracks, other)}) == 1
-    marks = [fingerprint(MaskSinks(source=track)) for track in (*tracks, other)]
-    assert marks[0] == marks[1]
-    assert len(set(marks)) == 3
+    fingerprints = [fingerprint(MaskSinks(source=track)) for track in (*tracks, other)]
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
 
 
-def test_caches_of_a_run_are_told_by_their_values(tiny_llada):
-    marks = []
+def test_fingerprints_of_caches_depend_on_their_values(tiny_llada):
+    fingerprints = []
     for text in ("Tom has 5 pens.", "Tom has 5 pens.", "Tom has 6 pens."):
         kept = Activations(names="blocks.0.hook_resid_post", steps=[1])
         sinklens.generate(tiny_llada, text, hooks=[kept], gen_length=2, record_sinks=False)
-        marks.append(fingerprint(PatchHooks(source=kept.caches)))
-    assert marks[0] == marks[1] != marks[2]
+        fingerprints.append(fingerprint(PatchHooks(source=kept.caches)))
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
-def test_what_an_intervention_has_collected_is_no_part_of_it(tiny_llada):
+def test_collected_values_do_not_change_the_fingerprint_of_an_intervention(tiny_llada):
     kept = Activations(names="hook_embed")
     before = fingerprint(kept)
     sinklens.generate(tiny_llada, "Tom has 5 pens.", hooks=[kept], gen_length=2, record_sinks=False)
     assert fingerprint(kept) == before
 
 
-def test_another_process_makes_the_same_mark():
+def test_another_process_computes_the_same_fingerprint():
     code = "import test_identity as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.fingerprint(m[0](0)).encode())"
     path = f"import sys; sys.path[:0] = {[__file__.rpartition('/')[0]]!r}\n"
-    told = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True).stdout
-    ours = [
-        str(fingerprint(made[0](0)).replace(__name__, "test_identity").encode()) for made in SAME_AND_OTHER.values()
+    printed = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True).stdout
+    expected = [
+        str(fingerprint(make(0)).replace(__name__, "test_identity").encode()) for (make,) in SAME_AND_OTHER.values()
     ]
-    assert told.splitlines() == ours
+    assert printed.splitlines() == expected
 
 
 class Plain:
-    """Says nothing of itself."""
+    """Has the default repr, which shows only its address."""
 
     def __call__(self, value, hook):
         return value
 
 
 @pytest.mark.parametrize("value", [Plain(), [("hook_embed", Plain())], torch.zeros(1).add])
-def test_what_only_its_address_tells_is_refused(value):
-    with pytest.raises(SettingError, match="interventions that another process can tell apart"):
+def test_a_value_that_only_its_address_identifies_is_rejected(value):
+    with pytest.raises(SettingError, match=r"cannot fingerprint .*: only its memory address identifies it"):
         fingerprint(value)

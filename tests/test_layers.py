@@ -1,6 +1,6 @@
-"""The floors: a file imports from its own folder or from lower floors, and no files import each other in a circle.
+"""The floors: a file imports only from its folder or from lower floors, and there are no import cycles.
 
-Every import of every file counts, also those inside functions and those for type checkers.
+Every import counts, including those inside functions and those for type checkers.
 """
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = [  # from the ground up; a name is a folder, or a file at the top of the package
+FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of the package
     ("errors", "memory", "progress", "atomic", "versions"),
     ("hooks",),
     ("checkpoints",),
@@ -34,7 +34,7 @@ FILES = sorted([*ROOT.glob("hooks/*.py"), *ROOT.glob("analyses/*.py"), *ROOT.glo
 
 
 def module_name(file: Path) -> str:
-    """Dotted name under which a file is imported."""
+    """Dotted import name of a file."""
     parts = list(file.relative_to(ROOT).with_suffix("").parts)
     parts = parts if parts[0] == "sinklens" else ["sinklens", *parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -44,7 +44,7 @@ MODULES = {module_name(file): file for file in FILES}
 
 
 def imported(file: Path) -> set[str]:
-    """Modules of sinklens that a file names in any import statement, wherever it stands."""
+    """Modules of sinklens that a file names in any import statement, at any depth."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -61,7 +61,7 @@ IMPORTS = {name: imported(file) for name, file in MODULES.items()}
 
 
 def floor_name(module: str) -> str:
-    """The folder or top-level file that a module belongs to; "" for the package itself, which is above all."""
+    """The folder or top-level file of a module; "" for the package itself, which is above all floors."""
     return [*module.split("."), ""][1]
 
 
@@ -89,20 +89,20 @@ def test_no_file_imports_from_a_higher_floor(name):
     assert upward + beside == []
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """What is left when files that import nothing left, and files that nothing left imports, are taken away."""
-    left = {name: set(targets) for name, targets in edges.items()}
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """What remains after repeatedly removing files that import no remaining file or that none imports."""
+    remaining = {name: set(targets) for name, targets in edges.items()}
     while True:
-        pointed = {target for targets in left.values() for target in targets}
-        free = {name for name, targets in left.items() if not targets or name not in pointed}
+        pointed = {target for targets in remaining.values() for target in targets}
+        free = {name for name, targets in remaining.items() if not targets or name not in pointed}
         if not free:
-            return [sorted(left)] if left else []
-        left = {name: targets - free for name, targets in left.items() if name not in free}
+            return [sorted(remaining)] if remaining else []
+        remaining = {name: targets - free for name, targets in remaining.items() if name not in free}
 
 
-def test_the_search_for_circles_finds_one():
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+def test_the_search_for_cycles_finds_one():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
 
 
-def test_no_files_import_each_other_in_a_circle():
-    assert circles(IMPORTS) == []
+def test_there_are_no_import_cycles():
+    assert cycles(IMPORTS) == []

@@ -1,4 +1,4 @@
-"""A run that runs out of memory says what to lower, and leaves the model as it was."""
+"""A run that exhausts memory reports what to lower and leaves the model unchanged."""
 
 import gc
 import weakref
@@ -14,10 +14,10 @@ from sinklens.memory import explained
 from sinklens.sinks import Record
 
 GIVEN = {"gen_length": 4, "steps": 4, "progress": False}
-SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB. And much more."
+MESSAGE = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB. And much more."
 ERRORS = {
-    "of a GPU": torch.OutOfMemoryError(SAID),
-    "of a GPU, by its older name": torch.cuda.OutOfMemoryError(SAID),
+    "of a GPU": torch.OutOfMemoryError(MESSAGE),
+    "of a GPU, by its older name": torch.cuda.OutOfMemoryError(MESSAGE),
     "of the machine, in PyTorch": RuntimeError(
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
     ),
@@ -26,7 +26,7 @@ ERRORS = {
 
 
 def failing(error, step=2):
-    """A hook function that raises in mid-run."""
+    """A hook function that raises `error` in `step`."""
 
     def fail(value, hook):
         if hook.step == step:
@@ -36,37 +36,37 @@ def failing(error, step=2):
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_the_error_says_where_it_happened_and_what_to_lower(kind):
+def test_the_error_reports_where_it_happened_and_what_to_lower(kind):
     model, ids = random_model(), random_ids()
     hooks = [("blocks.1.attn.hook_pattern", failing(ERRORS[kind]))]
-    wanted = (
+    expected = (
         r"^llama ran out of memory on cpu in step 2 of 4, with 2 rows of 11 positions. Lower one of: prompts at a time "
-        r"\(2\); gen_length \(4\); the length of the prompt \(7\); hooks at hook_pattern. .* can be used again. "
+        r"\(2\); gen_length \(4\); the length of the prompt \(7\); hooks at hook_pattern. .* remains usable. "
         r"PyTorch said: (CUDA out of memory|DefaultCPUAllocator: .* 9 bytes|Unable to allocate 9 GiB)\.$"
     )
-    with pytest.raises(DeviceMemoryError, match=wanted) as raised:
+    with pytest.raises(DeviceMemoryError, match=expected) as raised:
         sinklens.generate(model, ids, hooks=hooks, **GIVEN)
     assert raised.value.__cause__ is ERRORS[kind]
 
 
-def test_guidance_and_recorded_patterns_are_named_and_one_row_is_not():
+def test_guidance_and_recorded_patterns_are_named_but_a_single_row_is_not():
     model, ids = random_model(), random_ids(batch=1)
-    hooks = [("hook_embed", failing(torch.OutOfMemoryError(SAID)))]
+    hooks = [("hook_embed", failing(torch.OutOfMemoryError(MESSAGE)))]
     with pytest.raises(
-        DeviceMemoryError, match=r"1 row, twice under cfg_scale, of 11 .* Record\(patterns=…\)"
+        DeviceMemoryError, match=r"1 row, doubled by cfg_scale, of 11 .* Record\(patterns=…\)"
     ) as raised:
         sinklens.generate(model, ids, cfg_scale=1.0, hooks=hooks, record_sinks=Record(patterns=[(2, 0)]), **GIVEN)
     assert "prompts at a time" not in str(raised.value)
 
 
-def test_afterwards_the_model_runs_as_if_nothing_had_happened(monkeypatch):
+def test_afterwards_the_model_runs_unchanged(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     model, ids = random_model(), random_ids()
     before = sinklens.generate(model, ids, **GIVEN)
     with pytest.raises(DeviceMemoryError, match="in step 2 of 4"):
-        sinklens.generate(model, ids, hooks=[("hook_embed", failing(torch.OutOfMemoryError(SAID)))], **GIVEN)
+        sinklens.generate(model, ids, hooks=[("hook_embed", failing(torch.OutOfMemoryError(MESSAGE)))], **GIVEN)
     assert emptied == [True]
     points = [model.tree.hook_dict[name] for name in model.hook_names()]
     assert not any(point.watched for point in points)
@@ -74,24 +74,24 @@ def test_afterwards_the_model_runs_as_if_nothing_had_happened(monkeypatch):
 
 
 def test_the_error_does_not_keep_the_tensors_of_the_pass_alive():
-    model, ids, held = random_model(), random_ids(), []
+    model, ids, references = random_model(), random_ids(), []
 
     def fail(value, hook):
         large = value * 2
-        held.append(weakref.ref(large))
-        raise torch.OutOfMemoryError(SAID)
+        references.append(weakref.ref(large))
+        raise torch.OutOfMemoryError(MESSAGE)
 
     with pytest.raises(DeviceMemoryError, match="in step 0 of 4") as raised:
         sinklens.generate(model, ids, hooks=[("hook_embed", fail)], **GIVEN)
     gc.collect()
     assert raised.value.__traceback__ is not None
-    assert held[0]() is None
+    assert references[0]() is None
 
 
 def test_in_a_trace_block_the_error_is_the_same_and_the_next_block_runs():
     model, ids = random_model(), random_ids()
     with pytest.raises(DeviceMemoryError, match="in step 2 of 4"):
-        with sinklens.trace(model, ids, hooks=[("hook_embed", failing(torch.OutOfMemoryError(SAID)))], **GIVEN) as t:
+        with sinklens.trace(model, ids, hooks=[("hook_embed", failing(torch.OutOfMemoryError(MESSAGE)))], **GIVEN) as t:
             for step in t.steps:
                 seen = t["blocks.1.hook_resid_mid"].clone()
     with sinklens.trace(model, ids, **GIVEN) as t:
@@ -106,13 +106,13 @@ def test_an_offloaded_model_can_be_used_again():
     model = sinklens.load(hf)
     before = sinklens.generate(model, ids, **GIVEN)
     with pytest.raises(DeviceMemoryError, match="in step 2 of 4"):
-        hooks = [("blocks.1.hook_resid_mid", failing(torch.OutOfMemoryError(SAID)))]
+        hooks = [("blocks.1.hook_resid_mid", failing(torch.OutOfMemoryError(MESSAGE)))]
         sinklens.generate(model, ids, hooks=hooks, **GIVEN)
     assert torch.equal(sinklens.generate(model, ids, **GIVEN).canvas, before.canvas)
 
 
 def test_other_errors_pass_through():
     with pytest.raises(RuntimeError, match=r"^shapes differ$") as raised:
-        with explained(lambda: "never asked"):
+        with explained(lambda: "never called"):
             raise RuntimeError("shapes differ")
     assert not isinstance(raised.value, DeviceMemoryError)

@@ -1,4 +1,4 @@
-"""The model in a user's hands: nnsight's blocks, prompts, and what `load` takes."""
+"""`Model`: nnsight blocks, fingerprints, and the inputs of `load`."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def without_head_2(value, hook=None):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_trace_that_looks_at_nothing_gives_the_logits_of_a_call(causal):
+def test_a_trace_that_reads_no_points_gives_the_logits_of_a_call(causal):
     model, ids = shared_model("llama", causal), random_ids()
     with model.trace(ids) as tracer:
         output = model.output.save()
@@ -40,7 +40,7 @@ def test_a_trace_that_looks_at_nothing_gives_the_logits_of_a_call(causal):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_one_edit_has_one_effect_however_it_is_made(architecture):
+def test_an_edit_has_the_same_effect_however_it_is_made(architecture):
     model, ids = shared_model(architecture), random_ids()
     with model.trace(ids):
         model.blocks[1].attn.hook_z.output[:, :, 2] = 0
@@ -60,7 +60,7 @@ def test_one_edit_has_one_effect_however_it_is_made(architecture):
     assert_close(run, plain_pass(model, ids, edits=edits).logits)
 
 
-def test_skipping_a_point_puts_a_value_in_its_place():
+def test_skipping_a_point_replaces_its_value():
     model, ids = shared_model(), random_ids()
     with model.trace(ids):
         model.blocks[1].attn.hook_z.skip(torch.ones(2, 7, 6, 4))
@@ -68,7 +68,7 @@ def test_skipping_a_point_puts_a_value_in_its_place():
     assert_close(logits, plain_pass(model, ids, edits={Z: torch.ones_like}).logits)
 
 
-def test_what_a_block_reads_is_what_a_cache_keeps():
+def test_a_block_reads_the_values_that_a_cache_keeps():
     model, ids = shared_model(), random_ids()
     with model.trace(ids):
         embed = model.hook_embed.output.save()
@@ -83,7 +83,7 @@ def test_what_a_block_reads_is_what_a_cache_keeps():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_sink_scores_may_be_read_before_the_pattern_or_after_it(causal):
+def test_sink_scores_can_be_read_before_or_after_the_pattern(causal):
     model, ids = shared_model("llama", causal), random_ids()
     with model.trace(ids):
         scores_first = model.blocks[1].attn.hook_sink_scores.output.save()
@@ -98,7 +98,7 @@ def test_sink_scores_may_be_read_before_the_pattern_or_after_it(causal):
         assert_close(found, plain[name])
 
 
-def test_hooks_see_sink_scores_once_whatever_a_block_reads_beside_them():
+def test_hooks_see_sink_scores_once_whatever_a_block_also_reads():
     model, ids, seen = shared_model(), random_ids(), []
     with model.hooks(fwd_hooks=[(SINKS, lambda scores, hook: seen.append(scores))]):
         with model.trace(ids):
@@ -107,7 +107,7 @@ def test_hooks_see_sink_scores_once_whatever_a_block_reads_beside_them():
     assert len(seen) == 1
 
 
-def test_after_an_edit_of_the_pattern_sink_scores_are_those_of_the_edited_one():
+def test_sink_scores_after_an_edit_of_the_pattern_are_those_of_the_edited_pattern():
     model, ids = shared_model(), random_ids()
     with model.trace(ids):
         model.blocks[1].attn.hook_pattern.output[:] = 0.25
@@ -143,7 +143,7 @@ def test_an_nnsight_cache_of_everything_holds_every_point():
     assert torch.equal(model(ids), shared_model()(ids))
 
 
-def test_a_cache_of_a_path_that_no_module_has_is_an_error():
+def test_caching_a_path_without_a_module_is_an_error():
     with pytest.raises(
         HookNameError, match=r"no module has the path 'blocks\.1\.attn\.hook_z'\. Nearest: model\.blocks"
     ):
@@ -181,7 +181,7 @@ def overwrite_scores_after_the_pattern(model, ids):
 
 
 @pytest.mark.parametrize("write", [replace_scores, overwrite_scores, overwrite_scores_after_the_pattern])
-def test_writing_sink_scores_in_a_block_is_refused_and_leaves_the_model_usable(write):
+def test_writing_sink_scores_in_a_block_is_rejected_and_leaves_the_model_usable(write):
     model, ids = shared_model(), random_ids()
     before = model(ids)
     with pytest.raises(ReadOnlyHookError, match=r"blocks\.1\.attn\.hook_sink_scores only reports what attention did"):
@@ -198,14 +198,14 @@ def read_backwards(model, ids):
         model.blocks[0].hook_resid_mid.output  # noqa: B018
 
 
-def test_a_point_asked_for_after_the_pass_has_left_it_is_an_error():
+def test_requesting_a_point_that_the_pass_has_left_is_an_error():
     model, ids = shared_model(), random_ids()
     with pytest.raises(OutOfOrderError, match=r"blocks\.0\.hook_resid_mid\.output\S* was requested"):
         read_backwards(model, ids)
     assert not any(point.watched for point in model.tree.hook_dict.values())
 
 
-def test_a_gradient_read_in_a_block_is_that_of_plain_torch():
+def test_a_gradient_read_in_a_block_equals_that_of_plain_torch():
     model, ids = shared_model(), random_ids()
     with model.trace(ids):
         stream = model.blocks[0].hook_resid_post.output
@@ -231,7 +231,7 @@ def test_the_logit_lens_can_be_written_in_a_block():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_each_of_several_invokes_equals_its_run_alone(causal):
+def test_each_of_several_invokes_equals_its_separate_pass(causal):
     model, short, long = shared_model("llama", causal), random_ids(1, 5), random_ids(2, 8)
     with model.trace() as tracer:
         with tracer.invoke(short):
@@ -248,7 +248,7 @@ def test_each_of_several_invokes_equals_its_run_alone(causal):
 
 
 def skip_in(model, ids, values):
-    """Logits of the invokes of `ids`, each with its value in the place of layer 1's MLP; None skips nothing."""
+    """Logits of the invokes of `ids`, each replacing the output of layer 1's MLP by its value; None skips nothing."""
     logits = []
     with model.trace() as tracer:
         for given, value in zip(ids, values, strict=True):
@@ -261,7 +261,7 @@ def skip_in(model, ids, values):
     return logits
 
 
-def test_each_invoke_puts_its_own_value_in_the_place_of_a_point_or_none_does():
+def test_either_every_invoke_replaces_the_value_of_a_point_or_none_does():
     model, ids = shared_model(), random_ids(2, 5)
     values = [torch.full((1, 5, 24), number) for number in (0.5, -2.0)]
     for row, logits in enumerate(skip_in(model, [ids[:1], ids[1:]], values)):
@@ -282,7 +282,7 @@ def test_a_cache_in_an_invoke_keeps_its_rows():
         assert_close(cache[f"model.{Z}"].output, plain_pass(model, given).values[Z])
 
 
-def test_a_gradient_in_an_invoke_is_that_of_its_rows_alone():
+def test_a_gradient_in_an_invoke_covers_only_its_rows():
     model, ids = shared_model(), random_ids(1, 5)
     with model.trace(ids):
         z = model.blocks[1].attn.hook_z.output
@@ -292,10 +292,10 @@ def test_a_gradient_in_an_invoke_is_that_of_its_rows_alone():
         with tracer.invoke(ids):
             z = model.blocks[1].attn.hook_z.output
             with model.output.sum().backward():
-                beside = z.grad.save()
+                batched = z.grad.save()
         with tracer.invoke(random_ids(1, 5)):
             pass
-    torch.testing.assert_close(beside, alone, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(batched, alone, atol=1e-3, rtol=1e-3)
 
 
 def test_values_pass_between_the_traces_of_a_session():
@@ -309,7 +309,7 @@ def test_values_pass_between_the_traces_of_a_session():
     assert_close(logits, plain_pass(model, ids, edits={Z: lambda value: value * 2}).logits)
 
 
-def test_an_edit_in_one_invoke_leaves_the_others_alone():
+def test_an_edit_in_one_invoke_does_not_affect_the_others():
     model, short, long = shared_model(), random_ids(1, 5), random_ids(1, 8)
     with model.trace() as tracer:
         with tracer.invoke(short):
@@ -326,7 +326,7 @@ def test_an_edit_in_one_invoke_leaves_the_others_alone():
 
 
 @pytest.mark.parametrize("first", [[[2, 287, 28], [5, 99]], ("Question: 2 + 3?", "Answer: 5")])
-def test_rows_of_an_invoke_are_counted_however_they_are_given(tiny_llada, first):
+def test_rows_of_an_invoke_are_counted_in_every_form_of_prompt(tiny_llada, first):
     with tiny_llada.trace() as tracer:
         with tracer.invoke(first):
             tiny_llada.blocks[0].hook_resid_pre.output[:] = 0
@@ -337,7 +337,7 @@ def test_rows_of_an_invoke_are_counted_however_they_are_given(tiny_llada, first)
     torch.testing.assert_close(other[:, -2:], tiny_llada(torch.tensor([[77, 8]])), atol=1e-4, rtol=1e-4)
 
 
-def test_each_invoke_keeps_its_own_attention_mask():
+def test_each_invoke_keeps_its_attention_mask():
     model, ids, other, real = shared_model(), random_ids(), random_ids(1, 8), left_padding()
     with model.trace() as tracer:
         with tracer.invoke(ids, attention_mask=real):
@@ -356,7 +356,7 @@ def invoke_with_a_typo(model):
             model.output  # noqa: B018
 
 
-def test_an_invoke_with_an_argument_the_model_does_not_take_is_an_error():
+def test_an_invoke_with_an_unknown_argument_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention_maks'"):
         invoke_with_a_typo(shared_model())
 
@@ -382,7 +382,7 @@ def test_an_edit_in_place_acts_in_every_trace_until_it_is_cleared():
             changed = model.output.save()
         assert torch.equal(changed, shared_model().run_with_hooks(ids, fwd_hooks=[(Z, without_head_2)]))
     for run in (model.run_with_cache, model.run_with_hooks):
-        with pytest.raises(SinklensError, match=rf"edits of model.edit\(\), which {run.__name__} would leave out"):
+        with pytest.raises(SinklensError, match=rf"edits from model.edit\(\), which {run.__name__} would ignore"):
             run(ids)
     model.clear_edits()
     with model.trace(ids):
@@ -390,7 +390,7 @@ def test_an_edit_in_place_acts_in_every_trace_until_it_is_cleared():
     assert torch.equal(unchanged, model(ids))
 
 
-def test_a_fingerprint_tells_every_weight_the_config_and_the_tokenizer():
+def test_a_fingerprint_covers_every_weight_the_config_and_the_tokenizer():
     model, other = (load("tiny-llama", check=False) for _ in range(2))
     before = model.fingerprint
     assert other.fingerprint == before == load("tiny-llama", dtype="bfloat16", check=False).fingerprint
@@ -405,7 +405,7 @@ def test_a_fingerprint_tells_every_weight_the_config_and_the_tokenizer():
     assert other.fingerprint != before
 
 
-def test_a_model_says_what_it_is():
+def test_the_repr_describes_the_model():
     model = shared_model("qwen2")
     size = sum(parameter.numel() for parameter in random_hf("qwen2").parameters())
     assert repr(model) == (
@@ -417,7 +417,7 @@ def test_a_model_says_what_it_is():
     assert (model.family_record.name, model.family) == ("a2d-qwen2", "a2d-qwen2")
 
 
-def test_unknown_names_are_refused_by_the_model_too():
+def test_the_model_rejects_unknown_names():
     model = shared_model()
     with pytest.raises(HookNameError, match=r"Nearest: .*blocks\.1\.attn\.hook_z"):
         model.run_with_cache(random_ids(), names_filter="blocks.1.attn.hook_zet")
@@ -425,11 +425,11 @@ def test_unknown_names_are_refused_by_the_model_too():
         model.run_with_hooks(random_ids(), fwd_hooks=[("blocks.9.attn.hook_z", without_head_2)])
 
 
-def test_a_model_that_is_loaded_already_is_handed_back():
+def test_loading_a_loaded_model_returns_it():
     assert load(shared_model()) is shared_model()
 
 
-def test_a_transformers_model_is_taken_over_with_its_weights():
+def test_a_transformers_model_keeps_its_weights():
     hf = random_hf("qwen3")
     assert load(hf).tree.hf is hf
 
@@ -451,13 +451,13 @@ def test_a_bridge_shares_its_weights_and_keeps_computing(tmp_path):
 @pytest.mark.parametrize(
     "setting", [{"dtype": "float16"}, {"device": "cpu"}, {"revision": "main"}, {"device_map": "auto"}]
 )
-def test_a_model_in_hand_cannot_be_converted_while_loading(setting):
-    with pytest.raises(CheckpointError, match="belong to loading; the model given is loaded already"):
+def test_a_loaded_model_cannot_be_converted_by_load(setting):
+    with pytest.raises(CheckpointError, match="apply only while loading, and this model is already loaded"):
         load(random_hf(), **setting)
 
 
-def test_what_is_no_model_is_refused():
+def test_an_object_that_is_not_a_model_is_rejected():
     with pytest.raises(
-        CheckpointError, match="cannot load a int; give a name, a folder, a transformers PreTrainedModel"
+        CheckpointError, match="cannot load a int; pass a name, a folder, a transformers PreTrainedModel"
     ):
         load(3)

@@ -1,4 +1,4 @@
-"""What a model takes for a prompt, and what it says of the rest."""
+"""The prompts that a model accepts, and its errors for all others."""
 
 import jaxtyping
 import pytest
@@ -14,7 +14,7 @@ def assert_close(found, expected):
 
 
 @pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
+def with_tokenizer(tmp_path_factory):
     """A model with a tokenizer."""
     tokenizer = small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return load(random_hf(vocab_size=len(tokenizer)), tokenizer=tokenizer)
@@ -23,36 +23,36 @@ def speaking(tmp_path_factory):
 SHORT, LONG = "Tom has 3 apples.", "Tom has 3 apples and 4 pears. How many?"
 
 
-def test_a_text_is_encoded_by_the_tokenizer(speaking):
-    ids, real = speaking.encode(SHORT)
-    assert ids.tolist() == [speaking.tokenizer(SHORT).input_ids]
+def test_a_text_is_encoded_by_the_tokenizer(with_tokenizer):
+    ids, real = with_tokenizer.encode(SHORT)
+    assert ids.tolist() == [with_tokenizer.tokenizer(SHORT).input_ids]
     assert real.all()
-    assert speaking.tokenizer.decode(ids[0], skip_special_tokens=True) == SHORT
+    assert with_tokenizer.tokenizer.decode(ids[0], skip_special_tokens=True) == SHORT
 
 
-def test_several_texts_are_padded_on_the_left(speaking):
-    ids, real = speaking.encode([SHORT, LONG])
-    alone = speaking.encode(SHORT)[0]
+def test_several_texts_are_padded_on_the_left(with_tokenizer):
+    ids, real = with_tokenizer.encode([SHORT, LONG])
+    alone = with_tokenizer.encode(SHORT)[0]
     missing = ids.shape[1] - alone.shape[1]
     assert missing > 0
     assert real.tolist() == [[False] * missing + [True] * alone.shape[1], [True] * ids.shape[1]]
     assert torch.equal(ids[:1, missing:], alone)
-    assert (ids[0, :missing] == speaking.tokenizer.pad_token_id).all()
+    assert (ids[0, :missing] == with_tokenizer.tokenizer.pad_token_id).all()
 
 
-def test_texts_traced_together_equal_each_alone(speaking):
-    with speaking.trace([SHORT, LONG]):
-        together = speaking.output.save()
+def test_texts_traced_together_equal_separate_traces(with_tokenizer):
+    with with_tokenizer.trace([SHORT, LONG]):
+        together = with_tokenizer.output.save()
     for row, text in enumerate((SHORT, LONG)):
-        ids, _ = speaking.encode(text)
-        with speaking.trace(text):
-            alone = speaking.output.save()
-        assert_close(alone, speaking(ids))
+        ids, _ = with_tokenizer.encode(text)
+        with with_tokenizer.trace(text):
+            alone = with_tokenizer.output.save()
+        assert_close(alone, with_tokenizer(ids))
         assert_close(together[row, -ids.shape[1] :], alone[0])
 
 
 @pytest.mark.parametrize("as_given", [lambda ids: ids[0], lambda ids: ids[0].tolist(), lambda ids: ids])
-def test_one_prompt_may_come_without_a_batch_axis(as_given):
+def test_a_single_prompt_may_omit_the_batch_axis(as_given):
     model, ids = shared_model(), random_ids(1, 5)
     assert torch.equal(model.encode(as_given(ids))[0], ids)
     with model.trace(as_given(ids)):
@@ -60,19 +60,19 @@ def test_one_prompt_may_come_without_a_batch_axis(as_given):
     assert torch.equal(logits, model(ids))
 
 
-def test_a_chat_template_wraps_the_text_as_one_turn(speaking):
+def test_a_chat_template_wraps_the_text_as_one_turn(with_tokenizer):
     template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %} answer:"
-    ids, _ = speaking.encode(SHORT, chat_template=template)
-    assert speaking.tokenizer.decode(ids[0]) == f"user: {SHORT} answer:"
+    ids, _ = with_tokenizer.encode(SHORT, chat_template=template)
+    assert with_tokenizer.tokenizer.decode(ids[0]) == f"user: {SHORT} answer:"
 
 
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ("", {}, "the prompt is empty; give at least one character"),
+        ("", {}, "the prompt is empty; pass at least one character"),
         ([SHORT, ""], {}, "the prompt is empty"),
-        ([], {}, "the list of prompts is empty; give at least one"),
-        (SHORT, {"chat_template": True}, "the tokenizer of .* has none; give one as a string"),
+        ([], {}, "the list of prompts is empty; pass at least one"),
+        (SHORT, {"chat_template": True}, "the tokenizer of .* has none; pass one as a string"),
         (torch.ones(1, 3), {}, r"got torch\.float32 of shape \[1, 3\]"),
         (torch.ones(1, 3, dtype=torch.bool), {}, r"got torch\.bool of shape \[1, 3\]"),
         (
@@ -81,24 +81,24 @@ def test_a_chat_template_wraps_the_text_as_one_turn(speaking):
             r"non-empty integer tensor \[pos\] or \[batch, pos\]; got .* \[1, 2, 3\]",
         ),
         (torch.ones(1, 0, dtype=torch.long), {}, r"got torch\.int64 of shape \[1, 0\]"),
-        ([3, 100_000], {}, "token ids run from 3 to 100000; this model's vocabulary is 0 to 6"),
-        (torch.tensor([-1, 2]), {}, "token ids run from -1 to 2; this model's vocabulary is 0 to 6"),
+        ([3, 100_000], {}, "token ids range from 3 to 100000; this model's vocabulary is 0 to 6"),
+        (torch.tensor([-1, 2]), {}, "token ids range from -1 to 2; this model's vocabulary is 0 to 6"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_told_what_is_allowed(speaking, prompt, settings, message):
+def test_an_invalid_prompt_is_rejected_with_the_allowed_forms(with_tokenizer, prompt, settings, message):
     with pytest.raises(PromptError, match=message):
-        speaking.encode(prompt, **settings)
+        with_tokenizer.encode(prompt, **settings)
 
 
-def test_a_list_of_something_else_is_refused(speaking, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the test run's own checks would be first
+def test_a_list_of_other_values_is_rejected(with_tokenizer, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the test run's type checks would raise first
     with pytest.raises(PromptError, match=r"a text, a list of texts, token ids .*; got a list of float, str"):
-        speaking.encode([SHORT, 3.5])
+        with_tokenizer.encode([SHORT, 3.5])
 
 
-def test_a_text_for_a_model_without_a_tokenizer_is_told_what_to_do():
+def test_text_for_a_model_without_a_tokenizer_is_rejected_with_the_remedy():
     with pytest.raises(
-        PromptError, match=r"came without a tokenizer, so it takes token ids .*\.load\(\.\.\., tokenizer=\.\.\.\)"
+        PromptError, match=r"has no tokenizer, so it accepts token ids .*\.load\(\.\.\., tokenizer=\.\.\.\)"
     ):
         shared_model().encode(SHORT)
 
@@ -113,7 +113,7 @@ def test_tokens_have_transformerlenss_names(tiny_llada):
     assert tiny_llada.to_str_tokens(ids) == words
     assert tiny_llada.to_str_tokens(ids.tolist()) == words
     assert tiny_llada.to_str_tokens([*ids.tolist(), -1]) == [*words, ""]  # as in the canvas of an autoregressive run
-    with pytest.raises(PromptError, match="run from -2"):
+    with pytest.raises(PromptError, match="range from -2"):
         tiny_llada.to_str_tokens([-2, 3])
     with pytest.raises(PromptError, match="one text or one row of ids"):
         tiny_llada.to_str_tokens(torch.zeros(2, 3, dtype=torch.long))

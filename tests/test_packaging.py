@@ -1,4 +1,4 @@
-"""pyproject.toml, constraints.txt and the folders say the same."""
+"""pyproject.toml, constraints.txt and the folders agree."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ SLOW = ("transformers", "xarray", "pandas", "ray")
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of the three folders by the name it is imported under."""
+    """Every module of the three folders, by import name."""
     found = {}
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -32,7 +32,7 @@ def _modules() -> dict[str, Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The modules that a file names in its import statements, wherever in it they stand."""
+    """The modules that a file names in its import statements, at any depth."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,8 +57,8 @@ def test_every_package_folder_is_listed_and_every_listed_package_has_a_folder():
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
 
 
-def test_every_module_lies_in_a_package():
-    """A folder without `__init__.py` works from the repository and is missing from the wheel."""
+def test_every_module_is_in_a_package():
+    """A folder without `__init__.py` works in the repository but is missing from the wheel."""
     bare = {path.parent for path in _modules().values() if not (path.parent / "__init__.py").exists()}
     assert not bare
 
@@ -70,12 +70,12 @@ def test_mapped_packages_are_imported_from_their_top_level_folders():
 
 def test_importing_sinklens_loads_no_heavy_library(tmp_path):
     question = f"import sys, sinklens; print([name for name in {HEAVY} if name in sys.modules])"
-    # From elsewhere, and without the type checks of this test run.
+    # From another folder, and without the type checks of this test run.
     done = subprocess.run([sys.executable, "-c", question], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_packages_of_lazy_names_load_nothing_until_a_name_is_asked_for(tmp_path):
+def test_packages_of_lazy_names_load_nothing_until_a_name_is_used(tmp_path):
     packages = "sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo"
     slow = (*HEAVY, *SLOW)
     question = f"import sys, {packages}; print([name for name in {slow} if name in sys.modules])"
@@ -84,8 +84,8 @@ def test_packages_of_lazy_names_load_nothing_until_a_name_is_asked_for(tmp_path)
 
 
 @pytest.mark.parametrize("command", [[], ["analyse"], ["train"], ["evaluate"]])
-def test_help_of_the_command_line_loads_nothing(command, tmp_path):
-    ask = f"""
+def test_help_of_the_command_line_loads_no_slow_library(command, tmp_path):
+    script = f"""
 import sys
 from sinklens.cli import main
 try:
@@ -93,12 +93,12 @@ try:
 except SystemExit:
     print([name for name in {(*HEAVY, *SLOW)} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("package", ["sinklens", *PROJECT["tool"]["setuptools"]["packages"][1:]])
-def test_every_public_name_is_there(package):
+def test_every_public_name_exists(package):
     module = importlib.import_module(package)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
@@ -120,7 +120,7 @@ def test_dependency_is_pinned_inside_its_range(requirement):
 
 
 def test_constraints_pin_one_public_version_each():
-    """A local version such as ``+cpu`` exists on one index only; an editable line names one machine's folder."""
+    """A local version such as ``+cpu`` exists on only one index; an editable line names a folder of one machine."""
     for pin in _pins().values():
         assert [clause.operator for clause in pin.specifier] == ["=="], pin
         assert "+" not in str(pin.specifier), pin
@@ -128,9 +128,9 @@ def test_constraints_pin_one_public_version_each():
 
 
 def test_tensor_annotations_are_checked_in_this_test_run():
-    """jaxtyping's plugin instruments what Python's path finder finds, so a mapped folder could slip past it.
+    """jaxtyping's plugin instruments what Python's path finder finds, so it could miss a mapped folder.
 
-    The three top packages may (setuptools' own finder serves them); they only re-export.
+    The three top packages are exempt: setuptools' finder serves them, and they only re-export.
     """
     loaders = {name: type(importlib.util.find_spec(name).loader).__name__ for name in _modules()}
     assert {name for name, loader in loaders.items() if loader != "_JaxtypingLoader"} <= set(FOLDERS.values())
@@ -140,5 +140,5 @@ def test_citation_names_the_version_of_the_package():
     assert f"version: {PROJECT['project']['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
 
 
-def test_the_ci_entry_point_can_be_executed():
+def test_the_ci_entry_point_is_executable():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

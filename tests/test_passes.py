@@ -1,4 +1,4 @@
-"""Single passes: every form of a prompt gives the same logits, and a pass without masks is warned of."""
+"""Single passes: every form of a prompt gives the same logits, and a pass without masks gives a warning."""
 
 import warnings
 
@@ -20,7 +20,7 @@ def zero(value, hook):
 
 
 def calls(model, prompt):
-    """The logits of each call that takes a prompt, and of one under a hook."""
+    """The logits of every call that takes a prompt, including one with hooks."""
     embed = "hook_embed"
     with model.trace(prompt):
         traced = model.output.save()
@@ -49,12 +49,12 @@ def test_every_form_of_a_prompt_gives_the_same_logits_in_every_call(tiny_llama, 
     assert not torch.equal(ablated, expected)
 
 
-def test_keywords_of_a_tokenizer_are_taken(tiny_llama):
-    made = tiny_llama.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True)
-    assert torch.equal(tiny_llama(**made), tiny_llama([TEXT, OTHER]))
+def test_a_tokenizers_output_can_be_passed_as_keywords(tiny_llama):
+    encoded = tiny_llama.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True)
+    assert torch.equal(tiny_llama(**encoded), tiny_llama([TEXT, OTHER]))
 
 
-def test_texts_in_one_pass_equal_each_alone(tiny_llama):
+def test_texts_in_one_pass_equal_separate_passes(tiny_llama):
     for logits in calls(tiny_llama, [TEXT, OTHER]):
         for row, text in enumerate((TEXT, OTHER)):
             alone = tiny_llama(text)[0]
@@ -111,9 +111,11 @@ def invoked(model, ids):
     traced,
     invoked,
 ])  # fmt: skip
-def test_a_pass_without_masks_is_warned_of_once(call):
+def test_a_pass_without_masks_warns_once(call):
     model = random_model()
-    message = r"holds? no mask token \(60\).*no next token\. model\.to_canvas\(prompt, gen_length=\.\.\.\) puts masks"
+    message = (
+        r"contain no mask token \(60\).*not a next token\. model\.to_canvas\(prompt, gen_length=\.\.\.\) appends masks"
+    )
     with pytest.warns(PromptWarning, match=message) as seen:
         call(model, random_ids())
         call(model, random_ids())
@@ -134,7 +136,7 @@ def _loud():
 
 
 @pytest.mark.usefixtures("_loud")
-def test_passes_with_masks_and_of_sinklens_itself_are_not_warned_of():
+def test_passes_with_masks_and_internal_passes_do_not_warn():
     model, ids = load(random_hf()), random_ids()  # with the self-check
     canvas = model.to_canvas(ids, 4)
     for call in (model, model.run_with_cache, model.run_with_hooks):

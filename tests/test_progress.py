@@ -1,4 +1,4 @@
-"""The progress bar appears when wanted, or late on a terminal, and counts the steps that are done."""
+"""The progress bar appears on request, or after a delay on a terminal, and counts finished steps."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ def run_bar(steps, wanted):
         return bar._bar, bar._task
 
 
-def test_a_wanted_bar_counts_every_step_and_an_unwanted_one_never_appears():
+def test_an_enabled_bar_counts_every_step_and_a_disabled_one_never_appears():
     bar, task = run_bar(5, True)
     assert bar.tasks[task].completed == 5
     assert bar.tasks[task].total == 5
@@ -29,7 +29,7 @@ def test_a_wanted_bar_counts_every_step_and_an_unwanted_one_never_appears():
 @pytest.mark.parametrize(
     ("terminal", "patience", "appears"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)]
 )
-def test_by_itself_it_appears_on_a_terminal_after_a_while(monkeypatch, terminal, patience, appears):
+def test_by_default_it_appears_on_a_terminal_after_a_delay(monkeypatch, terminal, patience, appears):
     monkeypatch.setattr(progress, "PATIENCE", patience)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     bar, _ = run_bar(3, None)
@@ -37,7 +37,7 @@ def test_by_itself_it_appears_on_a_terminal_after_a_while(monkeypatch, terminal,
 
 
 def read_all(terminal):
-    """What is written to a pseudo-terminal until its last writer is gone, which Linux tells by an error."""
+    """Output of a pseudo-terminal until its last writer has closed it, which Linux reports as an error."""
     while True:
         try:
             yield os.read(terminal, 4096).decode(errors="replace")
@@ -53,10 +53,10 @@ def test_on_a_real_terminal_it_is_drawn_on_standard_error(wanted, shown):
         f"run = sinklens.generate('tiny-llada', 'Question: Tom has 2 apples.', progress={wanted})\n"
         "print('done')\n"
     )
-    mine, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs)
-    os.close(theirs)
-    drawn = "".join(read_all(mine))
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
+    drawn = "".join(read_all(controller))
     printed, _ = process.communicate(timeout=60)
     assert (process.returncode, printed) == (0, b"done\n")
     assert ("denoising" in drawn) is shown

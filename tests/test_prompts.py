@@ -1,4 +1,4 @@
-"""What a prompt may be, and that each form of one prompt gives the same tokens."""
+"""The accepted forms of a prompt, and that all forms of one prompt give the same tokens."""
 
 import importlib
 
@@ -21,12 +21,12 @@ SHORT, LONG = "Tom has 3 apples.", "Tom has 3 apples and 4 pears. How many?"
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch):
-    """The test run's own type checks would answer before sinklens does."""
+    """Disable the test run's type checks, which would raise before sinklens does."""
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
+def with_tokenizer(tmp_path_factory):
     """A model with a tokenizer."""
     tokenizer = small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return load(random_hf(vocab_size=len(tokenizer)), tokenizer=tokenizer)
@@ -41,23 +41,23 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("tensors", ["pt", "np", None])
-def test_a_tokenizers_output_is_its_ids_with_their_mask(speaking, side, tensors, monkeypatch):
-    monkeypatch.setattr(speaking.tokenizer, "padding_side", side)
-    made = speaking.tokenizer([SHORT, LONG], return_tensors=tensors, padding=True)
-    assert isinstance(made, BatchEncoding)
-    for given in (made, dict(made)):
-        assert_same(speaking.encode(given), speaking.encode([SHORT, LONG]))
-        assert torch.equal(speaking.to_tokens(given), speaking.to_tokens([SHORT, LONG]))
+def test_a_tokenizers_output_is_read_with_its_attention_mask(with_tokenizer, side, tensors, monkeypatch):
+    monkeypatch.setattr(with_tokenizer.tokenizer, "padding_side", side)
+    encoded = with_tokenizer.tokenizer([SHORT, LONG], return_tensors=tensors, padding=True)
+    assert isinstance(encoded, BatchEncoding)
+    for given in (encoded, dict(encoded)):
+        assert_same(with_tokenizer.encode(given), with_tokenizer.encode([SHORT, LONG]))
+        assert torch.equal(with_tokenizer.to_tokens(given), with_tokenizer.to_tokens([SHORT, LONG]))
 
 
-def test_a_tokenizers_output_of_one_text_needs_no_tensors(speaking):
-    expected = speaking.encode(SHORT)
-    assert_same(speaking.encode(speaking.tokenizer(SHORT)), expected)
-    assert_same(speaking.encode({"input_ids": expected.ids[0]}), expected)
+def test_a_tokenizers_output_of_one_text_needs_no_tensors(with_tokenizer):
+    expected = with_tokenizer.encode(SHORT)
+    assert_same(with_tokenizer.encode(with_tokenizer.tokenizer(SHORT)), expected)
+    assert_same(with_tokenizer.encode({"input_ids": expected.ids[0]}), expected)
 
 
-def test_rows_of_a_tokenizers_output_may_differ_in_length(speaking):
-    assert_same(speaking.encode(speaking.tokenizer([SHORT, LONG])), speaking.encode([SHORT, LONG]))
+def test_rows_of_a_tokenizers_output_may_differ_in_length(with_tokenizer):
+    assert_same(with_tokenizer.encode(with_tokenizer.tokenizer([SHORT, LONG])), with_tokenizer.encode([SHORT, LONG]))
 
 
 def test_a_run_takes_a_tokenizers_output(tiny_llada):
@@ -69,58 +69,58 @@ def test_a_run_takes_a_tokenizers_output(tiny_llada):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_pass_leaves_padding_where_it_is(speaking, side):
-    given = speaking.tokenizer([SHORT, LONG], return_tensors="pt", padding=True, padding_side=side)
-    logits = speaking(given)
-    with speaking.trace(given):
-        traced = speaking.output.save()
+def test_a_pass_leaves_padding_where_it_is(with_tokenizer, side):
+    given = with_tokenizer.tokenizer([SHORT, LONG], return_tensors="pt", padding=True, padding_side=side)
+    logits = with_tokenizer(given)
+    with with_tokenizer.trace(given):
+        traced = with_tokenizer.output.save()
     ids = given["input_ids"]
     assert torch.equal(traced, logits)
-    assert torch.equal(speaking.run_with_cache(given, names_filter="hook_embed")[0], logits)
-    assert torch.equal(speaking(ids, attention_mask=given["attention_mask"]), logits)
-    alone = speaking(SHORT)[0]
+    assert torch.equal(with_tokenizer.run_with_cache(given, names_filter="hook_embed")[0], logits)
+    assert torch.equal(with_tokenizer(ids, attention_mask=given["attention_mask"]), logits)
+    alone = with_tokenizer(SHORT)[0]
     real = given["attention_mask"][0].bool()
     assert 0 < int(real.sum()) < len(real)
     torch.testing.assert_close(logits[0][real], alone, atol=1e-4, rtol=1e-5)
 
 
-def test_what_encode_returns_is_a_prompt(speaking):
-    encoded = speaking.encode([SHORT, LONG])
+def test_what_encode_returns_is_a_prompt(with_tokenizer):
+    encoded = with_tokenizer.encode([SHORT, LONG])
     assert isinstance(encoded, Encoded)
-    assert_same(speaking.encode(encoded), encoded)
-    assert torch.equal(speaking(encoded), speaking([SHORT, LONG]))
+    assert_same(with_tokenizer.encode(encoded), encoded)
+    assert torch.equal(with_tokenizer(encoded), with_tokenizer([SHORT, LONG]))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "holds input_ids; got an empty one"),
-        ({"attention_mask": [1, 1]}, "holds input_ids; got attention_mask"),
-        ({"input_id": [1, 2]}, r"holds input_ids and attention_mask; got 'input_id'\. Nearest: input_ids"),
-        ({"input_ids": [5, 6], "position_ids": [0, 1]}, "holds input_ids and attention_mask; got 'position_ids'"),
-        ({"input_ids": [5, 6], "attention_mask": [1]}, r"of the shape of the ids, \[1, 2\]; got \[1, 1\]"),
-        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "a row of it has no real token"),
+        ({}, "needs input_ids; got an empty dict"),
+        ({"attention_mask": [1, 1]}, "needs input_ids; got attention_mask"),
+        ({"input_id": [1, 2]}, r"has input_ids and attention_mask; got 'input_id'\. Nearest: input_ids"),
+        ({"input_ids": [5, 6], "position_ids": [0, 1]}, "has input_ids and attention_mask; got 'position_ids'"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, r"has the shape of the ids, \[1, 2\]; got \[1, 1\]"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "one of its rows has no real token"),
         ({"input_ids": [5, 6], "attention_mask": "no"}, r"got 'no' \(str\)"),
-        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, r"not one stretch \(\[1, 0, 1\]\)"),
-        ({"input_ids": torch.tensor([5, 6]), "attention_mask": torch.tensor([0.0, -1e9])}, "numbers from -1000000000"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, r"not contiguous \(\[1, 0, 1\]\)"),
+        ({"input_ids": torch.tensor([5, 6]), "attention_mask": torch.tensor([0.0, -1e9])}, "values from -1000000000"),
     ],
 )
-def test_a_dict_that_cannot_be_used_is_refused(speaking, given, message):
+def test_an_invalid_dict_is_rejected(with_tokenizer, given, message):
     with pytest.raises(PromptError, match=message):
-        speaking.encode(given)
+        with_tokenizer.encode(given)
 
 
 @pytest.mark.parametrize("prompt", [SHORT, {"input_ids": [5, 6], "attention_mask": [1, 1]}])
-def test_an_attention_mask_belongs_to_ids(speaking, prompt):
+def test_an_attention_mask_argument_requires_ids(with_tokenizer, prompt):
     with pytest.raises(
-        PromptError, match="attention_mask= is for token ids; text and a tokenizer's output bring their"
+        PromptError, match="attention_mask= is only for token ids; text and a tokenizer's output already"
     ):
-        speaking(prompt, attention_mask=torch.ones(1, 2))
+        with_tokenizer(prompt, attention_mask=torch.ones(1, 2))
 
 
-def test_a_mask_that_is_added_to_scores_is_refused():
+def test_an_additive_attention_mask_is_rejected():
     ids = random_ids(1, 4)
-    with pytest.raises(PromptError, match=r"numbers from -inf to 0\.0"):
+    with pytest.raises(PromptError, match=r"values from -inf to 0\.0"):
         shared_model()(ids, attention_mask=torch.tensor([[-torch.inf, 0, 0, 0]]))
     with pytest.raises(PromptError, match="got 'loss'"):
         shared_model()(ids, "loss")
@@ -180,74 +180,79 @@ class Odd:
         ([[5, 1.5]], "got a list of list"),
         ([torch.ones(2)], "got a list of Tensor"),
         ([torch.ones(2, 2).long()], "got a list of Tensor"),
-        ([{"role": "user", "content": "hi"}], "got a list of dict. For chat turns give .* chat_template=True"),
+        ([{"role": "user", "content": "hi"}], "got a list of dict. For chat turns pass .* chat_template=True"),
         (np.array([1.5]), r"non-empty integer tensor .*; got torch\.float64 of shape \[1\]"),
         (np.array([True]), r"got torch\.bool of shape \[1\]"),
         (np.array(["text"]), "got an array of <U4"),
         (torch.tensor(5), r"got torch\.int64 of shape \[\]"),
         (torch.ones(2, dtype=torch.complex64), r"got torch\.complex64"),
         ([5, 2**70], "this model's vocabulary is 0 to"),
-        ([[5], [-3]], "token ids run from -3 to -3"),
+        ([[5], [-3]], "token ids range from -3 to -3"),
     ],
 )
-def test_nonsense_is_refused_with_what_is_allowed(speaking, prompt, message):
+def test_an_invalid_prompt_is_rejected_with_the_allowed_forms(with_tokenizer, prompt, message):
     with pytest.raises(PromptError, match=message):
-        speaking.encode(prompt)
+        with_tokenizer.encode(prompt)
     with pytest.raises(PromptError, match=message):
-        sinklens.generate(speaking, prompt)
+        sinklens.generate(with_tokenizer, prompt)
 
 
 @pytest.mark.parametrize("call", ["encode", "to_tokens", "run_with_cache", "run_with_hooks", "__call__", "forward"])
-def test_every_call_refuses_nonsense_in_the_same_words(speaking, call):
+def test_every_call_rejects_an_invalid_prompt_with_the_same_message(with_tokenizer, call):
     with pytest.raises(PromptError, match=r"a prompt is a text.*got 3\.5 \(float\)"):
-        getattr(speaking, call)(3.5)
+        getattr(with_tokenizer, call)(3.5)
 
 
-# What would be padding that nobody marked
+# Possible padding without an attention mask
 
 
-def test_padded_ids_without_their_mask_are_refused(speaking):
-    padded = speaking.to_tokens([SHORT, LONG])
-    message = (
-        r"rows of these ids begin with 0 to \d+ tokens \d+, which pads; .* Give a dict with input_ids and attention"
-    )
-    for call in (speaking.encode, speaking, speaking.run_with_cache, lambda ids: speaking({"input_ids": ids.numpy()})):
+def test_padded_ids_without_a_mask_are_rejected(with_tokenizer):
+    padded = with_tokenizer.to_tokens([SHORT, LONG])
+    message = r"rows of these ids begin with 0 to \d+ tokens \d+, the padding token; .* Pass a dict with input_ids and"
+    for call in (
+        with_tokenizer.encode,
+        with_tokenizer,
+        with_tokenizer.run_with_cache,
+        lambda ids: with_tokenizer({"input_ids": ids.numpy()}),
+    ):
         with pytest.raises(PromptError, match=message):
             call(padded)
     with pytest.raises(PromptError, match=r"begin with \d+ to \d+ tokens"):
-        speaking(padded[:1])
-    speaking(padded, attention_mask=torch.ones_like(padded))
+        with_tokenizer(padded[:1])
+    with_tokenizer(padded, attention_mask=torch.ones_like(padded))
 
 
-def test_ids_padded_on_the_right_without_their_mask_are_refused_by_a_run(speaking):
-    padded = speaking.tokenizer([SHORT, LONG], return_tensors="pt", padding=True, padding_side="right")["input_ids"]
+def test_a_run_rejects_ids_padded_on_the_right_without_a_mask(with_tokenizer):
+    padded = with_tokenizer.tokenizer([SHORT, LONG], return_tensors="pt", padding=True, padding_side="right")[
+        "input_ids"
+    ]
     with pytest.raises(PromptError, match="rows of these ids end with 0 to"):
-        sinklens.generate(speaking, padded, gen_length=4)
+        sinklens.generate(with_tokenizer, padded, gen_length=4)
 
 
-def test_one_padding_token_before_every_row_is_a_token(speaking):
-    ids = speaking.to_tokens(SHORT)
-    ids = torch.cat([torch.full((1, 1), speaking.tokenizer.pad_token_id), ids], dim=1).repeat(2, 1)
-    assert speaking.encode(ids).real.all()
+def test_a_single_padding_token_before_every_row_is_real(with_tokenizer):
+    ids = with_tokenizer.to_tokens(SHORT)
+    ids = torch.cat([torch.full((1, 1), with_tokenizer.tokenizer.pad_token_id), ids], dim=1).repeat(2, 1)
+    assert with_tokenizer.encode(ids).real.all()
 
 
 # Text
 
 
-def test_a_start_token_is_there_as_asked_and_never_twice(speaking):
-    start = speaking.tokenizer.bos_token_id
-    plain = speaking.tokenizer(SHORT, add_special_tokens=False).input_ids
-    assert speaking.tokenizer(SHORT).input_ids == [start, *plain]
-    spelled = speaking.tokenizer.bos_token + SHORT
-    assert speaking.tokenizer(spelled).input_ids[:2] == [start, start]
+def test_a_start_token_is_added_on_request_and_never_twice(with_tokenizer):
+    start = with_tokenizer.tokenizer.bos_token_id
+    plain = with_tokenizer.tokenizer(SHORT, add_special_tokens=False).input_ids
+    assert with_tokenizer.tokenizer(SHORT).input_ids == [start, *plain]
+    spelled = with_tokenizer.tokenizer.bos_token + SHORT
+    assert with_tokenizer.tokenizer(spelled).input_ids[:2] == [start, start]
     for text in (SHORT, spelled):
         for asked in (None, True):
-            assert speaking.to_tokens(text, prepend_bos=asked).tolist() == [[start, *plain]]
-    assert speaking.to_tokens(SHORT, prepend_bos=False).tolist() == [plain]
+            assert with_tokenizer.to_tokens(text, prepend_bos=asked).tolist() == [[start, *plain]]
+    assert with_tokenizer.to_tokens(SHORT, prepend_bos=False).tolist() == [plain]
 
 
-def test_a_tokenizer_without_special_tokens_gets_a_start_token_on_request(speaking, monkeypatch):
-    bare = speaking.tokenizer
+def test_a_tokenizer_without_special_tokens_gets_a_start_token_on_request(with_tokenizer, monkeypatch):
+    bare = with_tokenizer.tokenizer
     plain = bare(SHORT, add_special_tokens=False).input_ids
 
     class Bare:
@@ -256,51 +261,53 @@ def test_a_tokenizer_without_special_tokens_gets_a_start_token_on_request(speaki
         def __call__(self, text, add_special_tokens=True):
             return bare(text, add_special_tokens=False)
 
-    monkeypatch.setattr(speaking, "tokenizer", Bare())
-    assert speaking.to_tokens(SHORT).tolist() == [plain]
-    assert speaking.to_tokens(SHORT, prepend_bos=True).tolist() == [[bare.bos_token_id, *plain]]
-    assert speaking.to_tokens(SHORT, prepend_bos=False).tolist() == [plain]
+    monkeypatch.setattr(with_tokenizer, "tokenizer", Bare())
+    assert with_tokenizer.to_tokens(SHORT).tolist() == [plain]
+    assert with_tokenizer.to_tokens(SHORT, prepend_bos=True).tolist() == [[bare.bos_token_id, *plain]]
+    assert with_tokenizer.to_tokens(SHORT, prepend_bos=False).tolist() == [plain]
     monkeypatch.setattr(Bare, "bos_token_id", None)
     with pytest.raises(PromptError, match="has no start token; leave prepend_bos=True out"):
-        speaking.to_tokens(SHORT, prepend_bos=True)
+        with_tokenizer.to_tokens(SHORT, prepend_bos=True)
 
 
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ([5, 6], {"chat_template": True}, "chat_template=True is for text, and token ids are taken as they are"),
-        ([5, 6], {"prepend_bos": True}, "prepend_bos=True is for text"),
-        (SHORT, {"chat_template": None}, r"chat_template is True, False, or a template .*; got None"),
-        (SHORT, {"chat_template": "llama3"}, r"\{\{ messages \}\} in it; got 'llama3'"),
-        (SHORT, {"chat_template": "{{ messages[0].content }}", "prepend_bos": True}, "template decides on the start"),
-        (SHORT, {"chat_template": "{{ '' }}"}, "makes no token of"),
+        ([5, 6], {"chat_template": True}, "chat_template=True is only for text; token ids are used unchanged"),
+        ([5, 6], {"prepend_bos": True}, "prepend_bos=True is only for text"),
+        (SHORT, {"chat_template": None}, r"chat_template must be True, False, or a template .*; got None"),
+        (SHORT, {"chat_template": "llama3"}, r"contains \{\{ messages \}\}; got 'llama3'"),
+        (SHORT, {"chat_template": "{{ messages[0].content }}", "prepend_bos": True}, "template determines the start"),
+        (SHORT, {"chat_template": "{{ '' }}"}, "returns no tokens for"),
     ],
 )
-def test_a_setting_that_would_be_ignored_is_refused(speaking, prompt, settings, message):
+def test_a_setting_that_would_be_ignored_is_rejected(with_tokenizer, prompt, settings, message):
     with pytest.raises(PromptError, match=message):
-        speaking.encode(prompt, **settings)
+        with_tokenizer.encode(prompt, **settings)
 
 
-def test_text_of_another_tokenizers_size_is_refused(speaking):
-    small = load(random_hf(vocab_size=70), tokenizer=speaking.tokenizer, check=False)
-    with pytest.raises(PromptError, match=r"vocabulary is 0 to 69\. Was another tokenizer used"):
+def test_text_beyond_the_models_vocabulary_is_rejected(with_tokenizer):
+    small = load(random_hf(vocab_size=70), tokenizer=with_tokenizer.tokenizer, check=False)
+    with pytest.raises(PromptError, match=r"vocabulary is 0 to 69\. Do they come from another tokenizer"):
         small.encode(LONG)
 
 
 # Other calls that take a prompt
 
 
-def test_a_sweep_takes_a_tokenizers_output_as_the_texts(tiny_llada):
+def test_a_sweep_over_a_tokenizers_output_equals_one_over_the_texts(tiny_llada):
     texts = ["Question: 1", "Question: 2 and 3"]
-    made = tiny_llada.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    encoded = tiny_llada.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
     masks = {"one": MaskSinks(top_k=1)}
-    found, expected = (sweep(tiny_llada, given, masks, gen_length=4, rows=4, progress=False) for given in (made, texts))
+    found, expected = (
+        sweep(tiny_llada, given, masks, gen_length=4, rows=4, progress=False) for given in (encoded, texts)
+    )
     assert found.sizes["prompt"] == 2
     assert found.answer.values.tolist() == expected.answer.values.tolist()
     xr.testing.assert_identical(found.drop_attrs(), expected.drop_attrs())
 
 
-def test_a_patch_between_texts_is_that_between_their_ids(tiny_llada):
+def test_patching_between_dicts_of_ids_equals_patching_between_ids(tiny_llada):
     texts = tiny_llada.to_canvas("Question: 3", 4), tiny_llada.to_canvas("Question: 5", 4)
     given = [{"input_ids": canvas.numpy()} for canvas in texts]
     found, expected = (

@@ -1,4 +1,4 @@
-"""Every Python block of the README runs as it stands, from a file, as a reader would run it."""
+"""Every Python block of the README runs unchanged from a file, as a reader would run it."""
 
 import re
 import runpy
@@ -33,7 +33,7 @@ def test_the_readme_has_at_most_700_words_besides_code():
     assert len(re.findall(r"\w[\w'-]*", prose)) <= 700
 
 
-def test_every_command_the_pages_show_exists():
+def test_the_commands_page_lists_every_command():
     shown = set(re.findall(r"(?m)^(?:    |\| `)sinklens (\w+)", (README.parent / "docs" / "commands.md").read_text()))
     named = re.findall(r"\bsinklens \((.+?)\)|``sinklens (.+?)``", cli.__doc__ or "")
     known = {word.strip() for found in named for part in found for word in part.split("|") if word.strip()}

@@ -1,4 +1,4 @@
-"""What a single pass returns, as TransformerLens defines it."""
+"""The return values of a single pass, as TransformerLens defines them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TEXT, OTHER = "Tom has 3 apples and 4 pears.", "He eats 3."
 
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory):
-    """TransformerLens's own model."""
+    """TransformerLens's model."""
     return bridge_over(random_hf(causal=True, vocab_size=643), tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -21,7 +21,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_the_loss_of_text_is_transformerlenss(bridge, per_token):
+def test_the_loss_of_text_equals_transformerlenss(bridge, per_token):
     model = load(bridge)
     ids = model.to_tokens(TEXT)
     expected = bridge(ids, return_type="loss", loss_per_token=per_token)
@@ -37,14 +37,14 @@ def test_the_loss_of_text_is_transformerlenss(bridge, per_token):
     assert model(TEXT, return_type=None) is None
 
 
-def test_the_loss_of_padded_texts_leaves_padding_out(bridge):
+def test_the_loss_of_padded_texts_excludes_padding(bridge):
     model = load(bridge)
     losses = [model(text, return_type="loss", loss_per_token=True).sum() for text in (TEXT, OTHER)]
     tokens = sum(model.to_tokens(text).shape[1] - 1 for text in (TEXT, OTHER))
     assert_close(model([TEXT, OTHER], return_type="loss"), sum(losses) / tokens)
 
 
-def test_a_traced_pass_returns_what_is_asked_for(bridge):
+def test_a_traced_pass_returns_the_requested_type(bridge):
     model = load(bridge)
     with model.trace(TEXT, return_type="loss"):
         loss = model.output.save()
@@ -59,7 +59,7 @@ def test_gradients_of_text_are_cached(bridge):
     assert_close(cache[f"{name}_grad"], expected[f"{name}_grad"])
 
 
-def test_a_pass_may_start_from_a_stream(bridge):
+def test_a_pass_can_start_from_a_residual_stream(bridge):
     model = load(bridge)
     stream = model(TEXT, stop_at_layer=1)
     assert_close(model(stream, start_at_layer=1), model(TEXT))
@@ -69,6 +69,6 @@ def test_a_pass_may_start_from_a_stream(bridge):
 
 
 @pytest.mark.parametrize("return_type", ["loss", "both"])
-def test_a_diffusion_model_has_no_loss_of_a_next_token(tiny_llada, return_type):
+def test_a_diffusion_model_has_no_next_token_loss(tiny_llada, return_type):
     with pytest.raises(SettingError, match="next token"):
         tiny_llada(tiny_llada.to_canvas(TEXT), return_type=return_type)

@@ -1,4 +1,4 @@
-"""The self-check lets good models pass and refuses each fault, planted one at a time."""
+"""The self-check passes good models and rejects each planted fault."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_good_models_pass(architecture, causal, dtype):
     assert not any(point.watched for point in model.tree.hook_dict.values())
 
 
-def test_the_check_leaves_the_model_as_it_was():
+def test_the_check_leaves_the_model_unchanged():
     model, ids = unchecked(), torch.tensor([[3, 1, 4, 1, 5]])
     before = model(ids)
     check(model.tree, causal=False)
@@ -40,10 +40,10 @@ def test_the_check_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     "weight", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
 )
-def test_broken_weights_are_refused(weight, dtype):
+def test_broken_weights_are_rejected(weight, dtype):
     hf = random_hf(dtype=dtype)
     hf.get_parameter(weight).data[3, 3] = torch.nan  # 3 is a token of the check's prompt
-    with pytest.raises(SelfCheckError, match="logits are not finite on a plain pass; its weights are broken"):
+    with pytest.raises(SelfCheckError, match="logits are not finite in a plain pass; its weights are broken"):
         load(hf)
 
 
@@ -60,14 +60,14 @@ def make_causal(model: Model, causal: bool) -> None:
             module.is_causal = causal
 
 
-def test_a_diffusion_model_that_is_still_causal_is_refused():
+def test_a_diffusion_model_that_is_still_causal_is_rejected():
     model = unchecked()
     make_causal(model, True)
     with pytest.raises(SelfCheckError, match=r"layer 0 never attends .* the causal mask is still on"):
         check(model.tree, causal=False)
 
 
-def test_one_causal_layer_is_named():
+def test_a_single_causal_layer_is_named():
     model = unchecked()
     attn = model.tree.hf.model.layers[2].self_attn
     attn.register_forward_pre_hook(lambda _, given, named: (given, {**named, "is_causal": True}), with_kwargs=True)
@@ -75,18 +75,18 @@ def test_one_causal_layer_is_named():
         check(model.tree, causal=False)
 
 
-def test_an_autoregressive_model_that_sees_later_positions_is_refused():
+def test_an_autoregressive_model_that_sees_later_positions_is_rejected():
     model = unchecked(causal=True)
     make_causal(model, False)
     with pytest.raises(
-        SelfCheckError, match=r"layer 0 attends to later positions \(mass [\d.]+\) though its family is causal"
+        SelfCheckError, match=r"layer 0 attends to later positions \(mass [\d.]+\), but its family is causal"
     ):
         check(model.tree, causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_do_not_sum_to_one_are_refused(dtype):
-    """Every pass is wrong in the same way, so the logits alone do not tell."""
+def test_rows_that_do_not_sum_to_one_are_rejected(dtype):
+    """Every pass is wrong in the same way, so comparing logits does not detect it."""
     model = unchecked(dtype=dtype)
     model.tree.add_perma_hook("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)
     with pytest.raises(
@@ -96,12 +96,12 @@ def test_rows_that_do_not_sum_to_one_are_refused(dtype):
 
 
 def explicit_with(monkeypatch, change):
-    """Put `change(honest)` in the place of the explicit attention."""
+    """Replace the explicit attention by ``change(honest)``."""
     monkeypatch.setattr(attention, "_explicit", change(attention._explicit))
 
 
-def test_a_pattern_whose_edits_do_not_reach_the_logits_is_refused(monkeypatch):
-    """It shows an honest map and goes on with the fused kernel's output."""
+def test_a_pattern_whose_edits_do_not_reach_the_logits_is_rejected(monkeypatch):
+    """It shows the correct map but continues with the fused kernel's output."""
 
     def deaf(honest):
         def explicit(points, operands, sinks):
@@ -113,13 +113,13 @@ def test_a_pattern_whose_edits_do_not_reach_the_logits_is_refused(monkeypatch):
     explicit_with(monkeypatch, deaf)
     with pytest.raises(
         SelfCheckError,
-        match=r"edits of blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern leave the logits",
+        match=r"edits of blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern do not change the logits",
     ):
         check(unchecked().tree, causal=False)
 
 
 @pytest.mark.parametrize(("silent", "passes"), [([0], True), ([0, 1], True), ([0, 1, 2], False)])
-def test_layers_whose_attention_adds_nothing_do_not_speak_against_a_model(silent, passes):
+def test_a_model_is_rejected_only_if_attention_adds_nothing_in_any_layer(silent, passes):
     model = unchecked()
     for layer in silent:
         model.tree.hf.model.layers[layer].self_attn.o_proj.weight.data.zero_()
@@ -131,8 +131,8 @@ def test_layers_whose_attention_adds_nothing_do_not_speak_against_a_model(silent
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_watching_that_changes_what_is_computed_is_refused(monkeypatch, dtype):
-    """The explicit path forgets the scale of the scores."""
+def test_watching_that_changes_the_computation_is_rejected(monkeypatch, dtype):
+    """The explicit path uses a wrong scale for the scores."""
 
     def unscaled(honest):
         return lambda points, operands, sinks: honest(points, operands._replace(scale=10.0), sinks)
@@ -142,21 +142,21 @@ def test_watching_that_changes_what_is_computed_is_refused(monkeypatch, dtype):
         check(unchecked(dtype=dtype).tree, causal=False)
 
 
-def test_a_model_that_runs_another_attention_is_refused():
+def test_a_model_that_runs_another_attention_is_rejected():
     model = unchecked()
     model.tree.hf.set_attn_implementation("sdpa")
     with pytest.raises(SelfCheckError, match=r"0 of 3 layers showed a pattern; .*attn_implementation is 'sdpa'"):
         check(model.tree, causal=False)
 
 
-def test_a_single_layer_without_its_points_is_refused():
+def test_a_single_layer_without_its_points_is_rejected():
     model = unchecked()
     del model.tree.hf.model.layers[1].self_attn.__dict__[attention.POINTS]
     with pytest.raises(SelfCheckError, match="2 of 3 layers showed a pattern"):
         check(model.tree, causal=False)
 
 
-def test_a_pattern_with_nan_is_refused():
+def test_a_pattern_with_nan_is_rejected():
     def spoil(pattern: Tensor, hook: object) -> None:
         pattern[0, 0, 0, 0] = torch.nan
 
@@ -166,18 +166,19 @@ def test_a_pattern_with_nan_is_refused():
         check(model.tree, causal=False)
 
 
-def test_a_layer_whose_forward_was_replaced_is_refused_with_a_point_that_it_passes_by():
+def test_a_layer_with_a_replaced_forward_is_rejected_with_a_point_that_it_skips():
     hf = random_hf()
     layer = hf.model.layers[1]
     forward = type(layer).forward
     layer.forward = lambda *given, **named: forward(layer, *given, **named)
     with pytest.raises(
-        SelfCheckError, match=r"blocks\.1\.hook_resid_pre was reached 0 times in one pass, and 4 other points not once"
+        SelfCheckError,
+        match=r"blocks\.1\.hook_resid_pre was reached 0 times in one pass, and 4 other points not exactly once",
     ):
         load(hf)
 
 
-def test_a_point_that_is_reached_twice_is_refused():
+def test_a_point_that_is_reached_twice_is_rejected():
     model = unchecked()
     mlp = model.tree.hf.model.layers[2].mlp
     mlp.register_forward_hook(lambda module, given, output: module.down_proj(module.up_proj(given[0])) * 0 + output)
@@ -185,11 +186,11 @@ def test_a_point_that_is_reached_twice_is_refused():
         check(model.tree, causal=False)
 
 
-def test_a_point_that_shows_another_shape_is_refused():
+def test_a_point_with_another_shape_is_rejected():
     tree = unchecked().tree
     tree.cfg = replace(tree.cfg, d_mlp=39)
     with pytest.raises(
-        SelfCheckError, match=r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\] where \[1, 6, 39\] was"
+        SelfCheckError, match=r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\], but \[1, 6, 39\] was"
     ):
         check(tree, causal=False)
 
@@ -199,8 +200,8 @@ EDITABLE += ["hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"]
 
 
 @pytest.mark.parametrize("name", EDITABLE)
-def test_a_kind_of_point_whose_edits_go_nowhere_is_refused_by_name(name):
-    """The point shows its value and drops what comes back, in every layer."""
+def test_a_kind_of_point_whose_edits_have_no_effect_is_rejected_by_name(name):
+    """The point shows its value and ignores edits, in every layer."""
     model = unchecked()
     deaf = name.replace("blocks.1.", "blocks.*.")
     kind = name.split(".", 2)[-1] if name.startswith("blocks.") else name
@@ -208,7 +209,7 @@ def test_a_kind_of_point_whose_edits_go_nowhere_is_refused_by_name(name):
         if point_name.split(".", 2)[-1] == kind or point_name == name:
             forward = point.forward
             point.forward = lambda x, forward=forward: (forward(x), x)[1]
-    with pytest.raises(SelfCheckError, match=rf"edits of {re.escape(deaf)} leave the logits as they were"):
+    with pytest.raises(SelfCheckError, match=rf"edits of {re.escape(deaf)} do not change the logits"):
         check(model.tree, causal=False)
 
 
@@ -219,7 +220,7 @@ def test_a_model_without_mlps_passes():
     check(model.tree, causal=False)
 
 
-def test_the_check_takes_three_passes_of_one_row_and_the_start_of_one(monkeypatch):
+def test_the_check_takes_three_passes_of_one_row_and_the_start_of_another(monkeypatch):
     model, rows = unchecked(), {"embedding": [], "layer 2": []}
     layers = model.tree.hf.model.layers
     model.tree.hf.model.embed_tokens.register_forward_pre_hook(lambda _, given: rows["embedding"].append(len(given[0])))
@@ -230,7 +231,7 @@ def test_the_check_takes_three_passes_of_one_row_and_the_start_of_one(monkeypatc
     assert rows == {"embedding": [1, 1, 1, 1], "layer 2": [1, 1, 1]}
 
 
-def test_a_model_whose_values_are_all_the_same_passes():
+def test_a_model_whose_values_are_all_equal_passes():
     model = unchecked()
     for layer in model.tree.hf.model.layers:
         attn = layer.self_attn
@@ -295,7 +296,7 @@ def test_a_model_that_nnsight_wrapped_first_shows_every_point(wrap):
     torch.testing.assert_close(kept, cache["blocks.1.hook_resid_post"], atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_that_nnsight_wraps_later_shows_every_point_to_both():
+def test_a_model_that_nnsight_wraps_afterwards_shows_every_point_to_both():
     hf, ids = random_hf(), random_ids()
     model = load(hf)
     wrapped = NNsight(hf)

@@ -1,4 +1,4 @@
-"""TransformerLens's token methods, compared with TransformerLens's own."""
+"""The token methods, compared with those of TransformerLens."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TEXT, OTHER = "Tom has 3 apples and 4 pears.", "He eats 3."
 
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory):
-    """TransformerLens's own model, whose tokenizer adds a start token, as TransformerLens finds out by itself."""
+    """TransformerLens's model; its tokenizer adds a start token, as TransformerLens detects."""
     from transformer_lens.model_bridge.sources import detect_tokenizer_bos_eos
 
     found = bridge_over(random_hf(causal=True, vocab_size=643), tmp_path_factory.mktemp("tokenizer"))
@@ -49,7 +49,7 @@ def test_tokens_have_transformerlenss_text(model, bridge):
 
 def test_a_single_token_is_transformerlenss(model, bridge):
     assert model.to_single_token(" 3") == bridge.to_single_token(" 3")
-    with pytest.raises(PromptError, match=r"'Tom has' is \d+ tokens, \['.*give text that is one"):
+    with pytest.raises(PromptError, match=r"'Tom has' is \d+ tokens, \['.*pass text that is a single token"):
         model.to_single_token("Tom has")
 
 
@@ -74,28 +74,28 @@ def test_positions_that_do_not_exist_yet_have_no_text(model):
     ("call", "message"),
     [
         (lambda model: model.get_token_position(" 9", TEXT), r"token \d+ \(' 9'\) is not among the \d+ tokens"),
-        (lambda model: model.get_token_position(" 3", TEXT, "middle"), "mode is 'first' or 'last'; got 'middle'"),
+        (lambda model: model.get_token_position(" 3", TEXT, "middle"), "mode must be 'first' or 'last'; got 'middle'"),
         (lambda model: model.get_token_position(5, [[5], [5]]), "one row of ids; got 2 rows"),
         (lambda model: model.to_str_tokens([[5], [6]]), "one row of ids; got 2 rows"),
-        (lambda model: model.to_string([-2, 5]), "token ids run from -2"),
-        (lambda model: model.to_tokens(TEXT, padding_side="right"), "padding_side is 'left' here.*; got 'right'"),
-        (lambda model: model.to_str_tokens(TEXT, padding_side="right"), "padding_side is 'left' here.*; got 'right'"),
-        (lambda model: model(TEXT, padding_side="right"), "padding_side is 'left' here.*; got 'right'"),
-        (lambda model: shared_model().to_string([5, 6]), "to_string needs a tokenizer, and llama has none"),
+        (lambda model: model.to_string([-2, 5]), "token ids range from -2"),
+        (lambda model: model.to_tokens(TEXT, padding_side="right"), "padding_side must be 'left'.*; got 'right'"),
+        (lambda model: model.to_str_tokens(TEXT, padding_side="right"), "padding_side must be 'left'.*; got 'right'"),
+        (lambda model: model(TEXT, padding_side="right"), "padding_side must be 'left'.*; got 'right'"),
+        (lambda model: shared_model().to_string([5, 6]), "to_string needs a tokenizer, but llama has none"),
     ],
 )
-def test_what_cannot_be_done_is_refused(model, call, message, monkeypatch):
+def test_invalid_calls_are_rejected(model, call, message, monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
     with pytest.raises(PromptError, match=message):
         call(model)
 
 
-def test_a_long_text_is_cut_on_request_alone(model):
+def test_a_long_text_is_truncated_only_on_request(model):
     longer = TEXT * 20
-    whole = model.to_tokens(longer)
-    assert whole.shape[1] > model.cfg.n_ctx == 64
-    assert torch.equal(model.to_tokens(longer, truncate=True), whole[:, :64])
-    with pytest.raises(PromptError, match=rf"has 64 positions; this pass would need {whole.shape[1]}"):
+    complete = model.to_tokens(longer)
+    assert complete.shape[1] > model.cfg.n_ctx == 64
+    assert torch.equal(model.to_tokens(longer, truncate=True), complete[:, :64])
+    with pytest.raises(PromptError, match=rf"has 64 positions; this pass would need {complete.shape[1]}"):
         model(longer)
 
 
@@ -103,7 +103,7 @@ def test_a_long_text_is_cut_on_request_alone(model):
 
 
 @pytest.mark.parametrize("chosen", [{}, {"gen_length": 8}])
-def test_a_canvas_is_what_the_first_step_of_a_run_works_on(tiny_llada, chosen):
+def test_a_canvas_is_the_input_of_the_first_step_of_a_run(tiny_llada, chosen):
     texts = ["Question: 1", "Question: 2 and 3"]
     run = sinklens.generate(tiny_llada, texts, **chosen)
     assert torch.equal(tiny_llada.to_canvas(texts, **chosen), run.canvas[:, 0])
@@ -123,13 +123,13 @@ def test_a_pass_over_a_canvas_gives_the_logits_of_the_first_step(tiny_llada):
 
 
 @pytest.mark.parametrize("gen_length", [0, -3, 2.5, True, "8"])
-def test_a_canvas_has_a_number_of_answer_positions(tiny_llada, gen_length, monkeypatch):
+def test_a_canvas_needs_a_positive_number_of_answer_positions(tiny_llada, gen_length, monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
-    with pytest.raises(SettingError, match="gen_length is a number of positions, 1 or more; got"):
+    with pytest.raises(SettingError, match="gen_length must be a number of positions, at least 1; got"):
         tiny_llada.to_canvas(TEXT, gen_length)
 
 
-def test_a_canvas_has_to_fit_and_to_have_a_mask(tiny_llada, tiny_llama):
+def test_a_canvas_must_fit_the_context_and_needs_a_mask_token(tiny_llada, tiny_llama):
     with pytest.raises(PromptError, match="tiny-llada has 128 positions; this pass would need"):
         tiny_llada.to_canvas(TEXT, 125)
     with pytest.raises(PromptError, match=r"tiny-llama is autoregressive and has no mask token; .*to_tokens"):
@@ -139,7 +139,7 @@ def test_a_canvas_has_to_fit_and_to_have_a_mask(tiny_llada, tiny_llama):
 # As a PyTorch module
 
 
-def test_what_a_module_returns_of_itself_is_the_model():
+def test_module_methods_that_return_the_module_return_the_model():
     model = random_model()
     ids = random_ids()
     for name in ("train", "eval", "half", "double", "bfloat16", "float", "cpu"):
@@ -150,11 +150,11 @@ def test_what_a_module_returns_of_itself_is_the_model():
     assert model(ids).dtype is torch.float64
 
 
-def test_cfg_says_where_the_weights_are_now():
+def test_cfg_has_the_current_device_and_dtype_of_the_weights():
     model = random_model()
     model.to("cpu", torch.float16)
     assert model.cfg.dtype is model.tree.cfg.dtype is torch.float16
-    model.tree.hf.float()  # past the model
+    model.tree.hf.float()  # bypassing the model
     assert model.cfg.dtype is torch.float32
     assert sinklens.generate(model, random_ids(), gen_length=2, steps=2).sinks.data.attrs["dtype"] == "torch.float32"
 
@@ -168,12 +168,12 @@ def test_cfg_says_where_the_weights_are_now():
         ("set_tokenizer", r"sinklens\.load\(\.\.\., tokenizer=\.\.\.\)"),
     ],
 )
-def test_what_is_elsewhere_says_where(name, message):
+def test_methods_that_are_missing_name_their_replacement(name, message):
     with pytest.raises(AttributeError, match=f"a sinklens model has no {name}: .*{message}"):
         getattr(shared_model(), name)
     assert not hasattr(shared_model(), name)
 
 
-def test_numpy_ids_are_text_too(model):
+def test_numpy_ids_can_be_decoded(model):
     ids = np.array(model.to_tokens(TEXT)[0])
     assert model.to_string(ids) == model.to_string(ids.tolist())

@@ -1,4 +1,4 @@
-"""Every tutorial runs as a script, and has an executed notebook beside it that says the same."""
+"""Every tutorial runs as a script, and has an executed notebook with the same cells."""
 
 import os
 import re
@@ -16,8 +16,8 @@ SOURCES = sorted(TUTORIALS.glob("*.py"))
 MAKE = "make it with: python scripts/make_notebooks.py"
 SECONDS = 900  # a tutorial takes one or two minutes of two cores, and a test machine may be busy
 MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:home|root|Users|private|tmp|var|opt|mnt|work|usr)/\w")
-LONG = ("03_ablate_them", "04_heads_and_patches", "07_your_own", "08_to_the_cluster")  # most of a minute each; their
-# notebooks are compared all the same
+SLOW = ("03_ablate_them", "04_heads_and_patches", "07_your_own", "08_to_the_cluster")  # most of a minute each; their
+# notebooks are compared in every run
 every_tutorial = pytest.mark.parametrize("source", SOURCES, ids=[path.stem for path in SOURCES])
 
 
@@ -26,8 +26,8 @@ def cells(notebook: NotebookNode) -> list[tuple[str, str]]:
     return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
-def held(source: Path) -> NotebookNode:
-    """The notebook beside a source."""
+def notebook_of(source: Path) -> NotebookNode:
+    """The notebook of a source."""
     notebook = source.with_suffix(".ipynb")
     assert notebook.is_file(), f"{notebook.name} is missing; {MAKE}"
     return nbformat.read(notebook, as_version=4)
@@ -39,19 +39,19 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def is_picture(output: NotebookNode) -> bool:
-    """Whether an output is a drawing: of matplotlib, or a page of its own in a frame."""
+    """Whether an output is a matplotlib drawing or a page in a frame."""
     data = output.get("data", {})
     return "image/png" in data or "<iframe" in data.get("text/html", "")
 
 
 def texts(output: NotebookNode) -> list[str]:
-    """What an output says in letters."""
+    """The text parts of an output."""
     data = output.get("data", {})
     return [output.get("text", ""), *(value for kind, value in data.items() if kind.startswith("text/"))]
 
 
-def place_of_heading(notebook: NotebookNode, begins: str) -> int:
-    """Number of the first cell that has a heading which begins with `begins`."""
+def heading_index(notebook: NotebookNode, begins: str) -> int:
+    """Index of the first cell with a heading that begins with `begins`."""
     pattern = re.compile(rf"^#+ {begins}", flags=re.MULTILINE | re.IGNORECASE)
     found = [n for n, cell in enumerate(notebook.cells) if cell.cell_type == "markdown" and pattern.search(cell.source)]
     assert found, f"no heading begins with {begins!r}"
@@ -63,12 +63,12 @@ def test_there_are_tutorials():
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SOURCES]
+    "source", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in SOURCES]
 )
 def test_a_tutorial_runs_as_a_script(source, tmp_path):
-    alone = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    isolated = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, str(source)], cwd=tmp_path, env={**os.environ, **alone}, capture_output=True, text=True,
+        [sys.executable, str(source)], cwd=tmp_path, env={**os.environ, **isolated}, capture_output=True, text=True,
         timeout=SECONDS, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -76,45 +76,47 @@ def test_a_tutorial_runs_as_a_script(source, tmp_path):
 
 
 @every_tutorial
-def test_its_notebook_says_the_same(source):
-    assert cells(held(source)) == cells(jupytext.read(source, fmt="py:percent")), f"{source.stem} has changed; {MAKE}"
+def test_the_notebook_has_the_cells_of_its_source(source):
+    assert cells(notebook_of(source)) == cells(jupytext.read(source, fmt="py:percent")), (
+        f"{source.stem} has changed; {MAKE}"
+    )
 
 
 @every_tutorial
-def test_its_notebook_was_executed_from_top_to_bottom_without_errors(source):
-    notebook = held(source)
+def test_the_notebook_was_executed_in_order_without_errors(source):
+    notebook = notebook_of(source)
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
     assert [output.evalue for output in outputs(notebook) if output.output_type == "error"] == []
 
 
 @every_tutorial
-def test_its_notebook_shows_pictures(source):
-    assert any(map(is_picture, outputs(held(source))))
+def test_the_notebook_shows_pictures(source):
+    assert any(map(is_picture, outputs(notebook_of(source))))
 
 
 @every_tutorial
-def test_its_notebook_tells_nothing_of_the_machine_it_was_made_on(source):
-    notebook = held(source)
-    told = [text for output in outputs(notebook) for text in texts(output)]
-    assert [MACHINE_PATH.findall(text) for text in told if MACHINE_PATH.search(text)] == []
-    assert not any(" at 0x" in text for text in told)
+def test_the_notebook_contains_no_machine_paths_or_addresses(source):
+    notebook = notebook_of(source)
+    shown = [text for output in outputs(notebook) for text in texts(output)]
+    assert [MACHINE_PATH.findall(text) for text in shown if MACHINE_PATH.search(text)] == []
+    assert not any(" at 0x" in text for text in shown)
     assert all(cell.id == f"cell-{number}" and not cell.metadata for number, cell in enumerate(notebook.cells))
 
 
 @every_tutorial
-def test_a_tutorial_opens_with_what_one_will_know(source):
+def test_a_tutorial_opens_with_what_you_will_know(source):
     first = jupytext.read(source, fmt="py:percent").cells[0]
     assert first.cell_type == "markdown"
     assert first.source.startswith("# ")
-    assert re.search(r"\bknow\b", first.source), "the first cell tells what one will know at the end"
+    assert re.search(r"\bknow\b", first.source), "the first cell says what you will know at the end"
 
 
 @every_tutorial
 def test_a_tutorial_ends_with_exercises_and_executed_solutions(source):
     notebook = jupytext.read(source, fmt="py:percent")
-    exercises, solutions = place_of_heading(notebook, "exercise"), place_of_heading(notebook, "solution")
+    exercises, solutions = heading_index(notebook, "exercise"), heading_index(notebook, "solution")
     assert exercises <= solutions
-    behind = [cell.cell_type for cell in notebook.cells[solutions:]]
-    assert behind.count("code") >= 2, "two solutions or more, each an executed cell"
+    after = [cell.cell_type for cell in notebook.cells[solutions:]]
+    assert after.count("code") >= 2, "at least two solutions, each an executed cell"
     assert "assert" in "".join(cell.source for cell in notebook.cells if cell.cell_type == "code")

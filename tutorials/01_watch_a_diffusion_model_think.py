@@ -6,11 +6,11 @@
 # tutorial you will know
 #
 # - how to load a model and trace one run of it,
-# - in which order it decides its tokens, and how sure it is of each at every step,
+# - in which order it decides its tokens, and how confident it is in each at every step,
 # - how to read an attention pattern in the middle of a step,
-# - how to look at the attention heads of a step, and at a whole run, in a browser.
+# - how to look at the attention heads of a step, and at a complete run, in a browser.
 #
-# Everything runs on a laptop, with two models of two million parameters that come with the package.
+# Everything runs on a laptop, with two models of two million parameters that ship with the package.
 
 # %%
 import matplotlib.pyplot as plt
@@ -26,7 +26,7 @@ torch.set_num_threads(1)  # models this small gain nothing from more
 # ## Load and generate
 #
 # `tiny-llada` is a diffusion model in the format of LLaDA, trained on word problems. `load` also takes a name on the
-# Hugging Face hub, a folder, or a model that you hold already; `sinklens models` lists what is known.
+# Hugging Face hub, a folder, or a transformers model object; `sinklens models` lists the known families.
 
 # %%
 model = sinklens.load("tiny-llada")
@@ -38,10 +38,10 @@ print(run.text)
 
 # %% [markdown]
 # The answer has 24 positions and took 24 steps, one token each. These are the checkpoint's own settings; `gen_length`,
-# `steps`, `block_length`, `temperature` and so on are keywords of `generate`
-# (`help(sinklens.sampling.LladaSettings)` tells them all).
+# `steps`, `block_length`, `temperature` and so on are keywords of `generate` (`help(sinklens.sampling.LladaSettings)`
+# lists them all).
 #
-# `run.canvas` [batch, steps + 1, pos] holds the token ids that each step worked on, and last those that remain.
+# `run.canvas` [batch, steps + 1, pos] holds the token ids that each step worked on, followed by the final ones.
 
 # %%
 print(tuple(run.canvas.shape))
@@ -63,7 +63,7 @@ for step in (0, 6, 12, 18, 24):
 # %% [markdown]
 # ## The canvas fills in
 #
-# `run.unmask_step` [batch, pos] tells the step that decided each position (−1 for the prompt).
+# `run.unmask_step` [batch, pos] is the step that decided each position (−1 for the prompt).
 
 # %%
 decided = run.unmask_step[0, start:]
@@ -77,9 +77,9 @@ ax.set_title("each token at the step that decided it; blue: decided before")
 plt.show()
 
 # %% [markdown]
-# The order is not that of reading. The model decides first where the text *ends* (`·` is the end token, which fills the
-# rest of the row), then line breaks, full stops and the `####` before the result, then the words and signs of the
-# calculation and the numbers that stand in the question; and last what has to be computed: `24` twice, then `33` twice.
+# The order is not the reading order. The model first decides where the text *ends* (`·` is the end token, which fills
+# the rest of the row), then line breaks, full stops and the `####` before the result, then the words and signs of the
+# calculation and the numbers from the question; and last the numbers to compute: `24` twice, then `33` twice.
 
 # %%
 order = [final[place] for place in decided.argsort()]
@@ -90,8 +90,8 @@ assert order[-4:] == ["24", "24", "33", "33"]
 # ## Open the steps
 #
 # `sinklens.trace` is the same run with its steps open. The block runs in step with the model: `t[name]` waits until the
-# model has computed that quantity, and gives the live tensor. Names are those of TransformerLens; `denoise.*` are the
-# decisions of a step. Points are asked for in the order in which a step reaches them.
+# model has computed that quantity, and returns the live tensor. Names are those of TransformerLens; `denoise.*` are the
+# decisions of a step. Points are read in the order in which a step reaches them.
 
 # %%
 print(*[name for name in model.hook_names() if name.startswith("denoise.")], sep="\n")
@@ -107,23 +107,23 @@ with sinklens.trace(model, prompt) as t:
 
 patterns, candidates, confidence = torch.stack(patterns), torch.stack(candidates), torch.stack(confidence)
 print(tuple(patterns.shape), tuple(candidates.shape), tuple(confidence.shape))
-assert t.text == run.text  # looking changes nothing
+assert t.text == run.text  # reading changes nothing
 
 # %% [markdown]
-# A *candidate* is the token that the model would put at an undecided position now, and its *confidence* is the
-# probability it gives to it. Each step commits the candidate of the highest confidence. What did the model think of the
-# whole answer, before anything was decided?
+# A *candidate* is the token that the model would now choose at an undecided position, and its *confidence* is the
+# probability of that token. Each step commits the candidate with the highest confidence. What did the model predict for
+# the complete answer before anything was decided?
 
 # %%
 print("step 0:", *words(candidates[0]))
-assert (candidates == run.tokens[0, start:]).all()  # at no step did it propose anything else
+assert (candidates == run.tokens[0, start:]).all()  # no step proposed anything else
 
 # %% [markdown]
 # It proposed its final answer from the first step on. For a problem this short the steps do not find the answer; they
-# decide the order in which it becomes certain. The confidence tells what they are good for.
+# decide the order in which it becomes certain. The confidence shows what the steps are for.
 
 # %%
-undecided = np.where(confidence > 0, confidence, np.nan)  # -inf where a position has its token already
+undecided = np.where(confidence > 0, confidence, np.nan)  # -inf where a position is already decided
 figure, ax = plt.subplots(figsize=(11, 5), layout="constrained")
 image = ax.imshow(undecided, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
 ax.set_xticks(np.arange(len(final)), final)
@@ -139,17 +139,17 @@ assert confidence[:23, results].max() < 0.6
 assert confidence[23, results[1]] > 0.95
 
 # %% [markdown]
-# All positions are sure but two: the result of the last calculation and its copy behind `####`. Each has about one
-# half, through 23 steps. When the first is decided, the other has only to copy it, and rises from 0.48 to 0.99.
-# Positions that are decided in the same step do not know of each other, and two such could disagree. This is what steps
-# are for.
+# The model is confident at all positions but two: the result of the last calculation and its copy after `####`. Each
+# has a confidence of about one half through 23 steps. When the first is decided, the other only has to copy it, and
+# rises from 0.48 to 0.99. Positions decided in the same step are predicted independently and could disagree. This is
+# what steps are for.
 
 # %% [markdown]
 # ## Attention in the middle of a step
 #
-# `patterns` [step, head, query, key] are the attention patterns of layer 0 that the block kept. Every query spends an
-# attention of 1 on all keys, those to its right included: a DLM has no causal mask. The positions are named by their
-# final tokens; at step 0 the whole answer is still masked, and hardly a query attends to it.
+# `patterns` [step, head, query, key] are the attention patterns of layer 0 that the block kept. Every query distributes
+# an attention of 1 over all keys, including those to its right: a DLM has no causal mask. The positions are labelled
+# with their final tokens; at step 0 the complete answer is still masked, and queries hardly attend to it.
 
 # %%
 assert torch.allclose(patterns.sum(-1), torch.ones(()))
@@ -186,10 +186,10 @@ assert {labels[key] for key in received.argmax(1)} == {"Answer"}
 sinklens.views.attention(run, step=23, layer=0, heads=[0, 3, 4])
 
 # %% [markdown]
-# ## A whole run as a page
+# ## A complete run as a page
 #
 # `sinklens.views.report` writes one HTML file that opens without a network: step through the canvas, choose a layer and
-# a head, and see who attends to what. Open it in a browser.
+# a head, and see which positions attend to which. Open it in a browser.
 
 # %%
 page = sinklens.views.report(run, "run.html")
@@ -200,7 +200,7 @@ print(f"{page.name}: {page.stat().st_size / 1e6:.1f} MB")
 #
 # 1. In which order does `tiny-llama`, the autoregressive twin, decide the tokens of the same answer?
 # 2. With `steps=1` all 24 positions are decided at once. On the first 20 held-out problems (`held_out(20)` has
-#    `.prompt` and `.result`, `read_answer` reads the number behind `####`), how many answers are right in 1 step, and
+#    `.prompt` and `.result`, `read_answer` reads the number after `####`), how many answers are right in 1 step, and
 #    how many in 24?
 # 3. With `block_length=6` the answer is decided in four blocks, from left to right. Does the model still decide the end
 #    of the text first?
@@ -208,7 +208,7 @@ print(f"{page.name}: {page.stat().st_size / 1e6:.1f} MB")
 # %% [markdown]
 # ## Solutions
 #
-# **1.** From left to right, whatever the tokens: one step per token, until the first end token.
+# **1.** From left to right, regardless of the tokens: one step per token, until the first end token.
 
 # %%
 twin = sinklens.generate("tiny-llama", prompt)
@@ -217,9 +217,8 @@ assert twin.unmask_step[0, twin.prompt_length :].diff().min() >= 0
 assert twin.text == run.text
 
 # %% [markdown]
-# **2.** 18 both times. The most probable number is mostly the same at both positions, so here they agree even where
-# neither knows what the other will be. (What is lost in fewer steps shows in longer texts, and when tokens are
-# sampled.)
+# **2.** 18 both times. The most probable number is mostly the same at both positions, so here they agree even though
+# each is predicted without the other. (The loss from fewer steps shows in longer texts, and when tokens are sampled.)
 
 # %%
 problems = held_out(20)
@@ -231,7 +230,7 @@ print(right)
 assert right == {1: 18, 24: 18}
 
 # %% [markdown]
-# **3.** No: the positions of the end belong to the last block, which is decided last. Within a block the order is by
+# **3.** No: the end positions belong to the last block, which is decided last. Within a block the order is by
 # confidence again.
 
 # %%

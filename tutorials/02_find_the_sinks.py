@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 2. Find the sinks
 #
-# An *attention sink* is a token that draws much of a head's attention, often for no reason of content. In
+# An *attention sink* is a token that draws much of a head's attention, often regardless of its content. In
 # autoregressive models it is mostly the first token. [Rulli et al. (2025)](https://arxiv.org/abs/2510.15731) found
 # sinks in diffusion language models (DLMs), where they move. At the end of this tutorial you will know
 #
 # - what a sink score is, and what "3 above the mean" means in four different units,
-# - how definitions of a sink differ, and how much the answer depends on them,
+# - how definitions of a sink differ, and how much the result depends on them,
 # - how to measure whether sinks move from step to step,
-# - how to tell which kinds of token sinks prefer.
+# - how to find out which kinds of token sinks prefer.
 #
-# Two models are put side by side: `tiny-llada` (diffusion) and `tiny-llama` (autoregressive), of the same size,
+# The tutorial compares two models: `tiny-llada` (diffusion) and `tiny-llama` (autoregressive), of the same size,
 # tokenizer and training data.
 
 # %%
@@ -55,14 +55,14 @@ ax = track.plot(layer=layer, head=head)
 # ## Which unit?
 #
 # The paper calls position j a sink if its score exceeds the mean of the other positions by more than ε, and takes ε =
-# 3. It does not say in which unit, and that decides everything:
+# 3. It does not state the unit, and the result depends on it:
 #
 # | `unit` | score of position j |
 # |---|---|
 # | `"sum"` | the column sum; uniform attention is 1 |
 # | `"percent"` | its share of all attention, in percent |
 # | `"fraction"` | the same share between 0 and 1, as the formula is printed |
-# | `"visible"` | the mean over the queries that can see j; differs from `"fraction"` under a causal mask alone |
+# | `"visible"` | the mean over the queries that can see j; differs from `"fraction"` only under a causal mask |
 
 
 # %%
@@ -79,10 +79,10 @@ assert units.loc["percent", "tiny-llada"] > 3 * units.loc["sum", "tiny-llada"]
 
 # %% [markdown]
 # Percent of the positions that are sinks: with ε = 3 in column sums 1.13 % and 1.96 %, in percent of all attention 4.31
-# % and 13.49 %. As a fraction, no position can ever be one, since no fraction exceeds 1 (and a warning says so).
-# sinklens makes the unit part of the question; `"sum"` is its default.
+# % and 13.49 %. As a fraction, no position can ever be one, because no fraction exceeds 1 (a warning says so). In
+# sinklens the unit is an argument; `"sum"` is the default.
 #
-# How many sinks there are depends on ε at least as much. The paper wants at least 96 % of the positions *not* to be
+# The number of sinks depends on ε at least as much. The paper requires at least 96 % of the positions *not* to be
 # sinks:
 
 # %%
@@ -100,11 +100,11 @@ plt.show()
 # %% [markdown]
 # ## Other definitions
 #
-# Other papers mean other things by a sink; each is a *detector* that names its source in its docstring.
+# Other papers define a sink differently; each definition is a *detector* that names its source in its docstring.
 #
 # - `TopK(1)`: the strongest key of every head and step, whatever its score.
 # - `MeanPlusStd(2)`: more than two standard deviations above the mean, averaged over layers and heads.
-# - `SinkRate(epsilon=0.3)`: positions that are a sink (mean attention above 0.3) to at least a tenth of all heads.
+# - `SinkRate(epsilon=0.3)`: positions that are a sink (mean attention above 0.3) for at least a tenth of all heads.
 # - `SmallValueNorm(0.2)`: positions whose value vector is short, so that attending to them adds little.
 # - `NoOp(0.2)`: the paper's sinks that also have such a short value vector.
 
@@ -115,11 +115,12 @@ print(table.round(3))
 assert (table.loc["NoOp"] == 0).all()
 
 # %% [markdown]
-# The definitions do not agree, and that is informative. `TopK` finds a sink in every head by construction, also where
+# The definitions disagree, and that is informative. `TopK` finds a sink in every head by construction, even where
 # attention is flat. `SinkRate` finds none in `tiny-llada`: no position is shared by many heads there. And the sinks of
-# these two models are no "no-ops": what they attend to, they also read.
+# these two models are not "no-ops": the heads also read what they attend to.
 #
-# `detect` answers where, `strength` how much. A definition of your own is a class of a few lines (exercise 2).
+# `detect` returns where sinks are, `strength` how strong each position is. Your own definition is a class of a few
+# lines (exercise 2).
 
 # %% [markdown]
 # ## Do sinks move?
@@ -148,14 +149,14 @@ assert moved.loc["jump_share", "tiny-llada"] > 5 * moved.loc["jump_share", "tiny
 
 # %% [markdown]
 # - `jump_share`: the strongest key changes at 9.1 % of `tiny-llada`'s steps, and at 1.4 % of `tiny-llama`'s.
-# - `static_share`: 27 % of the heads of `tiny-llada` keep their strongest key through the whole run, 78 % of
+# - `static_share`: 27 % of the heads of `tiny-llada` keep their strongest key through the complete run, 78 % of
 #   `tiny-llama`'s.
 # - `pooled_temporal_variance`: over the steps, the centre of the sinks wanders by 8.1 positions² against 0.13, while
 #   over the positions (`pooled_spatial_variance`) attention is more even, 0.06 against 0.75.
 # - `lifetime`: how many steps a sink lasts, and `drift`: how many positions per step it wanders to the right.
 #
-# Every head has a strongest key, also one whose attention is almost even, and there it jumps from one like score to the
-# next. So ask for the moves from a step at which a head has a sink to one at which it has one, too:
+# Every head has a strongest key, even if its attention is almost uniform; there it jumps between nearly equal scores.
+# So count only the moves between two consecutive steps at which the head has a sink:
 
 # %%
 for name in names:
@@ -163,15 +164,14 @@ for name in names:
     print(f"{name}: {int(moves.changes)} moves in {int(moves.pairs)} steps, {float(moves.changes / moves.pairs):.1%}")
 
 # %% [markdown]
-# So sinks move in the diffusion model, four times as often as in its twin, though half as often as the strongest keys
-# do. A caution: from one step to the next, an autoregressive run adds one query and keeps all others, so its column
-# sums *must* change slowly. Compare the attention of the newest query alone before you conclude that nothing moves
-# there.
+# Sinks move in the diffusion model, four times as often as in its twin, though half as often as the strongest keys do.
+# Caution: from one step to the next, an autoregressive run adds one query and keeps all others, so its column sums
+# *must* change slowly. Compare the attention of the newest query alone before you conclude that nothing moves there.
 
 # %% [markdown]
 # ## Which tokens are sinks?
 #
-# Counting sinks by token is not enough: where half of the positions are masks, half of the sinks are masks by chance.
+# Counting sinks by token is not enough: if half of the positions are masks, half of the sinks are masks by chance.
 # `kinds.enrichment` compares the share of a kind of token among the sinks with its share among the positions: 1 is
 # chance, 2 is twice as often.
 
@@ -191,10 +191,10 @@ ax.axvline(1, color="0.3", linewidth=1)
 plt.show()
 
 # %% [markdown]
-# The sinks of `tiny-llama` stand on the start token, 20 times as often as chance. Those of `tiny-llada` prefer digits
+# The sinks of `tiny-llama` are on the start token, 20 times as often as chance. Those of `tiny-llada` prefer digits
 # (4.6 times) and the start token (3.6 times), and avoid the masks (0.33), although in absolute numbers masks are not
-# rare among them. In the paper, LLaDA's sinks are led by line breaks and masks; a model of two million parameters that
-# does arithmetic need not agree with it.
+# rare among them. In the paper, line breaks and masks are the most frequent sinks of LLaDA; a model of two million
+# parameters that does arithmetic need not agree with it.
 
 # %%
 assert preferred["tiny-llama"].idxmax() == "start"
@@ -204,19 +204,18 @@ assert preferred.loc["mask", "tiny-llada"] < 0.5
 # %% [markdown]
 # ## Exercises
 #
-# 1. Early keys of a causal model are seen by more queries, which alone raises their column sums. Ask with
-#    `EpsilonOverMean(0.1, "visible")` instead: what share of `tiny-llama`'s sinks is the start token then, and what
-#    share by column sum?
-# 2. Write a detector of your own: a position is a sink if it draws more than `share` of all attention of its head. How
-#    many positions draw more than a tenth, in either model?
+# 1. More queries see the early keys of a causal model, which alone raises their column sums. Use `EpsilonOverMean(0.1,
+#    "visible")` instead: what share of `tiny-llama`'s sinks is the start token then, and what share by column sum?
+# 2. Write your own detector: a position is a sink if it draws more than `share` of all attention of its head. How many
+#    positions draw more than a tenth, in either model?
 # 3. Which head of `tiny-llada` has the sink that moves most in the first problem, and between which tokens?
 #    (`views.most_moving_head`) And which has the strongest key that moves most, and is that a sink?
 
 # %% [markdown]
 # ## Solutions
 #
-# **1.** 57 % by column sum, 9 % by visible queries. The second is no better by itself: the last keys are seen by very
-# few queries (the newest by itself alone), and a mean over few is easily large. Whichever unit you take, say which.
+# **1.** 57 % by column sum, 9 % by visible queries. The second is not better in itself: very few queries see the last
+# keys (the newest sees only itself), and a mean over few is easily large. Whichever unit you use, state it.
 
 
 # %%
@@ -256,7 +255,7 @@ for name in names:
 
 # %% [markdown]
 # **3.** Head 3 of layer 0 has a sink that moves twice, from `Answer` to ` many` to the start token. The strongest key
-# that moves most, six times, is that of head 3 of layer 2: it is a sink at no step.
+# that moves most, six times, is that of head 3 of layer 2; it is not a sink at any step.
 
 # %%
 layer, head = views.most_moving_head(track)

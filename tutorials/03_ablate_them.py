@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 3. Ablate them
 #
-# Do the sinks matter? Forbid attention to them and see what becomes of the answers. For diffusion language models the
-# paper ([Rulli et al., 2025](https://arxiv.org/abs/2510.15731)) finds that masking one to five sinks per head costs
-# little, where an autoregressive model collapses. At the end of this tutorial you will know
+# Do the sinks matter? Block attention to them and see how the answers change. For diffusion language models the paper
+# ([Rulli et al., 2025](https://arxiv.org/abs/2510.15731)) finds that masking one to five sinks per head costs little,
+# where an autoregressive model collapses. At the end of this tutorial you will know
 #
 # - how to mask sinks in a run, and why it needs a control with random keys,
 # - why a masked sink comes back every second step, and how to keep it masked,
 # - how to measure accuracy under masking, with intervals and paired differences,
-# - what the paper's table looks like for two small models, which do not do what the paper says.
+# - what the paper's table looks like for two small models, which behave differently from the paper's.
 
 # %%
 import matplotlib.pyplot as plt
@@ -26,7 +26,7 @@ torch.set_num_threads(1)  # models this small gain nothing from more
 # ## One problem, one key per head
 #
 # `MaskSinks(top_k=1)` does what the paper does: at step t, in each layer and head, no query attends to the key that had
-# the largest column sum at step t − 1. (At step 0 nothing is masked.) An intervention goes into `hooks=`.
+# the largest column sum at step t − 1. (At step 0 nothing is masked.) Pass an intervention in `hooks=`.
 
 # %%
 model = sinklens.load("tiny-llada")
@@ -42,12 +42,12 @@ assert control.text == plain.text
 assert masked.text != plain.text
 
 # %% [markdown]
-# Without the control one would not know whether it is the *sink* that counts, or whether any missing key would do the
-# same. One problem proves nothing, but what happens in it is worth a look first.
+# Without the control you would not know whether the *sink* matters, or whether any missing key would have the same
+# effect. One problem proves nothing, but it is worth a first look.
 #
 # ## A masked sink comes back every second step
 #
-# Which keys were masked? `MaskSinks.keys` tells from the run's own track.
+# Which keys were masked? `MaskSinks.keys` reads them from the run's track.
 
 # %%
 keys = MaskSinks(top_k=1).keys(masked.sinks).isel(batch=0)  # [step, layer, head, pos], True where masked
@@ -56,9 +56,9 @@ path = keys.isel(layer=layer, head=head).argmax("pos").to_numpy()
 print("masked key by step:", path[1:].tolist())
 
 # %% [markdown]
-# Position 3 is masked at one step and another key at the next, in turn. The reason: a key that is masked at step t gets
-# no attention there, so it is no sink *of step t*, and at t + 1 what is masked is the key that took its place. At t + 1
-# the old sink is free, draws attention again, and is masked at t + 2.
+# Position 3 and other keys are masked at alternate steps. The reason: a key that is masked at step t gets no attention
+# there, so it is not a sink *of step t*, and at t + 1 the key that took its place is masked. At t + 1 the old sink is
+# unmasked, draws attention again, and is masked at t + 2.
 
 # %%
 score = masked.sinks.scores().isel(batch=0, layer=layer, head=head)
@@ -91,8 +91,8 @@ assert steady.text != plain.text
 # ## Accuracy, with intervals
 #
 # `evaluate` runs a model on a task under each *condition*, the same problems under all, and appends every answer to a
-# ledger in a folder; after an interruption the same call goes on where it stopped. `masking` makes the paper's
-# conditions: no masking, the K strongest keys, and on request as many random keys, and steady masks
+# ledger in a folder; after an interruption the same call resumes where it stopped. `masking` makes the paper's
+# conditions: no masking, the K strongest keys, and on request as many random keys and steady masks
 # (`of_unmasked=True`). Here are 25 problems; the shell command for more is `sinklens evaluate tiny-llada tiny-llama
 # --task tiny-gsm --mask-sinks 0 1 5 10 --controls random --of-unmasked --out results/`.
 
@@ -116,7 +116,7 @@ plt.show()
 
 # %% [markdown]
 # The intervals of two conditions say little of their *difference*, because both saw the same problems. The table also
-# holds paired differences, against the unmasked run and against as many random keys, with intervals and p-values of
+# contains paired differences, against the unmasked run and against as many random keys, with intervals and p-values of
 # McNemar's exact test, corrected for their number (Holm).
 
 # %%
@@ -139,14 +139,13 @@ print(named.pivot(index=["model", "pick"], columns="masked", values="estimate").
 # | LLaDA-8B | .76 | .75 | .73 | .55 |
 # | Llama-3.1-8B | .85 | .02 | .02 | .01 |
 #
-# The small models say the opposite. `tiny-llada`, the diffusion model, loses 44 points when one sink per head is masked
-# and 76 when it stays masked, while a random key costs 8. It needs its sinks. `tiny-llama` loses 8 points with one
-# sink, as many as with one random key, and none when its sinks stay masked. With five keys it loses 20 points by sinks
-# and 44 by random keys; that difference of 24 [0, 48] is one that 25 problems do not settle.
+# The small models show the opposite. `tiny-llada`, the diffusion model, loses 44 points when one sink per head is
+# masked and 76 when it stays masked, while a random key costs 8. It needs its sinks. `tiny-llama` loses 8 points with
+# one sink, as many as with one random key, and none when its sinks stay masked. With five keys it loses 20 points by
+# sinks and 44 by random keys; that difference of 24 [0, 48] is one that 25 problems do not settle.
 #
-# Neither is a verdict on the paper. These are models of two million parameters that know one kind of text, on 25
-# problems. But three things carry over to any model: compare with random keys, keep the masks steady, and give
-# intervals.
+# Neither result refutes the paper. These are models of two million parameters that know one kind of text, on 25
+# problems. But three lessons apply to any model: compare with random keys, keep the masks steady, and give intervals.
 
 
 # %%
@@ -164,8 +163,8 @@ assert accuracy("tiny-llama", "1 sink of the unmasked run") == accuracy("tiny-ll
 #
 # 1. In which layer do the sinks of `tiny-llada` matter? Mask them steadily in one layer at a time (`layers=[layer]`),
 #    on the first ten held-out problems.
-# 2. When do they matter? Mask them steadily in the first 12 steps alone, then in the last 12 alone (`steps=range(12)`).
-# 3. How many problems does it take until the interval of an accuracy of 0.92 is narrower than 5 points?
+# 2. When do they matter? Mask them steadily only in the first 12 steps, then only in the last 12 (`steps=range(12)`).
+# 3. How many problems are needed until the interval of an accuracy of 0.92 is narrower than 5 points?
 #    (`sinklens.evaluation.Accuracy(right, total).interval`)
 
 # %% [markdown]
@@ -203,7 +202,7 @@ assert by_time["second half"] < by_time["first half"]
 
 # %% [markdown]
 # **3.** About 500: there the interval is 4.8 points wide. A difference between two conditions on the same problems
-# needs fewer, since what both get right or wrong cancels.
+# needs fewer, since problems that both get right or wrong cancel.
 
 # %%
 from sinklens.evaluation import Accuracy

@@ -4,8 +4,9 @@
 # At the end you will know
 #
 # - how to ablate every head of a diffusion language model in one sweep, and to read the layer × head map;
-# - how to put values of one run into another, and to draw the layer × step map of where a number of the prompt is;
-# - how attribution patching estimates all patches from gradients, and how to find out where it is wrong.
+# - how to patch values of one run into another, and to draw the layer × step map of where a number of the prompt is
+#   stored;
+# - how attribution patching estimates all patches from gradients, and how to detect where it is wrong.
 #
 # Everything runs on a laptop's CPU in about a minute.
 
@@ -52,10 +53,10 @@ for name in ("0.0", "1.0", "2.2"):
     print(f"without head {name}:", swept["answer"].sel(intervention=name).values.tolist())
 
 # %% [markdown]
-# These runs are *free*: after the first difference they work on other canvases, so an answer tells whether a head was
-# needed, but not when. With `replay=True` every step starts from the canvas of the unchanged run, and each step's
-# effect stands alone: `kl` is how far its predictions move, KL(p‖q) = Σ p log(p/q) in nats, mean over the positions
-# still masked.
+# These runs are *free*: after the first difference they work on other canvases, so an answer shows whether a head was
+# needed, but not when. With `replay=True` every step starts from the canvas of the unchanged run, which isolates each
+# step's effect: `kl` is how far its predictions move, KL(p‖q) = Σ p log(p/q) in nats, mean over the positions still
+# masked.
 
 # %%
 forced = sweep(model, prompts, every, replay=True, progress=False)
@@ -76,16 +77,16 @@ assert tuple(map(int, worst)) == (1, 5)
 assert not right[list(every).index("1.5")].any()
 
 # %% [markdown]
-# Some heads of layer 0 and head 1.5 matter most: without head 1.5 no answer of the three stays right. Nine of 24 are
-# not missed by any. That does not make them idle: others may take over, and a map of single heads cannot tell (exercise
-# 1). KL rises along the steps, since it is a mean over what is still masked, and what is decided last (names, things
-# and numbers) hangs most on the prompt. Three problems are few; `sinklens analyse heads tiny-llada` makes these maps
-# with intervals over many.
+# Some heads of layer 0 and head 1.5 matter most: without head 1.5 none of the three answers stays right. Nine of the 24
+# heads can each be removed without a wrong answer. That does not make these heads idle: others may compensate, and a
+# map of single heads cannot show it (exercise 1). KL rises along the steps, because it is a mean over the positions
+# still masked, and those decided last (names, things and numbers) depend most on the prompt. Three problems are few;
+# `sinklens analyse heads tiny-llada` makes these maps with intervals over many.
 #
-# ### A zero is no typical output
+# ### Zero is not a typical output
 #
 # Where a head's mean output is large, zero moves the stream away from anything the model has seen. The other baseline
-# is the mean over other problems, which takes away what the head says of *this* prompt and leaves the rest.
+# is the mean over other problems, which removes the head's information about *this* prompt and keeps the rest.
 
 # %%
 reference = head_outputs(model, [problem.prompt for problem in training(0, 8)])
@@ -102,11 +103,11 @@ for name in pairs:
     )
 
 # %% [markdown]
-# The two agree closely here: what is missed is what these heads say of the prompt, not their mean.
+# The two agree closely here: the model needs these heads' information about the prompt, not their mean.
 #
 # ## Where is a number of the prompt?
 #
-# Two prompts that differ in one number. The *corrupted* one says 7, the *clean* one 6; both have as many tokens.
+# Two prompts differ in one number. The *corrupted* one says 7, the *clean* one 6; both have the same number of tokens.
 
 # %%
 clean_prompt = "Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:"
@@ -122,9 +123,9 @@ print("positions of the answers that differ:", differ)
 assert (clean.text[-2:], corrupted.text[-2:]) == ("14", "13")
 
 # %% [markdown]
-# What is compared at a step is the *gap*: the logit of the clean token minus that of the corrupted one, summed over
-# those of these positions that are still masked. To make every step comparable, all runs work on the corrupted run's
-# canvases (`replay=`). The clean values are those of a run on the same canvases with the 6 put back into the prompt.
+# At each step we compare the *gap*: the logit of the clean token minus that of the corrupted one, summed over those of
+# these positions that are still masked. To make every step comparable, all runs work on the corrupted run's canvases
+# (`replay=`). The clean values are those of a run on the same canvases with the 6 put back into the prompt.
 
 # %%
 NAMES = ["hook_embed", *(f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS))]
@@ -153,8 +154,8 @@ print("gap at step 0: clean", round(top[0], 1), " corrupted", round(bottom[0], 1
 print("kept:", len(source.caches), "steps, each an ActivationCache of", len(source.caches[0]), "points")
 
 # %% [markdown]
-# Now the stream behind one layer is patched at one group of positions, at every step, and the share of the gap that
-# comes back is drawn. Behind the embedding all of the fact is at the number; behind the last layer all of it must be at
+# Now we patch the stream after one layer at one group of positions, at every step, and draw the share of the gap that
+# is restored. After the embedding all of the information is at the number; after the last layer all of it must be at
 # the answer's positions.
 
 # %%
@@ -184,15 +185,15 @@ np.testing.assert_allclose(answer[-1], 1, atol=1e-3)
 assert rest[1] > number[1] > 0.2
 
 # %% [markdown]
-# The number is passed on in layers 0 and 1: behind layer 0 more than half of what depends on it stands at *other*
-# positions of the prompt, behind layer 1 three quarters of it stand at the answer. Along the steps the rows hardly
-# change until step 20, when the copy of the number has been decided. What is left then is the result, and behind layer
-# 0 that hangs on the rest of the prompt alone (0.8, and less than 0.1 at the number).
+# The number is passed on in layers 0 and 1: after layer 0 more than half of the information is at *other* positions of
+# the prompt, after layer 1 three quarters of it is at the answer. Along the steps the rows hardly change until step 20,
+# when the copy of the number has been decided. Only the result is left then, and after layer 0 it depends on the rest
+# of the prompt (0.8) and hardly on the number (less than 0.1).
 #
 # ### Until when does it matter?
 #
-# Free-running now: the clean embedding is put in from some step on. If the answer turns, the number was still read
-# then.
+# The next runs are free: the clean embedding is patched in from some step on. If the answer flips, the number was still
+# read at that step or later.
 
 # %%
 turned = {}
@@ -206,16 +207,16 @@ assert "20 - 7 = 14" in turned[20]
 assert turned[23] == corrupted.text
 
 # %% [markdown]
-# Until step 18 everything turns. From step 20 on the 7 has been copied and stays, while the result is still that of 6:
-# here it is computed from the prompt, not from the worked line. At the last step it is too late: the result stands in
-# the last line.
+# Up to step 18 everything flips. From step 20 on the 7 has been copied and stays, while the result is still that of 6:
+# the model computes it from the prompt, not from the worked line. At the last step it is too late, because the result
+# has been decided.
 #
 # ## Attribution patching: all patches from two passes
 #
 # One step is a pass over its canvas. Patching a value v of it changes a metric m by about (v_clean − v_corrupted) ·
-# ∂m/∂v, and one backward pass gives that for all heads, layers and positions. `patching_effects` does the real thing, a
-# copy of the pass for each place; `agreement` compares. The step is the one at which the copy of the number is decided,
-# the metric the logit of the clean number minus that of the corrupted one there.
+# ∂m/∂v, and one backward pass gives that for all heads, layers and positions. `patching_effects` measures the effect
+# itself, with one copy of the pass for each place; `agreement` compares the two. We use the step at which the copy of
+# the number is decided; the metric is the logit of the clean number minus that of the corrupted one there.
 
 
 # %%
@@ -230,7 +231,7 @@ def copy_of_number(prompt, column, new):
     return ids, other, lambda logits: logits[0, written, good] - logits[0, written, bad]
 
 
-def head_outputs(name):
+def is_head_output(name):
     return name.endswith("hook_z")
 
 
@@ -239,9 +240,9 @@ def both(prompt, column, new):
     ids, other, metric = copy_of_number(prompt, column, new)
     masks = (ids[0] == model.mask_token_id).nonzero()[:, 0].tolist()
     positions = sorted({column, *range(0, ids.shape[1], 4), *masks[:3]})
-    truth = patching_effects(model, ids, other, metric, head_outputs, positions=positions)
-    plain = attribution_patching(model, ids, other, metric, head_outputs)
-    along = attribution_patching(model, ids, other, metric, head_outputs, path=8)
+    truth = patching_effects(model, ids, other, metric, is_head_output, positions=positions)
+    plain = attribution_patching(model, ids, other, metric, is_head_output)
+    along = attribution_patching(model, ids, other, metric, is_head_output, path=8)
     return truth, {"one gradient": plain, "path=8": along}
 
 
@@ -267,17 +268,17 @@ assert scores[7, "path=8"].correlation > 0.8
 
 # %% [markdown]
 # Between 6 and 12 one gradient ranks the places well. Between 6 and 7 its sign is wrong: the attention that copies a
-# number is saturated, and its gradient in the corrupted pass says nothing of another number. With `path=8` the gradient
-# is averaged over eight mixtures of the two embeddings, and the correlation is right in both cases; the sizes are not
-# (the relative error says so). Which of the two cases one is in cannot be told from the estimate: compare some places
-# with `patching_effects` before believing either.
+# number is saturated, and its gradient in the corrupted pass carries no information about another number. With `path=8`
+# the gradient is averaged over eight mixtures of the two embeddings, and the correlation is right in both cases; the
+# sizes are not (see the relative error). The estimate alone does not show which of the two cases applies: compare some
+# places with `patching_effects` before you rely on it.
 #
 # ## Exercises
 #
-# 1. Some heads are not missed by any of the three problems. Ablate all of these at once. Are the answers still right?
-# 2. How much of the gap comes back at each step if the clean run's output of head 0.0, and nothing else, is put into
-#    the corrupted run?
-# 3. Does a longer path make the estimate for 6 against 7 better?
+# 1. Removing some heads changes none of the three answers. Ablate all of these at once. Are the answers still right?
+# 2. How much of the gap is restored at each step if only the clean run's output of head 0.0 is patched into the
+#    corrupted run?
+# 3. Does a longer path improve the estimate for 6 against 7?
 #
 # ### Solutions
 
@@ -286,7 +287,7 @@ unmissed = [name for name, spared in zip(every, right, strict=True) if spared.al
 together = sinklens.generate(model, prompts, hooks=[every[name] for name in unmissed], record_sinks=False)
 kept = [read_answer(text) == problem.result for text, problem in zip(together.text, problems, strict=True)]
 print(f"1. without the {len(unmissed)} heads {', '.join(unmissed)}: {sum(kept)} of {len(kept)} right")
-assert all(kept)  # on these three problems they do not stand in for each other
+assert all(kept)  # on these three problems they do not compensate for each other
 
 # %%
 Z = "blocks.0.attn.hook_z"
@@ -305,9 +306,9 @@ assert share.min() > 0.9
 truth, _ = both(clean_prompt, NUMBER, 7)
 ids, other, metric = copy_of_number(clean_prompt, NUMBER, 7)
 for path in (2, 8, 32):
-    score = agreement(attribution_patching(model, ids, other, metric, head_outputs, path=path), truth)["attn.hook_z"]
+    score = agreement(attribution_patching(model, ids, other, metric, is_head_output, path=path), truth)["attn.hook_z"]
     print(f"3. path={path:2}: r = {score.correlation:.2f}, relative error {score.relative_error:.2f}")
 
 # %% [markdown]
-# A longer path adds nothing. What is left is of another kind: on the path all values change together, and a patch
-# changes one alone.
+# A longer path does not help. The remaining error has another cause: on the path all values change together, and a
+# patch changes only one.

@@ -3,11 +3,11 @@
 #
 # At the end you will know
 #
-# - how a hook function written for TransformerLens acts on a whole denoising run, or at one step of it;
+# - how a hook function written for TransformerLens acts on a complete denoising run, or at one step of it;
 # - how `run_with_cache`, `run_with_hooks` and TransformerLens's own patching functions work on one canvas of a run;
-# - how to get an `ActivationCache` of every step, and what TransformerLens's helpers say of it;
+# - how to get an `ActivationCache` of every step, and use TransformerLens's helpers on it;
 # - which names are the same, and which points a diffusion model adds;
-# - how a `TransformerBridge` that you hold already is traced step by step.
+# - how to trace an existing `TransformerBridge` step by step.
 #
 # Everything runs on a laptop's CPU in about a minute.
 
@@ -33,9 +33,9 @@ print(model.cfg.n_layers, "layers,", model.cfg.n_heads, "heads,", len(model.hook
 # ## The difference: one pass, or many
 #
 # A TransformerLens experiment is one forward pass. A diffusion language model answers in many: it starts from a
-# *canvas*, the prompt followed by mask tokens, and each *denoising step* is one pass over the whole canvas, after which
-# some positions get their token. `run.canvas[:, s]` is what step s worked on; `run.unmask_step` says which step decided
-# a position.
+# *canvas*, the prompt followed by mask tokens. Each *denoising step* is one pass over the canvas, after which some
+# positions get their token. `run.canvas[:, s]` is what step s worked on; `run.unmask_step` is the step that decided
+# each position.
 
 # %%
 run = sinklens.generate(model, prompt)
@@ -49,7 +49,7 @@ assert run.text.endswith("#### 14")
 # %% [markdown]
 # ## A hook function, unchanged
 #
-# This is the head ablation of TransformerLens's main demo. It takes a value and a hook point, and gives the value back.
+# This is the head ablation of TransformerLens's main demo. It takes a value and a hook point, and returns the value.
 
 # %%
 LAYER, HEAD = 0, 0
@@ -62,8 +62,8 @@ def head_ablation_hook(value, hook):  # [batch, pos, head, d_head]
 
 
 # %% [markdown]
-# On one canvas, it is used as ever. `model(ids)` gives the logits [batch, pos, vocab]; in LLaDA, the logits at a
-# position are about the token *at* that position, not about the next one.
+# On one canvas, use it as in TransformerLens. `model(ids)` returns the logits [batch, pos, vocab]; in LLaDA, the logits
+# at a position predict the token *at* that position, not the next one.
 
 # %%
 ids = run.canvas[:, 5]
@@ -80,8 +80,8 @@ print(every.text)
 assert not every.text.endswith("#### 14")
 
 # %% [markdown]
-# To act at one step only, ask the hook point: `hook.step` is the step being run (beside `hook.name` and `hook.layer()`,
-# which TransformerLens has too). A wrapper leaves your function as it is.
+# To act at one step only, use the hook point: `hook.step` is the current step (besides `hook.name` and `hook.layer()`,
+# which TransformerLens has too). A wrapper leaves your function unchanged.
 
 
 # %%
@@ -99,8 +99,8 @@ assert once.text == run.text
 assert moved > 0
 
 # %% [markdown]
-# Without this head at step 5, some positions are decided in another order, and the answer is the same; without it at
-# all steps the answer is wrong. The same edit in a `trace` block, where your function is called like any other:
+# Without this head at step 5, some positions are decided in another order, but the answer is the same; without it at
+# all steps the answer is wrong. Here is the same edit in a `trace` block, which calls your function directly:
 
 # %%
 with sinklens.trace(model, prompt) as t:
@@ -110,9 +110,9 @@ with sinklens.trace(model, prompt) as t:
 assert torch.equal(t.canvas, once.canvas)
 
 # %% [markdown]
-# After step 5 the two runs work on different canvases, so what happens later is consequence, not effect. With `replay=`
-# a run computes everything under the hooks, but starts every step from the canvas of an earlier run. Each step is then
-# exactly a `run_with_hooks` on that canvas:
+# After step 5 the two runs work on different canvases, so later differences are consequences, not effects. With
+# `replay=` a run computes everything under the hooks, but starts every step from the canvas of an earlier run. Each
+# step is then exactly a `run_with_hooks` on that canvas:
 
 # %%
 seen = []
@@ -129,7 +129,7 @@ print(f"{len(seen)} steps, and step 5 gives the logits of run_with_hooks on canv
 # ## `run_with_cache` on one canvas
 #
 # It returns TransformerLens's own `ActivationCache`. Sixteen steps into the run, eight positions of the answer are
-# still masked. The logit lens reads what each layer would say at them:
+# still masked. The logit lens shows what each layer would predict there:
 
 # %%
 ids = run.canvas[:, 16]
@@ -169,7 +169,7 @@ assert answers == [words[position] for position in masked]
 # %% [markdown]
 # All eight are right at the last layer, though none has been committed: the sampler commits one per step.
 #
-# CircuitsVis's heads work as well; `sinklens.views.attention` draws them without a network.
+# CircuitsVis's attention heads work as well; `sinklens.views.attention` draws them offline.
 
 # %%
 sinklens.views.attention(run, step=16, layer=0, heads=[0, 4])
@@ -177,7 +177,7 @@ sinklens.views.attention(run, step=16, layer=0, heads=[0, 4])
 # %% [markdown]
 # ## TransformerLens's own patching functions
 #
-# `transformer_lens.patching` asks a model for `cfg`, `run_with_cache` and `run_with_hooks`, so it works here. The clean
+# `transformer_lens.patching` needs a model's `cfg`, `run_with_cache` and `run_with_hooks`, so it works here. The clean
 # canvas is that of step 18, where " 6" is about to be copied from the prompt to position 27. The corrupted one has " 7"
 # in the prompt. Where does the number go?
 
@@ -218,8 +218,8 @@ assert restored[3, COPY] > 0.95
 #
 # ## An `ActivationCache` of every step
 #
-# `t.cache(names, steps)` in a block keeps points by step: `caches[step]` is an `ActivationCache`, and what it holds is
-# what the block's edits have left. `names` are names, or predicates as in `names_filter`.
+# `t.cache(names, steps)` in a block keeps points by step: `caches[step]` is an `ActivationCache`, with the values after
+# the block's edits. `names` are names, or predicates as in `names_filter`.
 
 # %%
 WANTED = ("hook_embed", "hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "hook_z", "hook_scale")
@@ -231,9 +231,9 @@ print(len(caches), "steps; step 22 is an", type(caches[22]).__name__, "of", len(
 
 # %% [markdown]
 # Direct logit attribution by step. The last number of the answer, " 14" at position 35, is committed at the very last
-# step. Its logit less that of " 13" is a sum over what the embedding, the attention layers and the MLPs wrote at that
+# step. Its logit minus that of " 13" is a sum over what the embedding, the attention layers and the MLPs wrote at that
 # position, each divided by the final norm's scale (`apply_ln=True`). The norm's learned weight is part of the direction
-# here, since the weights are used as they are, not folded.
+# here, because the weights are not folded.
 
 # %%
 RESULT = 35
@@ -262,9 +262,9 @@ print(f"with 7 instead of 6 in the prompt, step 0: {start[right] - start[wrong]:
 assert start[right] < start[wrong]
 
 # %% [markdown]
-# At step 0, with nothing but masks behind the prompt, the model prefers the right result to its neighbour already: by
-# 7.3 logits here, and by 6.1 the other way round where 13 is right. The attribution hardly changes for 23 steps; when
-# the result stands in the worked line, the last MLP adds the rest.
+# At step 0, with only masks after the prompt, the model already prefers the right result to its neighbour: by 7.3
+# logits here, and by 6.1 in the other direction where 13 is right. The attribution hardly changes for 23 steps; once
+# the result is in the worked line, the last MLP adds the rest.
 #
 # `stack_head_results` splits attention by head. It works from the cached `hook_z`, as in TransformerLens:
 
@@ -278,9 +278,9 @@ print(f"strongest head: {strongest}, {written.max():.2f} of {whole[22]:.1f} logi
 assert written.max() < 0.1 * whole[22]
 
 # %% [markdown]
-# No head matters much here: most of the difference is written by the MLPs of the last two layers.
+# No head matters much here: the MLPs of the last two layers write most of the difference.
 #
-# ## What is called what
+# ## Equivalent names
 #
 # | TransformerLens | sinklens | |
 # |---|---|---|
@@ -290,13 +290,13 @@ assert written.max() < 0.1 * whole[22]
 # | `model.run_with_cache`, `run_with_hooks` | the same | one pass |
 # | `model.hook_dict`, `model.W_Q`, `model.W_U`, `model.blocks[0].attn.W_O` | the same | a missing bias is zeros |
 # | `model.to_tokens`, `to_str_tokens` | the same | `to_tokens` takes text, `to_str_tokens` text or one row of ids |
-# | `ActivationCache` | the same class | of one pass, or `t.cache(...)[step]` |
+# | `ActivationCache` | the same class | from one pass, or `t.cache(...)[step]` |
 # | `hook.name`, `hook.layer()` | the same, and `hook.step` | `None` outside a run |
 # | `hook_resid_pre`, `hook_z`, `hook_pattern`, `hook_mlp_out`, … | the same names and shapes | |
 # | `blocks.0.attn.q.hook_out`, `blocks.0.hook_out` (TransformerLens 4) | accepted everywhere | so are negative layers |
 #
-# The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, and `logit_attrs` with it, have the
-# final norm's weight in them, as `direction` above: what they give adds up to the logits.
+# The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, and `logit_attrs` with it, include
+# the final norm's weight, like `direction` above, so their contributions add up to the logits.
 #
 # The points of one layer and of the sampler, with the shapes of this canvas:
 
@@ -339,11 +339,11 @@ assert " 20 - 6" not in hidden.text
 assert sinklens.generate(model, prompt.replace(" 6", " 7"), hooks=everywhere).text == hidden.text
 
 # %% [markdown]
-# No position learns the number now, so 14 is a guess: with 7 in the prompt the text is the same, as the last line
+# No position can read the number now, so 14 is a guess: with 7 in the prompt the text is the same, as the last line
 # checks.
 #
-# The points of `denoise` are the decisions of a step, and hook functions change them too. Here confidence becomes "the
-# further left, the surer", so the answer is written from left to right:
+# The `denoise` points are the decisions of a step, and hook functions can change them too. Here confidence decreases
+# from left to right, so the answer is written from left to right:
 
 
 # %%
@@ -359,9 +359,9 @@ assert ordered.unmask_step[0, first:].tolist() == list(range(24))
 # %% [markdown]
 # ## A `TransformerBridge`, step by step
 #
-# A bridge that you hold can be handed to `sinklens.load`: it takes over the weights (shared, not copied), and hooks
-# that are set on the bridge stay with the bridge. An autoregressive model's steps are its decoded tokens. Here the
-# bridge is over the shipped `tiny-llama`; weights that a bridge has folded or centred are refused.
+# `sinklens.load` accepts a bridge: it shares the weights without copying them, and hooks set on the bridge stay with
+# the bridge. An autoregressive model's steps are its decoded tokens. Here the bridge wraps the shipped `tiny-llama`;
+# weights that a bridge has folded or centred are refused.
 
 # %%
 folder = sinklens.load("tiny-llama").cfg.model_name  # the folder of a checkpoint; a hub name works the same way
@@ -392,9 +392,9 @@ print(f"{len(newest)} steps agree with the bridge's pattern")
 # %% [markdown]
 # ## Exercises
 #
-# 1. Which head is enough to carry the number on? Use `patching.get_act_patch_attn_head_out_all_pos`.
-# 2. `head_ablation_hook` at all steps breaks the answer, at step 5 alone it does not. From which step on may it act
-#    without breaking it?
+# 1. Which head alone is enough to pass the number on? Use `patching.get_act_patch_attn_head_out_all_pos`.
+# 2. `head_ablation_hook` at all steps breaks the answer; at step 5 alone it does not. From which step on can it act
+#    without breaking the answer?
 # 3. `sinklens.load` takes TransformerLens 4's spellings. Which point is `blocks.-1.mlp.in.hook_out`?
 #
 # ### Solutions

@@ -3,10 +3,9 @@
 #
 # At the end you will know
 #
-# - that a loaded model is an nnsight root: `model.trace`, `.output`, `.save()`, invokes and `.edit()` are nnsight's
-#   own;
-# - how a trace block follows a *denoising run* step by step, and how to choose steps and to stop;
-# - in which order values can be asked for, and what happens when one is asked for too late;
+# - that a loaded model is an nnsight root: `model.trace`, `.output`, `.save()`, invokes and `.edit()` are nnsight's;
+# - how a trace block follows a *denoising run* step by step, and how to select steps and stop;
+# - in which order values can be read, and what happens when a value is read too late;
 # - how to intervene by hand: edit a point, patch one run into another, force a token, reorder the sampler's decisions;
 # - how to get gradients at one step.
 #
@@ -34,9 +33,9 @@ assert run.text.endswith("#### 14")
 # ## One pass: plain nnsight
 #
 # A diffusion language model answers in *denoising steps*. Each is one pass over the *canvas*, the prompt followed by
-# masks, and then some positions get their token. `run.canvas[:, s]` is what step s worked on. One such canvas is a
-# batch of token ids, and `model.trace(ids)` is nnsight's trace of one pass over it. The children of `model` are hook
-# points with TransformerLens's names; the transformers model is there too, as `model.hf`.
+# masks; then some positions get their token. `run.canvas[:, s]` is what step s worked on. One such canvas is a batch of
+# token ids, and `model.trace(ids)` is nnsight's trace of one pass over it. The children of `model` are hook points with
+# TransformerLens's names; the transformers model is `model.hf`.
 
 # %%
 ids = run.canvas[:, 18]
@@ -50,20 +49,20 @@ print(list(stream.shape), list(pattern.shape), list(logits.shape))
 torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern.sum(-1)))
 
 # %% [markdown]
-# A point is the identity function: `.input` is what the model computed, `.output` what it goes on with. Edits in place
-# and assignments both take effect.
+# A point is the identity function: `.input` is the computed value, `.output` the value that the model continues with.
+# In-place edits and assignments both take effect.
 
 # %%
 with model.trace(ids):
     before = model.blocks[0].attn.hook_z.input.clone().save()
-    model.blocks[0].attn.hook_z.output[:, :, 0] = 0  # head 0 says nothing
+    model.blocks[0].attn.hook_z.output[:, :, 0] = 0  # head 0 writes nothing
     edited = model.output.detach().save()
 
 print("largest change of a logit:", round(float((edited - logits).abs().max()), 1))
 assert (before[:, :, 0] != 0).any()
 
 # %% [markdown]
-# ## A whole run: the same, with steps
+# ## A complete run: the same, with steps
 #
 # `sinklens.trace` opens a run. `t` is an nnsight tracer; `for step in t.steps` waits for each step in turn. `t[name]`
 # is short for `t.blocks[…]….output`, and it reads and assigns.
@@ -80,19 +79,18 @@ print("proposed at step 0:", repr(model.tokenizer.decode(proposed[0][first : fir
 assert torch.equal(proposed[0][first:], t.tokens[0, first:])
 
 # %% [markdown]
-# On this short problem the whole answer is proposed at step 0 already; the other 23 steps commit it, one position each.
+# On this short problem the model proposes the complete answer at step 0; the 24 steps commit it, one position each.
 #
-# Two differences to a plain trace:
+# There are two differences from a plain trace:
 #
-# - Names that the block assigns are there after it, so `.save()` is not needed (it works all the same).
-# - `t[name]` is the live tensor. Something kept over steps is best `.clone()`d, since later edits may change it in
-#   place.
+# - Names that the block assigns are available after it, so `.save()` is not needed (but works).
+# - `t[name]` is the live tensor. `.clone()` what you keep over steps, because later edits may change it in place.
 #
 # After the block, `t.text`, `t.canvas`, `t.unmask_step` and `t.sinks` hold what `sinklens.generate` returns.
 #
 # ### Choosing steps
 #
-# `t.steps` takes slices, lists, numbers and, by `at`, fractions of the run. Several loops in one block share the run.
+# `t.steps` takes slices, lists, numbers and, with `at`, fractions of the run. Several loops in one block share the run.
 
 # %%
 CANVAS = "denoise.hook_canvas"  # [batch, pos]
@@ -112,8 +110,8 @@ assert list(masks) == [0, 1, 5, 9, 12, 23]
 # %% [markdown]
 # ### Stopping
 #
-# `t.stop()` ends the run. Here it ends as soon as the mark "####" is on the canvas, and what is still masked is filled
-# with the proposals.
+# `t.stop()` ends the run. Here it ends as soon as "####" is on the canvas; the positions still masked are filled with
+# the proposals.
 
 # %%
 mark = model.to_tokens("\n####")[0, -1]
@@ -133,8 +131,8 @@ assert answer == run.text
 # %% [markdown]
 # ## The order of points
 #
-# The block is not run before or after the model: it runs *with* it, and pauses wherever it asks for a value. So points
-# are asked for in the order in which a step reaches them. `model.hook_names()` lists them in that order.
+# The block does not run before or after the model: it runs *with* it, and pauses wherever it reads a value. So points
+# are read in the order in which a step reaches them. `model.hook_names()` lists them in that order.
 
 # %%
 names = model.hook_names()
@@ -142,7 +140,7 @@ print(names[0], names[1], "…", *(name for name in names if name.startswith("bl
 
 # %% [markdown]
 # Layer 2 before layer 0 is too late. A plain nnsight loop over iterations would serve the value of the *next* step;
-# here it is an error, on the line that asked. (`t.iter[...]` is another name of `t.steps[...]`.)
+# here it is an error, on the line that reads it. (`t.iter[...]` is another name for `t.steps[...]`.)
 
 
 # %%
@@ -159,11 +157,11 @@ try:
 except HookOrderError as error:
     message = str(error)
 print(message)
-assert "'blocks.0.hook_resid_post' was asked for in step 0 after the step had passed it" in message
+assert "'blocks.0.hook_resid_post' was requested in step 0 after the step had passed it" in message
 
 
 # %% [markdown]
-# So is a step that has passed, and a value asked for when the run is over:
+# A step that has passed, and a value read after the run, are errors too:
 
 
 # %%
@@ -188,8 +186,8 @@ for mistake in (a_step_that_has_passed, after_the_run):
         print(error, end="\n\n")
 
 # %% [markdown]
-# Modules of the transformers model stand in the same order, between the points: the output of layer 1's `q_proj` is
-# ready just before `blocks.1.attn.hook_q`.
+# Modules of the transformers model follow the same order, between the points: the output of layer 1's `q_proj` is ready
+# just before `blocks.1.attn.hook_q`.
 
 # %%
 with sinklens.trace(model, prompt) as t:
@@ -200,8 +198,8 @@ with sinklens.trace(model, prompt) as t:
 assert torch.equal(raw.reshape(queries.shape), queries)
 
 # %% [markdown]
-# nnsight's `.scan` is not there, since the shapes are known without it: `sinklens hooks tiny-llada` on the command line
-# prints every point with its shape and meaning.
+# nnsight's `.scan` is not available, because the shapes are known without it: `sinklens hooks tiny-llada` on the
+# command line prints every point with its shape and meaning.
 #
 # ## Interventions by hand
 #
@@ -216,8 +214,8 @@ print(t.text)
 assert not t.text.endswith("#### 14")
 
 # %% [markdown]
-# **One run into another.** The second run's prompt says 7 instead of 6. Its residual stream at that position, and
-# nothing else, is put into the first, at every step, at the entry of one layer:
+# **One run into another.** The second run's prompt says 7 instead of 6. Only its residual stream at that position is
+# patched into the first run, at every step, at the input of one layer:
 
 # %%
 NUMBER = 10
@@ -244,9 +242,10 @@ assert "20 - 7 = 14" in texts[1]
 assert texts[2] == texts[3] == run.text
 
 # %% [markdown]
-# Patched at the entry of layer 0, the 7 counts everywhere. At layer 1 it is copied into the calculation, but the result
-# is that of 6: what computes the result has read the number in layer 0. From layer 2 on nobody reads it at its
-# position. Who reads it in layer 0? Take one head's output instead of the stream:
+# Patched at the input of layer 0, the 7 takes effect everywhere. At layer 1 it is copied into the calculation, but the
+# result is that of 6: the components that compute the result have read the number in layer 0. From layer 2 on no
+# component reads it at its position. Which component reads it in layer 0? Patch one head's output instead of the
+# stream:
 
 # %%
 Z = "blocks.0.attn.hook_z"
@@ -264,11 +263,11 @@ for start in (0, 16, 20):
 assert "20 - 6 = 13" in t.text
 
 # %% [markdown]
-# One head of 24 is enough to carry the number. From step 20 on the copy is written already (at step 18), the result is
-# not.
+# One head of 24 is enough to carry the number. From step 20 on the copy is already written (at step 18), but the result
+# is not.
 #
-# **A token.** `denoise.hook_canvas` is what a step works on; an edit of it stays on the canvas. If the model is made to
-# write 19 for 20, does it compute with what it wrote?
+# **A token.** `denoise.hook_canvas` is the canvas that a step works on; an edit stays on the canvas. If we make the
+# model write 19 for 20, does it compute with 19?
 
 # %%
 with sinklens.trace(model, prompt) as t:
@@ -279,10 +278,10 @@ print(t.text)
 assert "19 - 6 = 14" in t.text
 
 # %% [markdown]
-# It does not here: the result comes from the prompt.
+# It does not: the result comes from the prompt.
 #
-# **The order of decisions.** By itself this model commits the end tokens first. `denoise.hook_confidence` decides; made
-# small for end tokens, the words come first:
+# **The order of decisions.** Unchanged, this model commits the end tokens first. `denoise.hook_confidence` determines
+# the order; with small values for end tokens, the words come first:
 
 # %%
 with sinklens.trace(model, prompt) as t:
@@ -306,8 +305,8 @@ assert t.unmask_step[0, first : first + 13].max() == 12
 # %% [markdown]
 # ## Several inputs in one pass
 #
-# Invokes of `model.trace` work as in nnsight; a barrier passes a value from one to the other. With the clean stream in
-# the corrupted pass, at all positions of one layer, the logits are the clean ones.
+# Invokes of `model.trace` work as in nnsight; a barrier passes a value from one to the other. With the clean stream
+# patched into the corrupted pass at all positions of one layer, the logits are the clean ones.
 
 # %%
 clean = of_step(run, 18).ids
@@ -327,14 +326,14 @@ with model.trace() as tracer:
 torch.testing.assert_close(patched_logits, model(clean), atol=1e-4, rtol=1e-4)
 
 # %% [markdown]
-# In a run, several prompts are a list: `sinklens.trace(model, [prompt, other_prompt])` has two rows in every value, and
-# a row's result does not depend on its batch.
+# For several prompts, pass a list: `sinklens.trace(model, [prompt, other_prompt])` has two rows in every value. A row's
+# result does not depend on its batch.
 #
 # ## Gradients at one step
 #
-# A run needs no gradients and keeps none. A step is a pass over its canvas, though, so its gradients are those of
-# `model.trace` on that canvas; `of_step(run, s)` gives the ids (and the mask of the left padding, in a batch). Step 18
-# writes the copy of the number, at position 27. Which positions of the stream would change that decision?
+# A run needs no gradients and keeps none. But a step is a pass over its canvas, so its gradients are those of
+# `model.trace` on that canvas; `of_step(run, s)` returns the ids (and, in a batch, the mask of the left padding). Step
+# 18 writes the copy of the number, at position 27. Which positions of the stream would change that decision?
 
 # %%
 COPY = 27
@@ -354,9 +353,9 @@ gradients = torch.stack([slopes[layer][0] for layer in range(4)])  # [layer, pos
 print("logit of ' 6' minus logit of ' 7', with 7 in the prompt:", round(float(value), 1))
 
 # %% [markdown]
-# Times the difference between the clean and the corrupted stream, the gradient estimates what patching each place would
-# do (attribution patching; `sinklens.experiments.attribution_patching` does it for all points, and says how far it
-# can be trusted).
+# Multiplied by the difference between the clean and the corrupted stream, the gradient estimates the effect of patching
+# each place (attribution patching; `sinklens.experiments.attribution_patching` does it for all points, and `agreement`
+# measures how far to trust it).
 
 # %%
 streams = {}
@@ -390,13 +389,13 @@ print(f"layer 0, at the number: estimated {float(estimate[0, NUMBER]):.1f}, real
 assert estimate[0, NUMBER] < 0 < really - value
 
 # %% [markdown]
-# The gradient finds the places, and its sign is wrong here. Tutorial 4 says why, and how to find out.
+# The gradient finds the places, but its sign is wrong here. Tutorial 4 explains why, and how to detect it.
 #
 # ## Edited models
 #
-# `model.edit()` gives a copy with an edit that acts in every `model.trace` of it. It is for single passes: a run has
-# many, and `sinklens.trace` and `sinklens.generate` refuse an edited copy. For a run, say the change in the block, or
-# as a hook function.
+# `model.edit()` returns a copy with an edit that acts in each of its `model.trace` calls. It is for single passes: a
+# run has many, and `sinklens.trace` and `sinklens.generate` refuse an edited copy. For a run, write the change in the
+# block, or as a hook function.
 
 # %%
 with model.edit() as (_, muted):
@@ -418,7 +417,7 @@ print(sinklens.generate(model, prompt, hooks=[("blocks.0.attn.hook_z", mute)]).t
 # ## Exercises
 #
 # 1. Which key does the masked position 27 attend to most in head 0 of layer 0, half-way through the run?
-# 2. Repair this block; its second line asks too late.
+# 2. Repair this block; its second line reads too late.
 #
 # ```python
 # for _ in t.steps:

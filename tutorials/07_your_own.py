@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 7. Your own model, your own detector, your own study
 #
-# What ships with sinklens is a start. At the end of this tutorial you will know
+# sinklens can be extended. At the end of this tutorial you will know
 #
-# - how to load a checkpoint from a folder of your own, and what is checked before it is loaded,
-# - how a new family of checkpoints is added: two records, no code,
-# - how to write a detector, also one that needs something which nothing records yet,
-# - how to write a study: a question asked of several models, with intervals over problems, tables and figures.
+# - how to load a checkpoint from a folder, and what is checked before it is loaded,
+# - how to add a new family of checkpoints: two records, no code,
+# - how to write a detector, also one that needs a new recorded quantity,
+# - how to write a study: a question about several models, with intervals over problems, tables and figures.
 #
-# Everything is done from outside the package, in a script or notebook of your own.
+# All of this works outside the package, in your own script or notebook.
 
 # %%
 import json
@@ -38,9 +38,9 @@ prompts = [problem.prompt for problem in held_out(20)]
 # ## A checkpoint in a folder
 #
 # `sinklens.load` takes a folder with `config.json`, one or several `*.safetensors` and, for text, a tokenizer: the
-# layout in which checkpoints are published. Code that a checkpoint brings is never run, and pickles are refused.
+# layout in which checkpoints are published. A checkpoint's code is never run, and pickles are refused.
 #
-# As a checkpoint of our own we take the weights of `tiny-llada` and remove one head for good. Head 0 of layer 0 enters
+# For our own checkpoint we take the weights of `tiny-llada` and permanently remove one head. Head 0 of layer 0 enters
 # the residual stream through the first 32 columns of the output projection, which LLaDA calls `attn_out`; they become
 # 0.
 
@@ -61,7 +61,7 @@ print(headless)
 print(repr(sinklens.generate(headless, prompts[0]).text))
 
 # %% [markdown]
-# The same head can be silenced by an intervention. Both ways have to agree, on the text and on every canvas:
+# An intervention can ablate the same head. Both methods must agree on the text and on every canvas:
 
 # %%
 by_weights = sinklens.generate(headless, prompts)
@@ -75,8 +75,8 @@ print(f"without this head {changed} of {len(prompts)} answers change")
 # ### What is checked
 #
 # Names and shapes in the files are compared with what the config describes before any weight is read: transformers
-# alone would warn, and go on with random weights. A config value that the architecture cannot express is refused by
-# name.
+# alone would warn and continue with random weights. An error names any config value that the architecture cannot
+# express.
 
 
 # %%
@@ -98,12 +98,13 @@ print(refused(mine, activation_type="gelu"))
 
 # %% [markdown]
 # After loading, a short pass checks the rest: that watching changes no logit, that pattern rows sum to 1, that
-# attention runs in the directions that the family says, and that editing a pattern reaches the logits.
+# attention has the direction that the family declares, and that editing a pattern reaches the logits.
 #
-# ## A family of your own
+# ## Your own family
 #
-# Say somebody publishes "newdlm": Mistral's architecture without the causal mask, with weight names of its own. We make
-# such a checkpoint of `tiny-llada`, which tells us what it has to compute: with `sliding_window` off, Mistral is Llama.
+# Suppose a new model "newdlm" is published: Mistral's architecture without the causal mask, with different weight
+# names. We make such a checkpoint from `tiny-llada`, so we know what it must compute: with `sliding_window` off,
+# Mistral is Llama.
 
 # %%
 THEIRS = {
@@ -160,9 +161,9 @@ except CheckpointError as error:
     print("\n", error, sep="")
 
 # %% [markdown]
-# Two records, given to `register`, make it known. An `Architecture` says where transformers' class keeps the modules
-# that the hook points stand on; Mistral names them as Llama does, so the defaults hold. A `Family` says how the files
-# become that class: its sampler, the weight names (regular expressions), and what of the config must have which value.
+# Register it with two records. An `Architecture` says where transformers' class keeps the modules that the hook points
+# attach to; Mistral uses Llama's names, so the defaults apply. A `Family` says how the files become that class: its
+# sampler, the weight names (regular expressions), and the required config values.
 
 # %%
 family = Family(
@@ -189,8 +190,8 @@ newdlm = sinklens.load(new)
 print(newdlm)
 
 # %% [markdown]
-# That gives loading, every hook point, traces, interventions and sinks. Does it compute the right thing? The self-check
-# of `load` does not know what is right; only outputs of the family's own code do. Here these are `tiny-llada`'s:
+# Loading, every hook point, traces, interventions and sinks now work. Is the result correct? The self-check of `load`
+# cannot decide that; only a comparison with outputs of the family's own code can. Here these are `tiny-llada`'s:
 
 # %%
 ours = sinklens.generate(newdlm, prompts)
@@ -199,17 +200,17 @@ xr.testing.assert_allclose(ours.sinks.scores(), reference.sinks.scores(), atol=1
 print("every canvas of 20 problems equals tiny-llada's")
 
 # %% [markdown]
-# A name or a `model_type` that has a meaning already is refused. In a script of your own `register` stands before
-# `load`. The command line and workers on other machines do not run your script; they read the entry-point group
-# `sinklens.families`, in which an installed package names a function that registers (docs/concepts/your-own.md). What
-# is not of the Llama kind (another order of norms, attention that does not go through transformers' attention
-# interface) is more than two records; CONTRIBUTING.md says where to begin.
+# A name or `model_type` already in use is refused. In your script call `register` before `load`. The command line and
+# workers on other machines do not run your script; they read the entry-point group `sinklens.families`, in which an
+# installed package names a function that registers the family (docs/concepts/your-own.md). Architectures that are not
+# of the Llama kind (another order of norms, attention outside transformers' attention interface) need more than two
+# records; docs/design.md explains the structure.
 #
-# ## A detector of your own
+# ## Your own detector
 #
-# A detector says where a track has a sink (`detect`) and how much of one each position is (`strength`). Equation 3 of
-# the paper wants a score that is 3 above the mean of the others. In a unit, that is a different bound for every length;
-# a *relative* bound has no unit:
+# A detector says where a track has a sink (`detect`) and how strong each position is (`strength`). Equation 3 of the
+# paper requires a score that is 3 above the mean of the others. In any unit, the strictness of that bound depends on
+# the length; a *relative* bound has no unit:
 
 # %%
 from sinklens.sinks import Detector, EpsilonOverMean, Quantity, Record, kinds, motion, over_others
@@ -233,17 +234,16 @@ class TimesMean(Detector):
 # `track.scores()` is NaN where a position does not exist (padding, or not generated yet), and comparisons with NaN are
 # False, so nothing more is needed.
 #
-# ### What nothing records yet
+# ### A new quantity
 #
-# The second one asks something that column sums cannot tell: which keys are sinks *of the masked queries*, the
+# The second detector asks a question that column sums cannot answer: which keys are sinks *of the masked queries*, the
 # positions still to be decided? Column sums add up all queries, and half of them are the prompt's. So the pattern
-# itself has to be recorded. A `Quantity` names a hook point below a block and what to keep of it; the axis `query` is
-# ours.
+# itself must be recorded. A `Quantity` names a hook point in a block and what to keep of it; we add the axis `query`.
 
 
 # %%
 class Patterns(Quantity):
-    """The whole pattern of every step and layer: ``pattern`` [head, query, pos]."""
+    """The complete pattern of every step and layer: ``pattern`` [head, query, pos]."""
 
     name = "pattern"
     point = "attn.hook_pattern"
@@ -261,10 +261,10 @@ real = track.data["is_real"].rename(pos="query").astype(np.float32)  # 0 for the
 assert np.allclose(xr.dot(pattern, real, dim="query"), track.data["score"].transpose(..., "pos"), atol=1e-3)
 
 # %% [markdown]
-# For 20 short problems that fits; for a large model keep less in `Quantity.keep`. The track knows the rest: `masked`
-# tells which positions were masks when the step began. The scores of the masked queries are scaled so that uniform
-# attention is 1 again, and then held to the paper's bound. Fewer queries make noisier scores, so the detector brings
-# its own control: as many queries, drawn at random.
+# For 20 short problems that fits in memory; for a large model keep less in `Quantity.keep`. The track holds the rest:
+# `masked` marks the positions that were masks when the step began. The scores of the masked queries are scaled so that
+# uniform attention is 1 again, and then compared with the paper's bound. Fewer queries make noisier scores, so the
+# detector has a control: as many queries, drawn at random.
 
 
 # %%
@@ -300,7 +300,7 @@ class MaskedQueries(Detector):
 
 
 # %% [markdown]
-# A new definition goes wherever one is asked for: into `track.detect`, the measures of motion, and the token kinds.
+# A new detector works wherever one is accepted: in `track.detect`, the measures of motion, and the token kinds.
 
 # %%
 detectors = {
@@ -335,13 +335,13 @@ preferred = pd.DataFrame({told: preference(detector) for told, detector in detec
 print(preferred.round(2))
 
 # %% [markdown]
-# The relative bound finds all sinks of Eq. 3 and a few more. That is arithmetic: scores are 1 on average, so beside a
-# sink the others' mean is below 1, and what is 3 above it is more than 4 times it. The masked queries have 3.5 times as
-# many sinks as Eq. 3 finds, and 60 % of those of Eq. 3 are among them; but that is so for random queries too (61 %),
-# and part of it is the noise of few queries. What tells them apart is where they look: not at the start token, which
-# draws the prompt's queries (0.19 of chance, against 3.63 by Eq. 3 and 1.79 for random queries), and at line breaks
-# (1.48), which lead the paper's list for LLaDA. Their sinks last 6.6 steps; those of random queries, drawn anew at each
-# step, 1.5.
+# The relative bound finds all sinks of Eq. 3 and a few more. That follows from arithmetic: scores are 1 on average, so
+# if there is a sink the others' mean is below 1, and a score 3 above that mean is more than 4 times the mean. The
+# masked queries have 3.5 times as many sinks as Eq. 3 finds, and 60 % of those of Eq. 3 are among them; but the same is
+# true for random queries (61 %), and part of it is the noise of few queries. The difference is where they look: not at
+# the start token, which draws the prompt's queries (0.19 of chance, against 3.63 by Eq. 3 and 1.79 for random queries),
+# and at line breaks (1.48), which lead the paper's list for LLaDA. Their sinks last 6.6 steps; those of random queries,
+# drawn again at each step, last 1.5.
 
 # %%
 assert table.loc["4 times the mean", "of Eq. 3's [%]"] == 100
@@ -363,16 +363,16 @@ figure.colorbar(image, ax=axes, label="score; uniform attention is 1")
 plt.show()
 
 # %% [markdown]
-# ## A study of your own
+# ## Your own study
 #
-# A study asks one question of several models on the same prompts. It is one subclass of `Study`, which says what to
-# *measure* on a batch of prompts (a Dataset with the axis `prompt`), and which *tables* and *figures* come of the
-# measurements. The rest is done for it: loading, batches, going on after an interruption, files and a manifest.
+# A study asks one question of several models on the same prompts. It is one subclass of `Study`, which defines what to
+# *measure* on a batch of prompts (a Dataset with the axis `prompt`), and which *tables* and *figures* to make from the
+# measurements. The base class does the rest: loading, batches, resuming after an interruption, files and a manifest.
 #
-# Ours: **does a head's strongest key stand at the most recently decided position?** The *lag* of a position is the
-# number of steps since it got its token: 1 is the one decided a step ago, 0 the one that this step decides, and −1 the
-# one that the next step will. For every lag we measure how often the strongest key of a head has it, over the steps at
-# which there is a position of that lag. By chance it is one over the number of positions.
+# Ours: **is a head's strongest key at the most recently decided position?** The *lag* of a position is the number of
+# steps since it got its token: 1 is the position decided a step ago, 0 the one that this step decides, and −1 the one
+# that the next step will decide. For every lag we measure how often the strongest key of a head has it, over the steps
+# at which a position of that lag exists. The chance level is one over the number of positions.
 
 # %%
 from sinklens.analyses import Study, difference_table, interval_table
@@ -425,9 +425,9 @@ class Recency(Study):
 
 
 # %% [markdown]
-# `self.generate` runs a batch and takes out the steps at which a row only waits for others of its batch, so that a
-# problem's numbers do not depend on its neighbours. A field of the dataclass, such as `unit`, is an option of the study
-# and goes into its manifest.
+# `self.generate` runs a batch and removes the steps at which a row only waits for others of its batch, so a problem's
+# numbers do not depend on its neighbours. A field of the dataclass, such as `unit`, is an option of the study and is
+# recorded in its manifest.
 
 # %%
 names = ("tiny-llada", "tiny-llama")
@@ -444,13 +444,13 @@ figure = study.figures(findings.measured, findings.examples)["lags"]
 plt.show()
 
 # %% [markdown]
-# No: in `tiny-llada` the strongest key of a head stands at the position decided a step ago in 1.4 % [1.2, 1.6] of all
+# No: in `tiny-llada` the strongest key of a head is at the position decided a step ago in 1.4 % [1.2, 1.6] of all
 # cases, less often than chance (2.0 %), and less often than at the one that *this* step decides (2.1 % [1.8, 2.4]).
-# That nearly the whole curve lies below chance says that the answer draws less than the prompt.
+# Nearly the entire curve is below chance: the answer draws less attention than the prompt.
 #
-# In `tiny-llama` it never stands there, and that is no finding: under a causal mask the newest key is seen by one
-# query, so its column sum cannot be large. The question depends on the unit, which is why the study has it as an option
-# (exercise 2).
+# In `tiny-llama` it is never there, but that is not a finding: under a causal mask only one query sees the newest key,
+# so its column sum cannot be large. The result depends on the unit, which is why it is an option of the study (exercise
+# 2).
 
 
 # %%
@@ -464,23 +464,23 @@ assert excess("tiny-llada", 1)[2] < 0
 assert excess("tiny-llada", 1)[2] < excess("tiny-llada", 0)[0]
 
 # %% [markdown]
-# The manifest holds all that decided the numbers, and a hash of the study's source: a study that was interrupted
-# goes on where it stopped, unless something of this changed. In a file of its own, the class above is also a command:
-# `sinklens analyse recency.py MODEL…`.
+# The manifest records everything that determined the numbers, and a hash of the study's source: an interrupted study
+# resumes where it stopped, unless any of this changed. In a separate file, the class above is also a command: `sinklens
+# analyse recency.py MODEL…`.
 #
 # ## Exercises
 #
-# 1. `MaskSinks` takes a detector in place of a number of keys: `MaskSinks(top_k=None, detector=…, source=run)` masks
+# 1. `MaskSinks` takes a detector instead of a number of keys: `MaskSinks(top_k=None, detector=…, source=run)` masks
 #    what it finds in the unmasked run. Which sinks does `tiny-llada` need more, those of Eq. 3 or those of the masked
 #    queries? Compare with as many random keys (`pick="random"`).
-# 2. Ask the study again in the unit `"visible"`.
-# 3. Write a checkpoint whose files differ from `tiny-llada`'s and which gives the same canvases: put the heads of
-#    layer 2 into another order. What becomes of the track?
+# 2. Run the study again with the unit `"visible"`.
+# 3. Write a checkpoint whose files differ from `tiny-llada`'s and which gives the same canvases: permute the heads of
+#    layer 2. How does the track change?
 #
 # ## Solutions
 #
-# **1.** Both. Without the sinks of Eq. 3, 0.57 keys per head and step, 1 of 18 right answers is left; without those of
-# the masked queries, 1.98 keys, 2. As many random keys leave 17 and 16.
+# **1.** Both. Without the sinks of Eq. 3, 0.57 keys per head and step, 1 of 18 right answers remains; without those of
+# the masked queries, 1.98 keys, 2 remain. Masking as many random keys leaves 17 and 16.
 
 # %%
 from sinklens.tasks.word_problems import read_answer
@@ -503,7 +503,7 @@ print(kept)
 assert kept["Eq. 3", "strongest"] < kept["Eq. 3", "random"] - 10
 
 # %% [markdown]
-# **2.** `tiny-llada` is as before, since all its queries see all keys. In `tiny-llama` the mean over the queries that
+# **2.** `tiny-llada` is unchanged, because all its queries see all keys. In `tiny-llama` the mean over the queries that
 # see a key is 4.3 points above chance at the token written five steps ago, and 1.5 points below at the newest.
 
 # %%
@@ -516,7 +516,7 @@ print("tiny-llama, lag 1 and 5:", *[np.round(excess("tiny-llama", lag, visible),
 assert excess("tiny-llama", 5, visible)[0] > 0
 
 # %% [markdown]
-# **3.** The scores of layer 2 are in the new order, and all others are the same.
+# **3.** The scores of layer 2 are permuted; all others are the same.
 
 # %%
 order = [3, 0, 5, 1, 4, 2]  # new head h is old head order[h]

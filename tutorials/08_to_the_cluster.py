@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 8. To the cluster
 #
-# What the other tutorials do with models of two million parameters works with models of eight billion, by the same
-# calls and commands. At the end of this tutorial you will know
+# The calls and commands of the other tutorials, used there on models of two million parameters, also work with models
+# of eight billion. At the end of this tutorial you will know
 #
 # - how to load a published checkpoint, and how to see its size and hook points before anything is downloaded,
-# - what a protocol fixes, and how to tell beforehand what an evaluation will take,
-# - how the ledger makes an evaluation one that can be killed, continued, divided and spread over a cluster,
+# - what a protocol fixes, and how to estimate the time of an evaluation in advance,
+# - how the ledger lets you kill, resume, shard and distribute an evaluation,
 # - how to read the table: intervals, paired differences, controls, and what it refuses to compare,
-# - how programs that a model wrote are run, and what keeps them from the rest of the machine.
+# - how programs that a model wrote are run, and what isolates them from the rest of the machine.
 #
 # Nothing is downloaded here; where a command needs a large model or a GPU, it is shown and not run.
 
@@ -41,8 +41,8 @@ def shell(command):
 # %% [markdown]
 # ## Published checkpoints
 #
-# A name with a slash is one on the Hugging Face hub. The first use downloads it into the hub's cache; gated models
-# (Llama) need `hf auth login` before. In Python
+# A name with a slash is a repository on the Hugging Face hub. The first use downloads it into the hub's cache; gated
+# models (Llama) require `hf auth login` first. In Python
 #
 # ```python
 # model = sinklens.load("GSAI-ML/LLaDA-8B-Instruct")                        # a GPU if there is one, the stored bfloat16
@@ -56,12 +56,12 @@ def shell(command):
 #     sinklens trace GSAI-ML/LLaDA-8B-Instruct --chat --prompt "What is 17 + 25?" --gen-length 64 --steps 64 --out run/
 #     sinklens analyse dynamics GSAI-ML/LLaDA-8B-Instruct meta-llama/Llama-3.1-8B-Instruct --prompts mine.txt
 #
-# Where the machine that computes has no network, download elsewhere (`hf download GSAI-ML/LLaDA-8B-Instruct
-# --local-dir LLaDA-8B`) and give the folder. `revision=` names a commit, and belongs into every paper.
+# If the machine has no network, download elsewhere (`hf download GSAI-ML/LLaDA-8B-Instruct --local-dir LLaDA-8B`) and
+# pass the folder. `revision=` names a commit; report it in every paper.
 #
 # ### Its size, without its weights
 #
-# The config alone says what a model is. These are the entries of the published `config.json` files that decide it:
+# The config alone determines a model's size. These are the relevant entries of the published `config.json` files:
 
 # %%
 from sinklens.checkpoints import build_empty, family_of, translate
@@ -90,7 +90,7 @@ CONFIGS = {
 }  # fmt: skip
 
 # %% [markdown]
-# `build_empty` makes the transformers model on PyTorch's meta device: every tensor has its shape, and none has memory.
+# `build_empty` makes the transformers model on PyTorch's meta device: every tensor has its shape but uses no memory.
 
 # %%
 GIB = 2**30
@@ -114,10 +114,10 @@ assert sizes.loc["LLaDA-8B", "parameters"] == 8_015_581_184
 
 # %% [markdown]
 # In bfloat16 the weights take two bytes each. The other columns are for *one row* of 1,024 positions: the logits of one
-# pass (a run computes them where something is to be decided, one block of LLaDA's, and the sampler uses float64), all
-# patterns of one pass, and a step of the sink track. A batch multiplies them, so the batch is what to make smaller when
-# memory runs out. The size of the patterns is why sinklens does not keep them: column sums are computed beside fused
-# attention, layer by layer, and a pattern exists only where a hook asks for it.
+# pass (a run computes them only for undecided positions, one block in LLaDA, and the sampler uses float64), all
+# patterns of one pass, and a step of the sink track. A batch multiplies them, so reduce the batch when memory runs out.
+# The size of the patterns is why sinklens does not keep them: column sums are computed beside fused attention, layer by
+# layer, and a pattern exists only where a hook reads it.
 #
 # The list of hook points needs no weights either, only a folder with the config:
 
@@ -132,7 +132,7 @@ print(*[line[:100] for line in listed[:12]], f"… {len(listed) - 12} more", sep
 # ## Protocols
 #
 # A score depends on prompt, examples, answer length, steps, blocks and how the answer is read, often more than on the
-# model. A *protocol* fixes all of it under one name.
+# model. A *protocol* fixes all of these under one name.
 
 # %%
 from sinklens.evaluation import PROTOCOLS, estimate, evaluate, frame, masking, read_lines
@@ -142,8 +142,8 @@ for name, protocol in PROTOCOLS.items():
     print(f"    llada {protocol.of('llada')}\n    {protocol.note}")
 
 # %% [markdown]
-# The hash is over everything that moves a score. A setting that is changed makes another protocol, and another run in
-# the ledger; the two are never mixed.
+# The hash covers everything that affects a score. A changed setting makes another protocol, and another run in the
+# ledger; the two are never mixed.
 
 # %%
 usual = PROTOCOLS["llada-gsm8k"]
@@ -152,7 +152,7 @@ print(usual.hash, faster.hash, faster.of("llada"))
 assert faster.hash != usual.hash
 
 # %% [markdown]
-# The table of the paper is then one command per family, on a machine with GPUs:
+# On a machine with GPUs, one command per family then produces the paper's table:
 #
 #     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct meta-llama/Llama-3.1-8B-Instruct --protocol llada-gsm8k \
 #         --mask-sinks 0 1 5 10 --controls random --of-unmasked --batch 16 --engine ray --out results/
@@ -160,14 +160,14 @@ assert faster.hash != usual.hash
 #         --of-unmasked --batch 16 --engine ray --out results/
 #     sinklens table results/
 #
-# gsm8k and humaneval are downloaded too, or read from `--data`. Tasks that sinklens makes itself (`tiny-gsm`,
-# `tiny-code`, `skill-…`) need no download; we use `tiny-gsm`, whose name is also a protocol: the task's own prompt and
-# the checkpoint's own settings.
+# gsm8k and humaneval are downloaded too, or read from `--data`. Generated tasks (`tiny-gsm`, `tiny-code`, `skill-…`)
+# need no download; we use `tiny-gsm`, whose name is also a protocol: the task's own prompt and the checkpoint's own
+# settings.
 #
-# ## What will it take?
+# ## How long will it take?
 #
-# `--dry-run`, added to any of these commands, runs two batches, under the first and the last condition, writes nothing,
-# and scales up. It has to run where the evaluation will: seconds are those of that machine, and of one process. In
+# Added to any of these commands, `--dry-run` runs two batches, under the first and the last condition, writes nothing,
+# and extrapolates. Run it on the machine of the evaluation: it reports the seconds of that machine, for one process. In
 # Python it is `estimate`, with the arguments of `evaluate`:
 
 # %%
@@ -178,10 +178,10 @@ assert told.passes == 3 * 20 * 24
 assert not Path("results").exists()
 
 # %% [markdown]
-# Three conditions of 20 problems with 24 steps; `told.seconds` is the time. The same arithmetic by hand for LLaDA in
-# the command above: GSM8K's test set has 1,319 problems, the protocol 256 steps; no masking, and three numbers of keys,
-# each masked, masked steadily and at random, are ten conditions. Steady masks need an unmasked run besides. What a GPU
-# does in a second is for `--dry-run` to tell; with two made-up rates:
+# Three conditions of 20 problems with 24 steps; `told.seconds` is the time. Here is the same arithmetic by hand for
+# LLaDA in the command above: GSM8K's test set has 1,319 problems, the protocol 256 steps; no masking, and three numbers
+# of keys, each masked, masked steadily and at random, are ten conditions. Steady masks also need an unmasked run.
+# `--dry-run` measures the rate of a GPU; here are two made-up rates:
 
 # %%
 runs_of_model = 1 + 3 * (1 + 2 + 1)
@@ -219,7 +219,7 @@ from sinklens.evaluation import LedgerRun
 
 
 def lines(ledger):
-    """Records by condition, as they stand in the files."""
+    """Records by condition, as in the files."""
     return {
         run.what["condition"]["name"]: (run.folder / "records-0.jsonl").read_bytes().splitlines()
         for run in LedgerRun.all(Path(ledger))
@@ -233,8 +233,8 @@ print({name: record[name] for name in ("sample", "text", "verdict", "steps", "em
 assert len(first["unmasked"]) == 10
 
 # %% [markdown]
-# What decides a verdict (weights, condition, protocol, settings, seed) is in `run.json`, and its hash is the folder's
-# name. A kill at the wrong moment leaves half a line at the end, a sample that is not finished; here is one:
+# Everything that determines a verdict (weights, condition, protocol, settings, seed) is in `run.json`, and its hash is
+# the folder's name. A kill at the wrong moment leaves half a line at the end, for an unfinished sample; we imitate one:
 
 # %%
 unmasked = next(run for run in LedgerRun.all(Path("results")) if run.what["condition"]["name"] == "unmasked")
@@ -243,7 +243,7 @@ with (unmasked.folder / "records-0.jsonl").open("ab") as file:
 print(len(unmasked.done()), "samples are done")
 
 # %% [markdown]
-# The same call goes on. Another batch size is another division of the same work, so it may differ.
+# The same call resumes. The batch size may differ, because it only divides the same work differently.
 
 # %%
 begun = []
@@ -256,12 +256,12 @@ def note(condition, done, total):
 evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=20, progress=note)
 second = lines("results")
 print(begun)
-assert second["unmasked"][:10] == first["unmasked"]  # what was finished is there, byte by byte
+assert second["unmasked"][:10] == first["unmasked"]  # finished samples are unchanged, byte by byte
 samples = {name: [json.loads(line.rpartition(b"\t")[0])["sample"] for line in found] for name, found in second.items()}
-assert all(len(found) == len(set(found)) == 20 for found in samples.values())  # the rest, and nothing twice
+assert all(len(found) == len(set(found)) == 20 for found in samples.values())  # the rest was added, without duplicates
 
 # %% [markdown]
-# And once more: nothing is left to do.
+# A third call has nothing left to do.
 
 # %%
 begun.clear()
@@ -271,8 +271,8 @@ assert begun == [(condition.name, 20) for condition in conditions]
 assert lines("results") == second
 
 # %% [markdown]
-# So an evaluation on a cluster that ends jobs after a day needs no more than to be started again. A line that was
-# changed or damaged, anywhere but at the end, is no accident of that kind, and is an error:
+# On a cluster that ends jobs after a day, just start the evaluation again. A line that was changed or damaged anywhere
+# but at the end cannot result from a kill, and is an error:
 
 # %%
 shutil.copytree("results", "touched", dirs_exist_ok=True)
@@ -286,15 +286,15 @@ except SinklensError as error:
 # %% [markdown]
 # ## Many processes, many machines
 #
-# *Shards.* Process i of n takes every n-th sample and writes a file of its own; nothing has to talk to anything. As an
-# array job of Slurm:
+# *Shards.* Process i of n takes every n-th sample and writes a separate file; the processes need no communication. As a
+# Slurm array job:
 #
 #     sbatch --array=0-7 --gres=gpu:1 --wrap 'sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k \
 #         --mask-sinks 0 1 5 10 --controls random --of-unmasked --shard $SLURM_ARRAY_TASK_ID/8 --out /shared/results'
 #
-# *Ray.* With `pip install 'sinklens[ray]'`, `--engine ray` makes a worker per GPU, on this machine or, with
-# `--address auto`, on a running cluster. Each worker loads the model once; batches go to whichever is free, a worker
-# that dies is replaced, and this process alone writes the ledger.
+# *Ray.* With `pip install 'sinklens[ray]'`, `--engine ray` makes a worker per GPU, on this machine or, with `--address
+# auto`, on a running cluster. Each worker loads the model once; batches go to whichever is free, a worker that dies is
+# replaced, and only the main process writes the ledger.
 #
 #     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k --mask-sinks 0 1 5 10 --engine ray \
 #         --address auto --out /shared/results
@@ -305,8 +305,8 @@ except SinklensError as error:
 # evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, engine=OnRay(workers=2))
 # ```
 #
-# Both may be mixed and started again in any order, since all of them read the same ledger first. Two processes that are
-# given the same shard are not divided: the second is told so and stops. Here are two shards, one after the other:
+# You can mix both and restart them in any order, because every process first reads the same ledger. Two processes
+# cannot share a shard: the second reports this and stops. Here are two shards, one after the other:
 
 # %%
 for number in range(2):
@@ -334,7 +334,7 @@ plt.axis("off")
 plt.show()
 
 # %% [markdown]
-# In Python all of it is one table:
+# In Python all results are one table:
 
 # %%
 table = frame(read_lines("results"))
@@ -344,17 +344,18 @@ print(told.rename(columns=lambda name: name.replace("against_", "")).round(4).to
 
 # %% [markdown]
 # - *Accuracy* has Wilson's 95 % interval. With 20 problems it is 40 points wide where half of the answers are right.
-# - *against unmasked* compares the same problems with and without the masks. Only problems whose verdict changes
-#   count: `lost` were right before, `gained` are right now. p is McNemar's exact test: how likely so uneven a split of
-#   lost and gained would be if both were equally likely. It is corrected by Holm's method over the conditions of a
-#   model.
+# - *against unmasked* compares the same problems with and without the masks. Only problems whose verdict changes count:
+#   `lost` were right before, `gained` are right now. p is McNemar's exact test: how likely such an uneven split of lost
+#   and gained would be if both were equally likely. It is corrected by Holm's method over the conditions of a model.
 # - *against random* is the control: does it cost more to mask the sinks than as many random keys?
-# - *empty* and *unended*, and masks left over, tell of answers that are wrong for another reason than a wrong number.
+# - *empty*, *unended* and masks left over identify answers that are wrong for another reason than a wrong number.
 #
-# One sink costs `tiny-llada` 9 of its 18 right answers, 7 more than a random key, which the exact test does not take
-# for chance (p = 0.016). `tiny-llama` loses 2 of 20, to the sink as to the random key, and 20 problems say no more.
+# One sink costs `tiny-llada` 9 of its 18 right answers, 7 more than a random key, which the exact test does not
+# attribute to chance (p = 0.016). `tiny-llama` loses 2 of 20, to the sink and to the random key; 20 problems support no
+# stronger conclusion.
 #
-# The p of a row can be computed by hand: of n changed verdicts, the chance that a fair coin is at least as uneven.
+# You can compute the p of a row by hand: for n changed verdicts, the probability that a fair coin is at least as
+# uneven.
 
 # %%
 from scipy.stats import binomtest
@@ -368,9 +369,9 @@ assert abs(pair.p - 2 * p) < 1e-12
 # %% [markdown]
 # ### What it refuses
 #
-# The same model gives other last bits on another kind of device, and now and then another token. So runs of different
-# device types are not paired, unless `--mixed-devices` says that this is meant. We imitate a ledger whose masked
-# conditions were run on a GPU:
+# The same model gives other last bits on another kind of device, and occasionally another token. So runs of different
+# device types are not paired unless you pass `--mixed-devices`. We imitate a ledger whose masked conditions were run on
+# a GPU:
 
 # %%
 from sinklens.evaluation.ledger import Writer
@@ -391,8 +392,8 @@ except SinklensError as error:
 # %% [markdown]
 # ## lm-evaluation-harness
 #
-# For tasks that sinklens does not have, its models run under EleutherAI's harness, with an intervention
-# (`pip install 'sinklens[lm-eval]'`):
+# For tasks that sinklens lacks, its models run under EleutherAI's harness, with an intervention (`pip install
+# 'sinklens[lm-eval]'`):
 #
 #     python -m sinklens.evaluation.harness --model sinklens --tasks gsm8k --apply_chat_template \
 #         --model_args pretrained=GSAI-ML/LLaDA-8B-Instruct,mask_sinks=5,gen_length=256,steps=256,block_length=32
@@ -403,12 +404,12 @@ except SinklensError as error:
 # lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])
 # ```
 #
-# Tasks that generate are served. Those that compare likelihoods are refused, since a diffusion model gives bounds of
-# them only; and so is the harness's response cache, which does not know what was done to the model.
+# Generating tasks are supported. Tasks that compare likelihoods are refused, because a diffusion model gives only
+# bounds on them. The harness's response cache is refused too, because it ignores the intervention.
 #
 # ## Programs that a model wrote
 #
-# HumanEval's verdict is whether a program runs, so somebody has to run it. `evaluate` never does; it keeps the text.
+# HumanEval's verdict requires running a program. `evaluate` never does; it keeps the text.
 
 # %%
 evaluate("tiny-llada", "tiny-code", conditions[:1], "code", limit=3)
@@ -419,10 +420,10 @@ except SinklensError as error:
 print(shell("sinklens score code"))
 
 # %% [markdown]
-# With the flag, each program runs in processes of its own without network, without files but an empty folder, and with
-# limits of time, memory, processes and output. How strong that is depends on the system, so it is found out and
-# printed: `namespaces`, where nothing else of the machine can be seen; `process`, where system calls are filtered; and
-# `none`, in which case nothing is run. Weaker than namespaces is refused unless `--isolation process` accepts it.
+# With the flag, each program runs in separate processes without network, with no files except an empty folder, and with
+# limits on time, memory, processes and output. The strength of the isolation depends on the system; it is detected and
+# printed: `namespaces`, where nothing else of the machine is visible; `process`, where system calls are filtered; and
+# `none`, where nothing is run. Isolation weaker than namespaces is refused unless `--isolation process` accepts it.
 
 # %%
 from sinklens.evaluation.sandbox import available_isolation
@@ -435,8 +436,8 @@ if isolation.level != "none":
     print(code.condition, code.accuracy)
 
 # %% [markdown]
-# `tiny-llada` has never seen a program, and gets none of the three right. What programs may try, and what becomes of
-# it:
+# `tiny-llada` has never seen a program, and gets none of the three right. The next cell shows what programs may try,
+# and the outcome:
 
 # %%
 from sinklens.evaluation.sandbox import run_program
@@ -457,20 +458,20 @@ for what, program in PROGRAMS.items() if isolation.level != "none" else ():
 assert [what for what, outcome in outcomes.items() if outcome.passed] in ([], ["right"])
 
 # %% [markdown]
-# A program passes only if the tests ran to their end in a process that it cannot reach.
+# A program passes only if the tests ran to completion in a process that it cannot reach.
 #
 # ## Exercises
 #
-# 1. How many problems does it take to find a difference of 5 points between two conditions? Assume that masking loses 7
+# 1. How many problems are needed to detect a difference of 5 points between two conditions? Assume that masking loses 7
 #    of 100 answers and gains 2, and compute McNemar's p for 100, 400 and 1,319 problems.
-# 2. Evaluate a condition of your own: `WindowAttention(width=16)` on 20 problems. What does the table compare it with?
-# 3. The disk of your cluster is about to be cleared. Which files must you keep to make the table again, and is that so?
-#    Try it.
+# 2. Evaluate your own condition: `WindowAttention(width=16)` on 20 problems. What does the table compare it with?
+# 3. The disk of your cluster is about to be cleared. Which files must you keep to make the table again? Test it.
 #
 # ## Solutions
 
 # %% [markdown]
-# **1.** Between 100 and 400: five points are not told from chance by 100 problems (p = 0.18), and clearly by 400.
+# **1.** Between 100 and 400: with 100 problems five points cannot be distinguished from chance (p = 0.18), with 400
+# they clearly can.
 
 # %%
 from sinklens.evaluation import paired
@@ -484,8 +485,8 @@ for total in (100, 400, 1319):
     print(f"{total:5} problems: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], p = {found.p:.4f}")
 
 # %% [markdown]
-# **2.** With the unmasked run of the same model, which was in the ledger already: 16 problems are lost and none gained.
-# There is no control of random keys for it; a fair one would hide as many keys, anywhere.
+# **2.** With the unmasked run of the same model, which was already in the ledger: 16 problems are lost and none gained.
+# It has no random-key control; a fair one would hide as many keys, anywhere.
 
 # %%
 from sinklens.evaluation import Condition

@@ -1,7 +1,7 @@
 """The command line: ``sinklens demo | trace | analyse | evaluate | score | table | hooks | models | train``.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 a wrong call; 130 interrupted. Files are written whole or
-not at all.
+Exit codes: 0 success; 1 an error explained by the message; 2 incorrect usage; 130 interrupted. Files are written
+atomically: an interrupted command leaves no partial file.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from sinklens.cli.options import add_settings, natural, settings_given
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
-    from sinklens.model import Model
     from sinklens.runs.result import Generation
 
 DEMO_PROBLEM = 14
@@ -35,19 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sinklens: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("sinklens: interrupted; files that were not finished were not kept.", file=sys.stderr)
+        print("sinklens: interrupted; unfinished files were discarded.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `sinklens demo | head`: the files are written before anything is shown
+    except BrokenPipeError:  # `sinklens demo | head`: all files are written before anything is printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0
 
 
-class _Exact(argparse.ArgumentParser):
-    """Takes no beginning of an option for the option: ``--prompt`` and ``--prompts`` are two."""
+class _ExactParser(argparse.ArgumentParser):
+    """Rejects abbreviated options: ``--prompt`` and ``--prompts`` are different options."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given, allow_abbrev=False)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,13 +55,13 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="sinklens", description="Look inside diffusion language models while they denoise.",
-        epilog="sinklens COMMAND --help tells more of a command. From Python: sinklens.load, sinklens.trace.",
+        epilog="Run sinklens COMMAND --help for the options of a command. From Python: sinklens.load, sinklens.trace.",
     )  # fmt: skip
     commands = parser.add_subparsers(
         title="commands",
         required=True,
         metavar="COMMAND",
-        parser_class=_Exact,
+        parser_class=_ExactParser,
     )
     _add_demo(commands)
     _add_trace(commands)
@@ -73,68 +72,75 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_train(commands)
     for command in commands.choices.values():
-        command.set_defaults(parser=command)  # an unknown option is told with the usage of its command
+        command.set_defaults(parser=command)  # errors about unknown options show this command's usage
     return parser
 
 
 def _add_demo(commands: Any) -> None:
-    text = "trace the shipped models on a held-out problem: watch the answer fill in and its sinks move"
+    text = "trace the shipped models on a held-out problem: watch the answer fill in and the sinks move"
     demo = commands.add_parser("demo", help=text, description=text)
-    demo.add_argument("--out", type=Path, default=Path("sinklens-demo"), help="folder for the results (%(default)s)")
     demo.add_argument(
-        "--problem", type=int, default=DEMO_PROBLEM, metavar="N", help="held-out problem, 0 to 499 (%(default)s)"
+        "--out", type=Path, default=Path("sinklens-demo"), help="folder for the results (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--problem",
+        type=int,
+        default=DEMO_PROBLEM,
+        metavar="N",
+        help="held-out problem, 0 to 499 (default: %(default)s)",
     )
     demo.set_defaults(command=run_demo)
 
 
 def _add_trace(commands: Any) -> None:
-    text = "run a model on a prompt; write its answer, its sink track and a picture of it"
+    text = "run a model on a prompt; write the answer, the sink track, a figure and a report"
     trace = commands.add_parser("trace", help=text, description=text)
     trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
-    trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from a file")
+    trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from FILE")
     trace.add_argument(
         "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
     )
-    trace.add_argument("--seed", type=natural, default=0, help="random seed (%(default)s)")
-    trace.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template (no)")
-    trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
-    trace.add_argument("--device", help="e.g. cpu or cuda:1 (a GPU if there is one, else cpu)")
+    trace.add_argument("--seed", type=natural, default=0, help="random seed (default: %(default)s)")
+    trace.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template (default: no)")
+    trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+    trace.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
     add_settings(trace)
     trace.set_defaults(command=run_trace)
 
 
 def _add_hooks(commands: Any) -> None:
-    text = "list the hook points of a model, with shapes; weights are not loaded"
+    text = "list the hook points of a model, with shapes, without loading its weights"
     hooks = commands.add_parser("hooks", help=text, description=text)
     hooks.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder")
-    hooks.add_argument("--all", action="store_true", help="every layer, not one line for all (no)")
+    hooks.add_argument("--all", action="store_true", help="list every layer, not one line for all layers (default: no)")
     hooks.set_defaults(command=run_hooks)
 
 
 def _add_models(commands: Any) -> None:
-    text = "list what can be loaded, and how far each family was verified"
+    text = "list the models that can be loaded, and how far each family was verified"
     commands.add_parser("models", help=text, description=text).set_defaults(command=run_models)
 
 
 def _add_train(commands: Any) -> None:
     from sinklens.zoo.recipes import RECIPES
 
-    text = "train a shipped model again, or a variant of one; an interrupted run goes on where it stopped"
+    text = "train a shipped model again, or a variant of one; an interrupted run resumes where it stopped"
     train = commands.add_parser("train", help=text, description=text)
-    train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: sinks set by hand")
-    train.add_argument("--run", type=Path, help="folder of the run, to resume from (runs/NAME)")
-    train.add_argument("--out", type=Path, help="folder of the finished checkpoint (runs/NAME/checkpoint)")
-    train.add_argument("--steps", type=int, help="fewer steps than the recipe's, for a trial (the recipe's)")
+    train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: a model with hand-set sinks")
+    train.add_argument("--run", type=Path, help="folder of the run, also to resume it (default: runs/NAME)")
+    train.add_argument("--out", type=Path, help="folder of the finished checkpoint (default: runs/NAME/checkpoint)")
+    train.add_argument("--steps", type=int, help="number of steps, e.g. fewer for a trial (default: the recipe's)")
     train.add_argument(
         "--checkpoints",
         type=Path,
         metavar="DIR",
-        help="train nothing; write what the run has kept so far, as NAME@STEP (train)",
+        help="do not train; write the checkpoints that the run has saved so far, as NAME@STEP (default: train)",
     )
     train.add_argument(
         "--run-generated-code",
         action="store_true",
-        help="for the card of a model that knows functions: run the ones it writes, in isolation, and count them (no)",
+        help="for the model card of a code model: run the functions it writes, in isolation, and score them "
+        "(default: no)",
     )
     train.set_defaults(command=run_train)
 
@@ -149,7 +155,7 @@ def run_demo(options: argparse.Namespace) -> None:
     from sinklens.views import report, sink_paths, terminal
 
     if not 0 <= options.problem < HELD_OUT_SIZE:
-        raise SinklensError(f"--problem lies between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
+        raise SinklensError(f"--problem must be between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
     problem = held_out()[options.problem]
     runs = []
     for name in ("tiny-llada", "tiny-llama"):
@@ -168,10 +174,10 @@ def run_demo(options: argparse.Namespace) -> None:
         console.rule(f"{model.name} ({kind}, {run.steps_run} steps)")
         console.print(problem.prompt, markup=False)
         terminal.show(model, run, console)
-        console.print(f"Answer: {run.text.strip()}   (right: {problem.result})\n", markup=False)
+        console.print(f"Answer: {run.text.strip()}   (correct: {problem.result})\n", markup=False)
     console.print(
-        f"Written to {options.out}/: answers.txt, sinks.png (where the sinks are at every step, both models), the sink "
-        f"tracks (sinklens.SinkTrack.open), and a page for each model to step through:", markup=False,
+        f"Written to {options.out}/: answers.txt, sinks.png (the sinks of both models at every step), the sink "
+        f"tracks (open with sinklens.SinkTrack.open), and a page per model to step through:", markup=False,
     )  # fmt: skip
     for model, _ in runs:
         console.print(f"  open {(options.out / f'{model.name}.html').resolve().as_uri()}", markup=False, soft_wrap=True)
@@ -195,7 +201,7 @@ def run_trace(options: argparse.Namespace) -> None:
     report(run, options.out / "report.html")
     terminal.show(model, run, Console(highlight=False))
     print(f"\n{run.text}")
-    _tell(run, model)
+    _print_remarks(run)
     print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png, report.html.")
 
 
@@ -208,15 +214,15 @@ def _prompt(given: str) -> str:
         raise SinklensError(f"could not read the prompt from {given[1:]}: {error}") from error
 
 
-def _tell(run: "Generation", model: "Model") -> None:
-    """Say what is odd about an answer."""
+def _print_remarks(run: "Generation") -> None:
+    """Point out an answer that is empty, unfinished or without an end token."""
     for answer in run.answers:
         if answer.empty:
             print("The answer is empty.")
         if answer.masks:
             print(f"{answer.masks} positions are still masked at the end.")
         if not answer.ended:
-            print("No end-of-sequence token was generated; a larger --gen-length may be needed.")
+            print("No end-of-sequence token was generated; try a larger --gen-length.")
 
 
 def run_hooks(options: argparse.Namespace) -> None:
@@ -265,7 +271,7 @@ def run_models(options: argparse.Namespace) -> None:
     for name in shipped_names():
         print(f"  {name}")
     print(
-        "\nFamilies (from a hub name or a folder with config.json and *.safetensors; no code of a checkpoint is run):"
+        "\nFamilies (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):"
     )
     for family in FAMILIES:
         kinds = ", ".join(family.model_types)
@@ -281,11 +287,11 @@ def run_train(options: argparse.Namespace) -> None:
     from sinklens.zoo.scores import scores, training_score
 
     if options.steps is not None and options.steps < 1:
-        raise SinklensError(f"--steps is at least 1; got {options.steps}.")
+        raise SinklensError(f"--steps must be at least 1; got {options.steps}.")
     if options.name == "planted":
         _refuse_with_planted(options)
         out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
-        print(f"Checkpoint in {out}; its weights are set by hand, nothing was trained.")
+        print(f"Checkpoint in {out}; its weights were set by hand, without training.")
         return
     if options.name not in RECIPES:
         known = [*RECIPES, "planted"]
@@ -319,7 +325,9 @@ def run_train(options: argparse.Namespace) -> None:
 def _refuse_with_planted(options: argparse.Namespace) -> None:
     for name in ("run", "steps", "checkpoints", "run_generated_code"):
         if getattr(options, name):
-            raise SinklensError(f"--{name.replace('_', '-')} has no effect on planted, which is not trained; drop it.")
+            raise SinklensError(
+                f"--{name.replace('_', '-')} has no effect on planted, which is not trained; remove it."
+            )
 
 
 def _write_text(path: Path, text: str) -> None:

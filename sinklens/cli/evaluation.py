@@ -1,9 +1,9 @@
 """The commands ``sinklens evaluate`` and ``score``, and what ``table`` does with their ledger (`write_table`).
 
-They only read flags, call evaluating.py, scoring.py and tables.py, and print, tables by printing.py. Generated programs
-are run by ``score`` alone, and only with ``--run-generated-code``.
+They read flags, call `sinklens.evaluation.runner`, ``scoring`` and ``tables``, and print; tables are printed by
+printing.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 
-One way this fails: ``evaluate`` with other settings makes new runs beside the old ones. ``table`` names what differs.
+Pitfall: ``evaluate`` with other settings adds new runs beside the old ones. ``table`` names the settings that differ.
 """
 
 import argparse
@@ -30,80 +30,112 @@ def add_evaluation(commands: Any) -> None:
 
 
 def _add_evaluate(commands: Any) -> None:
-    text = "accuracy of models on a task, unmasked and with their sinks masked; what is finished is not done again"
+    text = "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped"
     command = commands.add_parser("evaluate", help=text, description=text)
     command.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
-    command.add_argument("--task", help="e.g. tiny-gsm, tiny-code, gsm8k, humaneval (the one of --protocol)")
+    command.add_argument("--task", help="e.g. tiny-gsm, tiny-code, gsm8k, humaneval (default: that of --protocol)")
     command.add_argument(
-        "--protocol", help="all settings under one name, e.g. llada-gsm8k (the task with the checkpoint's own settings)"
+        "--protocol",
+        help="a named set of settings, e.g. llada-gsm8k (default: the task with the checkpoint's settings)",
     )
     command.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="in place of a task: JSON Lines, in each an object with 'prompt' and 'expected', texts or lists of token "
-        "ids; an answer is right if it is exactly what is expected (none)",
+        help="instead of a task: JSON Lines with 'prompt' and 'expected', each a text or a list of token ids; an "
+        "answer is right if it equals 'expected' exactly (default: none)",
     )  # fmt: skip
-    command.add_argument("--out", type=Path, required=True, help="folder of the records, made or gone on with")
-    command.add_argument("--data", type=Path, help="local file or folder of a published task (the hub)")
-    masks = command.add_argument_group("what is done to the models")
+    command.add_argument(
+        "--out", type=Path, required=True, help="folder of the records; created, or resumed if it exists"
+    )
+    command.add_argument("--data", type=Path, help="local file or folder of a published task (default: the hub)")
+    masks = command.add_argument_group("masking")
     masks.add_argument(
         "--mask-sinks", type=int, nargs="+", default=[], metavar="K",
-        help="mask the K strongest keys of each head by the scores of the step before (so none at step 0); 0, no "
-        "masking, is always among them (0 alone)",
+        help="mask the K strongest keys of each head by the scores of the previous step (so none at step 0); 0, no "
+        "masking, is always included (default: 0)",
     )  # fmt: skip
     masks.add_argument(
         "--controls", nargs="+", default=[], choices=("random", "weakest"),
-        help="for each K also that many other keys (no controls)",
+        help="for each K, also mask as many other keys (default: no controls)",
     )  # fmt: skip
     masks.add_argument(
         "--of-unmasked", action="store_true",
-        help="for each K also the sinks that the unmasked run had a step before; twice the time (no)",
+        help="for each K, also mask the sinks that the unmasked run had at the previous step; doubles the time "
+        "(default: no)",
     )  # fmt: skip
     masks.add_argument(
-        "--scope", default="head", choices=("head", "layer", "model"), help="one set of keys per ... (%(default)s)"
+        "--scope",
+        default="head",
+        choices=("head", "layer", "model"),
+        help="one set of keys per ... (default: %(default)s)",
     )
     masks.add_argument(
         "--queries", default="newest", choices=("newest", "all"),
-        help="in autoregressive models: hide keys from the newest token, or all, with --no-use-cache (%(default)s)",
+        help="in autoregressive models: hide keys from the newest token, or from all tokens (needs --no-use-cache; "
+        "default: %(default)s)",
     )  # fmt: skip
-    work = command.add_argument_group("how the work is done")
-    work.add_argument("--limit", type=int, metavar="N", help="the first N samples (all)")
+    work = command.add_argument_group("execution")
+    work.add_argument("--limit", type=int, metavar="N", help="only the first N samples (default: all)")
     work.add_argument(
-        "--batch", type=int, default=25, metavar="N", help="samples that run, and are recorded, together (%(default)s)"
+        "--batch",
+        type=int,
+        default=25,
+        metavar="N",
+        help="samples that are run and recorded together (default: %(default)s)",
     )
-    work.add_argument("--seed", type=natural, default=0, help="of sampling and of random keys (%(default)s)")
     work.add_argument(
-        "--shard", default="0/1", metavar="I/N", help="every N-th sample, from I on, in a file of its own (%(default)s)"
+        "--seed", type=natural, default=0, help="seed of sampling and of random keys (default: %(default)s)"
     )
     work.add_argument(
-        "--engine", default="here", choices=("here", "ray"), help="this process, or a Ray cluster (%(default)s)"
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="every N-th sample, starting at I, in a separate file (default: %(default)s)",
     )
-    work.add_argument("--workers", type=int, help="[ray] workers (one per GPU, or per core where there is none)")
     work.add_argument(
-        "--gpus-per-worker", type=float, metavar="N", help="[ray] GPUs of each worker (1, or 0 where there is none)"
+        "--engine",
+        default="here",
+        choices=("here", "ray"),
+        help="this process, or a Ray cluster (default: %(default)s)",
     )
-    work.add_argument("--cpus-per-worker", type=float, default=1, metavar="N", help="[ray] cores of each (%(default)s)")
-    work.add_argument("--address", help="[ray] of a running cluster, e.g. auto (start one here)")
-    work.add_argument("--dry-run", action="store_true", help="measure a few samples and estimate the rest (no)")
-    work.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (%(default)s)")
-    work.add_argument("--device", help="e.g. cpu or cuda:1 (a GPU if there is one, else cpu)")
+    work.add_argument(
+        "--workers", type=int, help="[ray] number of workers (default: one per GPU, or one per core without a GPU)"
+    )
+    work.add_argument(
+        "--gpus-per-worker", type=float, metavar="N", help="[ray] GPUs per worker (default: 1, or 0 without a GPU)"
+    )
+    work.add_argument(
+        "--cpus-per-worker", type=float, default=1, metavar="N", help="[ray] cores per worker (default: %(default)s)"
+    )
+    work.add_argument("--address", help="[ray] address of a running cluster, e.g. auto (default: start one here)")
+    work.add_argument(
+        "--dry-run", action="store_true", help="run a few samples and estimate the total time (default: no)"
+    )
+    work.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+    work.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
     add_settings(command)
     command.set_defaults(command=run_evaluate)
 
 
 def _add_score(commands: Any) -> None:
-    text = "run the programs that models wrote, each in isolation, to tell whether they are right"
+    text = "run the programs that models wrote, each in isolation, and record whether they are right"
     command = commands.add_parser("score", help=text, description=text)
     command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder that `sinklens evaluate` wrote")
     command.add_argument(
-        "--run-generated-code", action="store_true", help="allow programs written by a model to be executed here (no)"
+        "--run-generated-code",
+        action="store_true",
+        help="allow programs written by a model to run on this machine (default: no)",
     )
     command.add_argument("--data", type=Path, help="local file or folder of the published task (the hub)")
     command.add_argument(
         "--isolation", default="namespaces", choices=("namespaces", "process"),
-        help="the weakest to accept; the strongest that the system has is used (%(default)s)",
+        help="the weakest isolation to accept; the strongest available is used (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("--seconds", type=float, default=10.0, help="time limit of a program (%(default)s)")
-    command.add_argument("--memory", type=int, default=512, metavar="MIB", help="memory limit (%(default)s)")
+    command.add_argument(
+        "--seconds", type=float, default=10.0, help="time limit of each program (default: %(default)s)"
+    )
+    command.add_argument(
+        "--memory", type=int, default=512, metavar="MIB", help="memory limit of each program (default: %(default)s)"
+    )
     command.set_defaults(command=run_score)
 
 
@@ -114,12 +146,12 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from sinklens.evaluation.runner import estimate, evaluate
 
     _refuse_without_effect(options)
-    asked = _protocol(options)
+    protocol = _protocol(options)
     conditions = masking(
         options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
         of_unmasked=options.of_unmasked, seed=options.seed,
     )  # fmt: skip
-    task = asked.make_task(options.prompts or options.data)
+    task = protocol.make_task(options.prompts or options.data)
     _check_limit(task, options.limit)
     shared: dict[str, Any] = {
         "task": task, "limit": options.limit, "batch": options.batch,
@@ -128,8 +160,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     }  # fmt: skip
     for name in options.models:
         if options.dry_run:
-            told = estimate(name, asked, conditions, options.out, **shared)
-            print(_told(name, told))
+            print(_estimate_text(name, estimate(name, protocol, conditions, options.out, **shared)))
             continue
         with Counts("samples") as counts:
 
@@ -139,11 +170,11 @@ def run_evaluate(options: argparse.Namespace) -> None:
                 counts(f"{name}: {condition.name}", done, total)
 
             try:
-                evaluate(name, asked, conditions, options.out, engine=_engine(options), progress=report, **shared)
+                evaluate(name, protocol, conditions, options.out, engine=_engine(options), progress=report, **shared)
             except KeyboardInterrupt:
                 counts.stop(options.out, options.call)
     if not options.dry_run:
-        _tell_rest(options.out)
+        _print_next_command(options.out)
 
 
 def _protocol(options: argparse.Namespace) -> "EvalProtocol":
@@ -151,7 +182,7 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
     from sinklens.tasks import NAMES
 
     if options.prompts is not None:
-        _refuse_beside_prompts(options)
+        _refuse_with_prompts(options)
         options.task = "prompts"
     if options.protocol is None and options.task is None:
         raise SinklensError(
@@ -162,44 +193,49 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
             f"no task is called {options.task!r}; known: {', '.join(NAMES)}.{nearest(options.task, NAMES)}"
             + (f" {options.task} is a protocol: --protocol {options.task}." if options.task in PROTOCOLS else "")
         )
-    asked = find_protocol(options.protocol or options.task)
-    if options.task not in (None, asked.task):
-        raise SinklensError(f"the protocol {asked.name} is for the task {asked.task}, not {options.task}; drop one.")
+    protocol = find_protocol(options.protocol or options.task)
+    if options.task not in (None, protocol.task):
+        raise SinklensError(
+            f"the protocol {protocol.name} is for the task {protocol.task}, not {options.task}; remove one of them."
+        )
     given = settings_given(options)
-    _refuse_idle(given, options.models, options.queries)
-    return asked.with_settings(given)
+    _refuse_unused_settings(given, options.models, options.queries)
+    return protocol.with_settings(given)
 
 
-def _refuse_beside_prompts(options: argparse.Namespace) -> None:
+def _refuse_with_prompts(options: argparse.Namespace) -> None:
     for name in ("task", "protocol", "data"):
         if getattr(options, name) not in (None, "prompts"):
-            raise SinklensError(f"--prompts takes the place of --{name}; give one of the two.")
+            raise SinklensError(f"--prompts replaces --{name}; give only one of them.")
 
 
 def _refuse_without_effect(options: argparse.Namespace) -> None:
-    """Refuse an option that nothing else in the call makes use of."""
-    twice = [name for name, number in Counter(options.models).items() if number > 1]
-    if twice:
-        raise SinklensError(f"each model is evaluated once; {', '.join(twice)} is given several times.")
+    """Reject options that no other option of the call uses."""
+    repeated = [name for name, number in Counter(options.models).items() if number > 1]
+    if repeated:
+        raise SinklensError(f"list each model once; {', '.join(repeated)} is listed several times.")
     masks = {"controls": [], "of_unmasked": False, "scope": "head", "queries": "newest"}
     ray = {"workers": None, "gpus_per_worker": None, "cpus_per_worker": 1, "address": None}
-    for usual, needs, met in (
+    for defaults, needs, met in (
         (masks, "--mask-sinks with a K above 0", any(options.mask_sinks)),
         (ray, "--engine ray", options.engine == "ray"),
     ):
-        for name, value in usual.items():
+        for name, value in defaults.items():
             if getattr(options, name) != value and not met:
-                raise SinklensError(f"--{name.replace('_', '-')} has no effect without {needs}; add it, or drop this.")
+                flag = f"--{name.replace('_', '-')}"
+                raise SinklensError(f"{flag} has no effect without {needs}; add it, or remove {flag}.")
 
 
 def _check_limit(task: "Task", limit: int | None) -> None:
     number = len(task.samples(limit))
     if limit is not None and number < limit:
-        raise SinklensError(f"--limit is {limit}, and the task {task.name} has {number} samples; leave it out for all.")
+        raise SinklensError(
+            f"--limit is {limit}, but the task {task.name} has {number} samples; omit --limit to use all of them."
+        )
 
 
-def _refuse_idle(given: dict[str, Any], models: Sequence[str], queries: str) -> None:
-    """A setting that none of the models has would look as if it had had an effect."""
+def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], queries: str) -> None:
+    """Reject settings that none of the models has; they would silently have no effect."""
     from dataclasses import fields
 
     from sinklens.checkpoints import family_of
@@ -217,15 +253,15 @@ def _refuse_idle(given: dict[str, Any], models: Sequence[str], queries: str) -> 
     for name in given:
         if name not in known:
             raise SinklensError(
-                f"--{name.replace('_', '-')} is no setting of the {' or '.join(samplers)} sampler, which is what "
-                f"{', '.join(models)} {'use' if len(models) > 1 else 'uses'}; leave it away."
+                f"--{name.replace('_', '-')} is not a setting of the {' or '.join(samplers)} sampler, which "
+                f"{', '.join(models)} {'use' if len(models) > 1 else 'uses'}; remove it."
             )
 
 
 def _shard(text: str) -> tuple[int, int]:
     number, slash, parts = text.partition("/")
     if not slash or not number.isdigit() or not parts.isdigit() or int(parts) < 1:
-        raise SinklensError(f"--shard is written I/N, e.g. 0/4 for the first of four; got {text}.")
+        raise SinklensError(f"--shard must be I/N, e.g. 0/4 for the first of four shards; got {text}.")
     return int(number), int(parts)
 
 
@@ -240,12 +276,12 @@ def _engine(options: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def _told(name: str, told: Any) -> str:
-    if not told.units:
-        return f"{name}: everything is done already."
+def _estimate_text(name: str, cost: Any) -> str:
+    if not cost.units:
+        return f"{name}: all samples are already finished."
     return (
-        f"{name}: {told.units:,} samples to do, {told.tokens:,} tokens in {told.passes:,} forward passes of a row; "
-        f"about {_duration(told.seconds)} in one process here (by {told.measured} samples that were run)."
+        f"{name}: {cost.units:,} samples to do, {cost.tokens:,} tokens in {cost.passes:,} forward passes of a row; "
+        f"about {_duration(cost.seconds)} in one process here (estimated from {cost.measured} samples)."
     )
 
 
@@ -256,15 +292,17 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _tell_rest(out: Path) -> None:
+def _print_next_command(out: Path) -> None:
     from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.scoring import verdicts
 
     unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
     if unscored > 0:
-        print(f"{unscored} programs were generated and not run: sinklens score {out} --run-generated-code")
+        print(
+            f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
+        )
     else:
-        print(f"Done. The table: sinklens table {out}")
+        print(f"Done. To print the table: sinklens table {out}")
 
 
 def run_score(options: argparse.Namespace) -> None:
@@ -276,20 +314,24 @@ def run_score(options: argparse.Namespace) -> None:
 
     if not options.run_generated_code:
         raise SinklensError(
-            f"this executes programs that a model wrote. Add --run-generated-code if that is meant. Isolation here: "
-            f"{available_isolation()}."
+            f"this command executes programs written by a model. Add --run-generated-code to allow that. Isolation on "
+            f"this machine: {available_isolation()}."
         )
     print(f"Isolation: {available_isolation()}.", file=sys.stderr)
     names = sorted({str(run.what["protocol"]["task"]) for run in LedgerRun.all(options.ledger)})
     published = [name for name in names if isinstance(find_task(name), CodeTask) and hasattr(find_task(name), "path")]
     if options.data is not None and not published:
-        raise SinklensError(f"--data is for programs of published tasks; {options.ledger} holds {', '.join(names)}.")
+        raise SinklensError(
+            f"--data is for published tasks whose answers are programs; {options.ledger} holds {', '.join(names)}."
+        )
     paths = {} if options.data is None else dict.fromkeys(published, options.data)
     limits = Limits(seconds=options.seconds, memory_mb=options.memory)
     if not any(isinstance(find_task(name), CodeTask) for name in names):
-        raise SinklensError(f"{options.ledger} holds no generated programs ({', '.join(names)}); nothing is to be run.")
+        raise SinklensError(
+            f"{options.ledger} holds no generated programs ({', '.join(names)}); there is nothing to run."
+        )
     ran = score(options.ledger, paths=paths, limits=limits, require=options.isolation, progress=_score_progress)
-    print(f"{ran} programs were run. The table: sinklens table {options.ledger}")
+    print(f"{ran} programs were run. To print the table: sinklens table {options.ledger}")
 
 
 def _score_progress(run: Any, done: int, total: int) -> None:
@@ -298,13 +340,13 @@ def _score_progress(run: Any, done: int, total: int) -> None:
 
 
 def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
-    """Print the tables of a ledger, and write table.csv and the picture to `out`."""
+    """Print the tables of a ledger, and write table.csv and the figure to `out`."""
     from sinklens.atomic import atomic_write
     from sinklens.cli.printing import show
     from sinklens.evaluation.tables import frame, read_lines
     from sinklens.views import accuracy_curves
 
-    with warnings.catch_warnings(record=True) as noted:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lines = read_lines(ledger, mixed_devices=mixed_devices)
     with atomic_write(out / "table.csv") as part:
@@ -316,5 +358,5 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
             with atomic_write(out / name) as part:
                 figure.savefig(part, dpi=160, bbox_inches="tight")
             written.append(name)
-    show(lines, [str(note.message) for note in noted])
+    show(lines, [str(note.message) for note in caught])
     print(f"Written: {', '.join(str(out / name) for name in written)}.")

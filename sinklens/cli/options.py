@@ -1,4 +1,4 @@
-"""Sampler settings as flags of a command: one for each setting, named and explained as in `sinklens.sampling`."""
+"""Sampler settings as command-line flags, one per setting, with the names and meanings of `sinklens.sampling`."""
 
 import argparse
 from typing import Any, get_args, get_origin
@@ -9,7 +9,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     from sinklens.sampling.settings import Settings, setting_help
 
     group = command.add_argument_group(
-        "sampler settings (which apply depends on the model; a checkpoint's own defaults come before those named here)"
+        "sampler settings (which apply depends on the model; defaults of the checkpoint replace those listed here)"
     )
     for name, kind in Settings.__annotations__.items():
         text = f"{setting_help(name)}{_default(name)}".replace("%", "%%")
@@ -17,12 +17,12 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampler settings that were given."""
+    """The sampler settings given on the command line."""
     return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
 
 
 def _default(name: str) -> str:
-    """The samplers' default in brackets; none where the meaning explains it."""
+    """The samplers' defaults in brackets; empty where the meaning explains the default."""
     from dataclasses import fields
 
     from sinklens.sampling.settings import BY_SAMPLER, setting_help
@@ -31,8 +31,8 @@ def _default(name: str) -> str:
         return ""
     values = [entry.default for kind in BY_SAMPLER.values() for entry in fields(kind) if entry.name == name]
     words = {None: "off", True: "yes", False: "no"}
-    told = [words[value] if value is None or isinstance(value, bool) else str(value) for value in values]
-    return f" ({', '.join(dict.fromkeys(told))})"
+    texts = [words[value] if value is None or isinstance(value, bool) else str(value) for value in values]
+    return f" (default: {', '.join(dict.fromkeys(texts))})"
 
 
 def _flag(kind: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _flag(kind: Any) -> dict[str, Any]:
 
 
 def natural(text: str) -> int:
-    """A number from 0 on, as the type of a flag."""
+    """An integer of at least 0, as the ``type`` of a flag."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is negative; give 0 or more")

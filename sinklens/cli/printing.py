@@ -1,7 +1,6 @@
-"""How the lines of a ledger look on a terminal: the paper's table, what stands behind it, and what to know beside it.
+"""Prints a ledger's results on a terminal: the paper's table, paired comparisons, answer statistics, and a legend.
 
-One way this fails: a narrow terminal breaks the names of conditions over lines. Numbers are never broken; a file or a
-pipe gets everything on one line.
+Limitation: a narrow terminal wraps the names of conditions. Numbers are never wrapped; in a file or a pipe, nothing is.
 """
 
 import sys
@@ -15,17 +14,17 @@ from rich.table import Table
 if TYPE_CHECKING:
     from sinklens.evaluation.tables import Line
 
-WIDE = 400  # columns of a table that goes into a file or a pipe, where nothing should be cut
+WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 LEGEND = (
-    "Brackets: 95 % intervals (Wilson; of differences, bootstrap over samples: one of no width says that these samples "
-    "all do the same, not that others would). p: McNemar's exact test, two-sided, "
-    "corrected by Holm's method over the conditions of a model. 'vs random': the sinks masked less as many random "
-    "keys, on the samples that both have. Shares of answers: empty; with masks left over; with no end token. "
-    "sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of a guess."
+    "Brackets: 95 % intervals (Wilson; for differences, bootstrap over samples, where zero width means that all these "
+    "samples behave the same, not that others would). p: McNemar's exact test, two-sided, "
+    "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
+    "many random keys masked, on the samples that both have. Shares of answers: empty; with masks left; without an "
+    "end token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
 )
 ESCAPING = (
-    "A key that was masked at one step drew no attention there, is no sink, and so is spared at the next: "
-    "--of-unmasked adds masks by the sinks of the unmasked run, which do not let them escape."
+    "A key masked at one step receives no attention there, so it does not count as a sink and is not masked at the "
+    "next: --of-unmasked adds conditions that mask the sinks of the unmasked run, at every step."
 )
 
 
@@ -33,10 +32,10 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
     """Print every table of `lines`, the legend, and `notes`."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for protocol in dict.fromkeys(line.protocol for line in lines):
-        own = [line for line in lines if line.protocol == protocol]
-        console.print(_first_table(protocol, own))
-        for model in dict.fromkeys(line.model for line in own):
-            of_model = [line for line in own if line.model == model]
+        of_protocol = [line for line in lines if line.protocol == protocol]
+        console.print(_first_table(protocol, of_protocol))
+        for model in dict.fromkeys(line.model for line in of_protocol):
+            of_model = [line for line in of_protocol if line.model == model]
             if any(line.accuracy.total for line in of_model):
                 console.print(_second_table(model, of_model))
             console.print(_third_table(model, of_model))
@@ -50,12 +49,12 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
 def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
     """The layout of the paper's Table 1: a row per condition, a column per model."""
     models = list(dict.fromkeys(line.model for line in lines))
-    theirs = {line.model for line in lines if line.paper is not None}
+    in_paper = {line.model for line in lines if line.paper is not None}
     table = Table(title=f"{escape(protocol)}: accuracy", title_justify="left")
     table.add_column("masked")
     for model in models:
         table.add_column(escape(model), justify="right")
-        if model in theirs:
+        if model in in_paper:
             table.add_column("in the paper", justify="right")
     for condition in dict.fromkeys(line.condition for line in lines):
         cells = []
@@ -63,7 +62,7 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
             line = next((one for one in lines if (one.model, one.condition) == (model, condition)), None)
             most = max(one.accuracy.total for one in lines if one.model == model)
             cells.append("" if line is None else _share(line, most))
-            if model in theirs:
+            if model in in_paper:
                 cells.append("" if line is None or line.paper is None else f"{line.paper:.2f}")
         table.add_row("nothing" if condition == "unmasked" else escape(condition), *cells)
     return table
@@ -78,7 +77,7 @@ def _share(line: "Line", most: int) -> str:
 
 
 def _second_table(model: str, lines: Sequence["Line"]) -> Table:
-    """Differences that stand behind it."""
+    """Accuracy differences between conditions, paired by sample."""
     table = _table(f"{model}: compared on the same samples", ("samples", "vs unmasked", "vs random"))
     for line in lines:
         differences = (_difference(line.against_unmasked), _difference(line.against_random))
@@ -87,7 +86,7 @@ def _second_table(model: str, lines: Sequence["Line"]) -> Table:
 
 
 def _third_table(model: str, lines: Sequence["Line"]) -> Table:
-    """Odd answers, sinks and throughput."""
+    """Irregular answers, sinks and throughput."""
     table = _table(f"{model}: its answers", ("empty", "masks left", "no end", "sinks/head", "samples/s", "guess"))
     for line in lines:
         shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
@@ -97,7 +96,7 @@ def _third_table(model: str, lines: Sequence["Line"]) -> Table:
 
 
 def _table(title: str, numbers: Sequence[str]) -> Table:
-    """A column for the condition, which a narrow terminal breaks, and some for numbers, which it does not."""
+    """A column for the condition, which a narrow terminal wraps, and columns of numbers, which never wrap."""
     table = Table(title=escape(title), title_justify="left")
     table.add_column("masked")
     for name in numbers:

@@ -1,6 +1,6 @@
 """The commands ``sinklens analyse``, which runs a study, and ``sinklens table``, which prints its tables again.
 
-``table`` prints what is in a folder: studies, an evaluation (sinklens/evaluation/commands.py), or both.
+``table`` prints what a folder holds: studies, an evaluation (evaluation.py), or both.
 """
 
 import argparse
@@ -15,45 +15,56 @@ def add_analyse(commands: Any) -> None:
     """Add ``analyse``."""
     from sinklens.analyses import questions
 
-    text = "ask a question of one or several models; print and write tables, figures and a manifest"
-    asked = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
+    text = "run a study on one or several models; print its tables; write tables, figures and a manifest"
+    listed = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
     analyse = commands.add_parser(
-        "analyse", help=text, description=text, epilog=f"studies:\n{asked}",
+        "analyse", help=text, description=text, epilog=f"studies:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    analyse.add_argument("name", metavar="NAME", help="a study of those below, or STUDY.py, a file of your own")
+    analyse.add_argument(
+        "name", metavar="NAME", help="one of the studies below, or a Python file that defines one (STUDY.py)"
+    )
     analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     analyse.add_argument(
-        "--out", type=Path, help="folder for the results; prompts finished there are not measured again (analyses-NAME)"
+        "--out",
+        type=Path,
+        help="folder for the results; prompts already finished there are skipped (default: analyses-NAME)",
     )
     analyse.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="one prompt per line, or JSON Lines (*.jsonl) with a text or a list of token ids under 'prompt' (or "
-        "'question') in each (the shipped held-out problems)",
+        help="one prompt per line, or JSON Lines (*.jsonl) with a text or a list of token ids under 'prompt' or "
+        "'question' (default: the shipped held-out problems)",
     )  # fmt: skip
     analyse.add_argument(
-        "--number", type=int, metavar="N", help="the first N prompts (100 of the shipped ones; or all)"
+        "--number",
+        type=int,
+        metavar="N",
+        help="only the first N prompts (default: 100 of the shipped problems; all prompts of a file)",
     )
     analyse.add_argument(
         "--batch", type=int, default=10, metavar="N",
-        help="prompts that run together, where a study can; no number depends on it (%(default)s)",
+        help="prompts run together, where the study supports it; does not affect the results (default: %(default)s)",
     )  # fmt: skip
-    analyse.add_argument("--seed", type=natural, default=0, help="of the runs and of the intervals (%(default)s)")
+    analyse.add_argument(
+        "--seed", type=natural, default=0, help="seed of the runs and of the intervals (default: %(default)s)"
+    )
     add_settings(analyse)
     analyse.set_defaults(command=run_analyse)
 
 
 def add_table(commands: Any) -> None:
     """Add ``table``."""
-    text = "print the tables of what `sinklens evaluate` or `sinklens analyse` measured, with intervals"
+    text = "print the tables of results from `sinklens evaluate` or `sinklens analyse`, with intervals"
     command = commands.add_parser("table", help=text, description=text)
-    command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder that one of the two wrote")
+    command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder written by either command")
     command.add_argument(
-        "--out", type=Path, help="of an evaluation: folder for table.csv, accuracy.png and accuracy.svg (RESULTS)"
+        "--out",
+        type=Path,
+        help="for an evaluation: folder for table.csv, accuracy.png and accuracy.svg (default: RESULTS)",
     )
     command.add_argument(
         "--mixed-devices", action="store_true",
-        help="of an evaluation: pair runs of different device types, whose last bits differ (no)",
+        help="for an evaluation: pair runs from different device types, whose last bits differ (default: no)",
     )  # fmt: skip
     command.set_defaults(command=run_table)
 
@@ -84,12 +95,14 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
 
     number = options.number
     if number is not None and number < 1:
-        raise SinklensError(f"--number is at least 1; got {number}.")
+        raise SinklensError(f"--number must be at least 1; got {number}.")
     if options.prompts is None:
         return [problem.prompt for problem in held_out(number or 100)]
     prompts = read_prompts(options.prompts, number)
     if number is not None and number > len(prompts):
-        raise SinklensError(f"--number is {number}, and {options.prompts} holds {len(prompts)} prompts.")
+        raise SinklensError(
+            f"--number is {number}, but {options.prompts} holds {len(prompts)} prompts; give at most that many."
+        )
     return prompts
 
 
@@ -100,13 +113,13 @@ def run_table(options: argparse.Namespace) -> None:
 
     folder: Path = options.ledger
     if not folder.is_dir():
-        raise SinklensError(f"there is no folder {folder}; give one that `sinklens evaluate` or `analyse` wrote.")
+        raise SinklensError(f"no such folder: {folder}; give one written by `sinklens evaluate` or `sinklens analyse`.")
     studies = manifests(folder)
     evaluated = any(folder.glob("run-*/run.json"))
     if not studies and not evaluated:
         raise SinklensError(_nothing_in(folder))
     if not evaluated and (options.out or options.mixed_devices):
-        raise SettingError(f"--out and --mixed-devices are for evaluations; {folder} holds a study alone.")
+        raise SettingError(f"--out and --mixed-devices are for evaluations; {folder} holds only a study; remove them.")
     for manifest in studies:
         show(folder, manifest)
     if evaluated:
@@ -114,13 +127,15 @@ def run_table(options: argparse.Namespace) -> None:
 
 
 def _nothing_in(folder: Path) -> str:
-    """Why no table of `folder` can be printed."""
+    """Why `folder` has no table to print."""
     from sinklens.analyses.units import finished
 
-    kept = finished(folder)
-    if kept:
-        return f"{folder} holds an unfinished study ({kept}); run the same `sinklens analyse` again to resume it."
+    progress = finished(folder)
+    if progress:
+        return (
+            f"{folder} holds an unfinished study ({progress}); rerun the same `sinklens analyse` command to resume it."
+        )
     return (
         f"{folder} holds neither an evaluation nor a study; `sinklens evaluate ... --out {folder}` or `sinklens "
-        f"analyse ... --out {folder}` makes one."
+        f"analyse ... --out {folder}` creates one."
     )

@@ -1,8 +1,8 @@
-"""Questions that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
+"""Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
-`compare` and `effect` put two runs side by side; `sweep` runs many interventions in few passes; `attribution_patching`
-and `patching_effects` ask which point matters; `logit_lens` reads the stream of every step;
-`head_outputs` captures what heads write, as a reference for ablations.
+`compare` and `effect` compare two runs; `sweep` runs many interventions in few passes; `attribution_patching` and
+`patching_effects` measure which points matter; `logit_lens` reads the residual stream of every step; `head_outputs`
+collects head outputs as a reference for ablations.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects

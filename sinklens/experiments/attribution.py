@@ -5,14 +5,14 @@ Put the value v of a point from a *clean* run into a *corrupted* one, and a metr
     m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v,
 
 with the gradient taken in the corrupted run (Nanda, "Attribution patching", 2023; Syed et al., 2310.10348).
-`attribution_patching` gives the right side for all points at once, `patching_effects` the left one by a copy of the
-run per layer, head and position, and `agreement` compares the two. All are about a single pass; `of_step` takes the ids
+`attribution_patching` computes the right side for all points at once, `patching_effects` the left side with a copy of
+the run per layer, head and position, and `agreement` compares the two. All use a single pass; `of_step` returns the ids
 of a denoising step. Effects are summed over features (d_model, d_head, d_mlp) and over the rows of a batch: each is the
 change of the metric if that place is patched in all rows.
 
-One way this fails: where the metric bends between the two runs, the estimate is off, and its sign may be wrong. A model
-that copies a number does so with saturated attention, whose gradient says nothing of another number. With ``path=`` the
-gradient is averaged between the two inputs; compare with `patching_effects` before believing either.
+Pitfall: where the metric is nonlinear between the two runs, the estimate is inaccurate, and its sign may be wrong. A
+model that copies a number does so with saturated attention, whose gradient carries no information about another number.
+With ``path=`` the gradient is averaged between the two inputs; check both against `patching_effects`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 Metric = Callable[[Tensor], Tensor]
-SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes that an effect does not have
+SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes over which effects are summed
 EMBED = "hook_embed"
 ORDER = ("layer", "head", "kv_head", "query", "pos", "key")
 
 
 class StepIds(NamedTuple):
-    """What a step works on: ids, and False on left padding."""
+    """The input of a step: ids, and a mask that is False on left padding."""
 
     ids: Int[Tensor, "batch pos"]
     attention_mask: Bool[Tensor, "batch pos"]
@@ -57,10 +57,12 @@ class StepIds(NamedTuple):
 
 
 def of_step(run: "Generation", step: int) -> StepIds:
-    """The canvas that a step of a run worked on, for a pass of its own; of an autoregressive run the text so far.
+    """The canvas at the start of a step, for a separate pass; for an autoregressive run the text so far.
+
+    Negative steps count from the last step that ran.
 
     Raises:
-        SettingError: the step did not run; negative ones count from the last that did.
+        SettingError: the step did not run.
     """
     step = within("step", [step], run.steps_run)[0]
     end = run.prompt_length + step if run.model.family_record.causal else run.canvas.shape[2]
@@ -82,28 +84,30 @@ def attribution_patching(
 
     Args:
         clean_ids: a prompt, as ids, text, or a tokenizer's output.
-        corrupted_ids: another of the same shape.
-        metric: logits [batch, pos, vocab] (float32 at least) -> a tensor of one number. As at ``denoise.hook_logits``
-            a diffusion model's logits at i are of the token at i (Dream's are shifted); an autoregressive model's are
-            of the token at i + 1.
-        names: points, in any accepted spelling, or a predicate on names. `hook_pattern` and `hook_attn_scores` make the
-            map explicit in the layers where they are asked for.
-        attention_mask: False (or 0) on left padding, the same for both.
+        corrupted_ids: another prompt of the same shape.
+        metric: logits [batch, pos, vocab] (float32 or wider) -> a tensor with one number. As at
+            ``denoise.hook_logits``, a diffusion model's logits at i are for the token at i (Dream's are shifted); an
+            autoregressive model's are for the token at i + 1.
+        names: points, in any accepted spelling, or a predicate on names. `hook_pattern` and `hook_attn_scores` switch
+            their layers to explicit attention.
+        attention_mask: False (or 0) on left padding, shared by both.
         path: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
             corrupted + (i + ½)/k · (clean − corrupted), i = 0 … k − 1 (EAP-IG; Hanna et al., 2403.17806).
 
     Returns:
-        A variable per kind of point, named as below its block (``attn.hook_z``, ``hook_resid_post``), over ``layer``,
-        ``head`` (or ``kv_head``) and ``pos`` (or ``query`` and ``key``), as far as the point has them; NaN at layers
-        not asked for. Attributes ``clean`` and ``corrupted`` are the metric in the two runs.
+        One variable per kind of point, named as inside its block (``attn.hook_z``, ``hook_resid_post``), over
+        ``layer``, ``head`` (or ``kv_head``) and ``pos`` (or ``query`` and ``key``), as far as the point has them; NaN
+        at layers that were not requested. Attributes ``clean`` and ``corrupted`` are the metric in the two runs.
 
     Raises:
-        PromptError: a prompt or a mask that cannot be used.
-        SettingError: ids of different shape, a metric that gives no number or has no gradient, a point that carries no
-            value of its own, `path` below 0, or weights made under ``torch.inference_mode()``.
+        PromptError: an invalid prompt or mask.
+        SettingError: ids of different shapes, a metric that does not return one number or has no gradient, a point
+            that cannot be patched, `path` below 0, or weights created under ``torch.inference_mode()``.
     """
     if path < 0:
-        raise SettingError(f"path is 0 (the corrupted run alone) or the number of gradients averaged; got {path}.")
+        raise SettingError(
+            f"path must be 0 (the corrupted run only) or a positive number of gradients to average; got {path}."
+        )
     points, pair = _points(names, model), _Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     slope: dict[str, Tensor] = {}
     with _differentiable(model):
@@ -135,19 +139,19 @@ def patching_effects(
     positions: Sequence[int] | None = None,
     at_once: int = 32,
 ) -> xr.Dataset:
-    """The true m(corrupted with v_clean) − m(corrupted), of one layer, head and position after the other.
+    """The true m(corrupted with v_clean) − m(corrupted), for each layer, head and position separately.
 
     Arguments, result and errors are those of `attribution_patching`; the metric needs no gradient. Patterns are
     patched weight by weight, [head, query, key].
 
     Args:
-        heads: to patch (key/value heads where the point has those); None means all, here and below.
-        positions: to patch; of queries, for scores and patterns.
-        at_once: places patched in one pass, each in a copy of the batch.
+        heads: heads to patch (key/value heads where the point has those); None means all, here and below.
+        positions: positions to patch; query positions for scores and patterns.
+        at_once: number of places patched in one pass, each in a copy of the batch.
     """
     pair = _Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     if at_once < 1:
-        raise SettingError(f"at_once is 1 or more; got {at_once}.")
+        raise SettingError(f"at_once must be at least 1; got {at_once}.")
     kept, logits = pair.values(pair.clean, _points(names, model))
     clean, corrupted = _number(metric, logits), _number(metric, pair.values(pair.corrupted, [])[1])
     found = {}
@@ -161,12 +165,12 @@ def patching_effects(
 
 
 class Agreement(NamedTuple):
-    """How an estimate agrees with the truth, over the places of one kind of point.
+    """Agreement of an estimate with the truth, over the places of one kind of point.
 
     Attributes:
         correlation: Pearson's r; NaN where one of the two is constant.
         relative_error: |estimate − truth| / |truth|, Euclidean norms; NaN where the truth is 0.
-        places: how many were compared.
+        places: number of places compared.
     """
 
     correlation: float
@@ -175,15 +179,15 @@ class Agreement(NamedTuple):
 
 
 def agreement(estimate: xr.Dataset, truth: xr.Dataset) -> dict[str, Agreement]:
-    """Compare what `attribution_patching` and `patching_effects` found, by kind of point, at the places of both."""
+    """Compare results of `attribution_patching` and `patching_effects` at common places, by kind of point."""
     found = {}
     for name in [name for name in estimate if name in truth]:
         both = np.stack([np.ravel(part) for part in xr.align(estimate[name], truth[name], join="inner")])
-        ours, true = both[:, np.isfinite(both).all(axis=0)].astype(float)
-        varies = len(ours) > 1 and min(np.ptp(ours), np.ptp(true)) > 0
-        size, error = np.linalg.norm(true), np.linalg.norm(ours - true)
-        correlation = float(np.corrcoef(ours, true)[0, 1]) if varies else np.nan
-        found[str(name)] = Agreement(correlation, float(error / size) if size else np.nan, len(ours))
+        estimated, true = both[:, np.isfinite(both).all(axis=0)].astype(float)
+        varies = len(estimated) > 1 and min(np.ptp(estimated), np.ptp(true)) > 0
+        size, error = np.linalg.norm(true), np.linalg.norm(estimated - true)
+        correlation = float(np.corrcoef(estimated, true)[0, 1]) if varies else np.nan
+        found[str(name)] = Agreement(correlation, float(error / size) if size else np.nan, len(estimated))
     return found
 
 
@@ -201,9 +205,8 @@ class _Pair(NamedTuple):
         first, second = (model.reader.read(prompt, mask=mask) for prompt in (clean, corrupted))
         if first.ids.shape != second.ids.shape or not torch.equal(first.real, second.real):
             raise SettingError(
-                f"clean and corrupted ids have one shape and one padding; got {list(first.ids.shape)} and "
-                f"{list(second.ids.shape)}. No position of a prompt is that of a longer one: choose words of as many "
-                f"tokens."
+                f"clean and corrupted ids must have the same shape and padding; got {list(first.ids.shape)} and "
+                f"{list(second.ids.shape)}. Choose words with the same number of tokens, so that positions correspond."
             )
         return cls(model, first.ids, second.ids, first.real)
 
@@ -213,7 +216,7 @@ class _Pair(NamedTuple):
             return self.model.tree.hidden(ids.repeat(copies, 1), self.real.repeat(copies, 1))
 
     def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
-        """What the metric gets."""
+        """The logits that the metric receives."""
         if self.model.family_record.shift:  # as State.logits
             hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         return _wide(self.model.tree.head(hidden))
@@ -221,7 +224,7 @@ class _Pair(NamedTuple):
     def values(
         self, ids: Tensor, points: Iterable[str], before: Sequence[tuple[str, Any]] = (), leaves: bool = False
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Values of `points` in a pass under the hooks `before`, as copies or as leaves of a graph, and its logits."""
+        """Values of `points`, as copies or graph leaves, and logits of a pass under the hooks `before`."""
         values: dict[str, Tensor] = {}
 
         def keep(value: Tensor, hook: Point) -> Tensor | None:
@@ -238,38 +241,38 @@ class _Pair(NamedTuple):
             leaves, logits = self.values(self.corrupted, points, before, leaves=True)
             number = _number(metric, logits)
             if not number.requires_grad:
-                raise SettingError("the metric has no gradient: compute it from the logits by torch operations alone.")
+                raise SettingError("the metric has no gradient; compute it from the logits with torch operations only.")
             found = torch.autograd.grad(number, [leaves[name] for name in points], materialize_grads=True)
         return dict(zip(points, found, strict=True))
 
     def patched(self, metric: Metric, name: str, new: Tensor, cells: Sequence[Sequence[int]]) -> Float[Tensor, " cell"]:
-        """The metric with `new` put at one place of the point, each of `cells` in a copy of the corrupted batch."""
+        """The metric with `new` patched in at each of `cells`, each in its copy of the corrupted batch."""
         sizes = [1 if kind in SUMMED else size for kind, size in zip(axes_of(name), new.shape, strict=True)]
         here = torch.zeros(len(cells), *sizes[1:], dtype=torch.bool, device=new.device)
         for copy, cell in zip(here, cells, strict=True):
-            copy[tuple(cell)] = True  # features, which stand last, are summed
-        here, put = here.repeat_interleave(len(new), dim=0), torch.cat([new] * len(cells))
-        patch: Pairs = [(name, lambda value, hook: torch.where(here, put, value))]
+            copy[tuple(cell)] = True  # features, which are last, are summed
+        here, repeated = here.repeat_interleave(len(new), dim=0), torch.cat([new] * len(cells))
+        patch: Pairs = [(name, lambda value, hook: torch.where(here, repeated, value))]
         hidden = self.hidden(self.corrupted, patch, copies=len(cells))
         return torch.stack([_number(metric, self.logits(copy)) for copy in hidden.split(len(new))])
 
 
 @contextmanager
 def _differentiable(model: "Model") -> Iterator[None]:
-    """Activations may have gradients and weights have none; afterwards the weights ask for theirs as before."""
+    """Enable gradients of activations and disable those of weights; afterwards restore the weights' setting."""
     weights = [*model.tree.hf.parameters(), *model.tree.hf.buffers()]
     if any(weight.is_inference() for weight in weights):
         raise SettingError(
-            f"{model.name} was made under torch.inference_mode(), so it has no gradients; load it outside."
+            f"{model.name} was created under torch.inference_mode(), so it has no gradients; load it outside."
         )
-    asking = [weight for weight in weights if weight.requires_grad]
+    trainable = [weight for weight in weights if weight.requires_grad]
     try:
-        for weight in asking:
+        for weight in trainable:
             weight.requires_grad_(False)
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        for weight in asking:
+        for weight in trainable:
             weight.requires_grad_(True)
 
 
@@ -277,12 +280,12 @@ def _points(wanted: Any, model: "Model") -> list[str]:
     points = chosen_points(wanted, model, None)
     for name in points:
         if name.startswith("denoise.") or name.endswith(("hook_attn_mask", "hook_sink_scores")):
-            raise SettingError(f"{name} is nothing that one pass could hand to another; leave it out.")
+            raise SettingError(f"{name} cannot be patched from one pass into another; leave it out.")
     return points
 
 
 def _wide(value: Tensor) -> Tensor:
-    """In float32, or as it is if it is wider."""
+    """Cast to float32, unless already wider."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -290,7 +293,7 @@ def _number(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
     value = metric(logits)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise SettingError(
-            f"a metric takes logits [batch, pos, vocab] and gives a tensor of one number; got {type(value).__name__} "
+            f"a metric must map logits [batch, pos, vocab] to a tensor with one number; got {type(value).__name__} "
             f"of shape {list(getattr(value, 'shape', []))}."
         )
     return value.reshape(())
@@ -299,11 +302,11 @@ def _number(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
 def _places(
     name: str, value: Tensor, heads: Sequence[int] | None, positions: Sequence[int] | None
 ) -> list[Sequence[int]]:
-    """The numbers to patch along each axis that an effect has."""
+    """The indices to patch along each axis of an effect."""
     axes = axes_of(name)
-    asked = {"head": heads, "kv_head": heads, axes[names.position_axis(name)]: positions}
+    requested = {"head": heads, "kv_head": heads, axes[names.position_axis(name)]: positions}
     return [
-        within("head" if "head" in axis else "position", asked.get(axis), size)
+        within("head" if "head" in axis else "position", requested.get(axis), size)
         for axis, size in zip(axes, value.shape, strict=True)
         if axis not in SUMMED
     ]
@@ -315,13 +318,13 @@ def _array(name: str, values: Tensor, places: Sequence[Sequence[int]]) -> xr.Dat
 
 
 def _dataset(found: dict[str, xr.DataArray], clean: Tensor, corrupted: Tensor) -> xr.Dataset:
-    """Points of one kind as one variable, by layer."""
+    """Merge points of one kind into one variable, by layer."""
     kinds: dict[str, list[xr.DataArray]] = {}
     for name, array in found.items():
-        below = name.split(".", 2) if name.startswith("blocks.") else ("", "", name)
-        kinds.setdefault(below[2], []).append(array.assign_coords(layer=int(below[1])) if below[1] else array)
-    whole = {
+        parts = name.split(".", 2) if name.startswith("blocks.") else ("", "", name)
+        kinds.setdefault(parts[2], []).append(array.assign_coords(layer=int(parts[1])) if parts[1] else array)
+    merged = {
         kind: xr.concat(parts, "layer") if "layer" in parts[0].coords else parts[0] for kind, parts in kinds.items()
     }
-    ordered = [array.transpose(*ORDER, missing_dims="ignore").rename(kind) for kind, array in whole.items()]
+    ordered = [array.transpose(*ORDER, missing_dims="ignore").rename(kind) for kind, array in merged.items()]
     return xr.merge(ordered, join="outer").assign_attrs(clean=clean.item(), corrupted=corrupted.item())

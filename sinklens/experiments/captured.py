@@ -1,6 +1,6 @@
-"""Head outputs captured over a reference set of prompts, for ablating heads by their mean or by resampling.
+"""Head outputs collected on a reference set of prompts, for mean and resample ablation of heads.
 
-One way this misleads: the mean of a reference that is unlike the prompt under study is no more typical than a zero.
+Pitfall: if the reference is unlike the prompt under study, its mean is no more typical than a zero.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Pairs, layer_of
 from sinklens.tracing import generate
 
-POOL = 4096  # outputs per head that are kept for resampling
+POOL = 4096  # outputs kept per head for resampling
 
 
 def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> HeadOutputs:
     """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps.
 
-    Every pass of a row's own run counts: an autoregressive run with a key/value cache sees each position once, a
-    diffusion run at every step. Passes in which a row waits for others of its batch, because it has ended or has
+    Every pass in which a row is active counts: an autoregressive run with a key/value cache sees each position once, a
+    diffusion run at every step. Passes in which a row only waits for the rest of its batch, because it has ended or has
     nothing left to decide, do not count.
     """
     seen = _Collected(model, model.encode(prompts, settings.get("chat_template", False))[1], seed)
@@ -32,7 +32,7 @@ def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, *
 
 
 class _Collected:
-    """The outputs of every head, step by step, of the rows that work at the step."""
+    """Collects the outputs of every head at each step, from the rows that are active at the step."""
 
     def __init__(self, model: Model, real: Bool[Tensor, "batch pos"], seed: int) -> None:
         layers = range(model.cfg.n_layers)
@@ -44,7 +44,7 @@ class _Collected:
         self._count = dict.fromkeys(layers, 0)
 
     def pairs(self) -> Pairs:
-        """The hooks that collect."""
+        """The hooks that collect the outputs."""
         points = [(f"blocks.{layer}.attn.hook_z", self._hold) for layer in self._kept]
         return [("denoise.hook_canvas", self._canvas.hook), *points, ("denoise.hook_confidence", self._take)]
 
@@ -52,19 +52,19 @@ class _Collected:
         self._pass[layer_of(hook)] = value.detach()
 
     def _take(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
-        """The step is decided: which rows worked at it is known."""
-        working = self._working(confidence)
+        """At the end of the step, when it is known which rows were active, add their outputs."""
+        active = self._active(confidence)
         for layer, value in self._pass.items():
             missing = value.shape[1] - self._real.shape[1]
             mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
-            z = value[mask & working[:, None]].float().cpu()
+            z = value[mask & active[:, None]].float().cpu()
             self._total[layer] = self._total[layer] + z.sum(dim=0)
             self._count[layer] += len(z)
             self._kept[layer].append(z[torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]])
         self._pass.clear()
 
-    def _working(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-        """Rows that have something to decide: in an autoregressive run, those without an end token."""
+    def _active(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows that have positions left to decide: in an autoregressive run, those without an end token."""
         if not bool(self._model.config.is_causal):
             return (confidence > -torch.inf).any(dim=1)
         assert self._canvas.ids is not None
@@ -73,11 +73,11 @@ class _Collected:
         return ~torch.isin(ids, ends).any(dim=1)
 
     def mean(self) -> Float[Tensor, "layer head d_head"]:
-        """Over all that was taken."""
+        """The mean over all collected outputs."""
         return torch.stack([self._total[layer] / self._count[layer] for layer in self._kept])
 
     def pool(self) -> Float[Tensor, "layer sample head d_head"]:
-        """Some of it, from the same places in all layers."""
+        """A sample of the outputs, from the same places in all layers."""
         pools = [torch.cat(parts) for parts in self._kept.values()]
         drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
         return torch.stack([pool[drawn % len(pool)] for pool in pools])

@@ -1,17 +1,18 @@
-"""What an intervention did: two runs of the same prompts, put side by side.
+"""The effect of an intervention: a comparison of two runs of the same prompts.
 
-Two ways to compare. *Free-running*: both runs go their own way; after the first difference they work on different
-canvases, and what follows is consequence, not effect. *Under replay* (``replay=`` the base run): the changed run
-computes everything itself, but every step begins on the base run's canvas, so each step's effect stands alone.
+There are two comparisons. *Free-running*: the runs are independent; after the first difference they work on different
+canvases, and later differences are consequences, not direct effects. *Under replay* (``replay=`` the base run): the
+changed run computes everything itself, but every step begins on the base run's canvas, which isolates the effect of
+each step.
 
 `compare` reads canvases, and logits where both runs kept them with `MaskedLogits`; `effect` makes the runs and both
 comparisons in one call.
 
-A row of an autoregressive run that has ended waits for the others of its batch; what it is given then is no part of
-its run and counts nowhere.
+A row of an autoregressive run that has ended waits for the others of its batch; tokens added while it waits are not
+counted.
 
-One way this misleads: a confidence of 1 cannot rise. Means over positions hide that near the end of a run most
-positions are certain; look at the steps.
+Pitfall: a confidence of 1 cannot rise. Means over positions hide that near the end of a run most positions are certain;
+inspect the steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,30 +41,31 @@ def compare(
     changed_logits: Mapping[int, Tensor] | None = None,
     attended: Bool[np.ndarray, "batch step pos"] | None = None,
 ) -> xr.Dataset:
-    """Two runs of the same prompts and settings.
+    """Compare two runs of the same prompts and settings.
 
-    Per [batch, step], over the positions masked in both, or the one being decoded (NaN without logits or positions):
+    Per [batch, step], over the positions masked in both, or the position being decoded (NaN where there are none, and
+    at steps without logits):
         ``kl``: mean of Σ_v p(v) log(p(v)/q(v)) in nats, p the base run's distribution and q the changed run's;
-        ``top1_agreement``: share of positions whose likeliest token is the same;
-        ``confidence``, ``confidence_changed``: mean probability of the likeliest token;
-        with `attended` also ``change_attended`` and ``change_rest``: mean change of that probability at the positions
-        marked there, and at the others.
+        ``top1_agreement``: share of positions with the same most likely token;
+        ``confidence``, ``confidence_changed``: mean probability of the most likely token;
+        with `attended` also ``change_attended`` and ``change_rest``: mean change of that probability at the marked
+        positions, and at the others.
     Per [batch]:
-        ``order``: Kendall's τ-b of the steps at which the answer's positions got their tokens, in an autoregressive run
-        up to the earlier end; NaN where all are equal;
-        ``first_divergent_step``: the first step that leaves another canvas than in the base run (0 also where it
-        begins on another); -1 if none does;
-        ``changed_share``: share of the answer's positions that hold another token in the end, those behind an end token
-        too; in an autoregressive run of the positions up to the later end;
+        ``order``: Kendall's τ-b of the steps at which the answer's positions were decided, in an autoregressive run up
+        to the earlier end; NaN where all steps are equal;
+        ``first_divergent_step``: the first step after which the canvas differs from the base run's (0 also if the runs
+        begin on different canvases); -1 if none does;
+        ``changed_share``: share of the answer's positions with a different final token, including those after an end
+        token; in an autoregressive run, of the positions up to the later end;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
         ``same_answer``: whether that is 0.
 
     Args:
         base_logits, changed_logits: `MaskedLogits.kept` of the two runs.
-        attended: positions to tell apart, e.g. those that attended to a masked sink; see `attention_to`.
+        attended: positions to report separately, e.g. those that attended to a masked sink; see `attention_to`.
 
     Raises:
-        SettingError: runs of different prompts or lengths, logits of one run alone or of different steps, or
+        SettingError: runs of different prompts or lengths, logits of only one run or of different steps, or
             `attended` without logits.
     """
     _check_same_prompts(base, changed)
@@ -77,11 +79,13 @@ def compared(
     changed_logits: Mapping[int, Tensor] | None = None,
     attended: Bool[np.ndarray, "batch step pos"] | None = None,
 ) -> xr.Dataset:
-    """`compare` for runs whose prompts are known to be the same, though an intervention may have changed them."""
+    """`compare` without checking prompts, for runs known to share them even if an intervention edited them."""
     if attended is not None and (base_logits is None or changed_logits is None):
-        raise SettingError("attended= splits a change of confidence; give the logits of both runs, too.")
+        raise SettingError(
+            "attended= splits the change of confidence, which needs the logits of both runs; pass them, too."
+        )
     if (base_logits is None) != (changed_logits is None):
-        raise SettingError("logits are compared with logits; give base_logits and changed_logits, or neither.")
+        raise SettingError("pass both base_logits and changed_logits, or neither; got only one.")
     if base_logits and changed_logits and not set(base_logits) & set(changed_logits):
         raise SettingError(
             f"no step has the logits of both runs: base_logits holds steps {sorted(base_logits)}, changed_logits "
@@ -99,12 +103,14 @@ def compared(
 def _check_same_prompts(base: Generation, changed: Generation) -> None:
     if base.canvas.shape[0] != changed.canvas.shape[0] or base.canvas.shape[2] != changed.canvas.shape[2]:
         raise SettingError(
-            f"runs that are compared have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
+            f"compared runs must have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
             f"{list(changed.canvas.shape[::2])} (rows, positions)."
         )
     same = base.prompt_length == changed.prompt_length and torch.equal(base.real, changed.real)
     if not same or not torch.equal(base.canvas[:, 0, : base.prompt_length], changed.canvas[:, 0, : base.prompt_length]):
-        raise SettingError("runs that are compared have the same prompts; these do not.")
+        raise SettingError(
+            "compared runs must have the same prompts; these do not. Rerun one with the prompts of the other."
+        )
 
 
 def _rows(run: Generation) -> range:
@@ -112,7 +118,7 @@ def _rows(run: Generation) -> range:
 
 
 def answers_compared(base: Generation, changed: Generation) -> dict[str, Any]:
-    """The part of `compare` that asks for the answers alone; the prompts may be of different lengths."""
+    """The part of `compare` that uses only the answers; the prompts may have different lengths."""
     from rapidfuzz.distance import Levenshtein
     from scipy.stats import kendalltau
 
@@ -121,8 +127,8 @@ def answers_compared(base: Generation, changed: Generation) -> dict[str, Any]:
         steps = [_unmask_steps(run, row) for run in (base, changed)]
         shared = min(map(len, steps))
         order.append(kendalltau(steps[0][:shared], steps[1][:shared]).statistic if shared > 1 else np.nan)
-        pairs = list(zip_longest(*(_own_tokens(run, row) for run in (base, changed))))
-        changes.append(sum(ours != theirs for ours, theirs in pairs) / len(pairs))
+        pairs = list(zip_longest(*(_decided_tokens(run, row) for run in (base, changed))))
+        changes.append(sum(before != after for before, after in pairs) / len(pairs))
         distance.append(Levenshtein.distance(*(_answer(run, row) for run in (base, changed))))
     return {
         "order": ("batch", np.array(order, dtype=float)),
@@ -133,17 +139,17 @@ def answers_compared(base: Generation, changed: Generation) -> dict[str, Any]:
 
 
 def _positions(run: Generation) -> slice:
-    """The answer's."""
+    """Positions of the answer."""
     return slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
 
 
 def _answer(run: Generation, row: int) -> list[int]:
-    """Tokens up to the first end token; masks that were left over are tokens, what was not decoded is none."""
+    """Tokens up to the first end token; remaining masks count as tokens, undecoded positions do not."""
     return [token for token in run.tokens[row, _positions(run)].tolist()[: _length(run, row)] if token >= 0]
 
 
-def _own_tokens(run: Generation, row: int) -> list[int]:
-    """Tokens of the answer; of an autoregressive one those it has, its end too."""
+def _decided_tokens(run: Generation, row: int) -> list[int]:
+    """Tokens of the answer; for an autoregressive answer those decoded up to and including its end."""
     tokens = run.tokens[row, _positions(run)].tolist()
     return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.model.config.is_causal else tokens
 
@@ -155,18 +161,18 @@ def _length(run: Generation, row: int) -> int:
 
 
 def _unmask_steps(run: Generation, row: int) -> Int[np.ndarray, " pos"]:
-    """At which step each position of the answer got its token; of an autoregressive one those it has, its end too."""
+    """The step at which each position was decided; for an autoregressive answer up to and including its end."""
     steps = run.unmask_step[row, _positions(run)].numpy()
-    return steps[: len(_own_tokens(run, row))]
+    return steps[: len(_decided_tokens(run, row))]
 
 
 def _first_difference(base: Generation, changed: Generation, row: int) -> int:
-    ours, theirs = (run.canvas[row, : _last_change(run, row) + 2] for run in (base, changed))
-    shared = min(len(ours), len(theirs))
-    differs = (ours[:shared] != theirs[:shared]).any(dim=1).nonzero()
+    first, second = (run.canvas[row, : _last_change(run, row) + 2] for run in (base, changed))
+    shared = min(len(first), len(second))
+    differs = (first[:shared] != second[:shared]).any(dim=1).nonzero()
     if len(differs):
         return max(0, int(differs[0]) - 1)
-    return -1 if len(ours) == len(theirs) else shared - 1
+    return -1 if len(first) == len(second) else shared - 1
 
 
 def _last_change(run: Generation, row: int) -> int:
@@ -190,24 +196,25 @@ def _of_steps(
     names += [] if attended is None else ["change_attended", "change_rest"]
     found = {name: np.full((rows, steps), np.nan) for name in names}
     for step in sorted(set(base_logits) & set(changed_logits)):
-        ours, theirs = _places(base, step), _places(changed, step)
-        both = ours & theirs & _going_on(base, step) & _going_on(changed, step)
-        p = base_logits[step][both[ours]].double().log_softmax(-1)
-        q = changed_logits[step][both[theirs]].double().log_softmax(-1)
-        sure, sure_changed = p.amax(-1).exp().numpy(), q.amax(-1).exp().numpy()
+        base_places, changed_places = _places(base, step), _places(changed, step)
+        both = base_places & changed_places & _running(base, step) & _running(changed, step)
+        p = base_logits[step][both[base_places]].double().log_softmax(-1)
+        q = changed_logits[step][both[changed_places]].double().log_softmax(-1)
+        confidence, confidence_changed = p.amax(-1).exp().numpy(), q.amax(-1).exp().numpy()
         values = {
             "kl": torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1).numpy(),
             "top1_agreement": (p.argmax(-1) == q.argmax(-1)).double().numpy(),
-            "confidence": sure,
-            "confidence_changed": sure_changed,
+            "confidence": confidence,
+            "confidence_changed": confidence_changed,
         }
         row_of = both.nonzero()[:, 0].numpy()
         for name, value in values.items():
             found[name][:, step] = _row_means(value, row_of, rows)
         if attended is not None:
             marked = attended[:, step][both.numpy()]
-            found["change_attended"][:, step] = _row_means((sure_changed - sure)[marked], row_of[marked], rows)
-            found["change_rest"][:, step] = _row_means((sure_changed - sure)[~marked], row_of[~marked], rows)
+            change = confidence_changed - confidence
+            found["change_attended"][:, step] = _row_means(change[marked], row_of[marked], rows)
+            found["change_rest"][:, step] = _row_means(change[~marked], row_of[~marked], rows)
     return {name: (("batch", "step"), value) for name, value in found.items()}
 
 
@@ -217,7 +224,7 @@ def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
-    """Where `MaskedLogits` kept logits: the masked positions; in an autoregressive run the position being decoded."""
+    """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
     canvas = run.canvas[:, step]
     if run.model.mask_token_id is not None:
         return (canvas == run.model.mask_token_id) & run.real
@@ -226,7 +233,7 @@ def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     return place
 
 
-def _going_on(run: Generation, step: int) -> Bool[Tensor, "batch 1"]:
+def _running(run: Generation, step: int) -> Bool[Tensor, "batch 1"]:
     """False at rows of an autoregressive run that had ended before `step`."""
     if not run.model.config.is_causal:
         return torch.ones(len(run.answers), 1, dtype=torch.bool)
@@ -245,15 +252,16 @@ def attention_to(
     NaN at padding, at positions that are not decoded yet, and at other `steps`.
 
     Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
-    it tells which positions had attended to the sinks that were taken away.
+    it shows which positions had attended to the sinks that were masked.
 
     Args:
-        keys: of a track of this run with all its layers and heads; of a part of the steps, with their numbers in the
-            coordinate ``step``.
-        steps: numbers of steps; negative ones count from the end. By default those that `keys` has.
+        keys: keys from a track of this run with all its layers and heads; for some of the steps only, with their
+            numbers in the coordinate ``step``.
+        steps: step numbers; negative ones count from the end. By default those of `keys`.
 
     Raises:
-        SettingError: no such step in the run or in `keys`, or `keys` of another run or of some layers or heads only.
+        SettingError: a step that the run or `keys` does not have, or `keys` of another run or with only some layers or
+            heads.
     """
     steps, keys = _steps_of(run, keys, steps)
     found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
@@ -273,28 +281,28 @@ def attention_to(
 
 
 def _steps_of(run: "Generation", keys: xr.DataArray, steps: Sequence[int] | None) -> tuple[list[int], xr.DataArray]:
-    """The steps as numbers from 0, and `keys` with its steps numbered, once both are seen to be of `run`."""
+    """The steps as non-negative numbers, and `keys` with numbered steps, after checking both against `run`."""
     cfg = run.model.cfg
     here = {"batch": len(run.answers), "layer": cfg.n_layers, "head": cfg.n_heads, "pos": run.canvas.shape[2]}
     there = {axis: keys.sizes.get(axis) for axis in here}
     if here != there:
-        raise SettingError(f"keys has {there}, this run {here}; give keys of this run, with all its layers and heads.")
+        raise SettingError(f"keys has {there}, this run {here}; pass keys of this run, with all its layers and heads.")
     if "step" not in keys.coords:
         keys = keys.assign_coords(step=np.arange(keys.sizes["step"]))
-    held = keys["step"].to_numpy().tolist()
-    asked = [step for step in held if step < run.steps_run] if steps is None else within("step", steps, run.steps_run)
-    if set(asked) - set(held):
-        raise SettingError(f"keys has no step {min(set(asked) - set(held))}; it has {held}. Ask for those.")
-    return asked, keys
+    known = keys["step"].to_numpy().tolist()
+    chosen = [step for step in known if step < run.steps_run] if steps is None else within("step", steps, run.steps_run)
+    if set(chosen) - set(known):
+        raise SettingError(f"keys has no step {min(set(chosen) - set(known))}; choose from {known}.")
+    return chosen, keys
 
 
 @dataclass(frozen=True)
 class Effect:
-    """An intervention's effect, made by `effect`.
+    """An intervention's effect, as returned by `effect`.
 
     Attributes:
         base, free, replayed: the run without it, with it, and with it on the base run's canvases.
-        free_running, under_replay: `compare` of base with the two.
+        free_running, under_replay: `compare` of base with `free` and with `replayed`.
     """
 
     base: Generation
@@ -315,8 +323,8 @@ def effect(model: Any, prompt: Any, hooks: Hooks, *, seed: int = 0, **settings: 
     """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
 
     Args:
-        prompt: as in `sinklens.generate`; of several, each measure is [batch, …] (`analyses.intervals.bootstrap` gives
-            its interval over them).
+        prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
+            `analyses.intervals.bootstrap` for its interval over them).
         hooks: an intervention, or a list of interventions and (name, function) pairs.
         seed, **settings: as in `sinklens.generate`.
     """

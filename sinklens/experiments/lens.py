@@ -1,18 +1,18 @@
-"""The logit lens: what each layer would put at each position, at every step, still masked positions included.
+"""The logit lens: the tokens each layer predicts at each position and step, including masked positions.
 
 The residual stream that leaves a layer is read as if it were the last one: final norm, unembedding, softmax
 (nostalgebraist, "interpreting GPT: the logit lens", 2020). The last layer's reading is the model's own prediction.
 
 Everything at position i is about the token *at* i, as at ``denoise.hook_logits``. LLaDA's stream at i predicts it; a
 model whose stream at i predicts the token at i + 1 (Dream, autoregressive ones) is read at i − 1. The first token of a
-row has none before it: Dream's own stream is read there, as its sampler does; of an autoregressive model nothing is.
+row has no stream before it: for Dream its own stream is read, as Dream's sampler does; for an autoregressive model
+nothing is read.
 
-`logit_lens` reads a run afterwards, by a pass of the unchanged model over each step's canvas; `LogitLens` collects
-while a run goes on and so sees what its hooks change. Under guidance both read the conditional rows.
+`logit_lens` reads a run afterwards, with a pass of the unchanged model over each step's canvas; `LogitLens` collects
+streams during a run and so sees the edits of its hooks. Under guidance both read the conditional rows.
 
-One way this misleads: the final norm and unembedding were trained on the last layer alone, and early layers may write
-in directions of their own (Belrose et al., 2303.08112). That a reading does not name a token does not show that the
-stream does not hold it.
+Limitation: the final norm and unembedding were trained on the last layer only, and early layers may represent tokens in
+other directions (Belrose et al., 2303.08112). If a reading does not name a token, the stream may still encode it.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,33 +49,35 @@ def logit_lens(
 ) -> xr.Dataset:
     """Read every step of a run through the logit lens, p = softmax(W_U · norm(resid_post)), one pass per step.
 
-    The passes are of `model` without the hooks that the run may have had; for those, list a `LogitLens` in ``hooks=``.
+    The passes use `model` without the hooks of the run; to include them, list a `LogitLens` in ``hooks=``.
 
     Args:
         model: the model that ran, or another of the same kind and vocabulary.
         run: a `Generation`, or a trace after its block.
-        steps: of those that ran; negative ones count from the end. None means all, here and below.
-        layers: whose outgoing streams are read.
-        positions: padding not counted; negative ones count from the end. The unembedding is applied at these alone.
-        row: of the batch.
-        top_k: tokens kept, most probable first.
+        steps: steps of the run; negative values count from the end. None means all, here and below.
+        layers: layers whose outgoing streams are read.
+        positions: positions to read, not counting padding; negative values count from the end. The unembedding is
+            applied only there.
+        row: row of the batch.
+        top_k: number of tokens kept, most probable first.
 
     Returns:
         A Dataset over ``step``, ``layer``, ``pos`` and ``rank``, with ``token`` [step, layer, pos, rank], its
         ``probability``, and its ``text`` where the model has a tokenizer; ``entropy`` [step, layer, pos] in nats;
-        ``final_probability`` and ``final_rank`` [step, layer, pos] of the token that the run put there in the end
-        (rank 0 is the most probable), ``final_token`` [pos]; and ``token_id`` and ``masked`` [step, pos], what stood
-        there in the step. Where nothing can be read (the first token of an autoregressive run, and what it has not
-        reached) ids and ranks are -1 and the rest NaN. The coordinate ``column`` is a position's place on the canvas.
+        ``final_probability`` and ``final_rank`` [step, layer, pos] of the token at the position after the run (rank 0
+        is the most probable), ``final_token`` [pos]; and ``token_id`` and ``masked`` [step, pos] of the step's canvas.
+        Where nothing can be read (the first token of an autoregressive run, and positions that it has not reached)
+        ids and ranks are -1 and the rest NaN. The coordinate ``column`` is the canvas position.
 
     Raises:
-        SettingError: a step, layer, position or row that does not exist, `top_k` below 1 or above the vocabulary, or
-            a run of another kind of model.
+        SettingError: a step, layer, position or row that does not exist, `top_k` below 1 or above the vocabulary size,
+            or a run of another kind of model.
     """
     _check_top_k(model, top_k)
     if (model.cfg.d_vocab, model.family_record) != (run.model.cfg.d_vocab, run.model.family_record):
         raise SettingError(
-            f"{run.model.name} ran, and {model.name} is of another family or vocabulary; give the first."
+            f"the run is of {run.model.name}, and {model.name} has another family or vocabulary; pass the model that "
+            f"made the run."
         )
     row = within("row", [row], len(run.canvas))[0]
     chosen, places = within("layer", layers, model.cfg.n_layers), place_mask(positions, run.real[[row]])[0]
@@ -86,24 +88,24 @@ def logit_lens(
         seen = model.tree.peek(ids[[row]], real[[row]], points)
         return [seen[name][0, sources.to(seen[name].device)] for name in points]
 
-    asked = _Asked(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)
-    return _dataset(model, run, asked, streams)
+    request = _Request(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)
+    return _dataset(model, run, request, streams)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitLens(Intervention):
     """Collects a run's residual streams for the lens and changes nothing.
 
-    ``lens = LogitLens(layers=[3]); run = generate(..., hooks=[MaskSinks(), lens]); lens.read(run)``. Listed last, it
-    sees what other hooks leave; changes behind the last layer's stream (``ln_final``, ``hook_logits``) it does not see.
-    A second run replaces what was kept: steps × layers × positions × d_model numbers of each row in the model's type,
-    in main memory; choose `steps`, `layers` and `positions`.
+    ``lens = LogitLens(layers=[3]); run = generate(..., hooks=[MaskSinks(), lens]); lens.read(run)``. List it last to
+    see the edits of other hooks; edits after the last layer's stream (``ln_final``, ``hook_logits``) are not included.
+    A second run replaces the kept streams: steps × layers × positions × d_model numbers per row in the model's type, in
+    main memory; limit them with `steps`, `layers` and `positions`.
 
     In an autoregressive run with a cache, the streams of earlier tokens are those of the step that computed them.
 
     Attributes:
-        top_k: tokens that `read` keeps, most probable first.
-        kept: by (step, layer) the streams [place, d_model] that predict the chosen positions, row after row.
+        top_k: number of tokens that `read` keeps, most probable first.
+        kept: by (step, layer), the streams [place, d_model] that predict the chosen positions, row after row.
     """
 
     top_k: int = 5
@@ -119,7 +121,7 @@ class LogitLens(Intervention):
         _check_top_k(model, self.top_k)
         layers, in_step = self.chosen_layers(model), self.step_test(run)
         wanted = _sources(model, run.real, place_mask(self.positions, run.real))
-        text: dict[int, Tensor] = {}  # by layer: the streams of all tokens, of which a cache saves computing again
+        text: dict[int, Tensor] = {}  # by layer: the streams of all tokens, since a cached pass computes only new ones
         self.kept.clear()
 
         def keep(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
@@ -134,14 +136,14 @@ class LogitLens(Intervention):
         return [(f"blocks.{layer}.hook_resid_post", keep) for layer in layers]
 
     def read(self, run: "Generation", row: int = 0) -> xr.Dataset:
-        """What `logit_lens` returns, of the streams as they were in `run`, in which this lens was listed.
+        """Returns what `logit_lens` returns, for the streams collected in `run`, in whose hooks this lens was listed.
 
         Raises:
-            SettingError: nothing was kept, a row that does not exist, or what was kept is of another run.
+            SettingError: nothing was kept, a row that does not exist, or streams of another run.
         """
         steps = sorted({step for step, _ in self.kept if step < run.steps_run})
         if not steps:
-            raise SettingError("the lens holds no step; list it in hooks= of the run, with steps that take place.")
+            raise SettingError("the lens holds no step; list it in hooks= of the run, with steps that the run reaches.")
         layers, row = sorted({layer for _, layer in self.kept}), within("row", [row], len(run.canvas))[0]
         places = place_mask(self.positions, run.real)
         wanted = _sources(run.model, run.real, places)
@@ -149,14 +151,14 @@ class LogitLens(Intervention):
         def streams(step: int, sources: Tensor) -> list[Tensor]:
             here = wanted[:, : of_step(run, step).ids.shape[1]]
             if self.kept[step, layers[0]].shape != (int(here.sum()), run.model.cfg.d_model):
-                raise SettingError("what the lens holds is of another run; read it before the next one begins.")
+                raise SettingError("the lens holds streams of another run; read it before the next run begins.")
             index = here.flatten().cumsum(0).view(here.shape)[row, sources] - 1
             return [self.kept[step, layer][index] for layer in layers]
 
-        return _dataset(run.model, run, _Asked(row, steps, layers, places[row] & run.real[row], self.top_k), streams)
+        return _dataset(run.model, run, _Request(row, steps, layers, places[row] & run.real[row], self.top_k), streams)
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """Which places of a run are read; `places` is True at the columns."""
 
     row: int
@@ -178,18 +180,18 @@ class _Reading(NamedTuple):
 
 def _check_top_k(model: "Model", top_k: int) -> None:
     if not 1 <= top_k <= model.cfg.d_vocab:
-        raise SettingError(f"top_k lies between 1 and {model.cfg.d_vocab}, the size of the vocabulary; got {top_k}.")
+        raise SettingError(f"top_k must be between 1 and {model.cfg.d_vocab}, the vocabulary size; got {top_k}.")
 
 
 def _before(model: "Model") -> int:
-    """How many positions before a token the stream that predicts it stands."""
+    """How many positions before a token the stream is that predicts it."""
     return int(model.family_record.shift or model.family_record.causal)
 
 
 def _sources(
     model: "Model", real: Bool[Tensor, "batch pos"], places: Bool[Tensor, "batch pos"]
 ) -> Bool[Tensor, "batch pos"]:
-    """True where the streams that predict the tokens at `places` stand; a row's first token has its own alone."""
+    """True at the streams that predict the tokens at `places`; for a row's first token, at the token itself."""
     if not _before(model):
         return places & real
     first = torch.nn.functional.one_hot(real.long().argmax(dim=1), real.shape[1]).bool()
@@ -197,50 +199,53 @@ def _sources(
 
 
 def _dataset(
-    model: "Model", run: "Generation", asked: _Asked, streams: Callable[[int, Tensor], Sequence[Tensor]]
+    model: "Model", run: "Generation", request: _Request, streams: Callable[[int, Tensor], Sequence[Tensor]]
 ) -> xr.Dataset:
-    """The readings of `streams`, which gives the streams [place, d_model] of a step at some columns, by layer."""
-    ids, columns = run.canvas[asked.row].cpu(), asked.places.nonzero()[:, 0].cpu()
-    start = int(run.real[asked.row].long().argmax())
-    shape = (len(asked.steps), len(asked.layers), len(columns))
+    """The readings of `streams`, which returns the streams [place, d_model] of a step at some columns, by layer."""
+    ids, columns = run.canvas[request.row].cpu(), request.places.nonzero()[:, 0].cpu()
+    start = int(run.real[request.row].long().argmax())
+    shape = (len(request.steps), len(request.layers), len(columns))
     empty = {"token": -1, "probability": np.nan, "entropy": np.nan, "final_probability": np.nan, "final_rank": -1}
-    ranked = {name: (*shape, asked.top_k) if name in ("token", "probability") else shape for name in empty}
+    ranked = {name: (*shape, request.top_k) if name in ("token", "probability") else shape for name in empty}
     found = {name: np.full(ranked[name], fill, np.float32 if fill != -1 else np.int64) for name, fill in empty.items()}
-    for at_step, step in enumerate(asked.steps):
+    for at_step, step in enumerate(request.steps):
         here = torch.ones_like(columns, dtype=torch.bool)
         if model.family_record.causal:
             here = (columns > start) & (columns <= run.prompt_length + step)
         for at_layer, stream in enumerate(streams(step, (columns[here] - _before(model)).clamp(min=start))):
-            reading = _read(model, stream, ids[-1, columns[here]], asked.top_k)
+            reading = _read(model, stream, ids[-1, columns[here]], request.top_k)
             for name, value in reading._asdict().items():
                 found[name][at_step, at_layer, here.numpy()] = value.cpu().numpy()
-    axes, stood = ("step", "layer", "pos", "rank"), ids[asked.steps][:, columns].numpy()
+    axes, tokens = ("step", "layer", "pos", "rank"), ids[request.steps][:, columns].numpy()
     data: dict[str, Any] = {name: (axes[: array.ndim], array) for name, array in found.items()}
     undecided = -1 if model.mask_token_id is None else model.mask_token_id
-    data |= {"final_token": ("pos", ids[-1, columns].numpy()), "token_id": (("step", "pos"), stood)}
-    data |= {"masked": (("step", "pos"), stood == undecided)}
+    data |= {"final_token": ("pos", ids[-1, columns].numpy()), "token_id": (("step", "pos"), tokens)}
+    data |= {"masked": (("step", "pos"), tokens == undecided)}
     if model.tokenizer is not None:
         texts = {token: str(model.tokenizer.decode([token])) for token in np.unique(found["token"]) if token >= 0}
         data["text"] = (axes, np.vectorize(lambda token: texts.get(token, ""), otypes=[object])(found["token"]))
-    coords = {"step": asked.steps, "layer": asked.layers, "pos": (columns - start).numpy()}
-    coords |= {"rank": range(asked.top_k), "column": ("pos", columns.numpy())}
-    return xr.Dataset(data, coords, {"model": model.name, "row": asked.row, "prompt_length": run.prompt_length})
+    coords = {"step": request.steps, "layer": request.layers, "pos": (columns - start).numpy()}
+    coords |= {"rank": range(request.top_k), "column": ("pos", columns.numpy())}
+    return xr.Dataset(data, coords, {"model": model.name, "row": request.row, "prompt_length": run.prompt_length})
 
 
 @torch.no_grad()
 def _read(model: "Model", stream: Float[Tensor, "pos d_model"], final: Int[Tensor, " pos"], top_k: int) -> _Reading:
-    """The lens at every position of `stream`, whose tokens in the end are `final` (-1 where there is none)."""
+    """The lens at every position of `stream`, whose final tokens are `final` (-1 where there is none)."""
     parts = []
     size = max(1, CHUNK // model.cfg.d_vocab)
     for start in range(0, max(1, len(stream)), size):
         part, token = (value[start : start + size].to(model.cfg.device) for value in (stream, final))
-        model.tree.watch.peeked = {}  # whatever hooks are on the norm's points, they are not called
+        model.tree.watch.peeked = {}  # hooks on the norm's points are not called
         try:
             logs = model.tree.head(model.tree.ln_final(part)).float().log_softmax(dim=-1)
         finally:
             model.tree.watch.peeked = None
-        own, top = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1)
-        entropy, there = torch.special.entr(logs.exp()).sum(dim=-1), token >= 0
-        probability, rank = own[:, 0].exp().where(there, torch.nan), (logs > own).sum(dim=-1).where(there, -1)
+        final_log, top = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1)
+        entropy, exists = torch.special.entr(logs.exp()).sum(dim=-1), token >= 0
+        probability, rank = (
+            final_log[:, 0].exp().where(exists, torch.nan),
+            (logs > final_log).sum(dim=-1).where(exists, -1),
+        )
         parts.append(_Reading(top.indices, top.values.exp(), entropy, probability, rank))
     return _Reading(*(torch.cat(list(values)) for values in zip(*parts, strict=True)))

@@ -1,12 +1,12 @@
 """Many interventions on many prompts in few forward passes.
 
-`sweep` puts the same prompts into one batch several times, once for each intervention, and lets each act on its own
-rows. The result is that of running them one after the other: hooks see their rows alone, random numbers are drawn per
-row, and every row is its own canvas. How many rows go into a pass follows from a memory budget.
+`sweep` repeats the same prompts in one batch, once per intervention, and applies each intervention only to its own
+rows. The result is that of separate runs: hooks see only their rows, random numbers are drawn per row, and every row
+has its own canvas. The number of rows per pass follows from a memory budget.
 
-One way this fails: a matrix product rounds differently in another batch size, so logits agree to about 1e-5 and not
-bit for bit. Where two tokens are that close, a stacked run can choose the other one. And with ``threshold=`` a row
-waits for the slowest of its batch, so that the numbers of its steps depend on what else is in the batch.
+Caveat: a matrix product rounds differently at another batch size, so logits agree to about 1e-5 and not bit for bit.
+Where two tokens are that close, a stacked run can choose the other one. With ``threshold=`` a row also waits for the
+slowest row of its batch, so its step numbers depend on the rest of the batch.
 """
 
 import hashlib
@@ -56,28 +56,28 @@ def sweep(
     progress: bool | None = None,
     **settings: Any,
 ) -> xr.Dataset:
-    """Run every intervention on every prompt, and compare each with the run without.
+    """Run every intervention on every prompt, and compare each with the run without it.
 
     Args:
-        model: what `sinklens.load` takes.
+        model: anything that `sinklens.load` accepts.
         prompts: one or several, as in `sinklens.generate`.
         interventions: name -> intervention, or list of interventions and (name, function) pairs.
-        replay: force the base run's canvas at every step, so that each step's effect stands alone; adds ``kl`` and
-            the other measures of `compare` by step. Answers and canvases are then the base run's, whatever was changed.
-        memory_gb: budget for what a pass holds beside the weights, in 10⁹ bytes; see `bytes_per_row`.
-        rows: rows per pass instead; one intervention on one prompt is one row.
+        replay: force the base run's canvas at every step, to isolate each step's effect; adds ``kl`` and the other
+            per-step measures of `compare`. Answers and canvases are then always the base run's.
+        memory_gb: budget for everything a pass holds besides the weights, in 10⁹ bytes; see `bytes_per_row`.
+        rows: rows per pass, instead of a budget; one intervention on one prompt is one row.
         out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
-            and settings goes on there. What is the same is told by `marks.mark`.
+            and settings resumes from there. `sinklens.identity.fingerprint` decides which interventions are the same.
         progress: show a progress bar; by default on a terminal.
         seed, chat_template, **settings: as in `sinklens.generate`.
 
     Returns:
-        [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and what `compare` gives; for an
-        intervention that makes the canvas longer what it tells of answers, NaN elsewhere.
+        [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and the measures of `compare`; for
+        an intervention that makes the canvas longer only those of answers, NaN elsewhere.
 
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
-            under replay, or with `out` one that another process could not tell apart.
+            under replay, or, with `out`, an intervention that cannot be fingerprinted.
     """
     model = load(model)
     listed = {
@@ -86,13 +86,15 @@ def sweep(
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    longer = [name for name, hooks in listed.items() if _goes_alone(hooks)]
+    longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
     if replay and longer:
-        raise SettingError(f"{longer[0]} makes the canvas longer; nothing replays it: sweep it with replay=False.")
+        raise SettingError(
+            f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
+        )
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
-        raise SettingError(f"rows is the number of rows per pass, at least 1; got {limit}.")
+        raise SettingError(f"rows, the number of rows per pass, must be at least 1; got {limit}.")
     size = min(len(prompts), limit)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     groups = _groups(listed, max(1, limit // size))
@@ -105,14 +107,14 @@ def sweep(
                 base = number, *work.base(batches[number])
             found = work.keep(batches[number], group, work.run(batches[number], group, *base[1:]))
         parts[number].append(found)
-    whole_batches = [xr.concat(found, dim="intervention", join="outer") for found in parts]
-    found = xr.concat(whole_batches, dim="prompt", join="outer").sel(intervention=list(listed))
-    found = found.assign_coords(intervention=list(listed))  # parts from files cut each other's names short
+    batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
+    found = xr.concat(batch_results, dim="prompt", join="outer").sel(intervention=list(listed))
+    found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
 def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
-    """Prompts as a list of texts or of rows of ids; a single one becomes the only entry."""
+    """Prompts as a list of texts or of rows of ids; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Sequence) and all(isinstance(prompt, str) for prompt in prompts):
@@ -121,17 +123,18 @@ def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
 
 
 def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:
-    """What one row holds while it is run, in bytes: an estimate from above, meant to be too high rather than too low.
+    """Upper estimate, in bytes, of the memory that one row takes during a run.
 
-    In a pass hidden states, one layer's MLP and explicit map, and logits; under guidance twice that. Under replay also
-    the logits of the whole canvas, and those of all steps at the positions still masked, which are compared afterwards.
+    It counts the hidden states of a pass, one layer's MLP and explicit map, and logits; under guidance twice that.
+    Under replay also the logits of the complete canvas, and those of all steps at the masked positions, compared
+    afterwards.
 
     Args:
-        length: positions of the canvas.
+        length: number of canvas positions.
     """
     cfg, item = model.cfg, model.cfg.dtype.itemsize
     causal = isinstance(settings, AutoregressiveSettings)
-    decided = 1 if causal else settings.gen_length  # positions that a pass has logits of
+    decided = 1 if causal else settings.gen_length  # positions per pass with logits
     stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * item
     maps = 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
     logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
@@ -140,18 +143,18 @@ def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool
     if replay:
         logits += (1 if causal else length) * cfg.d_vocab * item
         kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
-    twice = 2 if isinstance(settings, LladaSettings) and settings.cfg_scale > 0 else 1
-    return twice * (stream + maps + logits + cache) + kept
+    passes = 2 if isinstance(settings, LladaSettings) and settings.cfg_scale > 0 else 1
+    return passes * (stream + maps + logits + cache) + kept
 
 
-def _goes_alone(hooks: Sequence[Any]) -> bool:
-    """Whether the canvas becomes longer, so that other interventions cannot share its run."""
+def _needs_separate_run(hooks: Sequence[Any]) -> bool:
+    """Whether the interventions lengthen the canvas, so that others cannot share their run."""
     return any(type(entry).extend is not Intervention.extend for entry in hooks if isinstance(entry, Intervention))
 
 
 def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
-    """Interventions in groups of `size`; those that make the canvas longer go alone."""
-    alone = {name for name, hooks in listed.items() if _goes_alone(hooks)}
+    """Interventions in groups of `size`; those that make the canvas longer run separately."""
+    alone = {name for name, hooks in listed.items() if _needs_separate_run(hooks)}
     others = [name for name in listed if name not in alone]
     shared = [others[start : start + size] for start in range(0, len(others), size)]
     return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]
@@ -163,14 +166,14 @@ def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
 
     console = Console(stderr=True)
     shown = console.is_terminal if progress is None else progress
-    if not shown:  # another bar may be on the screen, and two are not possible
+    if not shown:  # another bar may be active, and two cannot be shown
         yield from parts
         return
     yield from track(parts, "sweep", console=console, transient=True)
 
 
 class _Sweep:
-    """What the parts of one sweep share."""
+    """State shared by the parts of one sweep."""
 
     def __init__(
         self,
@@ -192,12 +195,12 @@ class _Sweep:
         row = bytes_per_row(self._model, length, self._settings, self._replay)
         if memory_gb * 1e9 < row:
             raise SettingError(
-                f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Give more memory_gb."
+                f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb."
             )
         return int(memory_gb * 1e9 // row)
 
     def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
-        """The run without intervention, its logits kept under replay."""
+        """The run without interventions; keeps its logits under replay."""
         kept = MaskedLogits()
         denoising = self._denoising(batch, [kept] if self._replay else [], None, 1)
         denoising.carry_out()
@@ -250,12 +253,12 @@ class _Sweep:
         return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
 
     def kept(self, batch: Any, group: Mapping[str, list[Any]]) -> xr.Dataset | None:
-        """What an earlier start has left of this part."""
+        """The result of this part from an earlier start, or None."""
         part = self._part(batch, group)
         return xr.load_dataset(part, engine="h5netcdf") if part is not None and part.exists() else None
 
     def keep(self, batch: Any, group: Mapping[str, list[Any]], found: xr.Dataset) -> xr.Dataset:
-        """Keep a finished part."""
+        """Save a finished part."""
         part = self._part(batch, group)
         if part is not None:
             with atomic_write(part) as file:
@@ -282,7 +285,7 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
 
 
 class Stacked(Intervention):
-    """Several interventions in one run, each on its own rows: the first on the first ``rows / count``, and so on.
+    """Several interventions in one run, each on its rows: the first on the first ``rows / count``, and so on.
 
     Args:
         listed: for each part of the batch, its interventions and (name, function) pairs.
@@ -296,19 +299,22 @@ class Stacked(Intervention):
         """See `Intervention.hooks_for`.
 
         Raises:
-            SettingError: in a single pass, or a batch that does not divide.
+            SettingError: in a single pass, or if the rows do not divide evenly.
         """
         listed: Sequence[Sequence[Any]] = self.__dict__["listed"]
         if run is None or len(run.real) % len(listed):
-            raise SettingError(f"{len(listed)} stacked interventions need a run whose rows they can share evenly.")
+            raise SettingError(
+                f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
+                f"{'a single pass' if run is None else len(run.real)}."
+            )
         count = len(run.real) // len(listed)
         known, layers = model.hook_names(), model.cfg.n_layers
         by_point: dict[str, list[list[HookFunction]]] = {}
         for number, hooks in enumerate(listed):
-            own = slice(number * count, (number + 1) * count)
-            around = replace(run, real=run.real[own], row_keys=run.row_keys[own])
+            rows = slice(number * count, (number + 1) * count)
+            context = replace(run, real=run.real[rows], row_keys=run.row_keys[rows])
             for entry in hooks:
-                pairs = entry.hooks_for(model, around) if isinstance(entry, Intervention) else [entry]
+                pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
                         by_point.setdefault(point, [[] for _ in listed])[number].append(function)
@@ -316,17 +322,17 @@ class Stacked(Intervention):
 
 
 def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:
-    """One hook function that calls each list of functions on its own rows."""
+    """One hook function that calls each list of functions on its rows."""
 
     def call(value: Tensor, hook: Point) -> Tensor | None:
         parts, changed = [], False
-        for number, own in enumerate(functions):
+        for number, listed in enumerate(functions):
             part = value[number * count : (number + 1) * count]
-            for function in own:
-                given = function(part, hook=hook)
-                if given is not None:
-                    _check_rows(given, part, function, hook)
-                    part, changed = given, True
+            for function in listed:
+                returned = function(part, hook=hook)
+                if returned is not None:
+                    _check_rows(returned, part, function, hook)
+                    part, changed = returned, True
             parts.append(part)
         if not changed:
             return None
@@ -336,15 +342,15 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
     return call
 
 
-def _check_rows(given: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
-    """What a function gives back for its rows can stand beside the others'.
+def _check_rows(returned: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
+    """Check that a function's result for its rows can be combined with the other rows.
 
     Raises:
-        HookFunctionError: it is no tensor, or has another number of rows or axes.
+        HookFunctionError: the result is not a tensor, or has another number of rows or axes.
     """
-    if not isinstance(given, Tensor) or given.ndim != part.ndim or len(given) != len(part):
-        back = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
+        got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
         raise HookFunctionError(
             f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step {hook.step}) got a "
-            f"value of shape {list(part.shape)} and gave back {back}; return the same shape, or None to change nothing."
+            f"value of shape {list(part.shape)} and returned {got}; return the same shape, or None to change nothing."
         )

@@ -1,7 +1,7 @@
-"""Interventions: changes of a run, as lists of hook functions with a name.
+"""Interventions: named sets of hook functions that change a run.
 
-Each is used in ``hooks=`` of `sinklens.trace` and `sinklens.generate`, alone or with others and with plain
-``(name, fn)`` pairs, and restricted by ``steps=``, ``layers=``, ``heads=`` and ``positions=``.
+Pass them in ``hooks=`` of `sinklens.trace` and `sinklens.generate`, alone or with others and with plain ``(name, fn)``
+pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``.
 """
 
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken

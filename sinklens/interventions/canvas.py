@@ -1,7 +1,7 @@
-"""Interventions on the canvas itself: tokens forced or masked again, and an extra token that serves as a sink.
+"""Interventions on the canvas: forced tokens, remasked positions, and an extra token that serves as a sink.
 
-One way this fails: a sampler plans how many positions it decides per step. What is masked again in the last steps may
-stay masked; the answer then says so (`Answer.masks`).
+Pitfall: a sampler plans how many positions it decides per step. Positions remasked in the last steps may stay masked;
+the answer then reports them (`Answer.masks`).
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class ForceTokens(Intervention):
     """Put tokens on the canvas when the chosen steps begin.
 
-    In an autoregressive run a position that is not decoded yet is left alone; once it is, the token takes its place.
+    In an autoregressive run a position is skipped until it is decoded; then the forced token replaces its token.
 
     Attributes:
-        tokens: position -> token id; positions as in ``positions=``, padding not counted.
+        tokens: position -> token id; positions as in ``positions=``, not counting padding.
     """
 
     tokens: Mapping[int, int]
@@ -37,7 +37,7 @@ class ForceTokens(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        run = _of_a_run(self, run)
+        run = _require_run(self, run)
         in_step = self.step_test(run)
         for token in self.tokens.values():
             _check_token(token, model)
@@ -62,15 +62,14 @@ class Remask(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        run = _of_a_run(self, run)
+        run = _require_run(self, run)
         if run.causal:
-            raise SettingError("an autoregressive model has no mask token; Remask is for diffusion models.")
+            raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
         in_step = self.step_test(run)
         places, prompt = place_mask(self.positions, run.real), run.prompt_length
         if self.positions is not None and bool(places[:, :prompt].any()):
             raise SettingError(
-                f"Remask takes positions of the answer, -{run.real.shape[1] - prompt} to -1; got "
-                f"{list(self.positions)}."
+                f"Remask takes answer positions, -{run.real.shape[1] - prompt} to -1; got {list(self.positions)}."
             )
         places[:, :prompt] = False
 
@@ -82,16 +81,16 @@ class Remask(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkToken(Intervention):
-    """An extra token that sees itself alone and is seen by all (One Token Is Enough, 2601.19657; there trained).
+    """An extra token that sees only itself and is seen by all (One Token Is Enough, 2601.19657; trained there).
 
-    It stands before a row's first token, behind its padding, or behind the answer, and is part of the canvas: positions
-    of the others move by one in the first case, their distances do not change. In ``t.sinks`` it is a position like any
-    other. List one such token at most.
+    It is inserted before a row's first token, after its padding, or after the answer, and is part of the canvas: in the
+    first case the other positions shift by one, but their distances do not change. In ``t.sinks`` it is a position like
+    any other. Use at most one such token.
 
     Attributes:
         at: "front" or "end"; "end" for diffusion models only.
-        token: its id, no mask; by default the start token, or else the end token.
-        value: "own", what the model computes for it; or "zero", so that attention to it carries nothing.
+        token: its id, which must not be the mask; by default the start token, or else the end token.
+        value: "own", the value that the model computes; or "zero", so that attention to it adds nothing.
     """
 
     at: Literal["front", "end"] = "front"
@@ -101,14 +100,16 @@ class SinkToken(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "heads", "positions")
         if self.at not in ("front", "end") or self.value not in ("own", "zero"):
-            raise SettingError(f"at is 'front' or 'end' and value 'own' or 'zero'; got {self.at!r} and {self.value!r}.")
+            raise SettingError(
+                f"at must be 'front' or 'end', value 'own' or 'zero'; got {self.at!r} and {self.value!r}."
+            )
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch behind"]]:
         """See `Intervention.extend`."""
         if self.at == "end" and bool(model.config.is_causal):
-            raise SettingError("an autoregressive answer has no end to put a token behind; use at='front'.")
+            raise SettingError("an autoregressive answer has no fixed end to append a token to; use at='front'.")
         token = self._token(model)
         if self.at == "end":
             return ids, real, ids.new_full((len(ids), 1), token)
@@ -120,19 +121,19 @@ class SinkToken(Intervention):
         if self.token is not None:
             _check_token(self.token, model)
             if self.token == model.mask_token_id:
-                raise SettingError(f"token {self.token} is the mask, which the sampler would replace; take another.")
+                raise SettingError(f"token {self.token} is the mask, which the sampler would replace; choose another.")
             return self.token
         candidates = [*model.special_tokens["start"], *model.special_tokens["end"]]
         if not candidates:
-            raise SettingError(f"{model.name} names no start and no end token; say which with token=.")
+            raise SettingError(f"{model.name} defines neither a start nor an end token; pass one as token=.")
         return candidates[0]
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`; in a single pass the extra token is already the first or last of the ids."""
+        """See `Intervention.hooks_for`; in a single pass the ids already begin or end with the extra token."""
         layers, touched, distances = self.chosen_layers(model), Queries(self, run), Distances()
 
         def extra(step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
-            """Where the extra token is among the queries of a pass; None where it is not, or nothing is to be done."""
+            """Where the extra token is among the queries of a pass; None if absent or if there is nothing to do."""
             rows = touched.of(step, queries, device)
             if rows is None:
                 return None
@@ -144,22 +145,22 @@ class SinkToken(Intervention):
 
         def alone(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             distance = distances.of(value)
-            own = extra(hook.step, len(distance), value.device)
-            if own is None:
+            token = extra(hook.step, len(distance), value.device)
+            if token is None:
                 return None
-            hidden = own[:, :, None] & (distance != 0)
+            hidden = token[:, :, None] & (distance != 0)
             return value.masked_fill(hidden[:, None], -torch.inf)
 
         def empty(value: Float[Tensor, "batch pos kv_head d_head"], hook: Point) -> Tensor | None:
-            own = extra(hook.step, value.shape[1], value.device)
-            return None if own is None else value.masked_fill(own[:, :, None, None], 0.0)
+            token = extra(hook.step, value.shape[1], value.device)
+            return None if token is None else value.masked_fill(token[:, :, None, None], 0.0)
 
         pairs: Pairs = []
         for layer in layers:
             at = f"blocks.{layer}.attn"
             if self.value == "zero":
                 pairs.append((f"{at}.hook_v", empty))
-            if not bool(model.config.is_causal):  # there the first token sees nothing but itself anyway
+            if not bool(model.config.is_causal):  # a causal first token sees only itself anyway
                 pairs += [*distances.pairs([layer]), (f"{at}.hook_attn_mask", alone)]
         return pairs
 
@@ -169,9 +170,9 @@ def _check_token(token: int, model: "Model") -> None:
         raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
 
 
-def _of_a_run(what: Intervention, run: RunContext | None) -> RunContext:
+def _require_run(what: Intervention, run: RunContext | None) -> RunContext:
     if run is None:
         raise SettingError(
-            f"{type(what).__name__} changes the canvas of a run; for a single pass give other ids, or use generate."
+            f"{type(what).__name__} changes the canvas of a run; for a single pass change the ids, or use generate."
         )
     return run

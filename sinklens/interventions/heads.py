@@ -1,11 +1,10 @@
-"""Interventions on single heads: their whole output, or only their attention to their sinks.
+"""Interventions on single heads: their complete output, or only their attention to their sinks.
 
-`AblateHeads` acts on ``hook_z``, before the output projection: behind it the heads are summed, and taking one head's
-part out of the sum would leave its contribution in whatever was mixed before. `AblateSinkAttention` acts on
-``hook_pattern`` and so makes the map explicit in the layers it is asked for.
+`AblateHeads` acts on ``hook_z``, before the output projection: after it the heads are summed and can no longer be
+separated. `AblateSinkAttention` acts on ``hook_pattern``, so the layers it changes use explicit attention.
 
-One way this misleads: a zero is no typical output. Where a head's mean is large, setting it to zero moves the stream
-away from anything the model has seen; compare with the mean and with resampled outputs.
+Pitfall: a zero is not a typical output. Where a head's mean is large, setting it to zero moves the stream away from
+anything the model has seen; compare with the mean and with resampled outputs.
 """
 
 from dataclasses import dataclass
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """Outputs of every head over a reference set of prompts; made by `sinklens.experiments.head_outputs`.
+    """Outputs of every head on a reference set of prompts, collected by `sinklens.experiments.head_outputs`.
 
     Attributes:
-        mean: over prompts, steps and real positions, each as often as a pass of the row's own run holds it.
-        pool: some of them, drawn at random, the same places for all heads of a layer.
+        mean: mean over prompts, steps and real positions, each weighted by how often the passes of its row compute it.
+        pool: a random sample of the outputs, taken at the same places for all heads of a layer.
     """
 
     mean: Float[Tensor, "layer head d_head"]
@@ -43,14 +42,15 @@ class AblateHeads(Intervention):
     """Replace the output of heads, z = A·V, before the output projection.
 
     Attributes:
-        by: "zero"; "mean", of the reference, or without one of the row's own positions (diffusion models only); or
+        by: "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models only); or
             "resample", an output of the same head at a random place of the reference, drawn per position.
         reference: `HeadOutputs` of other prompts.
-        seed: of resampling, which depends on it, the row's prompt, step (in a diffusion run), layer and position alone.
-        positions: whose outputs are replaced.
+        seed: seed of the resampling, which depends only on the seed, the row's prompt, the step (in a diffusion run),
+            the layer and the position.
+        positions: positions whose outputs are replaced.
 
     Raises:
-        SettingError: an unknown way, or a reference that is needed and missing.
+        SettingError: an unknown `by`, or a missing reference.
     """
 
     by: Literal["zero", "mean", "resample"] = "zero"
@@ -60,18 +60,18 @@ class AblateHeads(Intervention):
     def __post_init__(self) -> None:
         refuse_empty(self)
         if self.by not in ("zero", "mean", "resample"):
-            raise SettingError(f"by is 'zero', 'mean' or 'resample'; got {self.by!r}.")
+            raise SettingError(f"by must be 'zero', 'mean' or 'resample'; got {self.by!r}.")
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
         if self.by == "zero" and self.reference is not None:
-            raise SettingError("by='zero' does not read reference=; give by='mean' or by='resample', or leave it out.")
+            raise SettingError("by='zero' does not use reference=; pass by='mean' or by='resample', or omit it.")
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         if self.by == "mean" and self.reference is None and bool(model.config.is_causal):
             raise SettingError(
-                "the mean over a row's positions would tell a causal model of later ones; give "
+                "the mean over a row's positions would leak later positions in a causal model; pass "
                 "reference=head_outputs(model, prompts)."
             )
 
@@ -79,17 +79,17 @@ class AblateHeads(Intervention):
         if self.reference is not None and tuple(self.reference.mean.shape) != sizes:
             raise SettingError(
                 f"reference is of a model with [layer, head, d_head] {list(self.reference.mean.shape)}, this one has "
-                f"{list(sizes)}; make it with head_outputs(model, prompts)."
+                f"{list(sizes)}; compute it with head_outputs(model, prompts)."
             )
 
         def ablate(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
             where = touched.of(hook.step, value.shape[1], value.device)
             if where is None:
                 return None
-            put = self._replacement(value, layer_of(hook), run, hook.step)
-            of = torch.zeros(value.shape[2], dtype=torch.bool, device=value.device)
-            of[heads] = True
-            return torch.where(where[:, :, None, None] & of[:, None], put.to(value), value)
+            new = self._replacement(value, layer_of(hook), run, hook.step)
+            ablated = torch.zeros(value.shape[2], dtype=torch.bool, device=value.device)
+            ablated[heads] = True
+            return torch.where(where[:, :, None, None] & ablated[:, None], new.to(value), value)
 
         return [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
 
@@ -120,18 +120,18 @@ class AblateHeads(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class AblateSinkAttention(Intervention):
-    """Take a head's attention to its own sinks of this step away, without a second pass.
+    """Remove a head's attention to its sinks of the current step, without a second pass.
 
     The sinks are those of the pattern that the layer has just computed: in an autoregressive run, those of the prompt
     for the prompt, and for each later token the keys that it attends to most itself.
 
     Attributes:
-        top_k: how many keys of each head: the strongest, those with the largest column sums.
-        mass: "spread" hands what they received to the other keys, row by row, in proportion; "drop" lets it go, so
-            that rows sum to less than 1.
-        scope: as in `MaskSinks`, but "model" is not possible: later layers are not known yet.
+        top_k: number of keys per head: the strongest, those with the largest column sums.
+        mass: "spread" redistributes their attention over the other keys, row by row, in proportion; "drop" discards it,
+            so that rows sum to less than 1.
+        scope: as in `MaskSinks`, except "model", since later layers have not been computed yet.
         pick: "strongest"; or as controls the same number of "random" or of the "weakest" keys of the same heads.
-        seed: of random keys, which depend on it, the row's prompt, step, layer and head alone.
+        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
         positions: queries whose attention is changed.
     """
 
@@ -149,7 +149,7 @@ class AblateSinkAttention(Intervention):
     def __post_init__(self) -> None:
         refuse_empty(self)
         if self.mass not in ("spread", "drop"):
-            raise SettingError(f"mass is 'spread' or 'drop'; got {self.mass!r}.")
+            raise SettingError(f"mass must be 'spread' or 'drop'; got {self.mass!r}.")
         if self.scope == "model":
             raise SettingError("scope='model' needs the scores of all layers; use MaskSinks(same_step=True).")
         _ = self.selection
@@ -162,31 +162,30 @@ class AblateSinkAttention(Intervention):
             rows = touched.of(hook.step, pattern.shape[2], pattern.device)
             if rows is None:
                 return None
-            of = torch.zeros(pattern.shape[1], dtype=torch.bool, device=pattern.device)
-            of[heads] = True
-            away = (
-                self._sinks(pattern, layer_of(hook), run, hook.step or 0) & of[:, None, None] & rows[:, None, :, None]
-            )
-            left = pattern.masked_fill(away, 0.0)
+            ablated = torch.zeros(pattern.shape[1], dtype=torch.bool, device=pattern.device)
+            ablated[heads] = True
+            sinks = self._sinks(pattern, layer_of(hook), run, hook.step or 0)
+            removed = sinks & ablated[:, None, None] & rows[:, None, :, None]
+            left = pattern.masked_fill(removed, 0.0)
             if self.mass == "drop":
                 return left
             sums = left.sum(dim=-1, keepdim=True)
             spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
-            return torch.where(away.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
+            return torch.where(removed.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
 
         return [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
 
     def _sinks(
         self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int
     ) -> Bool[Tensor, "batch head query key"]:
-        """The keys that each query loses."""
+        """The keys whose attention is removed from each query."""
         batch, _, queries, keys = pattern.shape
         real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys].to(pattern.device)
         found = torch.zeros_like(pattern, dtype=torch.bool)
         for part in [QuerySpan(step, 0, queries)] if run is None else run.query_spans(step, queries):
-            own, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys are not there yet
-            counted = real[:, keys - queries :][:, own]
-            scores = (pattern[:, :, own, :end].float() * counted[:, None, :, None]).sum(dim=2)
+            rows, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys do not exist yet
+            counted = real[:, keys - queries :][:, rows]
+            scores = (pattern[:, :, rows, :end].float() * counted[:, None, :, None]).sum(dim=2)
             chosen = self.selection.choose({layer: scores}, real[:, :end], run, None, part.step)[layer]
-            found[:, :, own, :end] = chosen[:, :, None]
+            found[:, :, rows, :end] = chosen[:, :, None]
         return found

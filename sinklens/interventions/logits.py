@@ -1,7 +1,7 @@
-"""Keeping the logits of a run, for comparisons between runs.
+"""Keeping the logits of a run for comparison with another run.
 
-One way this misleads: a step's positions differ between runs that went different ways, so rows of `MaskedLogits.kept`
-belong together only where the same positions are masked; `sinklens.experiments.compare` sees to that.
+Pitfall: once runs diverge, their masked positions differ, so rows of `MaskedLogits.kept` can be compared only where the
+same positions are masked; `sinklens.experiments.compare` aligns them.
 """
 
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLogits(Intervention):
-    """Keeps the logits of every step at the positions still masked, and changes none. Listed last, it sees all edits.
+    """Keeps every step's logits at the masked positions and changes nothing; list it last to see all edits.
 
     Attributes:
-        kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; of an autoregressive run
+        kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; for an autoregressive run
             [batch, vocab], the logits of the token being decoded. A second run replaces them. For LLaDA-8B with 256
-            masked positions a step takes 130 MB: keep `steps` few there.
+            masked positions a step takes 130 MB, so limit `steps`.
     """
 
     kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -33,7 +33,7 @@ class MaskedLogits(Intervention):
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         if run is None:
-            raise SettingError("a single pass returns its logits; MaskedLogits belongs to a run of several steps.")
+            raise SettingError("a single pass returns its logits; use MaskedLogits in a run of several steps.")
         in_step = self.step_test(run)
         canvas = Canvas()
         self.kept.clear()

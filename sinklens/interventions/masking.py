@@ -1,15 +1,15 @@
-"""Interventions that forbid attention to some keys. All act on ``hook_attn_mask`` and stay on fused attention.
+"""Interventions that mask attention to some keys. All act on ``hook_attn_mask``, so attention stays fused.
 
 *Sinks of the previous step.* `MaskSinks` and `KeepKeys` act at step t on the sinks of step t − 1, as the paper does
-(Rulli et al., 2510.15731, Sec. 4.3); nothing is done at step 0. In a diffusion run the scores of step t − 1 are its
-column sums; in an autoregressive run they are the attention of its last token (times the number of keys, so that
-uniform attention is 1 here too), and the keys are forbidden to the token decoded at step t alone, with a key/value
-cache or without. With ``queries="all"`` they are forbidden to every token of the pass of step t, which then has to
-compute all of them again (``use_cache=False``): what earlier tokens say to the newest changes as well.
+(Rulli et al., 2510.15731, Sec. 4.3); they do nothing at step 0. In a diffusion run the scores of step t − 1 are its
+column sums. In an autoregressive run they are the attention of its last token (times the number of keys, so that
+uniform attention is 1 here too), and the keys are masked only for the token decoded at step t, with or without a
+key/value cache. With ``queries="all"`` they are masked for every token of the pass of step t, which then must recompute
+all of them (``use_cache=False``): the information that earlier tokens pass to the newest changes as well.
 
-One way this surprises: a key that was masked at step t − 1 received nothing there, so it is no sink, and at step t
-others are masked in its place. With ``source=`` a run without masking, the sets are those of the unmasked model. A
-head whose pattern was all zero at step t − 1 has no strongest key, and nothing is masked for it.
+Pitfall: a key that was masked at step t − 1 received no attention there, so it is not a sink, and at step t other keys
+are masked instead. With ``source=`` set to a run without masking, the sets are those of the unmasked model. A head
+whose pattern was all zero at step t − 1 has no strongest key, so none of its keys is masked.
 """
 
 from collections.abc import Sequence
@@ -52,45 +52,45 @@ def track_of(source: "SinkTrack | Generation | Literal['itself'] | None") -> Sin
     """The sinks that `source` recorded; None for "itself".
 
     Raises:
-        SettingError: it recorded none, or is no run.
+        SettingError: `source` recorded no sinks, or is not a run.
     """
     if isinstance(source, str) and source == ITSELF:
         return None
     found = source if isinstance(source, SinkTrack) else getattr(source, "sinks", None)
     if not isinstance(found, SinkTrack):
         raise SettingError(
-            f"source is another run or its sinks; got {source!r}. If a run has none, it was made with "
-            f"record_sinks=False; make it again without that."
+            f"source must be another run or its sinks; got {source!r}. A run made with record_sinks=False has none; "
+            f"repeat it without that setting."
         )
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSinks(Intervention):
-    """At step t, no attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
+    """At step t, mask attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
 
-    The additive mask of the chosen keys is −∞, so what a softmax leaves of each query's attention still sums to 1; a
-    query with no key left has an all-zero row. A detector that finds nothing leaves the run as it was, bit for bit.
+    The additive mask of the chosen keys is −∞, so under softmax the remaining attention of each query still sums to 1;
+    a query with no key left has an all-zero row. If a detector finds nothing, the run is unchanged, bit for bit.
 
     Attributes:
-        top_k: the strongest keys of each head; the paper masks 1, 5 and 10.
-        detector: decides instead of `top_k` (give ``top_k=None``); detectors of scores, or any with `source`. It sees
-            the chosen layers, with all their heads.
-        scope: a set per "head", per "layer" (scores averaged over its heads), or for the "model" (over the chosen
-            layers too).
+        top_k: number of strongest keys per head; the paper masks 1, 5 and 10.
+        detector: selects keys instead of `top_k` (pass ``top_k=None``); detectors of scores, or any detector with
+            `source`. It sees the chosen layers with all their heads.
+        scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model" (averaged over the
+            chosen layers too).
         pick: "strongest"; or as controls the same number of "random" or of the "weakest" keys.
         only: states ("prompt", "masked", "committed") or token kinds that may be masked.
-        same_step: the sinks of step t itself, from an unmasked pass before it; twice the work, diffusion only.
-        source: "itself", or another run of the same prompts, or its `sinks`: what that run had as sinks at step t − 1
-            (at step t with `same_step`) is masked, by the column sums it recorded, and nothing in steps that it lacks,
-            or that one row of it lacks. A part of a track holds the steps that its ``step`` coordinate names.
-        seed: of random keys.
-        queries: in an autoregressive run, whether the keys are forbidden to the "newest" token or to "all".
+        same_step: use the sinks of step t itself, from an unmasked pass before it; doubles the work, diffusion only.
+        source: "itself", or another run of the same prompts, or its `sinks`: masks the sinks of that run at step t − 1
+            (at step t with `same_step`), by its recorded column sums, and nothing at steps that it lacks for the run or
+            for a row. A part of a track holds the steps listed in its ``step`` coordinate.
+        seed: seed of random keys.
+        queries: in an autoregressive run, whether the keys are masked for the "newest" token or for "all".
         positions: keys that may be masked.
 
     Raises:
-        SettingError: settings that exclude each other; `top_k` above the number of positions when a run gets there; a
-            source of other prompts or another model.
+        SettingError: settings that exclude each other; a `top_k` above the number of positions, once the run reaches
+            that step; a source of other prompts or another model.
     """
 
     top_k: int | None = 1
@@ -105,25 +105,28 @@ class MaskSinks(Intervention):
 
     def __post_init__(self) -> None:
         if self.queries not in get_args(Reach):
-            raise SettingError(f"queries is one of {', '.join(get_args(Reach))}; got {self.queries!r}.")
+            raise SettingError(f"queries must be one of {', '.join(get_args(Reach))}; got {self.queries!r}.")
         _check_places(self, self.same_step)
         _ = self.selection, track_of(self.source)
 
     @property
     def selection(self) -> Selection:
-        """How keys are chosen."""
+        """How the keys are chosen."""
         return Selection(self.top_k, self.detector, self.pick, self.scope, as_tuple(self.only), self.seed)
 
     def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
 
-        Of a part of a track, those of the steps whose step before is in it too.
+        For a part of a track, those of the steps whose previous step is also in the part.
 
         Raises:
-            SettingError: for random keys, kinds or states, a source or `same_step`, which a track alone does not tell.
+            SettingError: for random keys, kinds or states, a source or `same_step`, which a track does not determine.
         """
         if self.pick == "random" or self.only or track_of(self.source) is not None or self.same_step or track.causal:
-            raise SettingError("the keys can be told from a track where they follow from the scores alone.")
+            raise SettingError(
+                "a track determines the masked keys only where they follow from its scores alone: not with random "
+                "keys, only=, source= or same_step=, and not in an autoregressive run."
+            )
         real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
         found = np.zeros(track.data["score"].shape, dtype=bool)
         layers = within("layer", self.layers, found.shape[2])
@@ -141,8 +144,8 @@ class MaskSinks(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        every = self.queries == "all"
-        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every)
+        every_query = self.queries == "all"
+        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every_query)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             found = chosen.at(hook, value)
@@ -155,18 +158,18 @@ class MaskSinks(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepKeys(Intervention):
-    """Attention to the strongest keys of step t − 1 and to the neighbours alone: can a context be compressed to sinks?
+    """Keep only attention to the strongest keys of step t − 1 and to neighbours: can sinks stand in for the context?
 
-    Query i sees key j if j is among the kept keys, or |i − j| ≤ window. Everything else is as in `MaskSinks`; nothing
-    is forbidden at step 0. A head whose pattern was all zero at step t − 1 has no strongest key and keeps its
+    Query i sees key j if j is one of the kept keys, or |i − j| ≤ window. Everything else is as in `MaskSinks`; nothing
+    is masked at step 0. A head whose pattern was all zero at step t − 1 has no strongest key and keeps only its
     neighbours.
 
     Attributes:
-        top_k: keys kept per head.
-        window: distance of the neighbours that every query sees; 0 is the query itself.
+        top_k: number of keys kept per head.
+        window: distance up to which every query sees its neighbours; 0 is the query itself.
         pick: "strongest"; or as controls "random" or "weakest" keys.
         scope, only, same_step, source, seed: as in `MaskSinks`.
-        positions: keys that may be kept for their score.
+        positions: keys that may be kept because of their score.
     """
 
     top_k: int | None = 8
@@ -186,7 +189,7 @@ class KeepKeys(Intervention):
 
     @property
     def selection(self) -> Selection:
-        """How keys are chosen."""
+        """How the keys are chosen."""
         return Selection(self.top_k, self.detector, self.pick, self.scope, as_tuple(self.only), self.seed)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
@@ -207,12 +210,12 @@ class KeepKeys(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAttention(Intervention):
-    """Query i sees keys j with |i − j| ≤ width alone (and, of a causal model, none after it).
+    """Query i sees only keys j with |i − j| ≤ width (and, in a causal model, none after it).
 
     Attributes:
         width: distance in positions, 0 or more.
-        always: positions that every query sees as well, e.g. the first four (StreamingLLM, 2309.17453); counted as
-            `positions` are, so padding is none of them.
+        always: positions that every query also sees, e.g. the first four (StreamingLLM, 2309.17453); counted like
+            `positions`, so without padding.
         positions: queries that are restricted.
     """
 
@@ -245,10 +248,10 @@ class WindowAttention(Intervention):
 def _without(
     value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext | None
 ) -> Float[Tensor, "batch head query key"] | None:
-    """The additive mask `value` with what is not `seen` by `heads` forbidden; None if that is nothing."""
-    of = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
-    of[list(heads)] = True
-    hidden = of[:, None, None] & ~seen
+    """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
+    restricted = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
+    restricted[list(heads)] = True
+    hidden = restricted[:, None, None] & ~seen
     if bool(model.config.is_causal):  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
     if run is not None:
@@ -258,14 +261,14 @@ def _without(
 
 def _check_window(width: object) -> None:
     if isinstance(width, bool) or not isinstance(width, int | np.integer) or width < 0:
-        raise SettingError(f"a window is a whole number of positions, 0 or more; got {width!r}.")
+        raise SettingError(f"a window must be an integer number of positions, 0 or more; got {width!r}.")
 
 
 def _check_places(what: Intervention, same_step: bool) -> None:
-    """Refuse restrictions that leave nothing to do."""
+    """Reject restrictions that leave nothing to do."""
     refuse_empty(what)
     if what.steps is not None and not same_step and set(whole_numbers("step", what.steps)) == {0}:
         raise SettingError(
-            f"{type(what).__name__} acts on the sinks of the step before, so at step 0 alone it changes nothing. Name "
-            f"a later step, or give same_step=True."
+            f"{type(what).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name a "
+            f"later step, or pass same_step=True."
         )

@@ -1,11 +1,11 @@
-"""Values of one run, kept and put into another.
+"""Keep values of one run and patch them into another.
 
 `Activations` keeps the values of points at chosen steps, as one TransformerLens `ActivationCache` per step.
-`PatchHooks` puts them into another run: clean into corrupted or back, by step, layer, head and position.
-`FreezePattern` puts the attention of one step into later ones.
+`PatchHooks` puts them into another run: clean into corrupted or vice versa, by step, layer, head and position.
+`FreezePattern` reuses the attention of one step in later ones.
 
-One way this fails: two prompts of different length have different positions. Patching then needs ``positions=`` and
-``source_positions=`` that say which belongs to which; guessing would put values where they never were.
+Limitation: prompts of different lengths have different positions. Patching between them needs ``positions=`` and
+``source_positions=`` that state which position corresponds to which; a guess would put values at unrelated positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 class Activations(Intervention):
     """Keeps values of a run and changes none: ``kept = Activations(names=[...]); generate(..., hooks=[kept])``.
 
-    Listed last, it sees what other hooks leave. After the run ``kept.caches[step]`` is an `ActivationCache`; a second
-    run replaces it. Without a run (a single pass) everything is kept as step 0.
+    List it last to see the edits of other hooks. After the run ``kept.caches[step]`` is an `ActivationCache`; a second
+    run replaces it. In a single pass everything is kept as step 0.
 
     Attributes:
-        names: points, in any accepted spelling, or a predicate on names; `layers` restricts those below a block.
-        caches: what the last run kept.
+        names: points, in any accepted spelling, or a predicate on names; `layers` restricts those inside a block.
+        caches: the values kept from the last run.
     """
 
     names: Sequence[str] | Any
@@ -60,7 +60,7 @@ class Activations(Intervention):
         """See `Intervention.hooks_for`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
-        object.__setattr__(self, "caches", {})  # a new one: the last run's may be the source of a patch in this one
+        object.__setattr__(self, "caches", {})  # a new dict: the old one may be the source of a patch in this run
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):
@@ -72,22 +72,22 @@ class Activations(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchHooks(Intervention):
-    """Put the values of another run into this one.
+    """Patch the values of another run into this one.
 
-    In an autoregressive run the values of a step are those of the queries that belong to it, with a key/value cache or
-    without; keys and masks are those of the pass.
+    In an autoregressive run the values of a step are those of the queries that belong to it, with or without a
+    key/value cache; keys and masks are those of the pass.
 
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
             many as this run has.
-        names: points to patch; by default all that `source` holds, but for the read-only ``hook_sink_scores``.
+        names: points to patch; by default all that `source` holds, except the read-only ``hook_sink_scores``.
         shift: the value at step t comes from step t + shift of the source.
-        steps: of this run; by default those that `source` holds values for.
-        heads: of points that have a head axis (key/value heads where the point has those).
-        positions: where values are put (queries, for scores and patterns; keys, for the additive mask); every row must
+        steps: steps of this run; by default those for which `source` holds values.
+        heads: heads to patch at points with a head axis (key/value heads where the point has those).
+        positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
-        source_positions: columns of the source's values that they come from, as many. By default the same columns, or
-            where the source is of another length those with the numbers in `positions`.
+        source_positions: columns of the source's values to take, one for each of `positions`. By default the same
+            columns, or if the source has another length, those with the numbers in `positions`.
 
     Raises:
         SettingError: a step or point that `source` does not hold; lengths that differ without `positions`.
@@ -99,22 +99,23 @@ class PatchHooks(Intervention):
     source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        own = 0 if self.positions is None else len(whole_numbers("position", self.positions))
-        if self.source_positions is not None and len(self.source_positions) != own:
+        count = 0 if self.positions is None else len(whole_numbers("position", self.positions))
+        if self.source_positions is not None and len(self.source_positions) != count:
             raise SettingError(
-                f"source_positions belong to positions one by one; got {len(self.source_positions)} and {own}."
+                f"source_positions and positions must have the same length; got {len(self.source_positions)} and "
+                f"{count}."
             )
         if not len(self.source):
-            raise SettingError("source holds no step; has its run taken place?")
+            raise SettingError("source holds no step; run the model that fills it first.")
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        chosen, held = self._chosen_steps(run), self.source[min(self.source)]
-        wanted = [str(name) for name in held if not str(name).endswith("hook_sink_scores")]
-        points = chosen_points(wanted if self.names is None else self.names, model, self.layers)
+        chosen, example = self._chosen_steps(run), self.source[min(self.source)]
+        default = [str(name) for name in example if not str(name).endswith("hook_sink_scores")]
+        points = chosen_points(default if self.names is None else self.names, model, self.layers)
         for name in points:
             if any(name not in self.source[step + self.shift] for step in chosen):
-                raise SettingError(f"source does not hold {name!r}; it holds {', '.join(held)}.")
+                raise SettingError(f"source does not hold {name!r}; it holds {', '.join(example)}.")
             if self.heads is not None:
                 axes = axes_of(name)
                 sizes = {"head": model.cfg.n_heads, "kv_head": model.cfg.n_key_value_heads}
@@ -137,19 +138,22 @@ class PatchHooks(Intervention):
         return [(name, patch) for name in points]
 
     def _chosen_steps(self, run: RunContext | None) -> frozenset[int]:
-        """Steps of this run at which values are put."""
-        held = sorted(self.source)
+        """Steps of this run at which values are patched."""
+        available = sorted(self.source)
         if run is None:
             self.step_test(run)
             steps = [0]
         else:
             steps = (
-                [step - self.shift for step in held] if self.steps is None else within("step", self.steps, run.steps)
+                [step - self.shift for step in available]
+                if self.steps is None
+                else within("step", self.steps, run.steps)
             )
         missing = [step for step in steps if step + self.shift not in self.source]
         if missing:
             raise SettingError(
-                f"source holds steps {held}; for step {missing[0]} it would need {missing[0] + self.shift}."
+                f"source holds steps {available}, but step {missing[0]} needs {missing[0] + self.shift}; record it, or "
+                f"change steps= or shift=."
             )
         return frozenset(steps)
 
@@ -157,14 +161,16 @@ class PatchHooks(Intervention):
         """The source's values for the queries `here`, which belong to `step`."""
         new = self.source[step + self.shift][name].to(here)
         if len(new) not in (1, len(here)):
-            raise SettingError(f"source has {len(new)} rows at {name}, this run {len(here)}; give one row or as many.")
+            raise SettingError(
+                f"source has {len(new)} rows at {name}, this run {len(here)}; pass one row or {len(here)}."
+            )
         new = new.expand(len(here), *new.shape[1:])
         if run is None or not run.causal or not of_queries(name):
             return new
-        if here.shape[axis] == 1:  # the source may have computed the queries of earlier steps again
+        if here.shape[axis] == 1:  # the source may have recomputed the queries of earlier steps
             new = new.narrow(axis, new.shape[axis] - 1, 1)
         if "key" in axes_of(name) and new.shape[-1] == run.prompt_length + step + self.shift:
-            hidden = -torch.inf if name.endswith("hook_attn_scores") else 0.0  # keys that are later than the query
+            hidden = -torch.inf if name.endswith("hook_attn_scores") else 0.0  # keys after the query
             new = torch.nn.functional.pad(new, (0, max(0, here.shape[-1] - new.shape[-1])), value=hidden)
         return new
 
@@ -172,7 +178,7 @@ class PatchHooks(Intervention):
         self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"] | None
     ) -> Tensor:
         """`here` with the chosen positions and heads of `new`."""
-        if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row stands for all queries
+        if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row applies to all queries
             queries = max(here.shape[2], new.shape[2])
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
         if self.positions is not None:
@@ -182,44 +188,44 @@ class PatchHooks(Intervention):
         if new.shape != here.shape:
             raise SettingError(
                 f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
-                f"different length say positions= and source_positions=."
+                f"different lengths pass positions= and source_positions=."
             )
         if self.heads is None:
             return new
-        of = head_axis(name)
-        mask = torch.zeros(here.shape[of], dtype=torch.bool, device=here.device)
+        heads = head_axis(name)
+        mask = torch.zeros(here.shape[heads], dtype=torch.bool, device=here.device)
         mask[within("head", self.heads, len(mask))] = True
-        return torch.where(mask.view([-1 if axis == of else 1 for axis in range(here.ndim)]), new, here)
+        return torch.where(mask.view([-1 if axis == heads else 1 for axis in range(here.ndim)]), new, here)
 
     def _moved(self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"]) -> Tensor:
-        """`here` with values of `new` at `places`; those outside of it belong to other steps."""
+        """`here` with values of `new` at `places`; places outside of it belong to other steps."""
         changed, source = here.movedim(axis, 1).clone(), new.movedim(axis, 1)
         if changed.shape[2:] != source.shape[2:]:
             raise SettingError(
-                f"{name}: values of shape {list(source.shape[2:])} cannot stand for {list(changed.shape[2:])}; "
-                f"patterns and scores can be patched between runs of one length only."
+                f"{name}: values of shape {list(source.shape[2:])} cannot replace {list(changed.shape[2:])}; "
+                f"patterns and scores can be patched only between runs of one length."
             )
         length = source.shape[1]
-        asked = self.positions if self.source_positions is None else self.source_positions
-        numbers = whole_numbers("position", () if asked is None else asked)
-        for number, put in zip(numbers, places.T, strict=True):
-            rows = ((put >= 0) & (put < changed.shape[1])).nonzero()[:, 0]
+        given = self.positions if self.source_positions is None else self.source_positions
+        numbers = whole_numbers("position", () if given is None else given)
+        for number, target in zip(numbers, places.T, strict=True):
+            rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
             if not len(rows):
                 continue
-            take = put[rows]
+            origin = target[rows]
             if self.source_positions is not None or length != changed.shape[1]:
-                take = torch.full_like(take, _column(number, length, name) if length > 1 else 0)
-            changed[rows, put[rows]] = source[rows, take]
+                origin = torch.full_like(origin, _column(number, length, name) if length > 1 else 0)
+            changed[rows, target[rows]] = source[rows, origin]
         return changed.movedim(1, axis)
 
 
 def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:
-    """Column of the canvas at which a value of `size` positions begins, and its positions by step."""
+    """Canvas column at which a value of `size` positions begins, and its positions by step."""
     if run is None or not run.causal:
         return 0, [QuerySpan(step, 0, size)]
     if of_queries(name):
         return run.first(step, size), run.query_spans(step, size)
-    decoding = name.startswith("denoise.") and name != "denoise.hook_canvas"  # one position, the one being decoded
+    decoding = name.startswith("denoise.") and name != "denoise.hook_canvas"  # a single position, the one being decoded
     return run.prompt_length + step if decoding else 0, [QuerySpan(step, 0, size)]
 
 
@@ -232,7 +238,10 @@ def _put(value: Tensor, new: Tensor, axis: int, part: QuerySpan) -> Tensor:
 
 def _column(position: int, size: int, name: str) -> int:
     if not -size <= position < size:
-        raise SettingError(f"position {position} does not exist at {name} in the source, which has {size}.")
+        raise SettingError(
+            f"position {position} does not exist at {name} in the source, which has {size}; choose "
+            f"-{size} to {size - 1}."
+        )
     return position % size
 
 
@@ -240,14 +249,16 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
     """Column of each position in each row.
 
     Raises:
-        SettingError: a row does not have one.
+        SettingError: a row lacks one of the positions.
     """
     numbers = whole_numbers("position", positions)
     found = torch.zeros(len(real), len(numbers), dtype=torch.long, device=real.device)
     for place, position in enumerate(numbers):
         mask = place_mask([position], real)
         if not bool(mask.any(dim=1).all()):
-            raise SettingError(f"position {position} does not exist in every row; patch rows of such lengths apart.")
+            raise SettingError(
+                f"position {position} does not exist in every row; patch rows of different lengths separately."
+            )
         found[:, place] = mask.long().argmax(dim=1)
     return found
 
@@ -263,26 +274,26 @@ def of_queries(name: str) -> bool:
 
 
 def head_axis(name: str) -> int:
-    """The axis of a point's value that counts heads.
+    """The head axis of a point's value.
 
     Raises:
-        SettingError: the point has none.
+        SettingError: the point has no head axis.
     """
     axes = axes_of(name)
     for axis in ("head", "kv_head"):
         if axis in axes:
             return axes.index(axis)
-    raise SettingError(f"{name} has no heads ({' '.join(axes)}); leave heads= out, or patch a point of attn.")
+    raise SettingError(f"{name} has no head axis ({' '.join(axes)}); omit heads=, or patch an attn point.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreezePattern(Intervention):
-    """Reuse the attention pattern of step `at` in all later steps (among `steps`): how much does attention adapt?
+    """Reuse the attention pattern of step `at` in all later steps (of `steps`): how much does attention adapt?
 
-    For diffusion models only: the patterns of an autoregressive run grow with the text.
+    For diffusion models only, since the patterns of an autoregressive run grow with the text.
 
     Attributes:
-        at: the step whose pattern is kept; negative ones count from the end of those planned.
+        at: the step whose pattern is kept; negative values count from the end of the planned steps.
         positions: queries whose attention is frozen.
     """
 
@@ -292,7 +303,8 @@ class FreezePattern(Intervention):
         """See `Intervention.hooks_for`."""
         if run is None or run.causal:
             raise SettingError(
-                "FreezePattern reuses the pattern of an earlier step of a diffusion run; there is none here."
+                "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace "
+                "with a diffusion model."
             )
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         at = within("step", [self.at], run.steps)[0]
@@ -305,8 +317,8 @@ class FreezePattern(Intervention):
             rows = touched.of(step, value.shape[2], value.device)
             if step <= at or rows is None:
                 return None
-            of = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
-            of[heads] = True
-            return torch.where(of[:, None, None] & rows[:, None, :, None], kept[name], value)
+            frozen = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
+            frozen[heads] = True
+            return torch.where(frozen[:, None, None] & rows[:, None, :, None], kept[name], value)
 
         return [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]

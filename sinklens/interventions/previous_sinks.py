@@ -1,11 +1,11 @@
-"""The keys that the step before points to, for interventions that act on its sinks.
+"""The keys selected by the scores of the previous step, for interventions that act on its sinks.
 
-`PreviousSinks` collects the scores of every step while a run goes on and, when the next one begins, chooses keys by
-them. In a diffusion run the scores are the column sums that ``hook_sink_scores`` shows. In an autoregressive run they
-are the last token's attention, which is computed here from its query, all keys and the additive mask.
+`PreviousSinks` collects the scores of every step during a run and, when the next step begins, chooses keys by them. In
+a diffusion run the scores are the column sums of ``hook_sink_scores``. In an autoregressive run they are the last
+token's attention, which is computed here from its query, all keys and the additive mask.
 
-One way this fails: in an autoregressive run, that last row does not know what other hooks do behind this one to
-``hook_attn_mask``, or to the scores and the pattern. List interventions on the mask before this one.
+Limitation: in an autoregressive run, that last row ignores edits that later hooks make to ``hook_attn_mask``, to the
+scores or to the pattern. List interventions on the mask before this one.
 """
 
 import json
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class Chosen(NamedTuple):
-    """Keys that a pass treats apart.
+    """The keys that a pass treats differently.
 
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
-        rows: queries of each row of the batch that they hold for; the others are left alone.
-        some: whether there are any keys; None if that was not asked yet.
+        rows: queries of each row of the batch that they apply to; the others are unchanged.
+        some: whether there are any keys; None if not known yet.
     """
 
     keys: Bool[Tensor, "batch head query key"]
@@ -41,18 +41,18 @@ class Chosen(NamedTuple):
     some: bool | None = None
 
     def any(self) -> bool:
-        """Whether there are any keys. On a GPU an answer that is known already saves waiting for the device."""
+        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device."""
         return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Evidence(NamedTuple):
-    """What keys are chosen by.
+    """The data by which keys are chosen.
 
     Attributes:
-        scores: by layer; empty where there are none yet.
-        canvas: the token ids that they belong to.
-        track: the recorded step that they come from, if any.
-        there: keys that have a score; None for all that are no padding.
+        scores: scores by layer; empty if there are none yet.
+        canvas: the token ids that the scores belong to.
+        track: the recorded step that the scores come from, if any.
+        there: keys that have a score; None for all except padding.
     """
 
     scores: dict[int, Scores]
@@ -65,11 +65,11 @@ class PreviousSinks:
     """The keys chosen by the scores of the step before, in one run.
 
     Args:
-        place: whose steps, layers, heads and positions (of keys) hold.
-        every_query: in an autoregressive run, the keys of step t hold for all queries of the pass of step t.
+        place: intervention that defines the steps, layers, heads and (key) positions.
+        every_query: in an autoregressive run, apply the keys of step t to all queries of the pass of step t.
 
     Attributes:
-        layers, heads: as numbers from 0.
+        layers, heads: as non-negative indices.
         causal: whether the run is autoregressive.
     """
 
@@ -85,8 +85,8 @@ class PreviousSinks:
     ) -> None:
         if run is None:
             raise SettingError(
-                f"{type(place).__name__} acts on the sinks of an earlier step, and a single pass has none; use it in "
-                f"sinklens.trace or sinklens.generate."
+                f"{type(place).__name__} acts on the sinks of an earlier step, which a single pass does not have; use "
+                f"it in sinklens.trace or sinklens.generate."
             )
         self.layers, self.heads, self.causal = place.chosen_layers(model), place.chosen_heads(model), run.causal
         self._in_step, self._among = place.step_test(run), place_mask(place.positions, run.real)
@@ -94,47 +94,50 @@ class PreviousSinks:
         self._every_query = every_query
         self._canvas = Canvas()
         self._now: dict[int, Scores] = {}
-        self._chosen: dict[int, dict[int, Keys]] = {}  # by step; of a diffusion run only the step being run
-        self._some: dict[int, bool] = {}  # by layer: whether the step chosen last has keys there
-        self._told: dict[int, Bool[Tensor, " batch"]] = {}  # rows of these steps that the scores tell of
+        self._chosen: dict[int, dict[int, Keys]] = {}  # by step; in a diffusion run only the current step
+        self._some: dict[int, bool] = {}  # by layer: whether the latest step has keys there
+        self._scored_rows: dict[int, Bool[Tensor, " batch"]] = {}  # by step: rows that have scores
         self._prompts_checked = source is None
         self._scale = model.cfg.d_head**-0.5
         self._query: Tensor | None = None
         self._key: Tensor | None = None
         if same_step and source is None and run.causal:
-            raise SettingError("same_step needs a second pass over the canvas, which autoregressive runs do not make.")
+            raise SettingError("same_step needs a second pass over the canvas; it is available in diffusion runs only.")
         if source is not None:
             self._check_source(source)
 
     def _check_source(self, source: SinkTrack) -> None:
         if source.causal != self._run.causal:
             kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, self._run.causal)]
-            raise SettingError(f"source is of a run of another model, {kinds[0]}, and this run is {kinds[1]}.")
+            raise SettingError(
+                f"source is a run of another kind of model, {kinds[0]}, and this run is {kinds[1]}; record it with "
+                f"this model."
+            )
         rows, length = self._run.real.shape
         cfg = self._run.tree.cfg
-        here = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}
-        for axis, size in here.items():
+        sizes = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}
+        for axis, size in sizes.items():
             if source.data.sizes[axis] != size:
                 raise SettingError(
-                    f"source holds {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
+                    f"source has {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
                     f"and these prompts."
                 )
 
     def _check_prompts(self, source: SinkTrack, ids: Int[Tensor, "batch pos"]) -> None:
-        """Each row's prompt is the source's, as it was given or as it stands on the canvas."""
+        """Check that each row has the source's prompt, either as given or as it is on the canvas."""
         length = self._run.prompt_length
-        theirs = torch.from_numpy(source.data["token_id"].isel(step=0).to_numpy()[:, :length]).to(ids)
+        recorded = torch.from_numpy(source.data["token_id"].isel(step=0).to_numpy()[:, :length]).to(ids)
         real = torch.from_numpy(source.data["is_real"].to_numpy()[:, :length])
-        either = (real | self._run.real[:, :length].cpu()).to(ids.device) & (theirs >= 0)  # a row may be missing here
-        for row in ((theirs != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
-            if row_key(theirs[row].cpu()[real[row]].tolist()) != self._run.row_keys[row]:
+        either = (real | self._run.real[:, :length].cpu()).to(ids.device) & (recorded >= 0)  # a row may be missing here
+        for row in ((recorded != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
+            if row_key(recorded[row].cpu()[real[row]].tolist()) != self._run.row_keys[row]:
                 raise SettingError(
-                    f"source was recorded with another prompt in row {row} than this run has; record it with these "
-                    f"prompts, in this order."
+                    f"source was recorded with another prompt in row {row}; record it with the prompts of this run, in "
+                    f"the same order."
                 )
 
     def pairs(self, forbid: Callable[..., Any]) -> Pairs:
-        """All hooks: what is watched, and `forbid` on every chosen layer's mask."""
+        """All hooks: those that collect scores, and `forbid` on the mask of every chosen layer."""
         watching = self._source is None and not self._same_step
         found: Pairs = [("denoise.hook_canvas", self._begin)]
         for layer in self.layers:
@@ -149,7 +152,7 @@ class PreviousSinks:
         return found
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
-        """A step begins: what was collected are the scores of the step before."""
+        """Begin a step: the scores collected so far are those of the previous step."""
         self._canvas.hook(value, hook)
         if self._source is not None and not self._prompts_checked:
             self._check_prompts(self._source, value)
@@ -158,7 +161,7 @@ class PreviousSinks:
         self._now = {}
         if not self.causal:
             self._chosen.clear()
-            self._told.clear()
+            self._scored_rows.clear()
         if not self._in_step(step):
             return
         scores, canvas, track, there = self._evidence(step, value, seen)
@@ -168,7 +171,7 @@ class PreviousSinks:
         real, among = self._run.real[:, :keys], self._among[:, :keys]
         among = among if there is None else among & there
         found = self._selection.choose(scores, real, self._run, canvas, step, among=among, track=track)
-        self._told[step] = (real if there is None else there).any(dim=1)
+        self._scored_rows[step] = (real if there is None else there).any(dim=1)
         self._chosen[step] = {layer: self._heads_only(mask) for layer, mask in found.items()}
         some = torch.stack([mask.any() for mask in self._chosen[step].values()]).tolist()
         self._some = dict(zip(self._chosen[step], some, strict=True))
@@ -185,13 +188,13 @@ class PreviousSinks:
         return Evidence(seen, self._canvas.before)
 
     def _recorded(self, source: SinkTrack, place: int, device: torch.device) -> Evidence:
-        """What was recorded at one place of the step axis; rows that had ended by then have no score there."""
+        """The data recorded at one index of the step axis; rows that had ended by then have no score there."""
         track = source.isel(step=place, layer=self.layers)
         token, score = track.data["token_id"].to_numpy()[:, 0], torch.from_numpy(track.scores().to_numpy()[:, 0])
         there = ~score.isnan().all(dim=2).all(dim=1)
         if not bool(there.any()):
             return Evidence({})
-        length = int(there.any(dim=0).nonzero().max()) + 1  # an autoregressive run has decoded so many
+        length = int(there.any(dim=0).nonzero().max()) + 1  # how many an autoregressive run has decoded
         score, there = score[..., :length].nan_to_num(0.0).to(device), there[:, :length].to(device)
         canvas = torch.from_numpy(token[:, :length]).to(device)
         return Evidence({layer: score[:, at] for at, layer in enumerate(self.layers)}, canvas, track, there)
@@ -204,18 +207,18 @@ class PreviousSinks:
         return kept
 
     def at(self, hook: Point, value: Tensor) -> Chosen | None:
-        """The chosen keys of this layer and pass, with the additive mask `value`; None if nothing is to be done."""
+        """The chosen keys of this layer and pass, with the additive mask `value`; None if there is nothing to do."""
         layer, step = layer_of(hook), int(hook.step or 0)
         if self.causal:
             return self._rows(layer, step, value)
         if step not in self._chosen:
             return None
         keys = self._chosen[step][layer]
-        rows = self._told[step][:, None].to(value.device)
+        rows = self._scored_rows[step][:, None].to(value.device)
         return Chosen(keys[:, :, None].to(value.device), rows, self._some[layer])
 
     def _rows(self, layer: int, step: int, value: Tensor) -> Chosen | None:
-        """In a causal pass, each token is forbidden what it was when it was decoded, also if it is computed again."""
+        """In a causal pass, each token keeps the masked keys of the step that decoded it, even when recomputed."""
         assert self._query is not None
         queries = self._query.shape[1]
         if self._every_query:
@@ -225,26 +228,30 @@ class PreviousSinks:
         for part in self._run.query_spans(step, queries):
             if part.step in self._chosen:
                 keys = self._chosen[part.step][layer]
-                found[:, :, part.stop - 1, : keys.shape[-1]] = keys  # of the prompt, only its last token decodes one
-                rows[:, part.stop - 1] = self._told[part.step]
+                found[:, :, part.stop - 1, : keys.shape[-1]] = (
+                    keys  # in the prompt, only the last token decodes a token
+                )
+                rows[:, part.stop - 1] = self._scored_rows[part.step]
         return Chosen(found, rows) if bool(rows.any()) else None
 
     def _all_rows(self, layer: int, step: int, queries: int, value: Tensor) -> Chosen | None:
-        """In a causal pass over everything, what holds for its newest token holds for all."""
+        """In a complete causal pass, the keys of its newest token apply to all tokens."""
         if queries < value.shape[-1]:
             raise SettingError(
-                "queries='all' changes what earlier tokens computed, which a key/value cache has kept from before; "
-                "run with use_cache=False."
+                "queries='all' changes what earlier tokens computed, which a key/value cache has already stored; run "
+                "with use_cache=False."
             )
         if step not in self._chosen:
             return None
         keys = self._chosen[step][layer]
         found = torch.zeros(*value.shape[:2], 1, value.shape[-1], dtype=torch.bool, device=value.device)
         found[..., : keys.shape[-1]] = keys[:, :, None]
-        return Chosen(found, self._told[step][:, None].to(value.device))
+        return Chosen(found, self._scored_rows[step][:, None].to(value.device))
 
     def _keep_scores(self, value: Scores, hook: Point) -> None:
-        self._now[layer_of(hook)] = value.to(self._run.real.device)  # where keys are chosen; layers may be elsewhere
+        self._now[layer_of(hook)] = value.to(
+            self._run.real.device
+        )  # keys are chosen there; layers may be on other devices
 
     def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._query = value
@@ -267,13 +274,12 @@ class PreviousSinks:
 
 
 def place_of(track: SinkTrack, step: int) -> int | None:
-    """Where a run's step stands on the step axis of `track`, which may hold some of them; None if it does not."""
+    """Index of a run's step on the step axis of `track`, which may hold only some steps; None if it is missing."""
     places = (track.data["step"].to_numpy() == step).nonzero()[0]
     return int(places[0]) if len(places) else None
 
 
 def planned_steps(track: SinkTrack) -> int:
-    """Steps that the run of `track` had planned, from which negative numbers count; as many as were recorded where
-    the track does not say."""
+    """Number of steps planned for the run of `track`, the base of negative indices; if unknown, the recorded number."""
     planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps")
     return int(track.data["step"].to_numpy().max()) + 1 if planned is None else int(planned)

@@ -1,11 +1,11 @@
-"""Which keys of a head an intervention takes: by their scores, by a detector, or at random as a control.
+"""Which keys of a head an intervention takes: by score, by a detector, or at random as a control.
 
-Everything here works on one step: scores [batch, head, key] of each layer, and which keys may be taken at all. A set
-may be shared by the heads of a layer or by the whole model; scores are then averaged first.
+Everything here works on one step: scores [batch, head, key] of each layer, and the keys that may be taken. The heads of
+a layer or the complete model may share a set; scores are then averaged first.
 
-One way this fails: the number of keys that exist differs between rows of a padded batch. Where fewer than `top_k` may
-be taken, all of those are, and no padding ever is. Where the scores are 0 everywhere, because a head attended to
-nothing, there is no strongest key, and none is taken.
+Caveat: the number of keys that exist differs between rows of a padded batch. Where fewer than `top_k` keys may be
+taken, all of them are, and padding never is. Where all scores are 0, because a head's pattern is all zero, there is no
+strongest key, and none is taken.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ class Selection:
     """How keys are chosen.
 
     Attributes:
-        top_k: how many per head; or None, and `detector` decides.
-        detector: finds them in a one-step track; strength is not used.
+        top_k: number of keys per head; None if `detector` chooses them.
+        detector: finds them in a one-step track; its strength is not used.
         pick: "strongest", or as controls the same number of the "weakest" or of "random" keys.
         scope: one set per head, per layer, or for the model.
         only: states ("prompt", "masked", "committed") or token kinds that may be taken.
-        seed: of random keys, which depend on it, the row's prompt, step, layer and head alone.
+        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
     """
 
     top_k: int | None
@@ -58,19 +58,19 @@ class Selection:
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.detector is None):
-            raise SettingError("give either top_k, a number of keys per head, or a detector, and not both.")
+            raise SettingError("pass either top_k, a number of keys per head, or detector, not both.")
         if self.detector is not None:
             require_detector(self.detector)
         if self.top_k is not None and not _is_count(self.top_k):
-            raise SettingError(f"top_k is a number of keys, 0 or more; got {self.top_k}.")
+            raise SettingError(f"top_k must be a number of keys, 0 or more; got {self.top_k}.")
         if self.pick not in ("strongest", "weakest", "random"):
-            raise SettingError(f"pick is 'strongest', 'weakest' or 'random'; got {self.pick!r}.")
+            raise SettingError(f"pick must be 'strongest', 'weakest' or 'random'; got {self.pick!r}.")
         if self.scope not in ("head", "layer", "model"):
-            raise SettingError(f"scope is 'head', 'layer' or 'model'; got {self.scope!r}.")
+            raise SettingError(f"scope must be 'head', 'layer' or 'model'; got {self.scope!r}.")
         for name in self.only:
             if name not in (*STATES, *KINDS):
                 raise SettingError(
-                    f"only= holds states or token kinds; {name!r} is neither. Known: {', '.join([*STATES, *KINDS])}."
+                    f"only= takes states or token kinds; {name!r} is neither. Known: {', '.join([*STATES, *KINDS])}."
                     f"{nearest(name, [*STATES, *KINDS])}"
                 )
 
@@ -88,15 +88,15 @@ class Selection:
 
         Args:
             layers: scores by layer.
-            real: keys that exist: no padding.
-            run, canvas: the run, and token ids of the step that the scores are of; needed by `only` and by detectors,
-                the run by random keys too.
+            real: keys that exist, i.e. are not padding.
+            run, canvas: the run, and the token ids of the step that the scores belong to; needed by `only` and by
+                detectors; random keys need the run too.
             step: the step that the keys are for; random keys depend on it.
             among: keys that may be taken; None for all that exist.
             track: the recorded step that the scores come from, for detectors that need more than scores.
 
         Raises:
-            SettingError: `top_k` is more than the keys that exist, or a detector or `only` needs what is not known.
+            SettingError: `top_k` exceeds the number of keys that exist, or a detector or `only` needs unknown data.
         """
         pooled = self._pooled(layers)
         longest = int(real.sum(dim=1).max())
@@ -138,7 +138,7 @@ class Selection:
         run: RunContext | None,
         step: int,
     ) -> dict[int, Keys]:
-        """`_picked` of all layers as one batch: on a GPU, thirty short sorts take longer than a long one."""
+        """`_picked` of all layers as one batch: on a GPU, thirty short sorts are slower than one long one."""
         count, rows = len(layers), len(allowed)
         stacked = torch.cat(list(layers.values()))
         found = self._picked(stacked, allowed.repeat(count, 1), number.repeat(count, 1, 1), run, step, 0)
@@ -153,7 +153,7 @@ class Selection:
         step: int,
         layer: int,
     ) -> Keys:
-        """The first `number` keys of each head, in the order that `pick` asks for; never one that is not allowed."""
+        """The first `number` keys of each head in the order given by `pick`; only allowed keys are taken."""
         attends = (scores != 0).any(dim=-1, keepdim=True)
         if self.pick == "random":
             scores = self._noise(scores, _need(run), step, layer)
@@ -163,13 +163,13 @@ class Selection:
         most = int(number.max())
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
-        strongest = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]  # of equals, the first
+        strongest = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]  # the first of ties
         wanted = torch.arange(strongest.shape[-1], device=scores.device) < number
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, strongest, wanted.expand_as(strongest))
         return taken & allowed[:, None] & attends
 
     def _noise(self, scores: Scores, run: RunContext, step: int, layer: int) -> Scores:
-        """Random scores; a row's do not depend on padding or on its batch. Heads share them as far as `scope` says."""
+        """Random scores, independent of padding and of the rest of the batch; `scope` says which heads share them."""
         drawn = torch.zeros(scores.shape)
         rows, heads, keys = scores.shape
         real = run.real[:, :keys].cpu()
@@ -177,16 +177,16 @@ class Selection:
             place = (self.seed, step, 0 if self.scope == "model" else layer)
             digest = hashlib.sha256(repr(place).encode()).digest()
             rng = np.random.default_rng([int.from_bytes(digest[:8], "little"), run.row_keys[row]])
-            own = 1 if self.scope != "head" else heads
-            noise = torch.from_numpy(rng.random((own, int(real[row].sum()))).astype(np.float32))
+            sets = 1 if self.scope != "head" else heads
+            noise = torch.from_numpy(rng.random((sets, int(real[row].sum()))).astype(np.float32))
             drawn[row][:, real[row]] = noise.expand(heads, -1)
         return drawn.to(scores.device)
 
     def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
-        """One step as a track of its own, for detectors and token kinds.
+        """A track of one step, for detectors and token kinds.
 
-        Every key counts as seen by every query whose attention the scores hold: in an autoregressive run that is the
-        newest alone, not a column of the pattern.
+        Every key counts as visible to every query whose attention the scores hold: in an autoregressive run that is
+        only the newest query, not a column of the pattern.
         """
         keys = canvas.shape[1]
         ids = canvas.cpu().numpy()[:, None]
@@ -214,8 +214,8 @@ class Selection:
             found = track.detect(self.detector).to_numpy()[:, 0, ..., : canvas.shape[1]]
         except TrackError as error:
             raise SettingError(
-                f"{self.detector!r} cannot be used here: {error} An intervention shows it the scores alone; what else "
-                f"it needs can be recorded in a run before and given as source=run.sinks."
+                f"{self.detector!r} cannot be used here: {error} Within an intervention it sees only the scores; "
+                f"record the other quantities in an earlier run and pass it as source=run.sinks."
             ) from error
         return {layer: torch.from_numpy(found[:, at]).to(canvas.device) for at, layer in enumerate(layers)}
 
@@ -234,14 +234,14 @@ class Selection:
             try:
                 found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
             except TrackError as error:
-                raise SettingError(f"only={list(self.only)} goes by the text of tokens: {error}") from error
+                raise SettingError(f"only={list(self.only)} needs the text of tokens: {error}") from error
             wanted = [int(kind) for kind in Kind if kind.name.lower() in self.only]
             keep = keep | torch.from_numpy(np.isin(found, wanted)).to(canvas.device)
         return keep
 
 
 def _is_count(number: object) -> bool:
-    """Whether `number` is a whole number, 0 or more."""
+    """Whether `number` is a non-negative integer."""
     if isinstance(number, bool):
         return False
     try:
@@ -253,20 +253,20 @@ def _is_count(number: object) -> bool:
 def _with_scores(track: SinkTrack, layers: dict[int, Scores]) -> SinkTrack:
     """One step of `track` with other scores."""
     scores = torch.stack(list(layers.values()), dim=1)[:, None].cpu().numpy()
-    behind = track.data.sizes["pos"] - scores.shape[-1]  # not decoded yet
-    padded = np.pad(scores, [(0, 0)] * 4 + [(0, behind)], constant_values=np.nan)
+    missing = track.data.sizes["pos"] - scores.shape[-1]  # not decoded yet
+    padded = np.pad(scores, [(0, 0)] * 4 + [(0, missing)], constant_values=np.nan)
     return SinkTrack(track.data.assign(score=(track.data["score"].dims, padded)))
 
 
 Needed = TypeVar("Needed")
 
 
-def _need(told: Needed | None) -> Needed:
-    if told is None:
-        raise SettingError("detectors, only= and random keys belong to a run; a single pass does not tell its tokens.")
-    return told
+def _need(value: Needed | None) -> Needed:
+    if value is None:
+        raise SettingError("detectors, only= and random keys need a run; use sinklens.trace or sinklens.generate.")
+    return value
 
 
 def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
-    """`only` as given, one name or several."""
+    """`only` as a tuple, from one name or several."""
     return (only,) if isinstance(only, str) else tuple(only)

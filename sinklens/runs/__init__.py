@@ -1,4 +1,4 @@
-"""One run: what it knows of itself, what may change it, how it is carried out and recorded, and what is left of it."""
+"""Runs: context, interventions, execution, recording and results."""
 
 from sinklens.runs.intervention import Intervention, RunContext
 from sinklens.runs.result import Answer, Generation

@@ -1,6 +1,6 @@
-"""Values of hook points kept by step, as TransformerLens `ActivationCache` objects.
+"""Values of hook points cached by step, as TransformerLens `ActivationCache` objects.
 
-One way this fails: a cache keeps a copy of every value on the device, which a complete run of a large model exceeds.
+Limitation: a cache keeps a copy of every value on the device; a complete run of a large model does not fit in memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class StepCaches(Mapping[int, "ActivationCache"]):
     """Values of points by step: ``caches[step]`` is an `ActivationCache`, ``caches[step]["blocks.0.hook_z"]`` a value.
 
-    Steps that did not run are not there.
+    Steps that did not run are missing.
     """
 
     def __init__(self, tree: "HookTree") -> None:
@@ -31,14 +31,14 @@ class StepCaches(Mapping[int, "ActivationCache"]):
         self._values: dict[int, dict[str, Tensor]] = {}
 
     def keep(self, value: Tensor, point: Point) -> None:
-        """Keep a copy of what passes `point` in the step being run."""
+        """Keep a copy of the value at `point` in the current step."""
         self._values.setdefault(point.step or 0, {})[str(point.name)] = value.detach().clone()
 
     def __getitem__(self, step: int) -> "ActivationCache":
         from sinklens.hooks.spellings import HookCache
 
         if step not in self._values:
-            raise SettingError(f"nothing was kept at step {step}; kept: {sorted(self._values) or 'no step'}.")
+            raise SettingError(f"step {step} was not cached; cached steps: {sorted(self._values) or 'none'}.")
         return HookCache(self._values[step], self._tree)
 
     def __contains__(self, step: object) -> bool:
@@ -56,18 +56,18 @@ class StepCaches(Mapping[int, "ActivationCache"]):
 
 
 def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> list[str]:
-    """Points that a name, a list of names or a predicate means, below a block only those of `layers`.
+    """Points selected by a name, a list of names or a predicate; of points inside blocks, only those in `layers`.
 
     Raises:
-        HookNameError: an unknown name, or a predicate that matches nothing.
-        SettingError: a layer that does not exist, or no point left.
+        HookNameError: a name is unknown, or a predicate matches nothing.
+        SettingError: a layer does not exist, or no point is left.
     """
-    listed = [wanted] if isinstance(wanted, str) or callable(wanted) else list(wanted)
+    entries = [wanted] if isinstance(wanted, str) or callable(wanted) else list(wanted)
     known, size = model.hook_names(), model.cfg.n_layers
-    found = {point for entry in listed for point in names.select(entry, known, size)}
+    found = {point for entry in entries for point in names.select(entry, known, size)}
     if layers is not None:
         numbers = {str(layer) for layer in within("layer", layers, size)}
         found = {name for name in found if not name.startswith("blocks.") or name.split(".")[1] in numbers}
     if not found:
-        raise SettingError(f"no point is left of {wanted!r} in layers {layers}; name one at least.")
+        raise SettingError(f"{wanted!r} selects no hook point in layers {layers}; name at least one.")
     return [name for name in known if name in found]

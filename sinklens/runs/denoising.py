@@ -1,10 +1,10 @@
-"""One run, from prompt to result: what `trace`, `generate` and `sweep` share.
+"""One run, from prompt to result, as shared by `trace`, `generate` and `sweep`.
 
-`Denoising` encodes the prompt, makes the settings, binds the hooks and interventions, records, and carries the steps
-out. Hooks are on the model while the run goes on, and never after it.
+`Denoising` encodes the prompt, builds the settings, binds hooks and interventions, runs the steps and records them.
+Hooks are attached to the model only while the run lasts.
 
-One way this fails: two runs of one model at a time would fire each other's hooks; `tracing` refuses a run inside a
-trace block of the same model.
+Pitfall: two simultaneous runs of one model would fire each other's hooks; `tracing` rejects a run inside a trace block
+of the same model.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.versions import versions
 
-COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points whose values are large
+COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points with large values
 Hooks = Intervention | Sequence[tuple[names.HookName, HookFunction] | Intervention]
 
 
@@ -44,10 +44,10 @@ class Denoising:
     """One run, from prompt to `Generation`.
 
     Attributes:
-        model: the model it runs.
-        settings: as used.
-        copies: the prompts stand in the batch this many times, one copy behind the other (`sweep`).
-        state: the sampler's state; its canvas is the start until `carry_out`.
+        model: the model to run.
+        settings: the settings used, with defaults filled in.
+        copies: how many times the prompts are repeated in the batch, one complete copy after another (`sweep`).
+        state: the sampler's state; until `carry_out`, its canvas is the initial one.
     """
 
     def __init__(
@@ -70,26 +70,26 @@ class Denoising:
         ids, real = model.encode(prompt, chat_template)
         ids, real = ids.repeat(copies, 1), real.repeat(copies, 1)
         self.copies = copies
-        listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
+        entries = [hooks] if isinstance(hooks, Intervention) else list(hooks)
         self._check_prompt(ids, real)
         self.single = isinstance(prompt, str)
-        self.state = self._start(ids, real, listed)
+        self.state = self._start(ids, real, entries)
         self._vocabulary: dict[int, str] = {}
-        self.hooks = self._resolve(listed)
+        self.hooks = self._resolve(entries)
         tokens = range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else canvases_of(replay, tokens)
         self._canvases: list[Tensor] = []
-        self._told = -1  # size of the vocabulary that the recorder knows
+        self._described = -1  # size of the vocabulary at the last `describe`
         self._recorder = self._make_recorder(record_sinks)
 
     @property
     def rows(self) -> int:
-        """Prompts in the batch."""
+        """Number of prompts in the batch."""
         return self.state.canvas.shape[0]
 
     @property
     def guided(self) -> bool:
-        """Whether a pass holds unconditional rows behind the conditional ones."""
+        """Whether a pass has unconditional rows after the conditional ones."""
         return isinstance(self.settings, LladaSettings) and self.settings.cfg_scale > 0
 
     def _check_prompt(self, ids: Tensor, real: Tensor) -> None:
@@ -97,33 +97,33 @@ class Denoising:
         if mask is not None and bool(((ids == mask) & real).any()):
             row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
             raise PromptError(
-                f"prompt {row} holds the mask token ({mask}) at position {position}; it would be taken for an answer "
-                f"position. Remove it from the text or the ids."
+                f"prompt {row} contains the mask token ({mask}) at position {position}; it would be treated as an "
+                f"answer position. Remove it from the text or the ids."
             )
 
     def _check_room(self, longest: int, extra: int) -> None:
-        """Hold the longest row, of which `extra` tokens are an intervention's, to the model's context."""
-        context, among = self.model.cfg.n_ctx, f", {extra} of them an intervention's," if extra else ""
+        """Check that the longest row, with `extra` tokens from interventions, fits into the model's context."""
+        context, added = self.model.cfg.n_ctx, f", {extra} of them from an intervention," if extra else ""
         if longest + self.settings.gen_length > context:
             raise PromptError(
-                f"a prompt of {longest} tokens{among} and gen_length {self.settings.gen_length} need "
+                f"a prompt of {longest} tokens{added} and gen_length {self.settings.gen_length} need "
                 f"{longest + self.settings.gen_length} positions; {self.model.name} has {context}. "
-                f"Shorten the prompt or give gen_length of at most {max(0, context - longest)}."
+                f"Shorten the prompt or set gen_length to at most {max(0, context - longest)}."
             )
 
-    def _start(self, ids: Tensor, real: Tensor, listed: Sequence[Any]) -> State:
+    def _start(self, ids: Tensor, real: Tensor, entries: Sequence[Any]) -> State:
         model, length, eot = self.model, self.settings.gen_length, self.model.family_record.eot_token_id
         mask = -1 if model.mask_token_id is None else model.mask_token_id
         noise = self._noise([row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
-        behind, before = ids[:, :0], ids.shape[1]
-        for entry in listed:
+        appended, before = ids[:, :0], ids.shape[1]
+        for entry in entries:
             if isinstance(entry, Intervention):
                 ids, real, more = entry.extend(model, ids, real)
-                behind = torch.cat([behind, more], dim=1)
-        longest = int(real.sum(dim=1).max()) + behind.shape[1]
-        self._check_room(longest, extra=ids.shape[1] - before + behind.shape[1])
+                appended = torch.cat([appended, more], dim=1)
+        longest = int(real.sum(dim=1).max()) + appended.shape[1]
+        self._check_room(longest, extra=ids.shape[1] - before + appended.shape[1])
         blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
-        tail = torch.cat([blank, behind], dim=1)
+        tail = torch.cat([blank, appended], dim=1)
         return State(
             tree=model.tree,
             canvas=torch.cat([ids, tail], dim=1),
@@ -137,15 +137,15 @@ class Denoising:
         )
 
     def _noise(self, prompts: list[list[int]]) -> RowNoise:
-        """Random generators of the rows; each copy of the prompts has the same."""
-        own = len(prompts) // self.copies
-        noise = RowNoise(self.seed, prompts[:own])
+        """Random generators of the rows; every copy of the prompts gets the same ones."""
+        distinct = len(prompts) // self.copies
+        noise = RowNoise(self.seed, prompts[:distinct])
         for _ in range(1, self.copies):
-            noise.generators += RowNoise(self.seed, prompts[:own]).generators
+            noise.generators += RowNoise(self.seed, prompts[:distinct]).generators
         return noise
 
     def _context(self) -> RunContext:
-        """What interventions are told."""
+        """The context that interventions receive."""
         state = self.state
         prompts = state.canvas[:, : state.prompt_length]
         keep = state.real[:, : state.prompt_length]
@@ -162,7 +162,7 @@ class Denoising:
         )
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
-        """Text of token ids; decoded once each."""
+        """Text of token ids; each is decoded once."""
         if self.model.tokenizer is None:
             return {}
         new = {token for token in tokens if token >= 0} - self._vocabulary.keys()
@@ -173,35 +173,37 @@ class Denoising:
         if record is False:
             return None
         if record is not True and not isinstance(record, Record):
-            raise SettingError(f"record_sinks is True, False or a Record, Record(['values']); got {record!r}.")
+            raise SettingError(
+                f"record_sinks must be True, False or a Record such as Record(['values']); got {record!r}."
+            )
         chosen = Record() if record is True else record
         return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
 
-    def _resolve(self, listed: Sequence[Any]) -> list[tuple[str, HookFunction]]:
-        """(point, function) pairs; interventions give theirs."""
+    def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
+        """The (point, function) pairs, including those of interventions."""
         known, layers = self.model.hook_names(), self.model.cfg.n_layers
         found = []
-        for entry in listed:
+        for entry in entries:
             if isinstance(entry, Intervention):
                 found += entry.hooks_for(self.model, self._context())
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
                 raise HookNameError(
-                    f"hooks= is a list of (name or predicate, function) pairs and of interventions, "
+                    f"hooks= must be a list of (name or predicate, function) pairs and interventions, "
                     f"[(name, fn), MaskSinks(top_k=1), …]; got {entry!r}."
                 )
             points = names.select(entry[0], known, layers)
             if not _takes_hook(entry[1]):
                 raise HookFunctionError(
-                    f"{_called(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
-                    f"and, under the name `hook`, the point: def fn(value, hook): ..."
+                    f"{_label(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
+                    f"and, as an argument named `hook`, the point: def fn(value, hook): ..."
                 )
             found += [(point, entry[1]) for point in points]
         return found
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """The run's hooks on their points; afterwards the model is as it was."""
+        """Attach the run's hooks to their points; on exit, restore the model."""
         tree = self.model.tree
         handles = []
         try:
@@ -217,7 +219,7 @@ class Denoising:
             tree.watch.step = None
 
     def _checked(self, function: HookFunction) -> HookFunction:
-        """`function`, held to the shape it got; under guidance it sees the conditional rows alone."""
+        """`function` with a check that it preserves the shape; under guidance it sees only the conditional rows."""
 
         def call(value: Tensor, hook: Point) -> Tensor | None:
             guided = self.guided and value.shape[0] == 2 * self.rows
@@ -227,12 +229,12 @@ class Denoising:
                 return None
             if not _same_shape(changed, seen, hook.name or ""):
                 raise HookFunctionError(
-                    f"{_called(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
-                    f"and gave back {_shape_of(changed)}; return the same shape, or None to change nothing."
+                    f"{_label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
+                    f"and returned {_shape_of(changed)}; return the same shape, or None to change nothing."
                 )
             if not guided:
                 return changed
-            rest = value[self.rows :]  # a mask may have got a row for every query
+            rest = value[self.rows :]  # the function may have expanded a mask to one row per query
             sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
             return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)])
 
@@ -242,7 +244,7 @@ class Denoising:
         """Run all steps.
 
         Raises:
-            DeviceMemoryError: memory ran out; the model can be used again.
+            DeviceMemoryError: memory ran out; the model remains usable.
         """
         from sinklens.progress import Progress
 
@@ -250,9 +252,9 @@ class Denoising:
             return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._canvases)
 
     def _what_to_lower(self) -> str:
-        """What was running when memory ran out, and what takes less."""
+        """What was running when memory ran out, and what would need less."""
         state, length = self.state, self.settings.gen_length
-        rows = f"{self.rows} row{'s' * (self.rows > 1)}{', twice under cfg_scale,' if self.guided else ''}"
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}{', doubled by cfg_scale,' if self.guided else ''}"
         passes = f"{rows} of {state.canvas.shape[1]} positions"
         lower = [] if self.rows == 1 else [f"prompts at a time ({self.rows})"]
         lower += [f"gen_length ({length})", f"the length of the prompt ({state.prompt_length})"]
@@ -263,21 +265,22 @@ class Denoising:
         return (
             f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._canvases) - 1} of "
             f"{self.settings.steps}, with {passes}. Lower one of: {'; '.join(lower)}. A block that reads hook_pattern, "
-            f"hook_attn_scores, hook_result or hook_logits needs more than one that does not; Record(to='run.zarr') "
-            f"keeps recorded steps on disk. The model can be used again."
+            f"hook_attn_scores, hook_result or hook_logits needs more memory than one that does not; "
+            f"Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
         )
 
     def result(self) -> Generation:
-        """What is left, after all steps or after those that ran until it was stopped."""
+        """The result, after all steps or after those that ran before the run was stopped."""
         if not self._canvases:
             raise SinklensError("the run stopped before it began; nothing was generated.")
-        done = build_trajectory(self.state, self._canvases)
+        trajectory = build_trajectory(self.state, self._canvases)
         end = self.state.prompt_length + self.settings.gen_length
-        answers = tuple(self._answer(row) for row in done.canvas[:, -1, self.state.prompt_length : end])
+        answers = tuple(self._answer(row) for row in trajectory.canvas[:, -1, self.state.prompt_length : end])
         real = self.state.real.cpu()
         return Generation(
-            done.canvas, done.unmask_step, real, self.state.prompt_length, answers, self.settings, self.seed,
-            self._track(done), self.single, self.model, self._recorder.patterns if self._recorder else {},
+            trajectory.canvas, trajectory.unmask_step, real, self.state.prompt_length, answers, self.settings,
+            self.seed, self._track(trajectory), self.single, self.model,
+            self._recorder.patterns if self._recorder else {},
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"]) -> Answer:
@@ -290,45 +293,45 @@ class Denoising:
             text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
         return Answer(text, bool(len(ends)), len(kept), masks)
 
-    def _track(self, done: Trajectory) -> SinkTrack | None:
-        if self._recorder is None or done.steps == 0:
+    def _track(self, trajectory: Trajectory) -> SinkTrack | None:
+        if self._recorder is None or trajectory.steps == 0:
             return None
-        self.describe(unmask_step=done.unmask_step.numpy())
+        self.describe(unmask_step=trajectory.unmask_step.numpy())
         data = self._recorder.store.dataset()
         return None if data is None else SinkTrack(data)
 
     def record_step(self, step: int) -> None:
-        """Hand the step that just ended to the recorder."""
+        """Pass the step that just ended to the recorder."""
         if self._recorder is None:
             return
         assert self.state.step_canvas is not None
-        self.describe()  # first: a step that is in the store can be read
+        self.describe()  # first, because a step is readable as soon as it is in the store
         canvases = step_canvases(self.state.step_canvas, self.state.canvas, self.state.mask_id)
         self._recorder.end_step(step, self.state.partial, canvases)
 
-    def describe(self, **whole_run: np.ndarray) -> None:
-        """Tell the recorder's store what run this is, and every token's text so far; nothing if it knows already."""
+    def describe(self, **run_arrays: np.ndarray) -> None:
+        """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new."""
         assert self._recorder is not None
         assert self.state.step_canvas is not None
         if self.model.tokenizer is not None:
             seen = torch.cat([self.state.step_canvas, self.state.canvas])  # they differ under a replay
             self._texts(torch.unique(seen).tolist())
-        if self._told == len(self._vocabulary) and not whole_run:
+        if self._described == len(self._vocabulary) and not run_arrays:
             return
-        self._told = len(self._vocabulary)
+        self._described = len(self._vocabulary)
         words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
         real = self.state.real.cpu().numpy()
-        self._recorder.store.describe(self._provenance() | words, {"is_real": real, **whole_run})
+        self._recorder.store.describe(self._provenance() | words, {"is_real": real, **run_arrays})
 
     def _provenance(self) -> dict[str, Any]:
-        kept = {name: value for name, value in asdict(self.settings).items() if value is not None}
+        settings = {name: value for name, value in asdict(self.settings).items() if value is not None}
         return {
             "model": self.model.name,
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
             "causal": int(self.model.config.is_causal),
             "attention": normalizer_name(self.model.config),
-            "settings": json.dumps(kept),
+            "settings": json.dumps(settings),
             "seed": self.seed,
             "prompt_length": self.state.prompt_length,
             "dtype": str(self.model.cfg.dtype),
@@ -338,7 +341,7 @@ class Denoising:
 
 
 def _takes_hook(function: HookFunction) -> bool:
-    """Whether `function` can be called with a value and ``hook=``; functions that hide their signature may try."""
+    """Whether `function` can be called with a value and ``hook=``; True if its signature is unknown."""
     try:
         inspect.signature(function).bind(None, hook=None)
     except TypeError:
@@ -348,25 +351,25 @@ def _takes_hook(function: HookFunction) -> bool:
     return True
 
 
-def _called(function: HookFunction) -> str:
+def _label(function: HookFunction) -> str:
     return f"hook function {getattr(function, '__name__', repr(function))}"
 
 
 def refuse_shape(value: Any, there: Tensor, what: str, point: str) -> None:
-    """Called before `value` takes the place of the one `there` at `point`.
+    """Check that `value` may replace the value `there` at `point`.
 
     Raises:
-        HookFunctionError: it is no tensor of that shape.
+        HookFunctionError: `value` is not a tensor of the same shape.
     """
     if not _same_shape(value, there, point):
         raise HookFunctionError(
-            f"{what} is {_shape_of(value)}, the one there has shape {list(there.shape)}; assign a tensor of that "
-            f"shape, or write parts of it in place: t[name][:] = 0."
+            f"{what} is {_shape_of(value)}, but the value at this point has shape {list(there.shape)}; assign a tensor "
+            f"of that shape, or edit parts in place: t[name][:] = 0."
         )
 
 
 def _same_shape(value: Any, there: Tensor, point: str) -> bool:
-    """Whether `value` fits where `there` is; a mask may have one row, or one for each query."""
+    """Whether `value` has the shape of `there`; a mask may have one row, or one row per query."""
     free = 2 if point.endswith("hook_attn_mask") else None
     if not isinstance(value, Tensor):
         return False
@@ -379,16 +382,16 @@ def _shape_of(value: Any) -> str:
 
 
 class _Recording:
-    """Tells the recorder when a step begins and ends."""
+    """Notifies the recorder when a step begins and ends."""
 
     def __init__(self, denoising: Denoising) -> None:
         self._denoising = denoising
 
     def before(self, step: int, state: State) -> None:
-        """Watch what is wanted in this step."""
+        """Begin recording the step."""
         if self._denoising._recorder is not None:
             self._denoising._recorder.begin_step(step)
 
     def after(self, step: int, state: State) -> None:
-        """Keep the step."""
+        """Store the step."""
         self._denoising.record_step(step)

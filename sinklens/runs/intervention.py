@@ -1,18 +1,17 @@
-"""What an intervention is: a list of hook functions, made for one run.
+"""Interventions: reusable descriptions that create the hook functions of one run.
 
-An `Intervention` is a description (what to change, and at which steps, layers, heads, positions) that can be used in
-many runs. `on` makes the (point, function) pairs for one of them, with whatever state that run needs, so nothing is
-carried from run to run. ``hooks=`` of `sinklens.trace` and `sinklens.generate` takes interventions among plain pairs;
-for TransformerLens's `run_with_hooks` and `hooks` write ``fwd_hooks=intervention.hooks_for(model)``.
+An `Intervention` describes a change (what, and at which steps, layers, heads, positions) and can be used in many runs.
+`hooks_for` creates the (point, function) pairs for one run, with any state that run needs, so no state carries over
+between runs. ``hooks=`` of `sinklens.trace` and `sinklens.generate` accepts interventions and plain pairs in one list;
+for TransformerLens's `run_with_hooks` and `hooks`, write ``fwd_hooks=intervention.hooks_for(model)``.
 
-Two kinds of numbers need a word. *Positions* are those that a prompt has when it runs alone: padding is not counted,
-so position 0 is a row's first token in every batch. *Steps* of an autoregressive run own positions: the prompt is
-step 0's, and each later token that of the step which reads it first. An intervention at some steps acts on the queries
-that these steps own, also in a pass without a key/value cache that computes all of them again; so the run is the same
-as with one.
+Conventions. *Positions* do not count padding, so position 0 is a row's first token in every batch. *Steps* of an
+autoregressive run own positions: step 0 owns the prompt, and each later token belongs to the step that first reads it.
+An intervention at some steps acts on the queries that those steps own, even in a pass without a key/value cache that
+recomputes all queries; runs with and without a cache are therefore equal.
 
-One way this fails: hooks at one point run in the order they were listed. An intervention that looks at what others do
-to a point belongs behind them.
+Pitfall: hooks at one point run in the order in which they are listed. List an intervention that reads what others do to
+a point after them.
 """
 
 import hashlib
@@ -41,8 +40,8 @@ class QuerySpan(NamedTuple):
     """Queries of a pass that belong to one step.
 
     Attributes:
-        step: whose they are.
-        start, stop: their numbers in the pass.
+        step: the step that owns them.
+        start, stop: their range of indices in the pass.
     """
 
     step: int
@@ -52,18 +51,18 @@ class QuerySpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What an intervention is told of the run that it changes.
+    """What an intervention knows about the run that it changes.
 
     Attributes:
-        tree: the model.
+        tree: the model's tree of hook points.
         real: False on left padding.
-        prompt_length: positions before the answer, padding included.
-        steps: steps planned.
+        prompt_length: number of positions before the answer, including padding.
+        steps: number of planned steps.
         mask_id: the mask token; -1 in an autoregressive run.
-        seed: of the run.
-        row_keys: a number for each row that depends on its prompt alone, to seed random choices.
-        vocabulary: text of token ids.
-        special: ids of special tokens, as `Model.special_tokens`.
+        seed: seed of the run.
+        row_keys: one number per row that depends only on its prompt, to seed random choices.
+        vocabulary: returns the text of token ids.
+        special: ids of special tokens, as in `Model.special_tokens`.
     """
 
     tree: "HookTree"
@@ -78,15 +77,15 @@ class RunContext:
 
     @property
     def causal(self) -> bool:
-        """Whether queries see earlier keys only."""
+        """Whether queries attend only to their own and earlier keys."""
         return bool(self.tree.hf.config.is_causal)
 
     def first(self, step: int, queries: int) -> int:
-        """Column of the canvas of the first of `queries` in a pass: not 0 where earlier ones are cached."""
+        """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
         return self.prompt_length + step - queries if self.causal else 0
 
     def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
-        """The queries of a pass by the step that they belong to; in a diffusion run that is `step` for all."""
+        """The queries of a pass, grouped by the step that owns them; in a diffusion run, all belong to `step`."""
         if not self.causal:
             return [QuerySpan(step, 0, queries)]
         first = self.first(step, queries)
@@ -100,10 +99,10 @@ class Intervention(ABC):
     """A change of a model's computation, restricted to some places.
 
     Attributes:
-        steps: numbers of steps; negative ones count from the end of those planned. None means all.
-        layers, heads: numbers; negative ones count from the end. None means all.
-        positions: numbers of positions, padding not counted; negative ones count from the end of the canvas, or in a
-            single pass of the ids. None means all.
+        steps: step indices; negative ones count from the end of the planned steps. None means all.
+        layers, heads: indices; negative ones count from the end. None means all.
+        positions: position indices, not counting padding; negative ones count from the end of the canvas, or of the ids
+            in a single pass. None means all.
     """
 
     steps: Sequence[int] | None = None
@@ -113,51 +112,53 @@ class Intervention(ABC):
 
     @abstractmethod
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """The hooks of one run, or of one pass.
+        """The (point, function) pairs for one run, or for one pass.
 
         Args:
-            model: the model that runs.
-            run: what `sinklens.trace` and `generate` tell; None for a single pass, whose rows have no padding.
+            model: the model to run.
+            run: the context passed by `sinklens.trace` and `generate`; None for a single pass, whose rows have no
+                padding.
 
         Raises:
-            SettingError: a step, layer, head or position that does not exist, or something that a single pass lacks.
+            SettingError: a step, layer, head or position does not exist, or the intervention needs something that a
+                single pass lacks.
         """
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
-    ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch behind"]]:
-        """Prompt ids and which are real, perhaps with more positions; and ids that stand behind the answer."""
+    ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch appended"]]:
+        """Prompt ids and which are real, optionally with added positions, and ids to append after the answer."""
         return ids, real, ids[:, :0]
 
     def chosen_layers(self, model: "Model") -> list[int]:
-        """The layers as numbers from 0."""
+        """The layers as indices from 0."""
         return within("layer", self.layers, model.cfg.n_layers)
 
     def chosen_heads(self, model: "Model") -> list[int]:
-        """The heads as numbers from 0."""
+        """The heads as indices from 0."""
         return within("head", self.heads, model.cfg.n_heads)
 
     def step_test(self, run: RunContext | None) -> Callable[[int | None], bool]:
-        """Whether a step is among those chosen; outside a run there are no steps, and only None is asked.
+        """A test for whether a step is selected; outside a run there are no steps, and its argument is None.
 
         Raises:
-            SettingError: steps are given, and there is no run.
+            SettingError: `steps` is set, but there is no run.
         """
         if self.steps is None:
             return lambda step: True
         if run is None:
             raise SettingError(
-                "steps= belongs to a run of several steps; in a single pass leave it out, or use sinklens.generate."
+                "steps= applies to a run with several steps; omit it in a single pass, or use sinklens.generate."
             )
         chosen = frozenset(within("step", self.steps, run.steps))
         return lambda step: step in chosen
 
 
 def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
-    """`chosen` as numbers from 0 to `size` − 1, each once, ascending; all of them for None.
+    """`chosen` as unique indices from 0 to `size` − 1 in ascending order; all of them for None.
 
     Raises:
-        SettingError: one does not exist, or `chosen` is no list of whole numbers.
+        SettingError: an index does not exist, or `chosen` is not a list of integers.
     """
     if chosen is None:
         return list(range(size))
@@ -169,37 +170,37 @@ def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
 
 
 def whole_numbers(kind: str, chosen: Sequence[int]) -> list[int]:
-    """`chosen` as Python's integers, in their order; an array or a tensor of integers is as good as a list.
+    """`chosen` as Python integers, in order; accepts lists, arrays and tensors of integers.
 
     Raises:
-        SettingError: one number, a generator, or something that is no whole number.
+        SettingError: `chosen` is a single number or a generator, or contains something other than integers.
     """
     if isinstance(chosen, int):
-        raise SettingError(f"{kind}s is a list of numbers; write {kind}s=[{chosen}].")
+        raise SettingError(f"{kind}s must be a list of integers; write {kind}s=[{chosen}].")
     if isinstance(chosen, Iterator):
         raise SettingError(
-            f"{kind}s is a list of numbers, which is read more than once; {type(chosen).__name__} can be read once "
-            f"only. Write {kind}s=list(...)."
+            f"{kind}s must be a list of integers, because it is read more than once; a {type(chosen).__name__} can be "
+            f"read only once. Write {kind}s=list(...)."
         )
     try:
         listed = list(chosen)
         numbers = [operator.index(number) for number in listed]
     except TypeError as error:
-        raise SettingError(f"{kind}s is a list of whole numbers; got {chosen!r}.") from error
-    if any(_is_truth(number) for number in listed):
-        raise SettingError(f"{kind}s is a list of whole numbers; got truth values, {chosen!r}. Write their numbers.")
+        raise SettingError(f"{kind}s must be a list of integers; got {chosen!r}.") from error
+    if any(_is_bool(number) for number in listed):
+        raise SettingError(f"{kind}s must be a list of integers; got booleans, {chosen!r}. Pass the indices instead.")
     return numbers
 
 
-def _is_truth(number: object) -> bool:
+def _is_bool(number: object) -> bool:
     return isinstance(number, bool) or (isinstance(number, Tensor) and number.dtype is torch.bool)
 
 
 def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-    """True at `positions` of each row, padding not counted; everywhere for None.
+    """True at `positions` of each row, not counting padding; True everywhere for None.
 
     Raises:
-        SettingError: not even the longest row has one.
+        SettingError: even the longest row lacks one of the positions.
     """
     if positions is None:
         return torch.ones_like(real)
@@ -214,21 +215,21 @@ def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"])
 
 
 def refuse(what: Intervention, *restrictions: str) -> None:
-    """Refuse restrictions that mean nothing to `what`, instead of passing over them.
+    """Reject restrictions that `what` does not support, instead of ignoring them.
 
     Raises:
-        SettingError: one was given.
+        SettingError: one of them is set.
     """
     for name in restrictions:
         if getattr(what, name) is not None:
-            raise SettingError(f"{type(what).__name__} knows no {name}=; leave it out.")
+            raise SettingError(f"{type(what).__name__} does not support {name}=; leave it out.")
 
 
 def refuse_empty(what: Intervention, *more: str) -> None:
-    """Refuse empty restrictions: nothing would be changed, without a word.
+    """Reject empty restrictions, which would silently change nothing.
 
     Args:
-        more: further attributes that hold numbers.
+        more: further attributes that hold indices.
 
     Raises:
         SettingError: one is empty.
@@ -237,67 +238,67 @@ def refuse_empty(what: Intervention, *more: str) -> None:
         chosen = getattr(what, name)
         if isinstance(chosen, Sized) and len(chosen) == 0:
             raise SettingError(
-                f"{name} is empty, so {type(what).__name__} would change nothing. Name at least one, give None for "
+                f"{name} is empty, so {type(what).__name__} would change nothing. Name at least one, pass None for "
                 f"all, or leave the intervention out."
             )
 
 
 class Queries:
-    """Which queries of a pass an intervention touches: those at its `positions` that belong to one of its `steps`."""
+    """The queries of a pass that an intervention affects: those at its `positions` that one of its `steps` owns."""
 
     def __init__(self, what: Intervention, run: RunContext | None) -> None:
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         self._places = None if run is None else place_mask(what.positions, run.real)
 
     def of(self, step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
-        """True at the queries touched, for each row or one for all; None if this step touches none."""
+        """True at the affected queries, per row or with one row for all; None if this step affects none."""
         if self._run is None or self._places is None:
             return place_mask(self._positions, torch.ones(1, queries, dtype=torch.bool, device=device))
-        own = torch.zeros(queries, dtype=torch.bool, device=device)
-        for part in self._run.query_spans(step or 0, queries):
-            own[part.start : part.stop] = self._in_step(part.step)
+        active = torch.zeros(queries, dtype=torch.bool, device=device)
+        for span in self._run.query_spans(step or 0, queries):
+            active[span.start : span.stop] = self._in_step(span.step)
         first = self._run.first(step or 0, queries)
-        return self._places[:, first : first + queries].to(device) & own if bool(own.any()) else None
+        return self._places[:, first : first + queries].to(device) & active if bool(active.any()) else None
 
 
 class Distances:
-    """Key position minus query position in a pass; counts the queries, which an additive mask of one row does not tell.
+    """Key position minus query position in a pass; counts the queries, which a one-row additive mask does not show.
 
-    Its hooks belong before those that ask.
+    List its hooks before those that use it.
     """
 
     def __init__(self) -> None:
         self._queries = 0
 
     def pairs(self, layers: Sequence[int]) -> Pairs:
-        """The hooks that count."""
+        """The hooks that count the queries."""
         return [(f"blocks.{layer}.attn.hook_rot_q", self._count) for layer in layers]
 
     def _count(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._queries = value.shape[1]
 
     def of(self, mask: Tensor) -> Int[Tensor, "query key"]:
-        """The distances that belong to the additive mask `mask`; queries are the last positions."""
+        """The distances for the additive mask `mask`; queries are the last positions."""
         keys = torch.arange(mask.shape[-1], device=mask.device)
         return keys[None, :] - keys[len(keys) - self._queries :, None]
 
 
 def row_key(prompt: Sequence[int]) -> int:
-    """A number that depends on the ids of a row's prompt alone."""
+    """A number that depends only on the ids of a row's prompt."""
     return int.from_bytes(hashlib.sha256(repr(list(prompt)).encode()).digest()[:8], "little")
 
 
 def layer_of(point: Point) -> int:
-    """The layer of a point below a block."""
+    """The layer of a point inside a block."""
     return int(str(point.name).split(".")[1])
 
 
 class Canvas:
-    """Keeps the token ids that a step works on, for hooks that ask what stands where.
+    """Keeps the token ids of the current step for other hooks.
 
     Attributes:
-        ids: of the step being run, or of the last one.
-        before: of the step before that; None at the first.
+        ids: the canvas of the current step, or of the last one after the run.
+        before: the canvas of the step before that; None at the first.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Records the sinks of every step while a run goes on.
+"""Records the sinks of every step during a run.
 
-A `Record` says what is recorded and where to; `SinkRecorder` does it, through PyTorch hooks on the hook points, so that
-it sees what hooks and trace blocks have left there. When a step ends, its variables move to a store: main memory, or a
+A `Record` specifies what to record and where; `SinkRecorder` records it through PyTorch hooks on the hook points, so it
+sees values after edits by hooks and trace blocks. At the end of a step its variables move to a store: main memory, or a
 Zarr store on disk that grows by one chunk per step.
 
-For an autoregressive run with a key/value cache, a step computes new positions only; what a quantity keeps of earlier
-ones is carried along, and the recorded values equal those of a run without a cache.
+In an autoregressive run with a key/value cache, a step computes only new positions; the values that a quantity keeps
+for earlier positions are carried over, and the recorded values equal those of a run without a cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class SinkRecorder:
-    """Collects the variables of a step layer by layer, and hands them to a store when the step ends.
+    """Collects the variables of a step layer by layer and passes them to a store when the step ends.
 
     Attributes:
-        patterns: recorded whole patterns, by (step, layer): [batch, head, query, key].
-        store: where the steps are.
+        patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
+        store: where finished steps are kept.
     """
 
     def __init__(self, record: Record, tree: "HookTree", real: Bool[Tensor, "batch pos"], steps: int) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
         quantities, layers = record.chosen(), tree.cfg.n_layers
-        self._points = [  # resolved now: a wrong name must not wait for the run
+        self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
             for layer in range(layers)
             for part in quantities
@@ -56,12 +56,12 @@ class SinkRecorder:
 
     @property
     def wants_patterns(self) -> bool:
-        """Whether attention patterns are kept."""
+        """Whether attention patterns are recorded."""
         return bool(self._wanted)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The recorder's hooks on the tree's points."""
+        """Attach the recorder's hooks to the tree's points."""
         handles = []
         try:
             for part, layer, name in self._points:
@@ -69,7 +69,7 @@ class SinkRecorder:
                 handles.append(after(point, self._keeper(part, layer)))
             yield
         except BaseException:
-            with suppress(SinklensError):  # what broke the run off is what should be told
+            with suppress(SinklensError):  # report the error that ended the run
                 self.store.flush()
             raise
         finally:
@@ -84,7 +84,7 @@ class SinkRecorder:
         return keep
 
     def begin_step(self, step: int) -> None:
-        """Watch the patterns wanted in this step; with a cache, a later pattern needs the rows of earlier steps."""
+        """Watch the patterns requested for this step; with a cache, later patterns need the rows of earlier steps."""
         causal = self._tree.hf.config.is_causal
         for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
@@ -95,14 +95,14 @@ class SinkRecorder:
             self._watching.append(after(point, keep))
 
     def end_step(self, step: int, extends: bool, canvases: dict[str, np.ndarray]) -> None:
-        """Hand the step to the store.
+        """Move the step's variables to the store.
 
         Args:
-            extends: the pass computed only new positions.
+            extends: whether the pass computed only new positions.
             canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos].
 
         Raises:
-            SettingError: a `Quantity` gave something else than the variables it declares.
+            SettingError: a `Quantity` returned other variables than it declares.
         """
         for handle in self._watching:
             handle.remove()
@@ -122,7 +122,7 @@ class SinkRecorder:
         self.store.append(arrays | canvases)
 
     def _finished(self, part: Quantity, layer: int, extends: bool) -> dict[str, Tensor]:
-        """The variables of one quantity in one layer, as long as the canvas."""
+        """The variables of one quantity in one layer, padded to the length of the canvas."""
         kept = self._kept.pop((part.name, layer))
         if extends and (part.name, layer) in self._before:
             kept = part.join(self._before[part.name, layer], kept)
@@ -131,8 +131,8 @@ class SinkRecorder:
         found = part.finish(kept, self._real[:, :exists].to(kept.device), self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
         if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
-            told = {name: list(value.shape) for name, value in found.items()}
-            raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish gave {told}.")
+            returned = {name: list(value.shape) for name, value in found.items()}
+            raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish returned {returned}.")
         return {name: _filled(value, shapes[name], self._real.shape[1]) for name, value in found.items()}
 
     def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
@@ -148,28 +148,28 @@ class SinkRecorder:
 
 
 def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
-    """Call `function` with what leaves `point`, after its TransformerLens hooks and after nnsight's handover."""
+    """Call `function` with the output of `point`, after its TransformerLens hooks and nnsight's edits."""
     return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
 
 
 def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
-    """`value` as long as the canvas; positions that do not exist yet are NaN, or -1 among integers, or False."""
+    """`value` padded to the canvas length; positions that do not exist yet are NaN, -1 (integers) or False."""
     if value.is_floating_point():
-        value, nothing = value.float(), torch.nan
+        value, missing_value = value.float(), torch.nan
     else:
-        nothing = False if value.dtype is torch.bool else -1
+        missing_value = False if value.dtype is torch.bool else -1
     if "pos" not in axes:
         return value
     axis = axes.index("pos")
     missing = length - value.shape[axis]
-    return torch.nn.functional.pad(value.movedim(axis, -1), (0, missing), value=nothing).movedim(-1, axis)
+    return torch.nn.functional.pad(value.movedim(axis, -1), (0, missing), value=missing_value).movedim(-1, axis)
 
 
 def _within(place: Place, steps: int, layers: int) -> Place:
     step, layer = place
     if not (-steps <= step < steps and -layers <= layer < layers):
         raise SettingError(
-            f"patterns holds (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers."
+            f"patterns takes (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers."
         )
     return step % steps, layer % layers
 

@@ -1,5 +1,6 @@
-"""The result of a run. Nothing about an answer is hidden: whether it ended, whether it is empty, and how many positions
-are still masked is in `Generation.answers`.
+"""The result of a run.
+
+`Generation.answers` records whether each answer ended, whether it is empty, and how many positions are still masked.
 """
 
 from dataclasses import dataclass, field
@@ -21,28 +22,28 @@ class Replayable(Protocol):
 
     @property
     def canvas(self) -> Int[Tensor, "batch step pos"]:
-        """Ids as each step worked on them, and as the last left them."""
+        """The input ids of each step, and the ids after the last."""
 
 
 def canvases_of(replay: Replayable | Tensor, tokens: range) -> Int[Tensor, "batch step pos"]:
-    """The canvases that a run is to replay, given as an earlier run or as themselves.
+    """The canvases to replay, from an earlier run or from a tensor of canvases.
 
     Args:
-        tokens: ids that may stand on a canvas.
+        tokens: valid token ids.
 
     Raises:
-        SettingError: neither of the two, or canvases of another shape, type or vocabulary.
+        SettingError: `replay` is neither, or the canvases have another shape, dtype or vocabulary.
     """
     canvas = replay if isinstance(replay, Tensor) else getattr(replay, "canvas", None)
     if not isinstance(canvas, Tensor) or canvas.ndim != 3 or canvas.dtype not in (torch.int32, torch.int64):
-        told = f"{canvas.dtype} {list(canvas.shape)}" if isinstance(canvas, Tensor) else type(replay).__name__
+        given = f"{canvas.dtype} {list(canvas.shape)}" if isinstance(canvas, Tensor) else type(replay).__name__
         raise SettingError(
-            f"replay= takes an earlier run, or canvases as integers [batch, steps + 1, pos], as run.canvas holds them; "
-            f"got {told}."
+            f"replay= takes an earlier run, or canvases as integers [batch, steps + 1, pos] like run.canvas; "
+            f"got {given}."
         )
     low, high = (int(end) for end in canvas.aminmax()) if canvas.numel() else (tokens[0], tokens[-1])
     if low not in tokens or high not in tokens:
-        raise SettingError(f"replay holds token ids from {low} to {high}; they may be {tokens[0]} to {tokens[-1]}.")
+        raise SettingError(f"replay has token ids from {low} to {high}; allowed are {tokens[0]} to {tokens[-1]}.")
     return canvas.long()
 
 
@@ -51,10 +52,10 @@ class Answer:
     """One row's answer.
 
     Attributes:
-        text: the answer up to its end, without the end token; leftover masks are spelled out. None without a tokenizer.
-        ended: an end-of-sequence token was generated.
-        tokens: tokens before the end.
-        masks: positions that are still masked.
+        text: the answer up to its end token, excluding it; remaining masks are spelled out. None without a tokenizer.
+        ended: whether an end-of-sequence token was generated.
+        tokens: number of tokens before the end.
+        masks: number of positions that are still masked.
     """
 
     text: str | None
@@ -64,29 +65,28 @@ class Answer:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing but the end, or white space, was generated."""
+        """Whether only an end token or whitespace was generated."""
         return self.tokens == 0 or (self.text is not None and not self.text.strip())
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What is left of a run.
+    """The result of a run.
 
     Attributes:
-        canvas: ids as each step worked on them, and as the last left them, [batch, steps + 1, pos]; undecided positions
-            hold the mask token (-1 in an autoregressive run).
-        unmask_step: step that gave each position its token, [batch, pos]; -1 for prompt and padding, the number of
-            steps where none did.
+        canvas: the input ids of each step, and the ids after the last, [batch, steps + 1, pos]; undecided positions
+            contain the mask token (-1 in an autoregressive run).
+        unmask_step: the step that decided each position, [batch, pos]; -1 for prompt and padding, the number of steps
+            for positions that were never decided.
         real: False on left padding, [batch, pos].
-        prompt_length: positions before the answers, padding included.
+        prompt_length: number of positions before the answers, including padding.
         answers: one per row.
-        settings: as used, defaults filled in.
-        seed: as used.
-        sinks: sink scores of every step, layer and head; None if they were not recorded or no step ended.
-        single: the prompt was one string, so `text` is one string.
+        settings: the settings used, with defaults filled in.
+        seed: the seed used.
+        sinks: sink scores of every step, layer and head; None if they were not recorded or no step finished.
+        single: whether the prompt was one string; `text` is then one string.
         model: the model that ran.
-        patterns: attention patterns that were asked for by `Record.patterns`, [batch, head, query, key] by
-            (step, layer).
+        patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -103,24 +103,24 @@ class Generation:
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Prompt and answer as the run left them."""
+        """Prompt and answer after the last step."""
         return self.canvas[:, -1]
 
     @property
     def steps_run(self) -> int:
-        """Steps that ran; fewer than `settings.steps` where the run ended early."""
+        """Number of steps that ran; fewer than `settings.steps` if the run ended early."""
         return self.canvas.shape[1] - 1
 
     @property
     def text(self) -> Any:
-        """The answer of a single prompt, else a list of answers.
+        """The answer to a single prompt, otherwise a list of answers.
 
         Raises:
             PromptError: the model has no tokenizer.
         """
         texts = [answer.text for answer in self.answers]
         if any(text is None for text in texts):
-            raise PromptError("the model has no tokenizer, so there is no text; read .tokens instead.")
+            raise PromptError("the model has no tokenizer, so there is no text; use .tokens instead.")
         return texts[0] if self.single else texts
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Attention sinks: what is recorded of a run, tracks of it, detectors, and measures of where sinks are."""
+"""Attention sinks: recording a run, sink tracks, detectors, and measures of where sinks are."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,11 +1,11 @@
-"""Which steps of a track are a row's own, and the track of those alone.
+"""The steps at which each row of a batch was active, and a track reduced to them.
 
-In a batch, a row that is through waits for the others: it is passed through the model again, and nothing of it changes.
-Alone it would not have these steps, so no measure of a row may count them. An autoregressive row is through once its
-end token stands on the canvas, which its track tells; a row of a diffusion run that waits for others to finish a block
-looks like any other here, and whoever knows says so (`active_steps`).
+In a batch, a row that has finished waits for the others: it still passes through the model, but nothing in it changes.
+Run alone, the row would not have these steps, so measures of a row must not count them. An autoregressive row is
+finished once its canvas holds its end token, which its track records. A row of a diffusion run that waits for others to
+finish a block looks like any other here; the caller must pass its active steps (`active_steps`).
 
-One way this fails: a track without the ids of its end tokens (``special``) tells of no end.
+Limitation: without end-token ids (``special``) in the track, rows never end.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from sinklens.sinks.data import Track, TrackData
 
 
 def holds_end(ids: Int[np.ndarray, "batch step pos"], ends: Sequence[int]) -> Bool[np.ndarray, "batch step"]:
-    """Whether answers, as they stand at each step, hold an end token."""
+    """Whether each answer contains an end token at each step."""
     return np.asarray(np.isin(ids, list(ends)).any(axis=-1))
 
 
 def running(track: TrackData) -> Bool[xr.DataArray, "batch step"]:
-    """False at the steps that a row of an autoregressive batch spends behind its end token."""
+    """False at the steps of an autoregressive batch after a row's end token."""
     token = track.data["token_id"]
     if not track.causal:
         return xr.ones_like(token.isel(pos=0, drop=True), dtype=bool)
@@ -32,15 +32,15 @@ def running(track: TrackData) -> Bool[xr.DataArray, "batch step"]:
     return token.isel(pos=0, drop=True).copy(data=~holds_end(answer, track.special["end"]))
 
 
-def active_steps(track: Track, own: Bool[np.ndarray, "batch step"]) -> Track:
-    """`track` with each row's own steps at the front; behind them nothing exists.
+def active_steps(track: Track, active: Bool[np.ndarray, "batch step"]) -> Track:
+    """`track` with each row's active steps first; the remaining steps are empty.
 
-    ``unmask_step`` counts the batch's steps and is left out.
+    ``unmask_step`` counts the batch's steps, so it is dropped.
     """
     data = track.data.drop_vars("unmask_step", errors="ignore")
-    order = np.argsort(~own, axis=1, kind="stable")[:, : own.sum(axis=1).max()]
-    rows, steps = xr.DataArray(np.arange(len(own)), dims="batch"), xr.DataArray(order, dims=("batch", "step"))
-    kept = xr.DataArray(np.take_along_axis(own, order, axis=1), dims=("batch", "step"))
+    order = np.argsort(~active, axis=1, kind="stable")[:, : active.sum(axis=1).max()]
+    rows, steps = xr.DataArray(np.arange(len(active)), dims="batch"), xr.DataArray(order, dims=("batch", "step"))
+    kept = xr.DataArray(np.take_along_axis(active, order, axis=1), dims=("batch", "step"))
     moved = {}
     for name, value in data.data_vars.items():
         if "step" in value.dims:
@@ -50,7 +50,7 @@ def active_steps(track: Track, own: Bool[np.ndarray, "batch step"]) -> Track:
 
 
 def nothing(dtype: np.dtype) -> Any:
-    """What stands in a variable where there is no position or step."""
+    """The fill value of a variable where a position or step does not exist."""
     if np.issubdtype(dtype, np.floating):
         return np.nan
     return -1 if np.issubdtype(dtype, np.integer) else False

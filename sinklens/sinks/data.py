@@ -1,17 +1,17 @@
-"""The data of a sink track: an xarray.Dataset of which key received how much attention, when, and how to read it.
+"""The data of a sink track: an xarray.Dataset of the attention each key received at each step, and how to read it.
 
 ``score`` is the column sum Σ_i A[i, j] over the queries that are not padding: uniform attention gives 1 everywhere, and
-the scores of one pattern sum to S, the number of real tokens. The *unit* of a question says how it is read:
+the scores of one pattern sum to S, the number of real tokens. The *unit* says how scores are reported:
 
 - "sum": as stored;
 - "fraction": (1/S) Σ_i A[i, j], the paper's Ā (Rulli et al., 2510.15731, Sec. 3);
-- "percent": a hundred times that;
-- "visible": the mean over the queries that can see key j (α_k of Gu et al., 2410.10781). Under causal attention early
-  keys are seen by more queries than late ones, which alone makes their sums larger; for bidirectional models it equals
-  "fraction". Masks set by hooks are not taken into account.
+- "percent": 100 times "fraction";
+- "visible": the mean over the queries that can see key j (α_k of Gu et al., 2410.10781). Under causal attention more
+  queries see early keys than late ones, which alone makes their sums larger; for bidirectional models it equals
+  "fraction". Masks set by hooks are ignored.
 
-One way this fails: with ε = 3 (the paper's) and unit "fraction" nothing can be a sink, since no fraction exceeds 1; the
-paper does not say in which unit its ε is meant. "sum" is the default here.
+Pitfall: with ε = 3 (the paper's) and unit "fraction" nothing can be a sink, since no fraction exceeds 1. The paper does
+not state the unit of its ε. "sum" is the default here.
 """
 
 import json
@@ -32,14 +32,14 @@ Track = TypeVar("Track", bound="TrackData")
 
 
 class TrackData:
-    """Sink scores of a run, with what is needed to read them.
+    """Sink scores of a run, and the data needed to read them.
 
     Attributes:
         data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] (NaN where a position does not exist
-            yet); ``token_id`` [batch, step, pos], the ids that entered the step (-1 where undecided in an
-            autoregressive run); ``masked`` and ``committed`` [batch, step, pos], still masked when the step began, and
-            given its token in it; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and
-            whatever else was recorded (`quantities`). Each axis has the numbers of its places as coordinate.
+            yet); ``token_id`` [batch, step, pos], the ids at the start of the step (-1 where undecided in an
+            autoregressive run); ``masked`` and ``committed`` [batch, step, pos]: still masked when the step began, and
+            committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and
+            any other recorded variables (`quantities`). Each axis has its indices as coordinate.
             Attributes: model, revision, family, causal (0 or 1), settings, seed, prompt_length, dtype, device,
             versions, vocabulary, special.
     """
@@ -47,16 +47,16 @@ class TrackData:
     def __init__(self, data: xr.Dataset) -> None:
         missing = [name for name in REQUIRED if name not in data]
         if missing:
-            raise TrackError(f"this dataset is no sink track: it lacks {', '.join(missing)}.")
+            raise TrackError(f"this dataset is not a sink track: it lacks {', '.join(missing)}.")
         self.data = data.assign_coords(
             {name: np.arange(data.sizes[name]) for name in AXES if name in data.sizes and name not in data.coords}
         )
 
     def __getitem__(self, name: str) -> xr.DataArray:
-        """A variable as it was recorded, or a coordinate; `scores` and `need` also leave padding out.
+        """A variable as recorded, or a coordinate; `scores` and `need` also mask padding.
 
         Raises:
-            TrackError: the track has none of this name.
+            TrackError: the track has no variable of this name.
         """
         if name not in self:
             from sinklens.sinks.quantities import quantity_of
@@ -76,22 +76,22 @@ class TrackData:
         return map(str, self.data.data_vars)
 
     def to_dataset(self) -> xr.Dataset:
-        """A Dataset of its own: variables added there or taken away leave the track as it is."""
+        """A copy as a Dataset: adding or dropping variables there does not change the track."""
         return self.data.copy()
 
     @property
     def steps(self) -> int:
-        """Recorded steps."""
+        """Number of recorded steps."""
         return self.data.sizes["step"]
 
     @property
     def causal(self) -> bool:
-        """Whether queries see earlier keys only."""
+        """Whether attention is causal."""
         return bool(self.data.attrs.get("causal", 0))
 
     @property
     def prompt_length(self) -> int:
-        """Positions before the answers, padding included."""
+        """Number of positions before the answers, including padding."""
         return int(self.data.attrs["prompt_length"])
 
     @property
@@ -108,34 +108,34 @@ class TrackData:
         """The scores in `unit`, in float32; NaN on padding and where a position does not exist yet.
 
         Raises:
-            TrackError: no such unit.
+            TrackError: the unit is unknown.
         """
         if unit not in get_args(Unit):
-            raise TrackError(f"unit is one of {', '.join(get_args(Unit))}; got {unit!r}.")
+            raise TrackError(f"unit must be one of {', '.join(get_args(Unit))}; got {unit!r}.")
         score = self.data["score"].astype(np.float32).where(self.data["is_real"])
         if unit == "sum":
             return score
         exists = score.notnull()
-        if unit == "visible" and self.causal:  # key j is seen by the queries from j on
+        if unit == "visible" and self.causal:  # queries j, j + 1, … see key j
             return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))
         fraction = score / exists.sum("pos")
         return fraction * 100 if unit == "percent" else fraction
 
     def need(self, *variables: str) -> xr.Dataset:
-        """The recorded `variables`, with padding left out.
+        """The recorded `variables`, with padding masked.
 
         Raises:
-            TrackError: one was not recorded; says how to record it.
+            TrackError: a variable was not recorded; the message says how to record it.
         """
         from sinklens.sinks.quantities import quantity_of
 
         for name in variables:
             if name not in self.data:
                 quantity = quantity_of(name)
-                asked = repr(quantity) if quantity else "a Quantity that fills it"
+                request = repr(quantity) if quantity else "a Quantity that fills it"
                 raise TrackError(
-                    f"this track holds no {name}. Record it while the run goes on: sinklens.trace(..., "
-                    f"record_sinks=Record([{asked}])), with Record from sinklens.sinks."
+                    f"this track holds no {name}. Record it during the run: sinklens.trace(..., "
+                    f"record_sinks=Record([{request}])), with Record from sinklens.sinks."
                 )
         chosen = {name: self.data[name].astype(np.float32) for name in variables}
         return xr.Dataset(
@@ -146,17 +146,18 @@ class TrackData:
         )
 
     def isel(self: Track, **places: int | np.integer | slice | Sequence[int] | np.ndarray) -> Track:
-        """Part of the track: rows, steps, layers or heads by number; all axes stay.
+        """Part of the track: rows, steps, layers or heads by index; all axes are kept.
 
-        A part of an opened track is read from disk alone: ``SinkTrack.open(path).isel(step=slice(0, 10)).top()``.
+        Only the selected part of an opened track is read from disk:
+        ``SinkTrack.open(path).isel(step=slice(0, 10)).top()``.
 
         Raises:
-            TrackError: no such axis or place.
+            TrackError: an axis or index that does not exist.
         """
         kept: dict[str, slice | list[int]] = {}
         for name, chosen in places.items():
             if name not in ("batch", "step", "layer", "head"):
-                raise TrackError(f"a track is cut along batch, step, layer or head; got {name!r}.")
+                raise TrackError(f"a track can be cut along batch, step, layer or head; got {name!r}.")
             if isinstance(chosen, slice):
                 kept[name] = chosen
                 continue
@@ -166,20 +167,22 @@ class TrackData:
         for name, chosen in kept.items():
             size = self.data.sizes[name]
             if not len(range(size)[chosen] if isinstance(chosen, slice) else chosen):
-                raise TrackError(f"{name}={places[name]!r} holds no {name} of this track, which has {size}; name one.")
+                raise TrackError(
+                    f"{name}={places[name]!r} selects no {name} of this track, which has {size}; select at least one."
+                )
         return type(self)(self.data.isel(kept))
 
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].
 
-        -1 where a head's pattern is all zero (it was set to zero, or every key was masked), and behind the
-        last where fewer than `k` positions exist.
+        -1 where a head's pattern is all zero (it was set to zero, or every key was masked), and at the remaining
+        ranks where fewer than `k` positions exist.
 
         Raises:
             TrackError: `k` is below 1 or above the number of positions.
         """
-        if not _is_whole(k) or not 1 <= k <= self.data.sizes["pos"]:
-            raise TrackError(f"k lies between 1 and {self.data.sizes['pos']}, the number of positions; got {k}.")
+        if not _is_integer(k) or not 1 <= k <= self.data.sizes["pos"]:
+            raise TrackError(f"k must be between 1 and {self.data.sizes['pos']}, the number of positions; got {k}.")
         values = self.scores().fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
         exists = np.take_along_axis(values, order, axis=-1) > -np.inf
@@ -188,35 +191,35 @@ class TrackData:
         return xr.DataArray(order, coords=coords, dims=(*AXES[:-1], "rank"))
 
     def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:
-        """Position of the strongest key at each step, of row `batch`; -1 where the head's pattern is all zero.
+        """Position of the strongest key at each step of row `batch`; -1 where the head's pattern is all zero.
 
         The strongest key is the one with the largest column sum; it is a sink only if a detector says so (`detect`).
 
         Raises:
-            TrackError: no such layer, head or row.
+            TrackError: a layer, head or row that does not exist.
         """
         self.require(layer=layer, head=head, batch=batch)
         return self.top(1).isel(layer=layer, head=head, batch=batch, rank=0).to_numpy()
 
     def require(self, **places: int | None) -> None:
-        """Refuse a place that the track does not have, e.g. ``require(layer=3, head=None)``; None is none asked for.
+        """Check that indices exist in the track, e.g. ``require(layer=3, head=None)``; None is skipped.
 
         Raises:
-            TrackError: no such layer, head, step or row, or not a whole number.
+            TrackError: a layer, head, step or row that does not exist, or an index that is not an integer.
         """
         for name, value in places.items():
             if value is None:
                 continue
             size, numbers = self.data.sizes[name], self.data[name].to_numpy().tolist()
-            if not _is_whole(value):
-                raise TrackError(f"{name} is a whole number, 0 to {size - 1}; got {value!r}.")
+            if not _is_integer(value):
+                raise TrackError(f"{name} must be an integer from 0 to {size - 1}; got {value!r}.")
             if not -size <= value < size:
-                part = "" if numbers == list(range(size)) else f" It is a part of a track, with {name}s {numbers}."
+                part = "" if numbers == list(range(size)) else f" It is part of a track and holds {name}s {numbers}."
                 raise TrackError(f"{name} {value} does not exist; this track has {size}, 0 to {size - 1}.{part}")
 
     @property
     def finished(self) -> bool:
-        """False for a track read from the store of a run that was killed: it holds the steps before that."""
+        """False for a track read from the store of a killed run, which holds only the steps completed before."""
         return bool(self.data.attrs.get("finished", 1))
 
     def __repr__(self) -> str:
@@ -225,5 +228,5 @@ class TrackData:
         return f"{type(self).__name__}({self.data.attrs.get('model', '?')}: {sizes}{unfinished})"
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

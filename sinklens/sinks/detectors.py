@@ -1,8 +1,8 @@
 """Definitions of what a sink is, as small classes with one interface.
 
-A detector answers two questions about a track, both [batch, step, layer, head, pos]: `detect`, where a sink is, and
-`strength`, how much of one (larger is more; NaN where a position does not exist). A definition that pools over heads or
-layers gives all of them the same answer. What a detector needs beside the scores it asks for by
+A detector answers two questions about a track, both [batch, step, layer, head, pos]: `detect`, where the sinks are, and
+`strength`, how strong they are (larger is stronger; NaN where a position does not exist). A definition that pools over
+heads or layers gives all of them the same answer. Detectors that need more than the scores request it with
 `SinkTrack.need`, whose error says how to record it. A new definition is one subclass:
 
     @dataclass(frozen=True)
@@ -13,8 +13,8 @@ layers gives all of them the same answer. What a detector needs beside the score
         def detect(self, track):
             return self.strength(track) > 10
 
-One way this fails: thresholds from papers belong to their unit and length. 3 above the mean is 0.6 % of all attention
-for 512 positions and 4.7 % for 64.
+Pitfall: thresholds from papers depend on unit and length. 3 above the mean is 0.6 % of all attention for 512 positions
+and 4.7 % for 64.
 """
 
 import warnings
@@ -39,19 +39,19 @@ class Detector(ABC):
         """True where `track` has a sink: [batch, step, layer, head, pos]."""
 
     def strength(self, track: TrackData) -> xr.DataArray:
-        """How much of a sink each position is, [batch, step, layer, head, pos]; by default its score."""
+        """How strong a sink each position is, [batch, step, layer, head, pos]; by default its score."""
         return track.scores()
 
 
 def require_detector(detector: object) -> None:
-    """Refuse what cannot be asked for sinks, such as the class of a detector or its name.
+    """Check that `detector` is an instance, not for example a detector class or its name.
 
     Raises:
-        TrackError: it is not a `Detector`.
+        TrackError: `detector` is not a `Detector`.
     """
     if not isinstance(detector, Detector):
-        called = f"{detector.__name__}()" if isinstance(detector, type) else "EpsilonOverMean(epsilon=3)"
-        raise TrackError(f"a detector is an object such as {called}; got {detector!r}.")
+        example = f"{detector.__name__}()" if isinstance(detector, type) else "EpsilonOverMean(epsilon=3)"
+        raise TrackError(f"a detector must be an instance such as {example}; got {detector!r}.")
 
 
 def everywhere(values: xr.DataArray, track: TrackData) -> xr.DataArray:
@@ -65,16 +65,16 @@ def over_others(values: xr.DataArray) -> xr.DataArray:
 
 
 def _numbers(detector: Detector, *names: str, above: float | int = -np.inf) -> None:
-    """Refuse thresholds that are not numbers above `above`."""
+    """Reject thresholds that are not numbers greater than `above`."""
     for name in names:
         value = getattr(detector, name)
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > above:
-            bound = "" if above == -np.inf else f" above {above:g}"
-            raise SettingError(f"{name} of {type(detector).__name__} is a number{bound}; got {value!r}.")
+            bound = "" if above == -np.inf else f" greater than {above:g}"
+            raise SettingError(f"{name} of {type(detector).__name__} must be a number{bound}; got {value!r}.")
 
 
 def _warn_if_never(never: bool, what: str, why: str) -> None:
-    """Warn of a threshold that nothing can exceed."""
+    """Warn about a threshold that no score can exceed."""
     if never:
         warnings.warn(f"{what} can never be met: {why}.", stacklevel=4)
 
@@ -83,8 +83,8 @@ def _warn_if_never(never: bool, what: str, why: str) -> None:
 class EpsilonOverMean(Detector):
     """The paper's definition (Rulli et al., 2510.15731, Eq. 3).
 
-    Position j is a sink if Ā[j] > (1 / (S − 1)) Σ_{k≠j} Ā[k] + ε, with Ā the score in `unit`. Its strength is the
-    difference of Ā[j] and the mean, to be compared with ε.
+    Position j is a sink if Ā[j] > (1 / (S − 1)) Σ_{k≠j} Ā[k] + ε, with Ā the score in `unit`. Its strength is
+    Ā[j] minus that mean, to be compared with ε.
 
     Attributes:
         epsilon: ε, in `unit`; the paper uses 3 and does not state the unit.
@@ -104,34 +104,34 @@ class EpsilonOverMean(Detector):
 
     def detect(self, track: TrackData) -> xr.DataArray:
         most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
-        other = "use unit='sum' or unit='percent'" if most == 1 else "give a smaller one"
+        advice = "use unit='sum' or unit='percent'" if most == 1 else "use a smaller epsilon"
         _warn_if_never(
             self.epsilon >= most and bounded(track), f"epsilon = {self.epsilon}",
-            f"with unit {self.unit!r} no score of this track exceeds {most}; {other}",
+            f"with unit {self.unit!r} no score of this track exceeds {most}; {advice}",
         )  # fmt: skip
         return self.strength(track) > self.epsilon
 
 
 @dataclass(frozen=True)
 class TopK(Detector):
-    """The `k` strongest keys of every head and step, whatever their score; fewer where fewer exist.
+    """The `k` strongest keys of every head and step, regardless of their score; fewer where fewer exist.
 
-    A head whose pattern is all zero has none.
+    A head with an all-zero pattern has no sink.
 
     Attributes:
-        k: how many; existing positions only.
+        k: how many keys; only positions that exist are taken.
     """
 
     k: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer):
-            raise SettingError(f"k is a number of keys; got {self.k!r}.")
+            raise SettingError(f"k must be an integer, the number of keys; got {self.k!r}.")
 
     def detect(self, track: TrackData) -> xr.DataArray:
         score = track.scores()
         if not 1 <= self.k <= score.sizes["pos"]:
-            raise TrackError(f"k lies between 1 and {score.sizes['pos']}, the number of positions; got {self.k}.")
+            raise TrackError(f"k must be between 1 and {score.sizes['pos']}, the number of positions; got {self.k}.")
         strongest = np.argsort(-score.fillna(-np.inf).to_numpy(), axis=-1, kind="stable")[..., : self.k]
         found = np.zeros(score.shape, dtype=bool)
         np.put_along_axis(found, strongest, True, axis=-1)
@@ -147,10 +147,10 @@ class MeanPlusStd(Detector):
     sigmoid(slope · (m(j) − mean − k · std)), in (0, 1), 0.5 at the threshold.
 
     Attributes:
-        k: standard deviations.
-        over: axes that the mass is averaged over; the source pools layers and heads, () judges each head alone.
-        unit: of the mass; decides what `slope` means.
-        slope: of the sigmoid, per unit of mass.
+        k: number of standard deviations.
+        over: axes over which the mass is averaged; the source pools layers and heads, () treats each head separately.
+        unit: unit of the mass, which also scales `slope`.
+        slope: slope of the sigmoid, per unit of mass.
     """
 
     k: float | int = 2.0
@@ -161,7 +161,7 @@ class MeanPlusStd(Detector):
     def __post_init__(self) -> None:
         _numbers(self, "k", "slope")
         if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
-            raise SettingError(f"over holds 'layer', 'head', both or nothing, as a tuple; got {self.over!r}.")
+            raise SettingError(f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.")
 
     def _margin(self, track: TrackData) -> xr.DataArray:
         mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)
@@ -174,24 +174,24 @@ class MeanPlusStd(Detector):
 
     def detect(self, track: TrackData) -> xr.DataArray:
         size = track.data.sizes["pos"]
-        most = (size - 1) ** 0.5  # where one position has everything
+        most = (size - 1) ** 0.5  # where one position has all the mass
         _warn_if_never(
-            self.k >= most, f"k = {self.k}", f"none of {size} positions lies {most:.3g} deviations above the mean"
+            self.k >= most, f"k = {self.k}", f"none of {size} positions can exceed the mean by {most:.3g} deviations"
         )
         return everywhere(self._margin(track) > 0, track)
 
 
 @dataclass(frozen=True)
 class SinkRate(Detector):
-    """Positions that are a sink to many heads (Gu et al., 2410.10781, Sec. 3, there for the first position).
+    """Positions that are sinks in many heads (Gu et al., 2410.10781, Sec. 3, there for the first position).
 
-    α_j = mean attention that key j receives from the queries that can see it; for bidirectional attention these are
-    all S. The rate of j is the share of (layer, head) with α_j > ε; it is the strength. Position j is a sink if its
-    rate reaches `share`.
+    α_j = mean attention that key j receives from the queries that can see it; for bidirectional attention, all S of
+    them. The rate of j, which is its strength, is the share of (layer, head) pairs with α_j > ε. Position j is a sink
+    if its rate reaches `share`.
 
     Attributes:
-        epsilon: ε on α, which lies in [0, 1]; the source uses 0.3.
-        share: of all heads of all layers; the source reports the rate and sets no bound.
+        epsilon: threshold ε on α, which is in [0, 1]; the source uses 0.3.
+        share: required share of all heads of all layers; the source reports the rate and sets no threshold.
     """
 
     epsilon: float | int = 0.3
@@ -200,7 +200,7 @@ class SinkRate(Detector):
     def __post_init__(self) -> None:
         _numbers(self, "epsilon", "share")
         if not 0 <= self.share <= 1:
-            raise SettingError(f"share is a share of all heads, 0 to 1; got {self.share}.")
+            raise SettingError(f"share, a share of all heads, must be between 0 and 1; got {self.share}.")
 
     def strength(self, track: TrackData) -> xr.DataArray:
         alpha = track.scores("visible")
@@ -215,13 +215,13 @@ class SinkRate(Detector):
 
 @dataclass(frozen=True)
 class SmallValueNorm(Detector):
-    """Positions whose value is small (One Token Is Enough, 2601.19657; value drain of 2410.13835). Needs "values".
+    """Positions with a small value vector (One Token Is Enough, 2601.19657; value drain of 2410.13835). Needs "values".
 
     r(j) = |v_j| / mean_k |v_k|, k over the positions that exist. Position j is a sink if r(j) < `ratio`; its strength
-    is 1 / r(j). The sources state no bound; 0.2 is Unifying View's (2606.08105).
+    is 1 / r(j). The sources state no threshold; 0.2 is Unifying View's (2606.08105).
 
     Attributes:
-        ratio: bound on r.
+        ratio: upper bound on r.
     """
 
     ratio: float | int = 0.2
@@ -238,7 +238,7 @@ class SmallValueNorm(Detector):
 
 @dataclass(frozen=True)
 class ResidualPeak(Detector):
-    """Massive activations in the stream that the layer reads (2402.17762). Needs "stream".
+    """Massive activations in the residual stream that the layer reads (2402.17762). Needs "stream".
 
     Position j is a sink if its peak p_j = max_c |h[j, c]| exceeds `floor` and is at least `ratio` times a median: of
     |h| over all positions and channels (``per="position"``, as in the source), or of |h[:, c]| over positions, for the
@@ -246,9 +246,9 @@ class ResidualPeak(Detector):
     is p_j / median. All heads of a layer get the same answer.
 
     Attributes:
-        ratio: times the median.
-        floor: least peak; both in the source's sizes, which belong to models of billions of parameters.
-        per: which median.
+        ratio: minimum ratio of peak to median.
+        floor: minimum peak. Both defaults are the source's, chosen for models with billions of parameters.
+        per: which median to use.
     """
 
     ratio: float | int = 1000.0
@@ -258,7 +258,7 @@ class ResidualPeak(Detector):
     def __post_init__(self) -> None:
         _numbers(self, "ratio", "floor")
         if self.per not in ("position", "channel"):
-            raise SettingError(f"per is 'position' or 'channel'; got {self.per!r}.")
+            raise SettingError(f"per must be 'position' or 'channel'; got {self.per!r}.")
 
     def strength(self, track: TrackData) -> xr.DataArray:
         median = "stream_median" if self.per == "position" else "stream_channel_median"
@@ -272,14 +272,14 @@ class ResidualPeak(Detector):
 
 @dataclass(frozen=True)
 class NoOp(Detector):
-    """Sinks that carry next to nothing (Unifying View, 2606.08105). Needs "values".
+    """Sinks that carry almost no information (Unifying View, 2606.08105). Needs "values".
 
     A position found by `among` whose value-norm ratio r(j) = |v_j| / mean_k |v_k| is below `ratio`. Its strength is
     1 / r(j).
 
     Attributes:
-        ratio: bound on r.
-        among: what a sink is in the first place.
+        ratio: upper bound on r.
+        among: detector that finds the candidate sinks.
     """
 
     ratio: float | int = 0.2
@@ -298,16 +298,16 @@ class NoOp(Detector):
 
 @dataclass(frozen=True)
 class Broadcast(Detector):
-    """Sinks that hand one message to all (Unifying View, 2606.08105). Needs "values" and "outputs".
+    """Sinks that send the same message to all queries (Unifying View, 2606.08105). Needs "values" and "outputs".
 
     A position found by `among` whose value-norm ratio r(j) is ordinary, `low` to `high`, in a head whose output
-    O = A·V has a stable rank |O|_F² / σ₁² below `rank`: every query receives much the same. Its strength is 1 / rank
-    of the head, in (0, 1].
+    O = A·V has a stable rank |O|_F² / σ₁² below `rank`: every query receives nearly the same output. Its strength is
+    1 / rank of the head, in (0, 1].
 
     Attributes:
         low, high: bounds on r.
-        rank: bound on the stable rank.
-        among: what a sink is in the first place.
+        rank: upper bound on the stable rank.
+        among: detector that finds the candidate sinks.
     """
 
     low: float | int = 0.5
@@ -320,7 +320,7 @@ class Broadcast(Detector):
         _numbers(self, "rank", above=1)
         require_detector(self.among)
         if self.low > self.high:
-            raise SettingError(f"low is at most high; got {self.low} and {self.high}.")
+            raise SettingError(f"low must not exceed high; got {self.low} and {self.high}.")
 
     def strength(self, track: TrackData) -> xr.DataArray:
         return everywhere(1 / track.need("output_rank")["output_rank"], track).where(track.scores().notnull())
@@ -332,7 +332,7 @@ class Broadcast(Detector):
 
 
 def bounded(track: TrackData) -> bool:
-    """Whether a row of the patterns sums to at most 1, as every one does but those of sigmoid attention."""
+    """Whether each row of the patterns sums to at most 1, which holds for all attention except sigmoid attention."""
     return track.data.attrs.get("attention", "softmax") != "sigmoid"
 
 

@@ -1,14 +1,14 @@
-"""What kind of token the sinks sit on, and in which state: newlines, punctuation, masks, ends, words.
+"""The kinds and states of the tokens that are sinks: newlines, punctuation, masks, end tokens, words.
 
-Every place (row, step, position) of a track has one `Kind`, from the text of its token and from where it stands, and
-one `State`: part of the prompt, still masked, or committed before the step began. Places that do not exist (padding,
-what an autoregressive run has not decoded yet, and all of its row once that has ended) are MISSING and counted nowhere.
+Each place (row, step, position) of a track has one `Kind`, from its token's text and position, and one `State`: part of
+the prompt, still masked, or committed before the step began. Places that do not exist (padding, tokens that an
+autoregressive run has not decoded yet, and every place of a row after its end) are MISSING and never counted.
 
-Whether sinks prefer a kind is a comparison: on a canvas full of masks most sinks are masks, preferred or not. So
-`enrichment` puts the share of a kind among the sinks beside its share among the positions.
+Whether sinks prefer a kind needs a baseline: on a canvas full of masks most sinks are masks, preferred or not. So
+`enrichment` compares the share of a kind among the sinks with its share among the positions.
 
-One way this fails: the shares are pooled over the steps. Where the early steps have both more masks and more sinks of
-any kind, masks look preferred although at no single step they are; ``matched`` compares within each step instead.
+Pitfall: the shares are pooled over the steps. Where early steps have both more masks and more sinks of any kind, masks
+look preferred although they are not at any single step; ``matched`` compares within each step instead.
 """
 
 import re
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """Kinds of tokens. A token is of the first that fits, in this order:
+    """Kinds of tokens. The first one that fits applies, in this order:
 
-    MISSING: padding, not there yet, or of a row that has ended. MASK: undecided. START: a beginning-of-text token, or
-    an end token on the row's first position. FILLING: an end token of the answer behind the first that the answer has
-    on the canvas of this step. END: any other end-of-sequence token. MARKUP: any other special token, or text such as
-    ``<|start_header_id|>`` and ``[INST]``. NEWLINE: white space with a line break. SPACE: other white space, or
-    nothing. PUNCTUATION: no letter or number, so also ``+`` and ``####``. DIGIT: numbers only, white space around them
-    aside. WORD: the rest, and pieces of a character, which decode to U+FFFD.
+    MISSING: padding, not decoded yet, or in a row that has ended. MASK: undecided. START: a beginning-of-text token, or
+    an end token at the row's first position. FILLING: an end token of the answer after the first end token that the
+    answer has on this step's canvas. END: any other end-of-sequence token. MARKUP: any other special token, or text
+    such as ``<|start_header_id|>`` and ``[INST]``. NEWLINE: white space with a line break. SPACE: other white space, or
+    empty text. PUNCTUATION: no letter or number, so also ``+`` and ``####``. DIGIT: only numbers, ignoring surrounding
+    white space. WORD: the rest, and pieces of a character, which decode to U+FFFD.
     """
 
     MISSING = -1
@@ -54,9 +54,9 @@ class Kind(IntEnum):
 
 
 class State(IntEnum):
-    """What a place was when the step began.
+    """The state of a place when the step began.
 
-    MISSING: as in `Kind`. MASKED: undecided. PROMPT: given. COMMITTED: decided by an earlier step.
+    MISSING: as in `Kind`. MASKED: undecided. PROMPT: given. COMMITTED: decided at an earlier step.
     """
 
     MISSING = -1
@@ -89,10 +89,10 @@ def text_kind(text: str) -> Kind:
 
 
 def token_kinds(track: SinkTrack) -> dict[int, Kind]:
-    """The kind of every token id that occurs in `track`, wherever it stands; never MISSING or FILLING.
+    """The kind of every token id that occurs in `track`, regardless of position; never MISSING or FILLING.
 
     Raises:
-        TrackError: a token has no text (the model came without a tokenizer) and is not special.
+        TrackError: a token without text (the model has no tokenizer) that is not special.
     """
     special, vocabulary = track.special, track.vocabulary
     kinds: dict[int, Kind] = {}
@@ -102,16 +102,16 @@ def token_kinds(track: SinkTrack) -> dict[int, Kind]:
     unknown = [token for token in occurring if token not in kinds and token not in vocabulary]
     if unknown:
         raise TrackError(
-            f"the text of token {unknown[0]} is not known, so its kind is not (no text for {len(unknown)} of "
-            f"{len(occurring)} tokens); record the run with a model that has a tokenizer, or ask by='state'."
+            f"token {unknown[0]} has no text, so its kind is unknown (no text for {len(unknown)} of "
+            f"{len(occurring)} tokens); record the run with a model that has a tokenizer, or use by='state'."
         )
     return {token: kinds[token] if token in kinds else text_kind(vocabulary[token]) for token in occurring}
 
 
 def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
-    """The `Kind` of every place, as its number: ``kinds(track) == Kind.NEWLINE``.
+    """The `Kind` of every place, as an integer code: ``kinds(track) == Kind.NEWLINE``.
 
-    An end token on the row's first position begins the text (in many models one token does both), and is START.
+    An end token at the row's first position begins the text (in many models one token does both), so it is START.
 
     Raises:
         TrackError: see `token_kinds`.
@@ -130,18 +130,19 @@ def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
 
 
 def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
-    """The `State` of every place, as its number: ``states(track) == State.MASKED``."""
+    """The `State` of every place, as an integer code: ``states(track) == State.MASKED``."""
     decided = np.where(_answer(track), State.COMMITTED, State.PROMPT)
     codes = np.where(track.data["masked"].to_numpy(), State.MASKED, decided)
     return _coded(np.where(_existing(track), codes, State.MISSING), State)
 
 
 def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch step layer set"]:
-    """Attention that the tokens of a kind receive together, in percent: [batch, step, layer, kind].
+    """Attention that all tokens of a kind receive together, in percent: [batch, step, layer, kind].
 
-    100 · Σ_{j∈set} a[j] / Σ_j a[j], with a[j] the score of position j averaged over the heads. Over the sets it sums
-    to 100; a set without positions absorbs 0. NaN where no head of the layer attends to anything. The last axis bears
-    the name of `by`, and its coordinate the kinds in lower case: ``absorption(track).sel(kind="newline")``.
+    100 · Σ_{j∈set} a[j] / Σ_j a[j], with a[j] the score of position j averaged over the heads. The values sum to 100
+    over the sets; a set without positions has 0. NaN where the patterns of all heads of the layer are zero. The last
+    axis is named after `by`, and its coordinate holds the kinds in lower case:
+    ``absorption(track).sel(kind="newline")``.
 
     Source: Attention Floating (2601.07894), which takes detected sinks as the set; here the sets are kinds.
 
@@ -149,7 +150,7 @@ def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch
         by: "kind" or "state".
 
     Raises:
-        TrackError: another `by`; or see `token_kinds`.
+        TrackError: an unknown `by`; or see `token_kinds`.
     """
     codes, names = _sets(track, by)
     received = track.scores().mean("head")
@@ -160,23 +161,23 @@ def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch
 
 
 def enrichment(track: SinkTrack, detector: Detector | None = None, by: str = "kind") -> xr.Dataset:
-    """Whether sinks prefer a kind of token: 1 as often as chance, 2 twice as often, 0 never. Variables [batch, kind]:
+    """Whether sinks prefer a kind of token: 1 is chance, 2 twice as often, 0 never. Variables [batch, kind]:
 
-    - ``sinks``: detected sinks of the kind, over steps, layers and heads; ``positions``: places where one could be.
+    - ``sinks``: detected sinks of the kind, over steps, layers and heads; ``positions``: places where one could occur.
     - ``sink_share``: sinks of the kind / all sinks. ``position_share``: positions of the kind / all positions.
     - ``enrichment``: sink_share / position_share.
-    - ``matched_share``: the sink_share to expect if at each step the sinks found there fell on positions at random,
+    - ``matched_share``: the expected sink_share if the sinks of each step fell on that step's positions at random,
       Σ_t sinks(t) · position_share(t) / Σ_t sinks(t). ``matched``: sink_share / matched_share.
 
     NaN: shares of sinks in a row without sinks, and ratios of a kind that the row does not have. Rows are independent
-    runs, so an interval comes from drawing rows anew and summing their ``sinks`` and ``positions``.
+    runs, so compute intervals by resampling rows and summing their ``sinks`` and ``positions``.
 
     Args:
-        detector: what a sink is; by default the paper's.
+        detector: definition of a sink; by default the paper's.
         by: "kind" or "state".
 
     Raises:
-        TrackError: another `by`; or see `token_kinds`.
+        TrackError: an unknown `by`; or see `token_kinds`.
     """
     codes, names = _sets(track, by)
     found = track.detect(detector)
@@ -203,13 +204,13 @@ def enrichment(track: SinkTrack, detector: Detector | None = None, by: str = "ki
 def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "DataFrame":
     """Which tokens are sinks, over all rows, steps, layers and heads: the paper's Table 2 (Rulli et al., 2510.15731).
 
-    One row per token id that occurs, most frequent sinks first. Columns: ``token``, its text, spaces and breaks as
-    ␣ ⏎ ␍ ⇥; ``id``; ``kind``, in lower case, wherever the token stands (so "end" for FILLING too); ``count``, sinks
-    on it; ``frequency``, count / all sinks (NaN if there are none); ``position_frequency``, its share of the existing
-    positions. frequency / position_frequency is the token's enrichment.
+    One row per token id that occurs, most frequent sinks first. Columns: ``token``, its text, with spaces and breaks as
+    ␣ ⏎ ␍ ⇥; ``id``; ``kind``, in lower case, regardless of position (so "end" for FILLING too); ``count``, number of
+    sinks on it; ``frequency``, count / all sinks (NaN if there are none); ``position_frequency``, its share of the
+    existing positions. frequency / position_frequency is the token's enrichment.
 
     Args:
-        detector: what a sink is; by default the paper's.
+        detector: definition of a sink; by default the paper's.
 
     Raises:
         TrackError: see `token_kinds`.
@@ -235,13 +236,13 @@ def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "Data
 
 
 def _existing(track: SinkTrack) -> np.ndarray:
-    """Places that are there, [batch, step, pos]: no padding, nothing still to be decoded, no row that has ended."""
-    there = track.data["is_real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
-    return there & running(track).to_numpy()[:, :, None]
+    """True at places that exist, [batch, step, pos]: not padding, already decoded, in a row that has not ended."""
+    exists = track.data["is_real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
+    return exists & running(track).to_numpy()[:, :, None]
 
 
 def _answer(track: SinkTrack) -> np.ndarray:
-    """Positions behind the prompt, [pos]."""
+    """True at positions after the prompt, [pos]."""
     return np.arange(track.data.sizes["pos"]) >= track.prompt_length
 
 
@@ -263,7 +264,7 @@ def _sets(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
         return kinds(track).to_numpy(), _names(Kind)
     if by == "state":
         return states(track).to_numpy(), _names(State)
-    raise TrackError(f"by is 'kind' or 'state'; got {by!r}.")
+    raise TrackError(f"by must be 'kind' or 'state'; got {by!r}.")
 
 
 def _per_set(values: np.ndarray, codes: np.ndarray, count: int) -> np.ndarray:
@@ -271,7 +272,7 @@ def _per_set(values: np.ndarray, codes: np.ndarray, count: int) -> np.ndarray:
     return np.stack([np.where(codes == code, values, 0).sum(axis=-1) for code in range(count)], axis=-1)
 
 
-def _ratio(part: Any, whole: Any) -> np.ndarray:
-    """`part` / `whole`; NaN where `whole` is 0, or either is NaN."""
-    part, whole = np.broadcast_arrays(np.asarray(part, dtype=np.float64), whole)
-    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)
+def _ratio(part: Any, total: Any) -> np.ndarray:
+    """`part` / `total`; NaN where `total` is 0, or either is NaN."""
+    part, total = np.broadcast_arrays(np.asarray(part, dtype=np.float64), total)
+    return np.divide(part, total, out=np.full(part.shape, np.nan), where=total != 0)

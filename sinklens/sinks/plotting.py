@@ -1,7 +1,7 @@
-"""What draws a track. This package holds data and measures; `sinklens.views` draws, and is registered here.
+"""The plotter of a track. This package holds data and measures; `sinklens.views` draws them, and is registered here.
 
-`SinkTrack.plot` calls the function that `use` was given; the package registers `sinklens.views.sink_map` when it is
-imported, without importing the drawing code before a plot is made.
+`SinkTrack.plot` calls the function that was passed to `use`. On import, sinklens registers `sinklens.views.sink_map`
+without importing the drawing code, which is loaded with the first plot.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _registered: list[Plotter] = []
 
 
 def use(plotter: Plotter) -> None:
-    """Draw tracks with `plotter(track, layer=, head=, batch=, ax=)` from now on."""
+    """Register `plotter(track, layer=, head=, batch=, ax=)` as the function that draws tracks."""
     _registered[:] = [plotter]
 
 
@@ -20,7 +20,7 @@ def plotter() -> Plotter:
     """The function that draws a track.
 
     Raises:
-        LookupError: none was registered.
+        LookupError: no plotter is registered.
     """
     if not _registered:
         raise LookupError("no plotter is registered; import sinklens, or call sinklens.sinks.plotting.use(function).")

@@ -1,13 +1,13 @@
-"""Why a position is a sink for one head: the score taken apart into lengths and direction.
+"""Why a position is a sink of a head: the attention score decomposed into lengths and direction.
 
 Attention is decided by s[i, j] = scale · q_i · k_j = scale · |q_i| · |k_j| · cos(q_i, k_j) (Attention Floating,
-2601.07894). A softmax compares the keys of one query with each other, and |q_i| is common to them. So a key draws
-attention because it is long, or because it points where the queries point; long queries only sharpen the difference.
-`decompose` puts each factor beside that of the other keys; `why` does so for one head of a run, on rotated queries and
-keys.
+2601.07894). A softmax compares the keys of one query with each other, and |q_i| is common to them. So a key attracts
+attention because it is long, or because it points in the direction of the queries; long queries only sharpen the
+difference. `decompose` compares each factor with that of the other keys; `why` does so for one head of a run, on
+rotated queries and keys.
 
-One way this fails: the factors are means over queries. A key that a few queries score very high can receive the most
-attention with an ordinary mean score; `Reason` then says so.
+Limitation: the factors are means over queries. A key that a few queries score very high can receive the most attention
+with an ordinary mean score; `Reason` reports this case.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ from torch import Tensor
 from sinklens.errors import TrackError
 
 _VERDICTS = {
-    "uniform": "no more than if all keys were alike",
-    "few": "by a few queries, its mean score is not above the other keys'",
-    "key_norm": "chiefly because its key is longer",
-    "cosine": "chiefly because its key points along the queries more",
-    "rest": "chiefly because the longer ones of the other keys point away from the queries",
+    "uniform": "no more than if all keys were equal",
+    "few": "from a few queries; its mean score is not above the other keys'",
+    "key_norm": "mainly because its key is longer",
+    "cosine": "mainly because its key is better aligned with the queries",
+    "rest": "mainly because the longer of the other keys point away from the queries",
 }
 
 
 @runtime_checkable
 class Readable(Protocol):
-    """A model whose points can be read in one pass, as `sinklens.Model`."""
+    """A model whose hook points can be read in one pass, such as `sinklens.Model`."""
 
     @property
     def cfg(self) -> Any:
-        """Lengths of the axes, and ``device``."""
+        """Sizes of the axes, and ``device``."""
 
     @property
     def config(self) -> Any:
@@ -45,7 +45,7 @@ class Readable(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """None where there is none."""
+        """The tokenizer, or None."""
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Logits, and the values of the points in ``names_filter``."""
@@ -57,7 +57,7 @@ class Run(Protocol):
 
     @property
     def canvas(self) -> Int[Tensor, "batch step pos"]:
-        """Ids as each step worked on them, and as the last left them."""
+        """Ids at the start of each step, and after the last one."""
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -69,12 +69,12 @@ class Reason:
     """Why one position receives the attention of one head; `print` it for one line.
 
     Attributes:
-        layer, head, step: where.
-        position: on the canvas, padding included, as in the sink track.
-        token_id: the token there when the step began.
+        layer, head, step: the head and step.
+        position: canvas position, including padding, as in the sink track.
+        token_id: token at the position when the step began.
         text: its text; None without a tokenizer.
-        share: of the head's attention, in [0, 1].
-        uniform: the share it would have if every query looked at all keys it may see alike.
+        share: share of the head's attention, in [0, 1].
+        uniform: the share it would have if every query attended equally to all keys it may see.
         factors: `decompose` over the keys of the canvas; the coordinate ``key`` is the position.
     """
 
@@ -90,10 +90,11 @@ class Reason:
 
     @property
     def chief(self) -> str:
-        """What makes it the sink that it is, in one word.
+        """The main reason why the position is a sink, as one word.
 
-        "uniform": it is none, its share is not above uniform; "few": its mean score is not above the other keys', so a
-        few queries make its share; else the largest part of ``score_excess``: "key_norm", "cosine" or "rest".
+        "uniform": it is not a sink, its share is not above uniform; "few": its mean score is not above the other keys',
+        so its share comes from a few queries; otherwise the largest part of ``score_excess``: "key_norm", "cosine" or
+        "rest".
         """
         here = self.factors.sel(key=self.position)
         if self.share <= self.uniform:
@@ -121,23 +122,23 @@ def decompose(
 ) -> xr.Dataset:
     """The factors of the attention scores s[i, j] = scale · |q_i| · |k_j| · cos(q_i, k_j), per key j.
 
-    Means go over the queries i that may see j and some other key; where a query sees one key alone there is nothing to
-    compare. x̄_i is the mean of x over the other keys that query i may see. Variables [key], in float64:
+    Means are over the queries i that may see j and at least one other key; a query that sees a single key has nothing
+    to compare. x̄_i is the mean of x over the other keys that query i may see. Variables [key], in float64:
 
     - ``key_norm`` |k_j|; ``query_norm`` mean |q_i|; ``cosine`` mean cos(q_i, k_j); ``score`` mean s[i, j].
     - ``key_norm_ratio`` |k_j| / mean x̄_i of the key norms; ``cosine_excess``, ``score_excess``: mean (x − x̄_i), since a
-      ratio of values of either sign says nothing. ``query_norm_ratio``: query_norm / its mean over the other keys; it
-      differs from 1 under causal order alone, where keys have different queries.
+      ratio is meaningless for values of either sign. ``query_norm_ratio``: query_norm / its mean over the other keys;
+      it differs from 1 only under causal order, where keys have different queries.
     - ``from_key_norm`` mean scale · |q_i| (|k_j| − |k̄|_i)(cos + cos̄_i) / 2, and ``from_cosine`` mean scale · |q_i|
-      (cos − cos̄_i)(|k_j| + |k̄|_i) / 2: what of score_excess the length of the key accounts for, and what its
-      direction. ``from_rest`` is what they leave: −mean scale · |q_i| · cov_i, the covariance of length and cosine
+      (cos − cos̄_i)(|k_j| + |k̄|_i) / 2: the parts of score_excess due to the length of the key and to its
+      direction. ``from_rest`` is the remainder: −mean scale · |q_i| · cov_i, the covariance of length and cosine
       among the other keys. The three sum to score_excess.
 
-    NaN, but for key_norm, where no such query may see the key; a zero vector has cosine 0.
+    All except key_norm are NaN where no such query may see the key; a zero vector has cosine 0.
 
     Args:
-        scale: factor on the scores, 1 / √d_head as a rule.
-        seen: True where a query may see a key; None is everywhere.
+        scale: factor on the scores, usually 1 / √d_head.
+        seen: True where a query may see a key; None means everywhere.
     """
     query, key = query.detach().cpu().double(), key.detach().cpu().double()  # not every device has float64
     dots, length = query @ key.T, query.norm(dim=1)[:, None]
@@ -167,17 +168,17 @@ def why(
 ) -> Reason:
     """Why a position is the strongest key of a head at a step: `decompose` on its rotated queries and keys.
 
-    One pass of `model` over the canvas that the step worked on, without padding and undecided -1; grouped heads get the
-    key of their group. Hooks of the run are not applied again, so under an intervention the share can differ from the
-    run's sink track.
+    One pass of `model` over the step's canvas, without padding and undecided positions (-1); grouped heads use the key
+    of their group. Hooks of the run are not applied again, so under an intervention the share can differ from the run's
+    sink track.
 
     Args:
-        step, layer, head, row: which; negative counts from the end.
-        position: which position to explain, on the canvas with its padding; by default the one that receives most.
+        step, layer, head, row: indices; negative ones count from the end.
+        position: canvas position to explain, including padding; by default the one that receives the most attention.
 
     Raises:
-        TrackError: no such step, layer, head, row or position, the position is padding or not decoded yet, or the run
-            is of a model of another kind or vocabulary.
+        TrackError: a step, layer, head, row or position that does not exist, a position that is padding or not decoded
+            yet, or a run of a model of another kind or vocabulary.
     """
     _check_model(model, run)
     step = _place("step", step, run.canvas.shape[1] - 1)
@@ -201,22 +202,24 @@ def why(
 
 
 def _check_model(model: Readable, run: Run) -> None:
-    """Refuse the canvas of a model of another kind or vocabulary, whose ids mean something else."""
-    own = getattr(run, "model", None)
-    if own is None or own is model:
+    """Reject the canvas of a model of another kind or vocabulary, whose ids mean something else."""
+    run_model = getattr(run, "model", None)
+    if run_model is None or run_model is model:
         return
-    kinds = [(bool(one.config.is_causal), one.cfg.d_vocab) for one in (model, own)]
+    kinds = [(bool(one.config.is_causal), one.cfg.d_vocab) for one in (model, run_model)]
     if kinds[0] != kinds[1]:
-        told = ["{} with {} tokens".format("autoregressive" if causal else "diffusion", size) for causal, size in kinds]
-        raise TrackError(f"the model is {told[0]}, the run's {told[1]}; give the model that made the run.")
+        names = [
+            "{} with {} tokens".format("autoregressive" if causal else "diffusion", size) for causal, size in kinds
+        ]
+        raise TrackError(f"the model is {names[0]}, the run's {names[1]}; pass the model that made the run.")
 
 
 def _read(
     model: Readable, ids: Int[Tensor, " pos"], layer: int, head: int
 ) -> tuple[Float[Tensor, "query d_head"], Float[Tensor, "key d_head"], Float[Tensor, " key"]]:
-    """Rotated queries and keys of a head, and the attention that its keys receive."""
+    """Rotated queries and keys of a head, and the attention received by each key."""
     points = [f"blocks.{layer}.attn.{name}" for name in ("hook_rot_q", "hook_rot_k", "hook_sink_scores")]
-    quiet = getattr(model, "tree", model)  # a Model warns of canvases without masks, as a run's last is
+    quiet = getattr(model, "tree", model)  # a Model warns about canvases without masks, such as a run's last
     with torch.no_grad():
         _, cache = quiet.run_with_cache(ids[None].to(model.cfg.device), names_filter=points)
     query, key, received = (cache[name][0] for name in points)
@@ -225,24 +228,24 @@ def _read(
 
 def _place(name: str, value: int, size: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TrackError(f"{name} is a whole number, 0 to {size - 1}; got {value!r}.")
+        raise TrackError(f"{name} must be an integer from 0 to {size - 1}; got {value!r}.")
     if not -size <= value < size:
         raise TrackError(f"{name} {value} does not exist; this run has {size}, 0 to {size - 1}.")
     return value % size
 
 
 def _index(position: int, positions: Sequence[int], length: int) -> int:
-    """Where `position` stands among those of the pass."""
+    """Index of `position` among the positions of the pass."""
     position = _place("position", position, length)
     if position not in positions:
         raise TrackError(
-            f"position {position} is padding or not decoded yet at this step; it has {positions[0]} to {positions[-1]}."
+            f"position {position} is padding or not decoded yet at this step; choose {positions[0]} to {positions[-1]}."
         )
     return positions.index(position)
 
 
 class _Others:
-    """Means over the other keys of a query, and over the queries that have a choice."""
+    """Means over the other keys of a query, and over the queries that see more than one key."""
 
     def __init__(self, seen: Bool[Tensor, "query key"]) -> None:
         self.seen = seen
@@ -255,11 +258,11 @@ class _Others:
         return (visible.sum(dim=1, keepdim=True) - visible) / self.count.clamp(min=1)
 
     def over_queries(self, values: Float[Tensor, "query key"]) -> Float[Tensor, " key"]:
-        """For each key, the mean over the queries that may see it and another; NaN where there are none."""
+        """For each key, the mean over the queries that may see it and another key; NaN without such a query."""
         return torch.where(self.choice, values, 0.0).sum(dim=0) / self.choice.sum(dim=0)
 
 
 def _leave_one_out(values: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
     """For each key, the mean over the others that are not NaN."""
-    there = ~values.isnan()
-    return (values.nansum() - values.nan_to_num()) / (there.sum() - there.long())
+    valid = ~values.isnan()
+    return (values.nansum() - values.nan_to_num()) / (valid.sum() - valid.long())

@@ -1,11 +1,11 @@
-"""What can be recorded of a run beside its sink scores, one small class each.
+"""Quantities that a run can record in addition to its sink scores, one small class each.
 
-A `Quantity` names a hook point below a block, says what to keep of its value in a pass, how to join that with earlier
-passes where a key/value cache lets a pass compute new positions only, and which variables of the track come of it.
-Everything is measured after whatever hooks and trace blocks have done to the value.
+A `Quantity` names a hook point inside a block and defines what to keep of its value in a pass, how to join that with
+earlier passes when a key/value cache limits a pass to new positions, and which variables of the track result. Values
+are measured after all hooks and trace blocks have edited them.
 
-One way this fails: a median over positions needs all of them, so `Stream` and `Outputs` hold a step's values of every
-layer until the step ends, as much memory as one activation of each layer.
+Limitation: a median over positions needs all of them, so `Stream` and `Outputs` hold the values of every layer until
+the step ends, as much memory as one activation per layer.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,9 @@ class Quantity(ABC):
     """One quantity of every layer and step.
 
     Attributes:
-        name: how `Record` asks for it.
-        point: hook point below a block, in any accepted spelling.
-        variables: variables of the track that it fills, with their axes behind batch, step and layer.
+        name: its name in `Record`.
+        point: hook point inside a block, in any accepted spelling.
+        variables: track variables that it fills, with their axes after batch, step and layer.
     """
 
     name: ClassVar[str]
@@ -32,33 +32,33 @@ class Quantity(ABC):
     variables: ClassVar[Variables]
 
     def keep(self, value: Tensor) -> Tensor:
-        """What is held of the point's value until the step ends; by default all of it."""
+        """The part of the point's value to hold until the step ends; by default all of it."""
         return value.detach()
 
     def join(self, before: Tensor, now: Tensor) -> Tensor:
-        """Positions of earlier passes and new ones; by default put side by side along the position axis."""
+        """Join positions of earlier passes and new ones; by default concatenated along the position axis."""
         return torch.cat([before, now], dim=1)
 
     @abstractmethod
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
-        """The step's variables.
+        """Compute the step's variables.
 
         Args:
-            kept: of all positions that exist.
-            real: False on padding; of the positions that exist.
-            heads: query heads of the layer.
+            kept: kept values of all positions that exist.
+            real: False on padding; for the positions that exist.
+            heads: number of query heads of the layer.
 
         Returns:
-            Each of `variables`, [batch, ...]; an axis "pos" has the positions that exist. Floating-point numbers are
-            recorded in float32.
+            Each of `variables`, [batch, ...]; an axis "pos" covers the positions that exist. Floating-point numbers
+            are recorded in float32.
         """
 
 
 class Scores(Quantity):
     """The sink scores Σ_i A[i, j]: ``score`` [head, pos]. Always recorded.
 
-    They are what ``hook_sink_scores`` shows: a trace block that asks for that point before it edits the pattern of the
-    same layer is served early, and the recorded scores are then those before the edit.
+    They are the values of ``hook_sink_scores``: a trace block that reads this point before it edits the pattern of the
+    same layer gets its value early, and the recorded scores are then those before the edit.
     """
 
     name = "scores"
@@ -66,18 +66,18 @@ class Scores(Quantity):
     variables: ClassVar[Variables] = {"score": ("head", "pos")}
 
     def join(self, before: Float[Tensor, "batch head earlier"], now: Float[Tensor, "batch head key"]) -> Tensor:
-        """Rows of a causal pattern never change, so the column sums of new rows are added to those before."""
+        """Rows of a causal pattern never change, so the column sums of new rows are added to the earlier ones."""
         return now + torch.nn.functional.pad(before, (0, now.shape[-1] - before.shape[-1]))
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
-        """As they are."""
+        """The scores, unchanged."""
         return {"score": kept.float()}
 
 
 class Values(Quantity):
     """Norms of the values, |v_j|: ``value_norm`` [head, pos]; grouped heads share a value head and its norm.
 
-    Source: the norms that One Token Is Enough (2601.19657) and Active-Dormant Heads (2410.13835) look at.
+    Source: the norms studied in One Token Is Enough (2601.19657) and Active-Dormant Heads (2410.13835).
     """
 
     name = "values"
@@ -85,7 +85,7 @@ class Values(Quantity):
     variables: ClassVar[Variables] = {"value_norm": ("head", "pos")}
 
     def keep(self, value: Float[Tensor, "batch pos kv_head d_head"]) -> Tensor:
-        """The norms alone."""
+        """The norms."""
         return value.detach().float().norm(dim=-1)
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class Stream(Quantity):
         return value.detach().abs()
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
-        """Peaks and medians; a row's padding counts in none."""
+        """Peaks and medians; padding is excluded from the medians."""
         peak, channel = kept.float().max(dim=-1)
         medians = [(row[keep].median(), row[keep].median(dim=0).values) for row, keep in zip(kept, real, strict=True)]
         per_channel = torch.stack([channels for _, channels in medians]).float()
@@ -153,5 +153,5 @@ BY_NAME: dict[str, type[Quantity]] = {kind.name: kind for kind in (Values, Strea
 
 
 def quantity_of(variable: str) -> str | None:
-    """Name of the built-in quantity that fills `variable` of a track; None if none does."""
+    """Name of the built-in quantity that fills `variable` of a track, or None."""
     return next((name for name, kind in BY_NAME.items() if variable in kind.variables), None)

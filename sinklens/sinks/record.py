@@ -1,6 +1,6 @@
-"""What a run records of its sinks, and where to.
+"""What a run records about its sinks, and where.
 
-One way this fails: patterns of many steps and layers are kept in memory, [batch, head, query, key] each.
+Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, key] each.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ class Record:
     """What a run records: ``sinklens.trace(..., record_sinks=Record(["values"], to="run.zarr"))``.
 
     Attributes:
-        quantities: beside the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable rank of head
-            outputs), or `Quantity` objects of your own.
-        patterns: whole attention patterns of these (step, layer) places, kept in ``run.patterns``; negative numbers
-            count from the end. Watching a pattern makes it explicit, which can change logits in their last bits.
+        quantities: recorded in addition to the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable
+            rank of head outputs), or custom `Quantity` objects.
+        patterns: (step, layer) pairs whose full attention patterns are kept in ``run.patterns``; negative numbers count
+            from the end. Recording a pattern uses explicit attention, which can change the last bits of the logits.
         to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
-            the number of steps; a run that is killed leaves the steps it finished. None keeps the track in memory.
-        dtype: of floating-point variables on disk, "float32" or "float16" (three significant digits, up to 65,504; the
-            ones of "stream", which can be larger, stay in float32).
-        overwrite: an earlier track at `to` is replaced when the run's first step ends. Tracks that were opened from
-            there and not yet read are lost: ``track.data.load()`` keeps one.
+            the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
+        dtype: type of floating-point variables on disk, "float32" or "float16" (three significant digits, up to
+            65,504; the variables of "stream", which can be larger, stay in float32).
+        overwrite: replace an earlier track at `to` when the run's first step ends. Tracks that were opened from there
+            and not yet read are lost; call ``track.data.load()`` first to keep one.
 
     Raises:
-        SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are no (step,
-            layer) pairs, or a place to append to that is not a new ``*.zarr`` folder.
+        SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are not (step,
+            layer) pairs, or a `to` that is not a new ``*.zarr`` folder.
     """
 
     quantities: Sequence[str | Quantity] = ()
@@ -45,47 +45,47 @@ class Record:
 
     def __post_init__(self) -> None:
         if isinstance(self.quantities, str):
-            raise SettingError(f"quantities is a list of names; write quantities=[{self.quantities!r}].")
+            raise SettingError(f"quantities must be a list of names; write quantities=[{self.quantities!r}].")
         for quantity in self.quantities:
             if not isinstance(quantity, Quantity) and quantity not in BY_NAME:
                 raise SettingError(
-                    f"no quantity is called {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
+                    f"unknown quantity {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
                 )
-        self._refuse_twice()
+        self._refuse_duplicates()
         if not all(isinstance(place, Sequence) and len(place) == 2 for place in self.patterns):
-            raise SettingError(f"patterns is a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
+            raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         for number in (number for place in self.patterns for number in place):
             if isinstance(number, bool) or not isinstance(number, int | np.integer):
-                raise SettingError(f"patterns holds (step, layer) pairs of whole numbers; got {number!r}.")
+                raise SettingError(f"patterns must hold (step, layer) pairs of integers; got {number!r}.")
         if self.dtype not in ("float32", "float16"):
-            raise SettingError(f"dtype of a recording is 'float32' or 'float16'; got {self.dtype!r}.")
+            raise SettingError(f"dtype of a recording must be 'float32' or 'float16'; got {self.dtype!r}.")
         if self.to is None and (self.overwrite or self.dtype != "float32"):
             raise SettingError(
-                "overwrite= and dtype= are of a recording on disk; give to='run.zarr'. A track in memory is float32, "
-                "and run.sinks.save(path, dtype) writes it."
+                "overwrite= and dtype= apply only to a recording on disk; pass to='run.zarr'. A track in memory is "
+                "float32; run.sinks.save(path, dtype) writes it."
             )
         if self.to is not None and Path(self.to).suffix != ".zarr":
             raise SettingError(
-                f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. To get one file, call "
-                f"run.sinks.save('sinks.nc') afterwards."
+                f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. For a single file, call "
+                f"run.sinks.save('sinks.nc') after the run."
             )
         if self.to is not None:
             refuse_existing(self.to, self.overwrite)
 
-    def _refuse_twice(self) -> None:
+    def _refuse_duplicates(self) -> None:
         chosen = self.chosen()
         for what, names in (
-            ("are called", [part.name for part in chosen]),
+            ("have the name", [part.name for part in chosen]),
             (
                 "fill the variable",
                 [*CANVASES, "is_real", "unmask_step", *(name for part in chosen for name in part.variables)],
             ),
         ):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise SettingError(f"two of a track's quantities {what} {twice[0]!r}; give yours another name.")
+            duplicates = sorted({name for name in names if names.count(name) > 1})
+            if duplicates:
+                raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
 
     def chosen(self) -> list[Quantity]:
-        """The scores, then what was asked for, each once."""
-        asked = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
-        return list({(part.name, type(part)): part for part in [Scores(), *asked]}.values())
+        """The scores, then the requested quantities, without duplicates."""
+        requested = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
+        return list({(part.name, type(part)): part for part in [Scores(), *requested]}.values())

@@ -1,15 +1,15 @@
-"""Where a recorder puts the steps of a run: main memory, or a Zarr store on disk.
+"""Where a recorder keeps the steps of a run: main memory, or a Zarr store on disk.
 
-A `Store` takes one step after the other and gives an xarray.Dataset in the end. `ZarrStore` writes each step as chunks
-of its own and then, in its attributes, how many steps are whole, while the next step is computed. Nothing it needs is
-ever away: files are replaced, not removed, and a run that is killed at any moment leaves a store that opens with the
-steps that were written.
+A `Store` takes the steps in order and returns an xarray.Dataset at the end. While the next step is computed,
+`ZarrStore` writes each step as separate chunks and then updates the number of complete steps in its attributes. No file
+it needs is ever missing: files are replaced, not removed, and a run that is killed at any moment leaves a store that
+opens with the steps that were written.
 
 Size: a step of scores takes layers × heads × positions × 4 bytes (2 in float16). LLaDA-8B (32 layers, 32 heads) at
-1,024 positions: 4.2 MB, or 2.1 MB in float16, where its full patterns take 2.1 GB in bfloat16.
+1,024 positions: 4.2 MB, or 2.1 MB in float16; its full patterns would take 2.1 GB in bfloat16.
 
-One way this fails: each chunk is a file, so a run of many short steps makes many small files; `SinkTrack.save` makes
-one file of them.
+Limitation: each chunk is a file, so a run of many short steps creates many small files; `SinkTrack.save` combines them
+in one file.
 """
 
 import json
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
-WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # beyond float16's 65,504 in some models
+WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # above float16's 65,504 in some models
 FORMAT = "sinklens sink track 2"
-FORMATS = ("sinklens sink track 1", FORMAT)  # that can be opened; 1 calls is_real "real"
-PLACES = ("batch", "step", "layer", "head", "pos")  # axes whose coordinates are their numbers
-WRITTEN = "steps_written"  # attribute of a Zarr store: steps that are whole
-FINISHED = "finished"  # attribute: 0 until the run has come to its end
+FORMATS = ("sinklens sink track 1", FORMAT)  # formats that can be opened; 1 calls is_real "real"
+PLACES = ("batch", "step", "layer", "head", "pos")  # axes whose coordinates are their indices
+WRITTEN = "steps_written"  # attribute of a Zarr store: number of complete steps
+FINISHED = "finished"  # attribute: 0 until the run has ended
 
 
 class Store(ABC):
@@ -45,42 +45,42 @@ class Store(ABC):
 
     @abstractmethod
     def append(self, step: Mapping[str, np.ndarray]) -> None:
-        """One more step: variable -> [batch, ...] without a step axis."""
+        """Add a step: variable -> [batch, ...] without a step axis."""
 
     @abstractmethod
-    def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
-        """Attributes, and variables [batch, pos] of the whole run; a later call replaces an earlier one's."""
+    def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
+        """Set attributes, and variables [batch, pos] of the run; a later call replaces those of an earlier one."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until every step given so far is kept."""
+        """Wait until every step appended so far is stored."""
 
     @abstractmethod
     def dataset(self) -> xr.Dataset | None:
-        """All steps, once the run has come to its end; None before the first."""
+        """All steps, once the run has ended; None if there is no step."""
 
 
 class MemoryStore(Store):
     """Steps in main memory.
 
     Args:
-        axes: variable -> its axes behind batch and step.
+        axes: variable -> its axes after batch and step.
     """
 
     def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
         self._axes = CANVASES | dict(axes)
         self._steps: dict[str, list[np.ndarray]] = {name: [] for name in self._axes}
         self._attrs: dict[str, Any] = {}
-        self._whole_run: dict[str, np.ndarray] = {}
+        self._per_run: dict[str, np.ndarray] = {}
 
     def append(self, step: Mapping[str, np.ndarray]) -> None:
-        """Keep it."""
+        """Keep the step."""
         for name, value in step.items():
             self._steps[name].append(value)
 
-    def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
-        """Keep them."""
-        self._attrs, self._whole_run = dict(attrs), dict(whole_run)
+    def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
+        """Keep the attributes and variables."""
+        self._attrs, self._per_run = dict(attrs), dict(per_run)
 
     def flush(self) -> None:
         """Nothing to wait for."""
@@ -93,24 +93,24 @@ class MemoryStore(Store):
             name: (("batch", "step", *axes), np.stack(self._steps[name], axis=1)) for name, axes in self._axes.items()
         }
         return xr.Dataset(
-            stacked | {name: (("batch", "pos"), value) for name, value in self._whole_run.items()}, attrs=self._attrs
+            stacked | {name: (("batch", "pos"), value) for name, value in self._per_run.items()}, attrs=self._attrs
         )
 
 
 class ZarrStore(Store):
-    """Steps in a Zarr store at `path`, a new folder, made when the first step comes; plain xarray opens it, too.
+    """Steps in a Zarr store at `path`, a new folder created with the first step; plain xarray can open it, too.
 
-    A thread of its own writes, in the order of the calls, and is one call behind at most: the next call waits for it,
-    and raises what went wrong.
+    A separate thread writes, in the order of the calls, at most one call behind: the next call waits for it and raises
+    its error, if any.
 
     Args:
-        axes: variable -> its axes behind batch and step.
-        steps: steps planned; the arrays are that long, `WRITTEN` says how many of them there are.
-        dtype: of floating-point variables on disk; those in `WIDE` stay in float32.
-        overwrite: an earlier track at `path` goes away when the first step comes.
+        axes: variable -> its axes after batch and step.
+        steps: planned number of steps; the arrays have this length, `WRITTEN` says how many steps are complete.
+        dtype: type of floating-point variables on disk; those in `WIDE` stay in float32.
+        overwrite: replace an earlier track at `path` when the first step arrives.
 
     Raises:
-        SettingError: something is there already that may not be replaced.
+        SettingError: `path` exists and may not be replaced.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ZarrStore(Store):
         self._arrays: dict[str, Any] = {}
         self._done = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sinklens-zarr")
-        self._behind: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     @cached_property
     def _group(self) -> Any:
@@ -130,7 +130,7 @@ class ZarrStore(Store):
 
         old = beside(self.path, "old")
         restore(self.path, old)
-        if self.path.exists():  # moved first, so that a kill leaves either the earlier track or none
+        if self.path.exists():  # moved first, so that a kill leaves the earlier track or nothing
             self.path.replace(old)
         group = zarr.open_group(self.path, mode="w-")
         group.update_attributes({"format": FORMAT, WRITTEN: 0, FINISHED: 0})
@@ -138,10 +138,10 @@ class ZarrStore(Store):
         return group
 
     def _consolidate(self) -> None:
-        """List all arrays in the group's own metadata, where xarray looks for them first."""
+        """List all arrays in the group's metadata, where xarray looks for them first."""
         import zarr
 
-        with warnings.catch_warnings():  # that other readers of format 3 may not know such lists
+        with warnings.catch_warnings():  # other readers of format 3 may not know such lists
             warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
             self._group = zarr.consolidate_metadata(self._group.store)
 
@@ -150,26 +150,26 @@ class ZarrStore(Store):
         try:
             yield
         except OSError as error:
-            kept = f"The {self._done} steps before this one are whole and open with SinkTrack.open. "
+            kept = f"The {self._done} steps before this one are complete; open them with SinkTrack.open. "
             raise SinklensError(
                 f"could not write to {self.path}: {error}. {kept if self._done else ''}Make room or choose another "
                 f"place."
             ) from error
 
     def append(self, step: Mapping[str, np.ndarray]) -> None:
-        """Write it; it counts once all its variables are on disk."""
+        """Write the step; it counts once all its variables are on disk."""
         self.flush()
-        self._behind = self._thread.submit(self._append, dict(step))
+        self._pending = self._thread.submit(self._append, dict(step))
 
     def flush(self) -> None:
-        """Wait until all is on disk.
+        """Wait until everything is on disk.
 
         Raises:
-            SinklensError: it could not be written.
+            SinklensError: the step could not be written.
         """
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            behind.result()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def _append(self, step: Mapping[str, np.ndarray]) -> None:
         with self._writing():
@@ -185,7 +185,7 @@ class ZarrStore(Store):
         self._done += 1
 
     def _create(self, name: str, axes: tuple[str, ...], value: np.ndarray, planned: tuple[int, ...] = ()) -> None:
-        """An array that holds `value` once per step, or once; every chunk of it is a file, whatever is in it."""
+        """Create an array that holds `value` once per step, or once; every chunk is a file, even if it is empty."""
         floating = np.issubdtype(value.dtype, np.floating)
         first, *sizes = value.shape
         self._arrays[name] = self._group.create_array(
@@ -199,7 +199,7 @@ class ZarrStore(Store):
         )
 
     def _number(self, sizes: Mapping[str, int], step: Mapping[str, np.ndarray]) -> None:
-        """The coordinates: numbers along each axis."""
+        """Write the coordinates: indices along each axis."""
         found = dict(sizes)
         for name, value in step.items():
             found |= dict(zip(("batch", *self._axes[name]), value.shape, strict=True))
@@ -209,15 +209,15 @@ class ZarrStore(Store):
                 self._create(axis, (axis,), numbers)
                 self._arrays[axis][:] = numbers
 
-    def describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
-        """Write them."""
+    def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
+        """Write the attributes and variables."""
         self.flush()
-        self._behind = self._thread.submit(self._describe, dict(attrs), dict(whole_run))
+        self._pending = self._thread.submit(self._describe, dict(attrs), dict(per_run))
 
-    def _describe(self, attrs: Mapping[str, Any], whole_run: Mapping[str, np.ndarray]) -> None:
+    def _describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
         with self._writing():
-            new = [name for name in whole_run if name not in self._arrays]
-            for name, value in whole_run.items():
+            new = [name for name in per_run if name not in self._arrays]
+            for name, value in per_run.items():
                 if name in new:
                     self._create(name, ("batch", "pos"), value)
                 self._arrays[name][:] = value
@@ -226,7 +226,7 @@ class ZarrStore(Store):
             self._group.update_attributes({"format": FORMAT, **attrs})
 
     def dataset(self) -> xr.Dataset | None:
-        """The steps, read from disk when they are asked for; the run is over."""
+        """The steps, read lazily from disk; marks the run as finished."""
         self.flush()
         if self._done == 0:
             return None
@@ -237,20 +237,19 @@ class ZarrStore(Store):
 
 
 def refuse_existing(path: str | Path, overwrite: bool = False) -> None:
-    """A run appends to a new store, or with `overwrite` in place of an earlier track.
+    """Check that a run may record at `path`: a new store, or with `overwrite` an earlier track.
 
     Raises:
-        SettingError: something is at `path`, and either is no track or may not be replaced.
+        SettingError: `path` exists and is not a track, or may not be replaced.
     """
     restore(Path(path), beside(Path(path), "old"))
     if not Path(path).exists():
         return
     if not is_store(Path(path)):
-        raise SettingError(f"{path} exists and is not a sink track; choose another place.")
+        raise SettingError(f"{path} exists and is not a sink track; choose another path.")
     if not overwrite:
         raise SettingError(
-            f"{path} exists already; a run replaces a recording only where Record(..., overwrite=True) says so. "
-            f"Choose another place."
+            f"{path} already exists; choose another path, or replace the recording with Record(..., overwrite=True)."
         )
 
 
@@ -263,12 +262,12 @@ def is_store(path: Path) -> bool:
 
 
 def beside(path: Path, state: str) -> Path:
-    """The hidden folder beside a store that holds its "part" or its "old" one."""
+    """The hidden folder next to a store that holds its "part" or "old" version."""
     return path.with_name(f".{path.stem}.{state}.zarr")
 
 
 def restore(path: Path, old: Path) -> None:
-    """Undo a replacement that was interrupted before the new store was in place, and clear one that was not."""
+    """Undo a replacement that was interrupted before the new store was in place; otherwise delete the old store."""
     if old.exists() and not path.exists():
         old.replace(path)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The sink track that a run returns: its data (data.py), detection, drawing and files.
 
-Known limit: a track that was opened from disk reads its variables when they are used; keep the file until then.
+Caveat: a track opened from disk reads its variables when they are used; keep the file until then.
 """
 
 from collections.abc import Sequence
@@ -23,68 +23,68 @@ __all__ = ["SinkTrack", "Unit", "build_track"]
 
 
 class SinkTrack(TrackData):
-    """Sink scores of a run, with what is needed to read them; `TrackData` lists the variables of `data`."""
+    """Sink scores of a run, and the data needed to read them; `TrackData` lists the variables of `data`."""
 
     def detect(self, detector: Detector | None = None) -> Bool[xr.DataArray, "batch step layer head pos"]:
-        """True where `detector` sees a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3.
+        """True where `detector` finds a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3.
 
         Raises:
-            TrackError: `detector` is not a detector, lacks a recorded quantity, or gives something else than truth
-                values on the five axes of the scores.
+            TrackError: `detector` is not a detector, needs a quantity that was not recorded, or does not return
+                booleans on the five axes of the scores.
         """
         if detector is not None:
             require_detector(detector)
         found, score = (detector or EpsilonOverMean()).detect(self), self.data["score"]
         if found.dims != score.dims or found.shape != score.shape or found.dtype != bool:
             raise TrackError(
-                f"detect of {type(detector).__name__} gave {found.dtype} over {dict(found.sizes)}; it must give bool "
-                f"over {dict(score.sizes)}. sinklens.sinks.everywhere puts values that lack an axis on all five."
+                f"detect of {type(detector).__name__} returned {found.dtype} over {dict(found.sizes)}; it must return "
+                f"bool over {dict(score.sizes)}. sinklens.sinks.everywhere broadcasts values to all five axes."
             )
         return found
 
     def plot(
         self, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
     ) -> "Axes":
-        """Step × position map of the scores of one head, or averaged over those not named; strongest keys marked."""
+        """Plot scores over steps × positions, averaged over layers or heads not given; marks strongest keys."""
         return plotting.plotter()(self, layer=layer, head=head, batch=batch, ax=ax)
 
     def save(
         self, path: str | Path, dtype: Literal["float32", "float16"] = "float32", *, overwrite: bool = True
     ) -> Path:
-        """Write to one NetCDF-4 file, or to a Zarr store if `path` ends in ``.zarr``; nothing half-written stays.
+        """Write one NetCDF-4 file, or a Zarr store if `path` ends in ``.zarr``; leaves no partial files.
 
         Args:
-            dtype: of the recorded quantities on disk. float16 keeps three significant digits of numbers up to 65,504;
-                those of "stream" can be larger and stay in float32. Only h5netcdf and h5py read float16 from a NetCDF
-                file, since the format does not know it.
-            overwrite: replace an earlier track at `path`; False refuses. Anything else there is never replaced.
+            dtype: type of the recorded quantities on disk. float16 keeps three significant digits of numbers up to
+                65,504; those of "stream" can be larger and stay in float32. Only h5netcdf and h5py read float16 from a
+                NetCDF file, since it is not part of the format.
+            overwrite: replace an earlier track at `path`; False raises instead. Other files are never replaced.
 
         Raises:
-            SinklensError: it cannot be written; the track is still in memory.
-            TrackError: something is at `path` that is not a sink track, or `overwrite` is False.
+            SinklensError: the file cannot be written; the track is still in memory.
+            TrackError: `path` exists and is not a sink track, or `overwrite` is False.
         """
         return files.save(self, Path(path), dtype, overwrite)
 
     @classmethod
     def open(cls, path: str | Path) -> "SinkTrack":
-        """Open a saved track, or the store a run appended to (also an unfinished one); read when asked for.
+        """Open a saved track, or the store that a run appended to (even an unfinished one); data are read lazily.
 
         Raises:
-            TrackError: no such file, truncated, or written by something else.
+            TrackError: the file does not exist, is truncated, or is not a sink track.
         """
         return cls(files.open_dataset(Path(path)))
 
     @classmethod
     def concat(cls, tracks: "Sequence[SinkTrack]") -> "SinkTrack":
-        """The rows of several tracks of one model and settings in one, e.g. of batches of prompts.
+        """Concatenate the rows of tracks of one model and settings, e.g. of batches of prompts.
 
-        Shorter prompts are padded on the left, runs that ended earlier on the right (their later steps are NaN).
+        Shorter prompts are padded on the left; runs that ended earlier are padded with missing (NaN) steps.
 
         Raises:
-            TrackError: nothing to put together, or runs that differ in model, settings or what was recorded.
+            TrackError: no tracks, or runs that differ in model, settings or recorded quantities.
         """
         if isinstance(tracks, SinkTrack) or not all(isinstance(track, SinkTrack) for track in tracks):
-            raise TrackError("concat takes a list of tracks: SinkTrack.concat([first.sinks, second.sinks]).")
+            raise TrackError("concat takes a list of tracks; write SinkTrack.concat([first.sinks, second.sinks]).")
         return cls(files.concat([track.data for track in tracks]))
 
 
@@ -98,21 +98,21 @@ def build_track(
     attrs: dict[str, Any],
     **recorded: Any,
 ) -> SinkTrack:
-    """A track from plain arrays, e.g. of attention that another program computed.
+    """Build a track from plain arrays, e.g. of attention computed by another program.
 
     Args:
-        attrs: strings, numbers or lists of them; ``model`` and ``prompt_length`` at least.
+        attrs: strings, numbers or lists of them; at least ``model`` and ``prompt_length``.
         **recorded: variables of built-in quantities, [batch, step, layer, ...], such as ``value_norm``.
 
     Raises:
-        TrackError: `recorded` holds a variable of no built-in quantity.
+        TrackError: `recorded` holds a variable that no built-in quantity fills.
     """
     from sinklens.sinks.quantities import BY_NAME
 
     axes = {name: tail for kind in BY_NAME.values() for name, tail in kind.variables.items()}
     unknown = sorted(set(recorded) - set(axes))
     if unknown:
-        raise TrackError(f"{', '.join(unknown)}: no such variable; known: {', '.join(axes)}.")
+        raise TrackError(f"unknown variables {', '.join(unknown)}; known: {', '.join(axes)}.")
     places = ("batch", "step", "pos")
     data = xr.Dataset(
         {

@@ -1,4 +1,4 @@
-"""Open a denoising run as a block (`trace`), or carry one out (`generate`)."""
+"""Open a denoising run as a block (`trace`), or run one without a block (`generate`)."""
 
 from sinklens.tracing.session import Trace, generate, trace
 from sinklens.tracing.steps import Steps

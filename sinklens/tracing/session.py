@@ -1,14 +1,14 @@
-"""`trace` and `generate`: open a denoising run, or just carry it out.
+"""`trace` and `generate`: denoising runs with and without a block.
 
-The body of ``with sinklens.trace(model, prompt) as t:`` does not run where it stands. nnsight captures it and runs it
-in step with the model: it pauses wherever it asks for a value, the model runs until it has computed that value, and the
-body goes on, perhaps after changing it. sinklens adds the steps (steps.py): before each step the sampler offers the
-step's number at a location of its own; ``for step in t.steps`` waits there, and after the last step it is told that the
-run is over, so the loop ends and the statements after it run.
+The body of ``with sinklens.trace(model, prompt) as t:`` does not execute in place. nnsight captures it and runs it
+interleaved with the model: it pauses at each value it requests, the model runs until it has computed that value, and
+the body resumes and may change the value. sinklens adds the steps (steps.py): before each step the sampler serves the
+step's number at a separate location; ``for step in t.steps`` waits there. After the last step it receives `RUN_ENDED`,
+so the loop ends and the statements after it run.
 
-One way this fails: points must be asked for in the order a step reaches them. nnsight would serve a point asked for too
-late from the *next* step, silently. At the end of every step sinklens looks who still waits for a point, and raises
-`HookOrderError` on the line that asked.
+Silent failure: points must be requested in the order in which a step reaches them. nnsight would serve a point
+requested too late from the *next* step, without an error. At the end of every step sinklens checks for requests that
+are still waiting and raises `HookOrderError` on the requesting line.
 """
 
 from collections.abc import Sequence
@@ -46,39 +46,40 @@ def trace(
 ) -> "Trace":
     """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
 
-    Inside the block, `t` gives and takes the values of every step by name:
+    Inside the block, `t` reads and writes the values of every step by name:
 
         for step in t.steps:                                  # or t.steps[8:], t.steps[[0, 5]], t.steps[-1]
             pattern = t["blocks.2.attn.hook_pattern"]         # [batch, head, query, key]
             t["blocks.2.attn.hook_pattern"][:, 3] = 0         # changes what the model computes
 
-    After it, `t` holds what `Generation` holds: ``t.text``, ``t.tokens``, ``t.canvas``, ``t.unmask_step``, ``t.sinks``.
-    Names that the block assigns are available after it.
+    After the block, `t` has the attributes of `Generation`: ``t.text``, ``t.tokens``, ``t.canvas``, ``t.unmask_step``,
+    ``t.sinks``. Variables assigned in the block are available after it.
 
     Args:
-        model: a `Model`, or anything `sinklens.load` takes.
+        model: a `Model`, or anything `sinklens.load` accepts.
         prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
         seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
-            three exceptions: with ``threshold=`` a row waits for the slowest, in steps that change nothing of it; a
-            waiting step counts for interventions that act on the step before or on given steps; and at a temperature
-            above 0 copies of one prompt in one batch are drawn different random numbers.
-        chat_template: True puts text through the tokenizer's chat template; a string is used as the template.
+            three exceptions: with ``threshold=`` a finished row waits for the slowest, in steps that do not change it;
+            these waiting steps count for interventions that act on the previous step or on given steps; and at a
+            temperature above 0, copies of one prompt in one batch get different random numbers.
+        chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
             the step. They are removed when the run ends.
-        record_sinks: keep the sink scores of every step, layer and head; a `sinks.Record` says what else, and where to.
-        replay: an earlier run of the same prompts; its canvas is forced at every step, so that each step's effect of
-            an intervention stands alone. Or canvases [batch, steps + 1, pos] as ``run.canvas`` holds them, changed as
-            one likes from the second on; the run ends early where one of them leaves nothing to decide.
+        record_sinks: record the sink scores of every step, layer and head; a `sinks.Record` sets what else to record,
+            and where.
+        replay: an earlier run of the same prompts; its canvas is forced at every step, which isolates the effect of an
+            intervention in each step. Or canvases [batch, steps + 1, pos] like ``run.canvas``, with any changes from
+            the second on; the run ends early if one of them leaves nothing to decide.
         progress: show a progress bar; by default on a terminal, after a few seconds.
-        **settings: of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or `AutoregressiveSettings`. Those
-            left out are the checkpoint's own, then the sampler's defaults; with ``gen_length=``, the checkpoint's own
-            ``steps`` and ``block_length`` are dropped, because the three belong together.
+        **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
+            `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing
+            ``gen_length`` resets the checkpoint's ``steps`` and ``block_length``.
 
     Raises:
-        PromptError: the prompt is empty, too long, holds the mask token, or is text for a model without a tokenizer.
-        SettingError: an unknown setting, or one out of range.
-        HookNameError: a name in `hooks` (or in the block) that no point bears.
-        HookOrderError: the block asked for a point that the step had passed.
+        PromptError: the prompt is empty, too long, contains the mask token, or is text for a model without a tokenizer.
+        SettingError: a setting is unknown or out of range.
+        HookNameError: a name in `hooks` (or in the block) is not a hook point.
+        HookOrderError: the block requested a point that the step had already passed.
     """
     return Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
 
@@ -95,26 +96,26 @@ def generate(
     progress: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Generation:
-    """Carry out a run without a block.
+    """Run denoising without a block.
 
         run = sinklens.generate(model, prompts, gen_length=64, hooks=[("blocks.1.attn.hook_z", fn)])
         run.text, run.canvas, run.unmask_step, run.sinks
 
-    `trace` says more of each argument, and of what is raised.
+    See `trace` for details of the arguments and the errors raised.
 
     Args:
-        model: a `Model`, or anything `sinklens.load` takes.
+        model: a `Model`, or anything `sinklens.load` accepts.
         prompt: a string, a list of strings, or token ids [pos] or [batch, pos].
-        seed: of the random numbers, which are each row's own.
-        chat_template: True for the tokenizer's chat template; or a template.
+        seed: seed of the random numbers, which each row draws separately.
+        chat_template: True for the tokenizer's chat template, or a template string.
         hooks: ``[(name or predicate, fn(value, hook)), …]`` and interventions.
-        record_sinks: keep sink scores; a `sinks.Record` says what else.
+        record_sinks: record sink scores; a `sinks.Record` sets what else to record.
         replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
         progress: show a progress bar; None shows it on a terminal, after a few seconds.
-        **settings: of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
+        **settings: settings of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
 
     Returns:
-        What is left of the run: text, canvases, when each token was decided, sinks.
+        The result of the run: text, canvases, when each token was decided, and sinks.
     """
     denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
     _refuse_nesting(denoising.model)
@@ -133,15 +134,15 @@ def _denoising(
     replay: Replayable | Tensor | None,
     progress: bool | None,
 ) -> Denoising:
-    held = load(model)
-    if held.has_edits:
+    loaded = load(model)
+    if loaded.has_edits:
         raise SinklensError(
-            "this model carries edits of model.edit(), which act in single traces (model.trace) and not in runs. Give "
-            "the change as hooks=[(name, fn)], or write it into the block of sinklens.trace; model.clear_edits() takes "
-            "edits away."
+            "this model has edits from model.edit(), which act in single traces (model.trace) but not in runs. Pass "
+            "the change as hooks=[(name, fn)], or write it in the block of sinklens.trace; model.clear_edits() removes "
+            "the edits."
         )
     return Denoising(
-        held,
+        loaded,
         prompt,
         given=dict(settings),
         seed=seed,
@@ -154,14 +155,14 @@ def _denoising(
 
 
 def _refuse_nesting(model: Model) -> None:
-    """A run inside a block of the same model would serve its own values to that block.
+    """Reject a run inside a block of the same model, which would receive that run's values.
 
     Raises:
         HookOrderError: a block of `model` is running.
     """
     if model.handover.running:
         raise HookOrderError(
-            f"a trace block of {model.name} is running; another run of the same model cannot begin inside it. Run it "
+            f"a trace block of {model.name} is running; another run of the same model cannot start inside it. Run it "
             f"before or after the block, or on a second model (sinklens.load again)."
         )
 
@@ -173,7 +174,7 @@ class Trace(BlockTracer):
         super().__init__(denoising.model)
         self._denoising = denoising
         self._generation: Generation | None = None
-        self._handles: list[Any] = []  # of the points that `cache` keeps
+        self._handles: list[Any] = []  # hooks on the points that `cache` keeps
         self.server: StepServer | None = None
         self.steps = Steps(self)
 
@@ -182,9 +183,9 @@ class Trace(BlockTracer):
 
     @property
     def generation(self) -> Generation:
-        """What is left of the run, as `generate` would return it."""
+        """The result of the run, as `generate` would return it."""
         if self._generation is None:
-            raise HookOrderError("t.generation is known after the run; read it below the `with` block.")
+            raise HookOrderError("t.generation is available after the run; read it below the `with` block.")
         return self._generation
 
     @property
@@ -193,12 +194,12 @@ class Trace(BlockTracer):
         return self.steps
 
     def all(self) -> Steps:
-        """nnsight's name for all of `steps`."""
+        """nnsight's name for `steps`, all of them."""
         return self.steps
 
     @property
     def planned(self) -> int:
-        """Steps planned; fewer run where all rows end early."""
+        """Number of planned steps; fewer run if all rows end early."""
         return self._denoising.settings.steps
 
     @property
@@ -208,48 +209,53 @@ class Trace(BlockTracer):
 
     @property
     def step(self) -> int | None:
-        """The step being run; None outside the block."""
+        """The current step; None outside the block."""
         return self._denoising.model.tree.watch.step
 
     def stop(self) -> None:
-        """End the run here; what follows in the block is not run.
+        """End the run here; the rest of the block does not run.
 
-        The steps before this one are kept, the one in which it stands is not: in step 6, ``t.steps_run`` is 6. In step
-        0 nothing but the start is left: every answer position is a mask, and ``t.sinks`` is None.
+        Earlier steps are kept, the current one is not: after ``t.stop()`` in step 6, ``t.steps_run`` is 6. In step 0
+        only the initial canvas remains: every answer position is a mask, and ``t.sinks`` is None.
 
         Raises:
-            SinklensError: no step has begun, as before the loop over ``t.steps``; raised where the block ends.
-            HookOrderError: it stands outside the block.
+            SinklensError: no step has begun, as before the loop over ``t.steps``; raised at the end of the block.
+            HookOrderError: called outside the block.
         """
         if not self.running:
-            raise HookOrderError("t.stop() ends a run from inside its `with sinklens.trace(...)` block; there is none.")
+            raise HookOrderError(
+                "t.stop() was called outside its `with sinklens.trace(...)` block; call it inside the block."
+            )
         super().stop()
 
     def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:
-        """Keep the values of points from here on, as TransformerLens `ActivationCache` objects by step.
+        """Cache the values of points from here on, as TransformerLens `ActivationCache` objects by step.
 
             caches = t.cache(["blocks.2.hook_resid_post"], steps=[0, 5])    # in the block
             caches[5]["blocks.2.hook_resid_post"]                           # after it
 
-        What is kept is what the block's edits have left. Without names, or with nnsight modules instead of names, this
-        is nnsight's own ``cache``.
+        Values are cached after the block's edits. Without names, or with nnsight modules instead of names, this is
+        nnsight's ``cache``.
 
         Args:
             names: points in any accepted spelling, one or a list, or a predicate on names.
-            steps: numbers of steps; negative ones count from the end. None means all.
+            steps: step indices; negative ones count from the end. None means all.
 
         Raises:
-            HookNameError: no such point or module.
-            SettingError: no such step, or an option of nnsight's cache beside names of points (or the reverse).
-            HookOrderError: it stands outside the block or after the run, or a step has passed.
+            HookNameError: a point or module does not exist.
+            SettingError: a step does not exist, or options of nnsight's cache are combined with names of points (or the
+                reverse).
+            HookOrderError: called outside the block or after the run, or a step has passed.
         """
         if names is None or not _names_points(names):
             if steps is not None:
-                raise SettingError("steps= belongs to t.cache(names) of hook points; nnsight's cache keeps every step.")
+                raise SettingError(
+                    "steps= requires names of hook points, t.cache(names, steps=...); nnsight's cache keeps every step."
+                )
             return super().cache(**options) if names is None else super().cache(names, **options)
         if options:
             raise SettingError(
-                f"{', '.join(options)}= belongs to nnsight's cache(modules=...), not to names of points."
+                f"{', '.join(options)}= applies to nnsight's cache(modules=...), not to names of points; leave it out."
             )
         chosen = self._cached_steps(steps)
         tree = self._denoising.model.tree
@@ -264,31 +270,30 @@ class Trace(BlockTracer):
         return kept
 
     def _cached_steps(self, steps: Sequence[int] | None) -> frozenset[int]:
-        """The steps that `cache` keeps, all of them still to come."""
+        """The steps that `cache` keeps, none of which may have passed."""
         server, chosen = self.server, within("step", steps, self.planned)
         if server is None or not self.running or server.over:
             raise HookOrderError(
-                "t.cache(names) keeps what comes after it, so it stands inside the `with sinklens.trace(...)` block, "
-                "before the steps it keeps."
+                "t.cache(names) keeps values computed after the call: call it inside the `with sinklens.trace(...)` "
+                "block, before the steps to keep."
             )
         if not chosen:
-            raise SettingError("t.cache(names, steps=[]) keeps nothing; leave steps out to keep all.")
+            raise SettingError("t.cache(names, steps=[]) keeps nothing; omit steps to keep all.")
         if steps is not None and server.step is not None and chosen[0] < server.step:
             raise HookOrderError(
-                f"step {chosen[0]} cannot be kept any more, the run is at step {server.step}; t.cache stands before "
-                f"the steps that it keeps."
+                f"step {chosen[0]} has passed, the run is at step {server.step}; call t.cache before the steps to keep."
             )
         return frozenset(chosen)
 
     def __getitem__(self, name: str) -> Any:
-        """The value at the hook point `name` in this step; an in-place edit of it takes effect."""
+        """The value at the hook point `name` in this step; in-place edits take effect."""
         return self._point(name).output
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Replace the value at the hook point `name` in this step.
 
         Raises:
-            HookFunctionError: `value` has another shape than the one there.
+            HookFunctionError: `value` has a different shape than the value at this point.
         """
         point = self._point(name)
         refuse_shape(
@@ -301,8 +306,8 @@ class Trace(BlockTracer):
         resolved = model.tree.resolve(name)
         if not self.running:
             raise HookOrderError(
-                f"t[{name!r}] has a value only while the run goes on: read it inside the `with sinklens.trace(...)` "
-                f"block and keep it in a variable. After the block, t.canvas, t.sinks and t.text remain."
+                f"t[{name!r}] has a value only during the run: read it inside the `with sinklens.trace(...)` block and "
+                f"assign it to a variable. After the block, t.canvas, t.sinks and t.text remain available."
             )
         return model.get(resolved)
 
@@ -311,14 +316,12 @@ class Trace(BlockTracer):
             raise AttributeError(name)
         if name in Generation.__dataclass_fields__ or name in ("tokens", "text", "steps_run"):
             if self._generation is None:
-                raise HookOrderError(f"t.{name} is known after the run; read it below the `with` block.")
+                raise HookOrderError(f"t.{name} is available after the run; read it below the `with` block.")
             return getattr(self._generation, name)
         model = self._denoising.model
         if model.has_child(name):
             return getattr(model, name)
-        raise AttributeError(
-            f"a trace has no attribute {name!r}; hook points are read as t['blocks.0.hook_resid_pre']."
-        )
+        raise AttributeError(f"a trace has no attribute {name!r}; read hook points as t['blocks.0.hook_resid_pre'].")
 
     if TYPE_CHECKING:
 
@@ -327,17 +330,17 @@ class Trace(BlockTracer):
     def begin(self) -> None:
         """Called before the block runs."""
         if self._generation is not None:
-            raise SinklensError("this trace has run already; call sinklens.trace(...) again for another run.")
+            raise SinklensError("this trace has already run; call sinklens.trace(...) again for another run.")
         _refuse_nesting(self._denoising.model)
         self.server = StepServer(self._denoising.model)
 
     def rows(self) -> Rows:
-        """Under guidance, a block sees the conditional rows of a pass; otherwise all rows."""
+        """The rows that a block sees: under guidance the conditional rows of a pass, otherwise all."""
         rows = self._denoising.rows
         return Rows(rows, 2 * rows if self._denoising.guided else rows)
 
     def carry_out(self) -> Generation:
-        """The run."""
+        """Run all steps and store the result."""
         assert self.server is not None
         self._denoising.carry_out([self.server])
         self.server.close()
@@ -345,13 +348,13 @@ class Trace(BlockTracer):
         return self._generation
 
     def end(self) -> None:
-        """Called when the block has run, also after an error."""
+        """Called after the block has run, including after an error."""
         self.server = None
         for handle in self._handles:
             handle.remove()
 
     def execute(self, code: CodeType) -> None:
-        """Run the captured body in step with the sampler, then hand the names it assigned back to its frame."""
+        """Run the captured body interleaved with the sampler, then copy the names it assigned to its frame."""
         super().execute(code)
         if self._generation is None:  # t.stop() ended the run
             self._generation = self._denoising.result()

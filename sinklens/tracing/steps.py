@@ -1,10 +1,10 @@
-"""How a trace block and the sampler keep step.
+"""Synchronization of a trace block with the sampler's steps.
 
-Before each step the sampler serves the step's number at a location of its own, `STEP`; a block that loops over
-`Steps` waits there. After the last step it is served `RUN_ENDED`, so the loop ends and the statements after it run.
+Before each step the sampler serves the step's number at a separate location, `STEP`; a block that loops over `Steps`
+waits there. After the last step it serves `RUN_ENDED`, so the loop ends and the statements after it run.
 
-One way this fails: nnsight would serve a point that a block asks for too late from the *next* step, silently. At the
-end of every step `StepServer` looks who still waits for a point, and raises on the line that asked.
+Silent failure: if a block requests a point too late, nnsight would serve it from the *next* step, without an error. At
+the end of every step `StepServer` checks for requests that are still waiting and raises on the requesting line.
 """
 
 import operator
@@ -23,10 +23,10 @@ RUN_ENDED = object()  # served at STEP instead of a number when the run has ende
 
 
 class StepServer:
-    """Offers every step's number to the blocks that wait for it, and finds those that wait in vain.
+    """Serves every step's number to waiting blocks, and detects requests that can no longer be served.
 
     Attributes:
-        step: the step being run, or the last one; None before the first.
+        step: the current step, or the last one; None before the first.
         over: whether the run has ended.
     """
 
@@ -43,22 +43,22 @@ class StepServer:
         self._handover.serve(STEP, step)
 
     def after(self, step: int, state: "State") -> None:
-        """Look who still waits for a point of the step that just ended."""
+        """Reject requests for points of the step that just ended."""
         self._refuse(
             step,
-            f"was asked for in step {step} after the step had passed it. Points are read in the order a step reaches "
-            f"them (model.hook_names()): move this line up, or ask in the next step.",
+            f"was requested in step {step} after the step had passed it. Points must be read in the order in which a "
+            f"step reaches them (model.hook_names()): move this line up, or request it in the next step.",
         )
 
     def close(self) -> None:
-        """The run is over: end the loops that wait for another step."""
+        """End the loops that wait for another step after the run has ended."""
         self.over = True
         self._handover.release(STEP, RUN_ENDED)
         ran = 0 if self.step is None else self.step + 1
-        self._refuse(None, f"was asked for when the run was over; it had {ran} steps.")
+        self._refuse(None, f"was requested after the run had ended; it had {ran} steps.")
 
     def _refuse(self, step: int | None, why: str) -> None:
-        """Raise, on the line that waits for a point, that it waits in vain."""
+        """Raise `HookOrderError` on a line that waits for a point that will not be served."""
         self._handover.refuse_late(step, lambda place: HookOrderError(f"{place!r} {why}"))
 
 
@@ -68,11 +68,11 @@ class Owner(Protocol):
 
     @property
     def planned(self) -> int:
-        """Steps planned."""
+        """Number of planned steps."""
 
     @property
     def server(self) -> StepServer | None:
-        """Offers the steps; None before the block runs."""
+        """Serves the steps; None before the block runs."""
 
     @property
     def running(self) -> bool:
@@ -80,11 +80,11 @@ class Owner(Protocol):
 
 
 class Steps:
-    """Which steps a block visits: all, or a selection.
+    """The steps that a block visits: all, or a selection.
 
-    ``t.steps[8:]``, ``t.steps[::2]``, ``t.steps[[0, 5]]``, ``t.steps[-1]`` and ``t.steps.at(0.5)`` select. Negative
-    numbers and fractions count from the number of steps planned; a run that ends early ends the loop. Iterating waits
-    for each step in turn and gives its number.
+    ``t.steps[8:]``, ``t.steps[::2]``, ``t.steps[[0, 5]]``, ``t.steps[-1]`` and ``t.steps.at(0.5)`` are selections.
+    Negative indices and fractions refer to the number of planned steps; a run that ends early ends the loop. Iteration
+    waits for each step in turn and yields its number.
     """
 
     def __init__(self, owner: Owner, chosen: Sequence[int] | None = None) -> None:
@@ -92,7 +92,7 @@ class Steps:
         self._chosen = list(range(owner.planned)) if chosen is None else list(chosen)
 
     def __len__(self) -> int:
-        """Steps selected; of ``t.steps`` itself, those planned."""
+        """Number of selected steps; for ``t.steps`` itself, of planned steps."""
         return len(self._chosen)
 
     def __repr__(self) -> str:
@@ -102,65 +102,65 @@ class Steps:
         """A selection, visited in ascending order.
 
         Raises:
-            SettingError: a step that the run does not have, something else than numbers of steps, an empty list, or a
-                selection of a selection.
+            SettingError: a step does not exist, the key is not made of step indices, it is an empty list, or the
+                steps are already a selection.
         """
         total = self._owner.planned
         if self._selected:
-            raise SettingError(f"t.steps{self._chosen} is a selection already; select from t.steps itself.")
+            raise SettingError(f"t.steps{self._chosen} is already a selection; select from t.steps itself.")
         if isinstance(key, slice):
             return Steps(self._owner, sorted(_sliced(key, total)))
         wanted = list(key) if isinstance(key, Iterable) and not isinstance(key, str) and _sized(key) else [key]
         if not wanted:
-            raise SettingError("t.steps[[]] names no step, so its loop would never run; leave the loop out.")
+            raise SettingError("t.steps[[]] selects no step, so its loop would never run; leave the loop out.")
         return Steps(self._owner, sorted({_number(step, total) for step in wanted}))
 
     def at(self, *fractions: float) -> "Steps":
         """The steps at fractions of the run: 0 is the first, 1 the last."""
         for fraction in fractions:
             if not 0 <= fraction <= 1:
-                raise SettingError(f"a fraction of the run lies between 0 and 1; got {fraction}.")
+                raise SettingError(f"a fraction of the run must be between 0 and 1; got {fraction}.")
         return self[[round(fraction * (self._owner.planned - 1)) for fraction in fractions]]
 
     def __iter__(self) -> Iterator[int]:
         server = self._owner.server
         if server is None or not self._owner.running:
-            raise HookOrderError("t.steps can be walked only inside the `with sinklens.trace(...)` block.")
+            raise HookOrderError("t.steps can be iterated only inside the `with sinklens.trace(...)` block.")
         for step in self._chosen:
             if server.step is not None and (step < server.step or (server.over and step == server.step)):
-                where = "is over" if server.over else f"is at step {server.step}"
+                where = "has already ended" if server.over else f"is already at step {server.step}"
                 raise HookOrderError(
-                    f"step {step} was asked for, but the run {where} already; steps are visited in order, "
-                    f"each in one loop. Put both loops' statements into one loop over t.steps."
+                    f"step {step} was requested, but the run {where}; steps are visited in order, "
+                    f"each in one loop. Put the statements of both loops into one loop over t.steps."
                 )
             if server.over or (step != server.step and wait_for(STEP, step) is RUN_ENDED):
                 return
             yield step
-        if self._chosen and not server.over:  # what follows the loop belongs after its last step, not into it
+        if self._chosen and not server.over:  # statements after the loop run after its last step, not during it
             wait_for(STEP, self._chosen[-1] + 1)
 
     def __enter__(self) -> Any:
-        raise HookOrderError("`with t.iter[...]:` is no loop over steps; write `for step in t.steps[...]:`.")
+        raise HookOrderError("`with t.iter[...]:` does not loop over steps; write `for step in t.steps[...]:`.")
 
     def __exit__(self, *_: object) -> None: ...
 
 
-_AT = "Steps are whole numbers; fractions of the run are t.steps.at(0.5)."
+_AT = "Steps are integers; for a fraction of the run use t.steps.at(0.5)."
 
 
 def _sized(key: Any) -> bool:
-    """Whether `key` is a list of steps, not a number in a tensor or array without axes."""
+    """Whether `key` is a list of steps, not a tensor or array without axes."""
     return getattr(key, "ndim", 1) > 0
 
 
-def _whole(value: Any) -> int:
-    """`value` as a number.
+def _integer(value: Any) -> int:
+    """`value` as an integer.
 
     Raises:
-        SettingError: it is none, or True or False.
+        SettingError: it is not an integer, or it is True or False.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        raise SettingError(f"t.steps takes numbers of steps, not {bool(value)}; a mask selects nothing. {_AT}")
+        raise SettingError(f"t.steps takes step indices, not {bool(value)}; boolean masks are not supported. {_AT}")
     try:
         return operator.index(value)
     except TypeError:
@@ -168,8 +168,8 @@ def _whole(value: Any) -> int:
 
 
 def _number(step: Any, total: int) -> int:
-    """A step counted from the start of the run."""
-    number = _whole(step)
+    """The step as an index from 0."""
+    number = _integer(step)
     if not -total <= number < total:
         raise SettingError(
             f"step {number} does not exist; this run has {total} steps, 0 to {total - 1} "
@@ -182,11 +182,11 @@ def _sliced(key: slice, total: int) -> range:
     """The steps of a slice.
 
     Raises:
-        SettingError: an end that is no whole number, a stride of 0, or a start beyond the run.
+        SettingError: a bound is not an integer, the stride is 0, or the slice starts beyond the run.
     """
-    start, stop, stride = (None if end is None else _whole(end) for end in (key.start, key.stop, key.step))
+    start, stop, stride = (None if bound is None else _integer(bound) for bound in (key.start, key.stop, key.step))
     if stride == 0:
-        raise SettingError("a slice of steps has a stride of 1 or more; got 0.")
+        raise SettingError("the stride of a slice of steps must not be 0.")
     if start is not None and not -total <= start <= total:
         raise SettingError(f"a slice of steps that starts at {start} is empty; this run has {total} steps.")
     return range(total)[slice(start, stop, stride)]

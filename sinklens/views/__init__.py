@@ -1,4 +1,4 @@
-"""Pictures of runs: `report` (one HTML file), `attention` (CircuitsVis heads), figures, and the terminal view."""
+"""Views of runs: `report` (one HTML file), `attention` (CircuitsVis heads), figures, and the terminal view."""
 
 from sinklens.views.attention import attention
 from sinklens.views.charts import (

@@ -1,13 +1,13 @@
 """CircuitsVis's attention heads, in a notebook and in a file that opens offline.
 
-CircuitsVis draws with a script that lies inside its Python package. A view here is one whole document that holds this
-script (compressed) and the numbers, so it needs neither a network nor anything else on the page around it; a notebook
-shows it in a frame of its own. CircuitsVis's own display would ask an outside server at every draw and fall back on a
+CircuitsVis draws with a script shipped in its Python package. A view here is one self-contained document that holds
+this script (compressed) and the numbers, so it needs neither a network nor the surrounding page; a notebook shows it in
+a separate frame. CircuitsVis's built-in display would contact an outside server at every draw and fall back on a
 content-delivery network.
 
-One way this fails: CircuitsVis makes an object of every cell of every head, about 40 µs each, and again whenever the
-pointer enters a head. Above `CELLS` cells neighbouring positions are put together, each block showing its largest
-value; the view says so.
+Limitation: CircuitsVis creates an object for every cell of every head, about 40 µs each, and again whenever the pointer
+enters a head. Above `CELLS` cells, neighbouring positions are merged into blocks that show their largest value; the
+view says so.
 """
 
 import html
@@ -35,17 +35,17 @@ def attention(
 ) -> "AttentionView":
     """CircuitsVis's view of the attention heads of one step and layer.
 
-    In a notebook the result shows itself; ``.save("heads.html")`` writes it. The upper triangle is hidden for causal
-    models alone. Where heads × positions² exceeds `CELLS`, blocks of neighbouring positions show their largest value;
+    A notebook displays the result; ``.save("heads.html")`` writes it to a file. The upper triangle is hidden only for
+    causal models. If heads × positions² exceeds `CELLS`, blocks of neighbouring positions show their largest value;
     fewer `heads` give smaller blocks.
 
     Args:
-        t: a run, after its block.
-        step, layer, row: which; negative numbers count from the end.
-        heads: some of the heads; None for all.
+        t: a finished run, or a trace after its block.
+        step, layer, row: indices; negative numbers count from the end.
+        heads: indices of the heads to show; None for all.
 
     Raises:
-        TrackError: no such step, layer, row or head, or the pattern cannot be had (see `pattern_at`).
+        TrackError: no such step, layer, row or head, or the pattern is unavailable (see `pattern_at`).
     """
     run = generation_of(t)
     pattern = pattern_at(run, step, layer, row).numpy()
@@ -69,8 +69,8 @@ class AttentionView:
     """A drawing of attention heads; see `attention`.
 
     Attributes:
-        document: the whole HTML document.
-        height: of the frame that a notebook gives it, in pixels.
+        document: the complete HTML document.
+        height: height of the notebook frame, in pixels.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class AttentionView:
         self.document = HEADS.document(data=circuitsvis_chunk() + json_block("props", {"props": props, "note": note}))
 
     def save(self, path: str | Path) -> Path:
-        """Write one HTML file that needs nothing else.
+        """Write one self-contained HTML file.
 
         Raises:
-            SinklensError: it cannot be written.
+            SinklensError: the file cannot be written.
         """
         with atomic_write(path) as part:
             part.write_text(self.document, encoding="utf-8")
@@ -116,7 +116,7 @@ class AttentionView:
 
 
 def block_size(heads: int, positions: int) -> int:
-    """Positions to put together so that CircuitsVis gets at most `CELLS` cells."""
+    """Number of positions to merge into a block so that CircuitsVis gets at most `CELLS` cells."""
     side = max(1, int((CELLS / heads) ** 0.5))
     return -(-positions // side)
 
@@ -124,7 +124,7 @@ def block_size(heads: int, positions: int) -> int:
 def pooled(
     pattern: Shaped[np.ndarray, "head query key"], block: int
 ) -> Shaped[np.ndarray, "head query_block key_block"]:
-    """The largest value of each `block` × `block` square; the last ones of a row or column may be smaller."""
+    """The largest value of each `block` × `block` square; the last squares of a row or column may be smaller."""
     if block == 1:
         return pattern
     edges = [np.arange(0, size, block) for size in pattern.shape[1:]]
@@ -132,7 +132,7 @@ def pooled(
 
 
 def block_names(tokens: Sequence[str], block: int, first: int = 0) -> list[str]:
-    """What stands at each block of positions: the token itself, or the numbers of several."""
+    """A name for each block of positions: the token of a single position, or the range of several."""
     if block == 1:
         return list(tokens)
     last = len(tokens) - 1

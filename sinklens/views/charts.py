@@ -1,7 +1,7 @@
-"""Figures of measured numbers, one function each: what the studies say of several models.
+"""Figures of measured numbers, one function each: the results of studies over several models.
 
-Tables have one line per model and place, with ``estimate``, ``low`` and ``high``. Every function takes ``ax=`` and
-gives it back; none shows or saves anything.
+Tables have one row per model and entry, with ``estimate``, ``low`` and ``high``. Every function takes ``ax=`` and
+returns it; none shows or saves anything.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: str, ax: "Axes | None" = None) -> "Axes":
-    """Histogram of scores (the paper's Figs. 3 and 9), one line per model, on a logarithmic share.
+    """Histogram of scores (the paper's Figs. 3 and 9), one line per model, with a logarithmic vertical axis.
 
     Args:
-        edges: of the bins, one more than each of `shares`.
+        edges: bin edges, one more than each of `shares`.
         shares: model name -> share of positions per bin.
-        unit: of the scores.
+        unit: unit of the scores.
     """
     ax = share_bars(shares, edges, ax)
-    ax.set(xlabel=f"{unit_label(unit)}; last bin: all beyond", ylabel="share of positions", yscale="log")
+    ax.set(xlabel=f"{unit_label(unit)}; last bin: all above", ylabel="share of positions", yscale="log")
     ax.set_title(f"unit: {unit}")
     return ax
 
@@ -38,7 +38,7 @@ def share_bars(values: Mapping[str, np.ndarray], edges: np.ndarray, ax: "Axes | 
 
     Args:
         values: model name -> share per bin.
-        edges: of the bins, one more than the shares.
+        edges: bin edges, one more than the shares.
     """
     ax = axes_or_new(ax)
     for (name, shares), colour in zip(values.items(), colours(len(values)), strict=True):
@@ -48,15 +48,15 @@ def share_bars(values: Mapping[str, np.ndarray], edges: np.ndarray, ax: "Axes | 
 
 
 def threshold_curve(table: "DataFrame", unit: str, factor: float = 1.0, ax: "Axes | None" = None) -> "Axes":
-    """Share of positions that are no sink against ε (the paper's Fig. 10), with intervals.
+    """Share of positions that are not sinks against ε (the paper's Fig. 10), with intervals.
 
     Args:
-        table: also with ``epsilon``.
-        unit: of ε.
-        factor: on the table's ε.
+        table: rows with a column ``epsilon``.
+        unit: unit of ε.
+        factor: factor applied to the table's ε.
     """
     ax = curves(table.assign(epsilon=table["epsilon"] * factor), "epsilon", ax)
-    ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share of positions that are no sink")
+    ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share of positions that are not sinks")
     ax.set_title(f"unit: {unit}")
     return ax
 
@@ -68,8 +68,8 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
     for model, colour in zip(models, colours(len(models)), strict=True):
         rows = table[table["model"] == model]
         places = rows[along].to_numpy(dtype=float)
-        told = short(model) if rows["estimate"].notna().any() else f"{short(model)} (not measured)"
-        ax.plot(places, rows["estimate"], "o-", color=colour, label=told, markersize=4)
+        label = short(model) if rows["estimate"].notna().any() else f"{short(model)} (not measured)"
+        ax.plot(places, rows["estimate"], "o-", color=colour, label=label, markersize=4)
         ax.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
     ax.legend(fontsize="small")
     return ax
@@ -82,8 +82,8 @@ def layer_head_map(
 
     Args:
         values: the scores.
-        name: of the model.
-        unit: of the scores.
+        name: name of the model.
+        unit: unit of the scores.
     """
     ax = axes_or_new(ax, (5, 4))
     image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
@@ -104,20 +104,20 @@ def interval_dots(
     """Estimates as dots with their intervals: one line of the figure per value of the column `by`, a colour per model.
 
     Args:
-        names: of the values of `by`, where they are not shown as they are.
-        line: where to draw a dashed line, e.g. at a threshold.
+        names: labels for values of `by`; values without one are shown verbatim.
+        line: position of a dashed line, e.g. a threshold.
     """
     ax = axes_or_new(ax)
     models, places = list(dict.fromkeys(table["model"])), list(dict.fromkeys(table[by]))
     step = 0.6 / max(1, len(models))
     for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
         rows = table[(table["model"] == model) & table["estimate"].notna()]
-        told = short(model) if len(rows) else f"{short(model)} (not measured)"
+        label = short(model) if len(rows) else f"{short(model)} (not measured)"
         height = np.array([places.index(place) for place in rows[by]]) + (number - (len(models) - 1) / 2) * step
         estimate = rows["estimate"].to_numpy(dtype=float)
-        beyond = np.stack([estimate - rows["low"].to_numpy(dtype=float), rows["high"].to_numpy(dtype=float) - estimate])
-        ax.errorbar(estimate, height, xerr=np.clip(np.nan_to_num(beyond), 0, None), fmt="o", color=colour,
-                    markersize=4, capsize=2, linewidth=1, label=told)  # fmt: skip
+        errors = np.stack([estimate - rows["low"].to_numpy(dtype=float), rows["high"].to_numpy(dtype=float) - estimate])
+        ax.errorbar(estimate, height, xerr=np.clip(np.nan_to_num(errors), 0, None), fmt="o", color=colour,
+                    markersize=4, capsize=2, linewidth=1, label=label)  # fmt: skip
     if line is not None:
         ax.axvline(line, color="0.3", linewidth=0.8, linestyle="--")
     ax.set_yticks(range(len(places)), [(names or {}).get(str(place)) or plain(str(place)) for place in places])
@@ -128,17 +128,17 @@ def interval_dots(
 
 
 def frequency_bars(table: "DataFrame", name: str, ax: "Axes | None" = None) -> "Axes":
-    """Which tokens are sinks (the paper's Table 2): share of all sinks per token, and its share of the positions.
+    """Which tokens are sinks (the paper's Table 2): each token's share of all sinks and its share of all positions.
 
     Args:
-        table: also with ``token`` and ``position_frequency``, one line per token, of one model.
-        name: of the model.
+        table: one row per token, of one model, with the columns ``token`` and ``position_frequency``.
+        name: name of the model.
     """
     ax = axes_or_new(ax, (5.5, 4))
     places = np.arange(len(table))
     estimate = table["estimate"].to_numpy(dtype=float)
-    beyond = np.stack([estimate - table["low"].to_numpy(dtype=float), table["high"].to_numpy(dtype=float) - estimate])
-    ax.barh(places, estimate, xerr=np.clip(np.nan_to_num(beyond), 0, None), color=colours(1)[0], capsize=2,
+    errors = np.stack([estimate - table["low"].to_numpy(dtype=float), table["high"].to_numpy(dtype=float) - estimate])
+    ax.barh(places, estimate, xerr=np.clip(np.nan_to_num(errors), 0, None), color=colours(1)[0], capsize=2,
             label="of all sinks")  # fmt: skip
     ax.plot(table["position_frequency"], places, "D", color=colours(2)[1], markersize=4, label="of all positions")
     ax.set_yticks(places, [plain(token) for token in table["token"]])
@@ -161,54 +161,54 @@ PICKS = {
     "random": ("random keys", "s--"),
     "weakest": ("weakest keys", "^:"),
 }
-SHARED = 3  # models in a panel, and panels in a line
+SHARED = 3  # models per panel, and panels per row
 
 
 def accuracy_curves(table: "DataFrame") -> "Figure":
     """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and a colour per model.
 
-    More than `SHARED` models of a protocol have a panel each.
+    If a protocol has more than `SHARED` models, each gets a panel.
 
     Args:
-        table: one line per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
-            ``low``, ``high`` and ``chance``; other conditions than masking (no ``masked``) are left out.
+        table: one row per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
+            ``low``, ``high`` and ``chance``; conditions other than masking (no ``masked``) are omitted.
     """
     from matplotlib.figure import Figure
 
     table = table[table["masked"].notna()]
-    shown = [part for _, own in table.groupby("protocol", sort=False) for part in _together(own)]
+    shown = [part for _, rows in table.groupby("protocol", sort=False) for part in _by_panel(rows)]
     columns = 2 if len(shown) == 4 else min(SHARED, max(1, len(shown)))
-    rows = max(1, -(-len(shown) // columns))
-    figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    lines = max(1, -(-len(shown) // columns))
+    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for ax in panels[len(shown) :]:
         ax.set_axis_off()
-    for own, ax in zip(shown, panels, strict=False):
-        _accuracy_panel(own, ax)
-        alone = f": {short(own['model'].iloc[0])}" if own["model"].nunique() == 1 else ""
+    for rows, ax in zip(shown, panels, strict=False):
+        _accuracy_panel(rows, ax)
+        suffix = f": {short(rows['model'].iloc[0])}" if rows["model"].nunique() == 1 else ""
         ax.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
-        ax.set_title(f"{own['protocol'].iloc[0]}{alone}")
+        ax.set_title(f"{rows['protocol'].iloc[0]}{suffix}")
     return figure
 
 
-def _together(own: "DataFrame") -> "list[DataFrame]":
-    """The lines of one protocol, by panel."""
-    by_model = [part for _, part in own.groupby("model", sort=False)]
-    return [own] if len(by_model) <= SHARED else by_model
+def _by_panel(rows: "DataFrame") -> "list[DataFrame]":
+    """The rows of one protocol, by panel."""
+    by_model = [part for _, part in rows.groupby("model", sort=False)]
+    return [rows] if len(by_model) <= SHARED else by_model
 
 
-def _way(condition: str) -> str:
-    """What a condition's name says behind the number and kind of its keys, such as the set they are chosen for."""
+def _variant(condition: str) -> str:
+    """The part of a condition's name after the number and kind of its keys, such as the set they are chosen for."""
     return condition.removesuffix(" of the unmasked run").partition(", ")[2]
 
 
-def _series(own: "DataFrame") -> dict[tuple[str, str], tuple[str, str]]:
-    """The lines of one model: (pick, way) -> label and style; without masking, the line of sinks alone."""
+def _series(rows: "DataFrame") -> dict[tuple[str, str], tuple[str, str]]:
+    """The curves of one model: (pick, variant) -> label and style; without masking, only the curve of sinks."""
     found = {}
-    ways = [(pick, _way(condition)) for pick, condition in zip(own["pick"], own["condition"], strict=True)]
-    for pick, (told, style) in PICKS.items():
-        for way in dict.fromkeys(way for other, way in ways if other == pick):
-            found[pick, way] = f"{told}, {way}" if way else told, style
+    variants = [(pick, _variant(condition)) for pick, condition in zip(rows["pick"], rows["condition"], strict=True)]
+    for pick, (label, style) in PICKS.items():
+        for variant in dict.fromkeys(variant for other, variant in variants if other == pick):
+            found[pick, variant] = f"{label}, {variant}" if variant else label, style
     return found or {("strongest", ""): PICKS["strongest"]}
 
 
@@ -216,17 +216,17 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
     models = list(dict.fromkeys(table["model"]))
     counts = sorted({int(count) for count in table["masked"]})
     for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
-        own = table[table["model"] == model]
-        for place, ((pick, way), (told, style)) in enumerate(_series(own).items()):
-            same = (own["pick"] == pick) & (own["condition"].map(_way) == way)
-            rows = own[same | (own["masked"] == 0)].sort_values("masked")
-            shift = 0.02 * (len(PICKS) * number + place)  # so that intervals stand side by side
+        of_model = table[table["model"] == model]
+        for place, ((pick, variant), (label, style)) in enumerate(_series(of_model).items()):
+            same = (of_model["pick"] == pick) & (of_model["condition"].map(_variant) == variant)
+            rows = of_model[same | (of_model["masked"] == 0)].sort_values("masked")
+            shift = 0.02 * (len(PICKS) * number + place)  # keeps intervals from overlapping
             places = [counts.index(int(count)) + shift * (count > 0) for count in rows["masked"]]
             errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
             ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,
-                        label=f"{short(model)}: {told}")  # fmt: skip
+                        label=f"{short(model)}: {label}")  # fmt: skip
     chance = table["chance"].max()
     if chance > 0:
-        ax.axhline(chance, color="0.6", linewidth=1, label="a guess")
+        ax.axhline(chance, color="0.6", linewidth=1, label="guessing")
     ax.set_xticks(range(len(counts)), [str(count) for count in counts])
     ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=max(1, len(models)))

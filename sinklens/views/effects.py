@@ -1,7 +1,7 @@
-"""Figures of what interventions do, one function each: maps over layers, heads and steps, and curves.
+"""Figures of the effects of interventions, one function each: maps over layers, heads and steps, and curves.
 
-Tables have one line per model, measure and place, with ``estimate``, ``low`` and ``high``, as in charts.py. Every
-function gives the whole figure: a line of panels per model, or a panel per measure with a curve per model.
+Tables have one row per model, measure and entry, with ``estimate``, ``low`` and ``high``, as in charts.py. Every
+function returns a complete figure: a row of panels per model, or a panel per measure with a curve per model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-WRITTEN = 40  # numbers at most that are written into a map
+WRITTEN = 40  # largest number of cells whose values are written into a map
 
 
 def effect_map(
@@ -31,12 +31,12 @@ def effect_map(
     bounds: tuple[float, float] | None = None,
     label: str = "",
 ) -> "Axes":
-    """A map of numbers; grey where there is none, and written in where there are few.
+    """A map of numbers; missing ones are grey, and small maps also show the numbers as text.
 
     Args:
         rows, columns: name of the axis, and the labels along it.
-        bounds: of the colours; on both sides of 0 they go from blue over white to red.
-        label: of the colour bar; none without.
+        bounds: range of the colours; a range with both signs goes from blue through white to red.
+        label: label of the colour bar; without a label there is no colour bar.
     """
     from matplotlib import colormaps
 
@@ -51,15 +51,15 @@ def effect_map(
     for (row, column), value in np.ndenumerate(values if values.size <= WRITTEN else values[:0]):
         if not np.isnan(value):
             dark = (value - low) / (high - low) < 0.6 if low >= 0 else abs(value) > 0.6 * high
-            told = f"{round(float(value), 2) + 0.0:.2f}"  # not -0.00
-            ax.text(column, row, told, ha="center", va="center", fontsize=7, color="w" if dark else "k")
+            number = f"{round(float(value), 2) + 0.0:.2f}"  # avoids -0.00
+            ax.text(column, row, number, ha="center", va="center", fontsize=7, color="w" if dark else "k")
     if label:
         ax.figure.colorbar(image, ax=ax).set_label(wrapped(label, 40), fontsize="small")
     return ax
 
 
 def head_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
-    """Layer × head maps of one measure: a line of panels per model with a scale of its own, a panel per way."""
+    """Layer × head maps of one measure: a row of panels with its own scale per model, a panel per intervention."""
     return _maps(table, "way", ways, ("layer", "head"), label)
 
 
@@ -73,7 +73,7 @@ def patch_maps(table: "DataFrame", groups: Mapping[str, str]) -> "Figure":
     label = "share of the gap between clean and corrupted prompt that the patch restores"
     figure = _maps(table, "group", groups, ("layer", "step"), label, (-1.0, 1.0))
     figure.suptitle(
-        "Layer −1 is the embedding; grey: nothing of the answer that differs is undecided any more", fontsize=9
+        "Layer −1 is the embedding; grey: all differing positions of the answer are already decided", fontsize=9
     )
     return figure
 
@@ -86,8 +86,8 @@ def _maps(
     figure, axes = panels(len(models) * len(names), columns=len(names), size=(4.4, 3.2))
     shown = ((model, name) for model in models for name in names)
     for (model, name), ax in zip(shown, axes, strict=True):
-        own = table[table["model"] == model]
-        top, part = max([0.0, *own["estimate"].dropna()]) or 1.0, own[own[by] == name]
+        rows = table[table["model"] == model]
+        top, part = max([0.0, *rows["estimate"].dropna()]) or 1.0, rows[rows[by] == name]
         grid = part.pivot(index=axes_of[0], columns=axes_of[1], values="estimate").dropna(axis="columns", how="all")
         title = f"{short(model)}: {names[name]}"
         if not grid.size:
@@ -102,7 +102,7 @@ def _maps(
 
 
 def doubling_curves(table: "DataFrame", along: str, meanings: Mapping[str, str], xlabel: str) -> "Figure":
-    """A panel per measure: estimates against numbers that double, one line per model; infinity stands at the end."""
+    """A panel per measure: estimates against numbers that double, one line per model; infinity is drawn at the end."""
     measures = [name for name in meanings if name in set(table["measure"])]
     figure, axes = panels(len(measures), columns=3, size=(4.4, 3.4))
     for measure, ax in zip(measures, axes, strict=True):
@@ -114,7 +114,7 @@ def doubling_curves(table: "DataFrame", along: str, meanings: Mapping[str, str],
 def kinds_of_keys(
     table: "DataFrame", along: str, by: str, kinds: Mapping[str, str], meanings: Mapping[str, str], xlabel: str
 ) -> "Figure":
-    """As `doubling_curves`, with a line of panels per model and a line in the panel per value of the column `by`."""
+    """As `doubling_curves`, with a row of panels per model and a curve per value of the column `by`."""
     models = list(dict.fromkeys(table["model"]))
     measures = [name for name in meanings if name in set(table["measure"])]
     figure, axes = panels(len(models) * len(measures), columns=len(measures), size=(4.4, 3.4))
@@ -140,12 +140,12 @@ def _doubling(table: "DataFrame", along: str, ax: "Axes") -> None:
 def confidence_changes(
     table: "DataFrame", steps: "DataFrame", meanings: Mapping[str, str], keys: Mapping[str, str]
 ) -> "Figure":
-    """How confidence changes where the masked keys were attended to and elsewhere: over all, and by step.
+    """How confidence changes where the masked keys were attended to and elsewhere: overall, and by step.
 
     Args:
-        table: with ``measure`` and ``pick``.
+        table: rows with ``measure`` and ``pick``.
         steps: the first two measures by ``step``, their names ending in ``_step``.
-        meanings: of the measures.
+        meanings: meanings of the measures.
         keys: names of the picks; the first two are shown by step.
     """
     models = [model for model, rows in table.groupby("model", sort=False) if rows["estimate"].notna().any()]
@@ -156,13 +156,15 @@ def confidence_changes(
     figure, axes = panels(3 * len(models), columns=3, size=(5.8, 3.6))
     halves = {"change_attended_step": "attended more to the masked keys", "change_rest_step": "attended less"}
     for number, model in enumerate(models):
-        whole, *courses = axes[3 * number : 3 * number + 3]
+        overall, *by_step = axes[3 * number : 3 * number + 3]
         rows = table[(table["model"] == model) & (table["measure"] != "correlation")]
         names = {name: wrapped(text, 32) for name, text in meanings.items()}
-        interval_dots(rows.assign(model=[keys[pick] for pick in rows["pick"]]), "measure", whole, names=names, line=0.0)
-        whole.set(xlabel="change of the likeliest token's probability", title=short(model))
-        whole.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(keys), fontsize="x-small")
-        for pick, ax in zip(keys, courses, strict=False):
+        interval_dots(
+            rows.assign(model=[keys[pick] for pick in rows["pick"]]), "measure", overall, names=names, line=0.0
+        )
+        overall.set(xlabel="change of the likeliest token's probability", title=short(model))
+        overall.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(keys), fontsize="x-small")
+        for pick, ax in zip(keys, by_step, strict=False):
             part = steps[(steps["model"] == model) & (steps["pick"] == pick)]
             curves(part.assign(model=[halves[name] for name in part["measure"]]), "step", ax)
             ax.axhline(0, color="0.3", linewidth=0.8, linestyle="--")
@@ -171,21 +173,21 @@ def confidence_changes(
 
 
 def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[str, str], label: str) -> "Figure":
-    """What masking costs under each order of unmasking: a panel per model and number of keys."""
+    """Cost of masking under each order of unmasking: a panel per model and number of keys."""
     table = table[table["measure"] == "cost"]
     places = list(dict.fromkeys(zip(table["model"], table["top_k"], strict=True)))
     figure, axes = panels(len(places), columns=len({number for _, number in places}), size=(5.2, 2.8))
     for (model, number), ax in zip(places, axes, strict=True):
         rows = table[(table["model"] == model) & (table["top_k"] == number)]
         _by_pick(rows, "order", ax, orders, keys)
-        told = f"{number:.0f} {'key' if number == 1 else 'keys'} per head"
-        ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {told}")
+        keys_per_head = f"{number:.0f} {'key' if number == 1 else 'keys'} per head"
+        ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {keys_per_head}")
     _legend_below(figure, axes[0])
     return figure
 
 
 def _by_pick(rows: "DataFrame", along: str, ax: "Axes", names: Mapping[Any, str], picks: Mapping[str, str]) -> None:
-    """Costs along a column, a colour per pick; the legend is left to the figure."""
+    """Costs along a column, a colour per pick; without a legend, which the figure draws."""
     interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), along, ax, names=names, line=0.0)
     ax.legend().remove()
 
@@ -202,11 +204,11 @@ def costs_by_part(
     picks: Mapping[str, str],
     meanings: Mapping[str, str],
 ) -> "Figure":
-    """What masking a key costs, by where it is masked: a line of panels per model, word problems lost and KL.
+    """Cost of masking a key, by where it is masked: a row of panels per model, word problems lost and KL.
 
     Args:
-        table: with ``part`` and ``pick``.
-        shares: of heads and steps, by ``part``.
+        table: rows with ``part`` and ``pick``.
+        shares: shares of heads and steps, by ``part``.
         parts, picks, meanings: names of the parts, picks and measures.
     """
     models = list(dict.fromkeys(table["model"]))
@@ -214,8 +216,10 @@ def costs_by_part(
     shown = ((model, measure) for model in models for measure in ("cost", "kl"))
     for (model, measure), ax in zip(shown, axes, strict=True):
         rows = table[(table["model"] == model) & (table["measure"] == measure)]
-        told = shares[shares["model"] == model].set_index("part")["estimate"]
-        names = {part: f"{name}\n({told[part]:.0%} of them)" if part != "all" else name for part, name in parts.items()}
+        share = shares[shares["model"] == model].set_index("part")["estimate"]
+        names = {
+            part: f"{name}\n({share[part]:.0%} of them)" if part != "all" else name for part, name in parts.items()
+        }
         _by_pick(rows, "part", ax, names, picks)
         ax.set(xlabel=wrapped(meanings[measure], 40), title=short(model))
     for column in (axes[::2], axes[1::2]):  # one scale for all models
@@ -227,13 +231,13 @@ def costs_by_part(
 
 
 def start_curves(table: "DataFrame") -> "Figure":
-    """Share of answers that become the clean prompt's when the number is patched from a step on: a line per layer."""
+    """Share of answers that become the clean prompt's when the number is patched from a step on: a curve per layer."""
     models = list(dict.fromkeys(table["model"]))
     figure, axes = panels(len(models), size=(5.5, 3.8), sharey=True)
     for model, ax in zip(models, axes, strict=True):
         rows = table[table["model"] == model]
         names = ["embedding" if layer < 0 else f"layer {layer:.0f}" for layer in rows["layer"]]
         curves(rows.assign(model=names), "start", ax)
-        ax.set(xlabel="share of the steps that pass before the number is patched", title=short(model))
+        ax.set(xlabel="share of steps before the number is patched", title=short(model))
         ax.set_ylabel("answers that become\nthe clean prompt's")
     return figure

@@ -85,7 +85,7 @@ def test_claims_hold_strongest_keys_to_random_ones_in_the_same_places():
     assert claims.loc[("cost", "sink"), "estimate"] == pytest.approx(0.25 + 0.35 / 8)
     assert claims.loc[("cost", "sink"), "verdict"] == "holds"
     assert claims.loc[("cost", "other"), "verdict"] == "no"
-    assert claims.loc[("cost", "other"), "where"] == "where it is no sink"
+    assert claims.loc[("cost", "other"), "where"] == "where it is not a sink"
     data["base"] = ("prompt", np.zeros(8))
     nothing_to_lose = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
     assert nothing_to_lose.loc["cost", "verdict"].tolist() == ["not measured"] * 3

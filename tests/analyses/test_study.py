@@ -1,4 +1,4 @@
-"""What all studies share, shown with a study that measures the length of prompts."""
+"""The base of all studies, tested with a study that measures the length of prompts."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ from sinklens.evaluation.ledger import LedgerRun, Writer
 
 @dataclass
 class Letters(Study):
-    """Counts letters; stops before a prompt that says so."""
+    """Counts letters; raises an interrupt at the prompt "stop"."""
 
     name: ClassVar[str] = "letters"
     asked: ClassVar[list[list[str]]] = []
@@ -55,7 +55,7 @@ def _fresh():
     Letters.asked.clear()
 
 
-def test_batches_make_one_dataset_in_the_order_of_the_prompts(tiny_llada):
+def test_batches_are_combined_in_the_order_of_the_prompts(tiny_llada):
     found = Letters(batch=2).run([tiny_llada], ["a", "bb", "ccc", "dddd", "eeeee"])
     assert Letters.asked == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
     assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 3, 4, 5]
@@ -76,9 +76,9 @@ def test_one_model_and_one_prompt_need_no_list(tiny_llada):
         assert Letters.asked == [[[8, 9, 10]]]
 
 
-def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_path, monkeypatch):
+def test_an_interrupted_study_resumes_and_writes_the_same_files(tiny_llada, tmp_path, monkeypatch):
     prompts = ["a", "bb", "ccc", "dddd"]
-    whole = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "whole")
+    full = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "full")
     plain = Letters.measure
 
     def once(self, model, prompts, settings):
@@ -94,10 +94,10 @@ def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_p
     assert kept.done() == {"0", "1"}
     monkeypatch.setattr(Letters, "measure", plain)
     Letters.asked.clear()
-    again = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
+    resumed = Letters(batch=1).run([tiny_llada], prompts, tmp_path / "cut")
     assert Letters.asked == [["ccc"], ["dddd"]]
-    assert [file.name for file in again.files] == [file.name for file in whole.files]
-    for one, other in zip(whole.files, again.files, strict=True):
+    assert [file.name for file in resumed.files] == [file.name for file in full.files]
+    for one, other in zip(full.files, resumed.files, strict=True):
         if one.suffix == ".nc":  # HDF5 writes its own times
             xr.testing.assert_identical(
                 xr.load_dataset(one, engine="h5netcdf"), xr.load_dataset(other, engine="h5netcdf")
@@ -110,7 +110,7 @@ def test_an_interrupted_study_goes_on_and_gives_the_same_files(tiny_llada, tmp_p
 
 
 def test_another_batch_resumes_prompt_by_prompt(tiny_llada, tmp_path, monkeypatch):
-    """Equal tables, and no finished prompt is measured twice, whatever the batch of either start."""
+    """Tables are equal and no finished prompt is measured twice, whatever the batch sizes."""
     prompts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg"]
     plain = Letters.measure
 
@@ -120,7 +120,7 @@ def test_another_batch_resumes_prompt_by_prompt(tiny_llada, tmp_path, monkeypatc
         return plain(self, model, prompts, settings)
 
     monkeypatch.setattr(Letters, "measure", stopping)
-    for batch, measured in ((2, [["a", "bb"], ["ccc", "dddd"]]), (1, [["eeeee"]])):  # of 2, the one in flight is lost
+    for batch, measured in ((2, [["a", "bb"], ["ccc", "dddd"]]), (1, [["eeeee"]])):  # the unfinished batch of 2 is lost
         Letters.asked.clear()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             Letters(batch=batch).run([tiny_llada], prompts, tmp_path / "cut")
@@ -129,20 +129,20 @@ def test_another_batch_resumes_prompt_by_prompt(tiny_llada, tmp_path, monkeypatc
     Letters.asked.clear()
     resumed = Letters(batch=3).run([tiny_llada], prompts, tmp_path / "cut")
     assert Letters.asked == [["ffffff", "ggggggg"]]
-    undisturbed = Letters(batch=7).run([tiny_llada], prompts, tmp_path / "whole")
-    xr.testing.assert_identical(resumed.measured["tiny-llada"], undisturbed.measured["tiny-llada"])
-    names = [folder / "letters-letters.csv" for folder in (tmp_path / "cut", tmp_path / "whole")]
+    uninterrupted = Letters(batch=7).run([tiny_llada], prompts, tmp_path / "full")
+    xr.testing.assert_identical(resumed.measured["tiny-llada"], uninterrupted.measured["tiny-llada"])
+    names = [folder / "letters-letters.csv" for folder in (tmp_path / "cut", tmp_path / "full")]
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-def test_equal_prompts_run_apart(tiny_llada):
-    with pytest.warns(UserWarning, match=r"2 of 4 prompts are copies of others. Intervals .* are too narrow"):
+def test_equal_prompts_run_in_separate_batches(tiny_llada):
+    with pytest.warns(UserWarning, match=r"2 of 4 prompts are copies of others. Intervals .* be too narrow"):
         found = Letters(batch=3).run([tiny_llada], ["a", "bb", "a", "a"])
     assert Letters.asked == [["a", "bb"], ["a"], ["a"]]
     assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 1, 1]
 
 
-def test_a_study_that_takes_prompts_one_by_one_is_given_one(tiny_llada, monkeypatch):
+def test_a_study_that_processes_prompts_one_by_one_gets_one_at_a_time(tiny_llada, monkeypatch):
     monkeypatch.setattr(Letters, "together", False)
     Letters(batch=3).run([tiny_llada], ["a", "bb"])
     assert Letters.asked == [["a"], ["bb"]]
@@ -151,18 +151,18 @@ def test_a_study_that_takes_prompts_one_by_one_is_given_one(tiny_llada, monkeypa
     assert one_by_one == {name for name, source in sources.items() if "each_prompt(" in source}
 
 
-def test_progress_counts_prompts_and_starts_with_those_that_are_kept(tiny_llada, tmp_path):
+def test_progress_counts_prompts_and_starts_at_the_finished_ones(tiny_llada, tmp_path):
     seen = []
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        Letters(batch=1).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *told: seen.append(told))
+        Letters(batch=1).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *call: seen.append(call))
     assert seen == [("tiny-llada", 0, 3), ("tiny-llada", 1, 3), ("tiny-llada", 2, 3)]
     seen.clear()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        Letters(batch=2).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *told: seen.append(told))
+        Letters(batch=2).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *call: seen.append(call))
     assert seen == [("tiny-llada", 2, 3)]
 
 
-def test_units_of_another_seed_prompt_or_code_are_not_taken_and_that_is_said(tiny_llada, tmp_path, monkeypatch):
+def test_units_of_another_seed_prompt_or_code_are_not_used_and_a_warning_says_so(tiny_llada, tmp_path, monkeypatch):
     def interrupted(study, prompts=("a", "stop")):
         Letters.asked.clear()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -170,7 +170,7 @@ def test_units_of_another_seed_prompt_or_code_are_not_taken_and_that_is_said(tin
         assert Letters.asked == [["a"], ["stop"]]
 
     interrupted(Letters(batch=1))
-    kept = r"keeps .*1 finished prompts of tiny-llada with other {}[;.].* not mixed"
+    kept = r"holds .*1 finished prompts of tiny-llada with other {}[;.].* does not use them"
     with pytest.warns(UserWarning, match=kept.format("options.seed")):
         interrupted(Letters(batch=1, seed=1))
     with pytest.warns(UserWarning, match=kept.format("model.settings.steps")):
@@ -183,7 +183,7 @@ def test_units_of_another_seed_prompt_or_code_are_not_taken_and_that_is_said(tin
     assert len(LedgerRun.all(tmp_path / "units")) == 5
 
 
-def test_another_model_of_the_same_study_measures_that_one_alone(tiny_llada, tiny_llama, tmp_path):
+def test_adding_a_model_to_a_study_measures_only_that_model(tiny_llada, tiny_llama, tmp_path):
     Letters().run([tiny_llada], ["a", "bb"], tmp_path)
     Letters.asked.clear()
     with pytest.warns(UserWarning, match="holds another run of this study"):
@@ -192,26 +192,26 @@ def test_another_model_of_the_same_study_measures_that_one_alone(tiny_llada, tin
     assert found.tables["letters"]["model"].tolist() == ["tiny-llada", "tiny-llama"]
 
 
-def test_two_processes_do_not_measure_the_same(tiny_llada, tmp_path):
+def test_two_processes_cannot_measure_the_same_study(tiny_llada, tmp_path):
     Letters().run([tiny_llada], ["a"], tmp_path)
     (run,) = LedgerRun.all(tmp_path / "units")
     with Writer(run), pytest.raises(LedgerError, match=r"another process is writing .* another folder \(--out\)"):
         Letters().run([tiny_llada], ["a"], tmp_path)
 
 
-def test_a_measure_that_gives_another_number_of_prompts_is_refused(tiny_llada, monkeypatch):
+def test_a_measure_that_returns_the_wrong_number_of_prompts_is_rejected(tiny_llada, monkeypatch):
     monkeypatch.setattr(Letters, "measure", lambda *given: xr.Dataset({"letters": ("prompt", [1.0])}))
-    with pytest.raises(SettingError, match=r"measure was given 2 prompts and gave \{'prompt': 1\}; its result needs"):
+    with pytest.raises(SettingError, match=r"measure got 2 prompts and returned \{'prompt': 1\}; its result needs"):
         Letters().run([tiny_llada], ["a", "bb"])
 
 
-def test_a_folder_with_results_of_other_prompts_is_told_of_before_they_are_replaced(tiny_llada, tmp_path):
+def test_a_warning_precedes_the_replacement_of_results_of_other_prompts(tiny_llada, tmp_path):
     Letters().run(tiny_llada, ["a", "bb"], tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Letters(batch=1).run(tiny_llada, ["a", "bb"], tmp_path)  # the same results again
-    told = r"holds another run of this study \(tiny-llada; prompts: 2\), which this one will replace; to keep it"
-    with pytest.warns(UserWarning, match=told), pytest.raises(KeyboardInterrupt, match=r"^$"):
+    warning = r"holds another run of this study \(tiny-llada; prompts: 2\), which this run will replace; to keep it"
+    with pytest.warns(UserWarning, match=warning), pytest.raises(KeyboardInterrupt, match=r"^$"):
         Letters().run(tiny_llada, ["stop"], tmp_path)
     assert json.loads((tmp_path / "letters.json").read_text())["prompts"] == 2
     for broken in ("{", "[]", '{"prompts": 2, "models": [], "options": 3}'):
@@ -219,7 +219,7 @@ def test_a_folder_with_results_of_other_prompts_is_told_of_before_they_are_repla
         Letters().run(tiny_llada, ["a"], tmp_path)
 
 
-def test_the_manifest_tells_what_decided_the_numbers(tiny_llada, tiny_llama, tmp_path):
+def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama, tmp_path):
     study = Letters(seed=3, settings={"gen_length": 8, "steps": 4})
     found = study.run([tiny_llada, tiny_llama], ["a", "b"], tmp_path)
     manifest = json.loads((tmp_path / "letters.json").read_text())
@@ -241,29 +241,32 @@ def test_the_manifest_tells_what_decided_the_numbers(tiny_llada, tiny_llama, tmp
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda model: Letters(seed=-1), r"seed is 0 or more; got -1"),
+        (lambda model: Letters(seed=-1), r"seed must be 0 or more; got -1"),
         (lambda model: Letters(batch=0), r"batch is the number of prompts per run, at least 1; got 0"),
         (
             lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
-            r"prompt 1 is token ids, which a chat template cannot be put around; leave it off",
+            r"prompt 1 is a list of token ids, to which a chat template cannot be applied; omit chat_template",
         ),
         (lambda model: Letters().run([], ["a"]), r"at least one model and one prompt"),
         (lambda model: Letters().run([model], []), r"at least one model and one prompt"),
-        (lambda model: Letters().run([model, model], ["a"]), r"each model is asked once; got tiny-llada, tiny-llada"),
-        (lambda model: Letters(shown=1).run([model], ["a"]), r"shown is the number of a prompt, 0 to 0; got 1"),
+        (
+            lambda model: Letters().run([model, model], ["a"]),
+            r"each model can be given only once; got tiny-llada, tiny-llada",
+        ),
+        (lambda model: Letters(shown=1).run([model], ["a"]), r"shown is the index of a prompt, 0 to 0; got 1"),
         (lambda model: Letters(settings={"stpes": 4}).run([model], ["a"]), r"'stpes'. Nearest: steps"),
         (lambda model: Letters(settings={"alg": "entropy"}).run([model], ["a"]), r"none of these models .* 'alg'"),
         (lambda model: Letters(settings={"steps": 99}).run([model], ["a"]), r"steps 99 is more than gen_length 24"),
         (lambda model: find("dynamic"), r"no study is called 'dynamic'.* Nearest: dynamics"),
     ],
 )
-def test_a_wrong_call_is_refused(ask, text, tiny_llada):
+def test_an_invalid_call_is_rejected(ask, text, tiny_llada):
     with pytest.raises(SettingError, match=text):
         ask(tiny_llada)
     assert Letters.asked == []
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_ours(tiny_llada, tmp_path):
+def test_a_folder_that_cannot_be_written_raises_a_sinklens_error(tiny_llada, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SinklensError, match=r"could not write .*Make room or choose another place"):
         Letters().run([tiny_llada], ["a"], tmp_path / "file")
@@ -273,7 +276,7 @@ def test_every_study_is_found_by_its_name():
     assert {name: find(name).name for name in STUDIES} == {name: name for name in STUDIES}
 
 
-def test_token_ids_of_a_prompts_file_are_asked_as_token_ids(tmp_path):
+def test_token_ids_in_a_prompts_file_are_used_as_token_ids(tmp_path):
     file, out = tmp_path / "a.jsonl", tmp_path / "out"
     file.write_text('{"prompt": [2, 287, 28]}\n{"question": [2, 287, 28, 423]}\n')
     assert read_prompts(file) == [[2, 287, 28], [2, 287, 28, 423]]
@@ -284,7 +287,7 @@ def test_token_ids_of_a_prompts_file_are_asked_as_token_ids(tmp_path):
     assert json.loads((out / "layers.json").read_text())["prompts_sha256"] == same.manifest["prompts_sha256"]
 
 
-OWN = """
+USER_STUDY = """
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -308,20 +311,22 @@ class Lengths(Study):
 """
 
 
-def test_a_study_in_a_file_of_ones_own_is_a_command(tmp_path, capsys):
-    file, out = tmp_path / "json.py", tmp_path / "out"  # a name that a module of Python's bears too
-    file.write_text(OWN)
+def test_a_study_in_a_user_file_runs_from_the_command_line(tmp_path, capsys):
+    file, out = tmp_path / "json.py", tmp_path / "out"  # also the name of a standard module
+    file.write_text(USER_STUDY)
     assert main(["analyse", str(file), "tiny-llama", "--number", "3", "--out", str(out)]) == 0
     assert "lengths: 3 prompts, tiny-llama. Written:" in capsys.readouterr().out
     assert json.loads((out / "lengths.json").read_text())["source"]
-    with pytest.raises(SettingError, match=r"there is no file .*nowhere\.py"):
+    with pytest.raises(SettingError, match=r"no such file: .*nowhere\.py"):
         find(str(tmp_path / "nowhere.py"))
     file.write_text("x = 1\n")
-    with pytest.raises(SettingError, match=r"has to define one subclass of sinklens.analyses.Study; it defines none"):
+    with pytest.raises(
+        SettingError, match=r"must define exactly one subclass of sinklens.analyses.Study; it defines none"
+    ):
         find(str(file))
 
 
-def test_an_edited_study_of_a_notebook_has_another_hash():
+def test_an_edited_study_in_a_notebook_gets_a_different_hash():
     def cell(number, text):
         name = f"<cell {number}>"
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
@@ -329,7 +334,11 @@ def test_an_edited_study_of_a_notebook_has_another_hash():
         exec(compile(text, name, "exec"), space)
         return space["Lengths"]
 
-    first, same, other = cell(1, OWN), cell(2, OWN), cell(3, OWN.replace("len(prompt)", "len(prompt) + 1"))
+    first, same, other = (
+        cell(1, USER_STUDY),
+        cell(2, USER_STUDY),
+        cell(3, USER_STUDY.replace("len(prompt)", "len(prompt) + 1")),
+    )
     assert _source_hash(first) == _source_hash(same) != _source_hash(other)
 
 

@@ -58,7 +58,7 @@ def test_the_mask_token_of_a_model_in_memory_can_come_from_its_tokenizer(tmp_pat
     ids=str,
 )
 def test_loading_options_are_rejected_for_a_model_in_memory(given):
-    with pytest.raises(CheckpointError, match="revision, dtype, device and device_map belong to loading"):
+    with pytest.raises(CheckpointError, match="revision, dtype, device and device_map apply only while loading"):
         sinklens.load(random_hf(), **given)
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user calls it."""
+"""The command line, called as a user calls it."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ PROMPT = held_out(1)[0].prompt
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
 
 
-def test_demo_shows_both_models_and_writes_its_files(tmp_path, capsys):
+def test_demo_shows_both_models_and_writes_the_files_it_lists(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     problem = held_out()[14]
@@ -45,7 +45,7 @@ def test_demo_shows_both_models_and_writes_its_files(tmp_path, capsys):
     assert still.data.attrs["family"] == "llama"
 
 
-def test_trace_writes_answer_track_and_picture(tmp_path, capsys):
+def test_trace_writes_the_answer_the_track_and_the_figures(tmp_path, capsys):
     code = main(["trace", "tiny-llada", "--prompt", PROMPT, "--out", str(tmp_path / "new" / "folder"), "--steps", "12"])
     assert code == 0
     folder = tmp_path / "new" / "folder"
@@ -70,7 +70,7 @@ def test_hooks_lists_every_point_with_its_shape(capsys):
     assert len(listed) == 100
 
 
-def test_models_lists_the_shipped_ones_and_every_family(capsys):
+def test_models_lists_shipped_models_and_every_family(capsys):
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
     for name in ("tiny-llada", "tiny-llama", "dream", "mmada", "a2d-qwen3", "verified:"):
@@ -85,18 +85,18 @@ def test_models_lists_the_shipped_ones_and_every_family(capsys):
         (["trace", "tiny-llada", "--prompt", "@/no/such/file", "--out", "x"], "could not read the prompt"),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--alg", "entropy"], "belongs to the dream sampler"),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
-        (["demo", "--problem", "500"], "lies between 0 and 499"),
+        (["demo", "--problem", "500"], "must be between 0 and 499"),
         (["train", "tiny-lada"], "Nearest: tiny-llada"),
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
         (["analyse", "split", "tiny-lada"], "Nearest: tiny-llada"),
-        (["analyse", "split", "tiny-llada", "--number", "0"], "--number is at least 1"),
+        (["analyse", "split", "tiny-llada", "--number", "0"], "--number must be at least 1"),
         (["analyse", "split", "tiny-llada", "--batch", "0"], "batch is the number of prompts per run, at least 1"),
         (["analyse", "split", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
-        (["analyse", "split", "tiny-llada", "tiny-llada"], "each model is asked once"),
+        (["analyse", "split", "tiny-llada", "tiny-llada"], "each model can be given only once"),
         (["analyse", "split", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
     ],
 )
-def test_an_error_is_one_message_and_exit_code_one(arguments, text, capsys, tmp_path, monkeypatch):
+def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 1
     captured = capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_an_error_is_one_message_and_exit_code_one(arguments, text, capsys, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_call_is_exit_code_two_and_help_is_zero(capsys):
+def test_incorrect_usage_exits_with_code_two_and_help_with_zero(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["tracee"])
     with pytest.raises(SystemExit, match="0"):
@@ -115,31 +115,31 @@ def test_a_wrong_call_is_exit_code_two_and_help_is_zero(capsys):
         assert name in capsys.readouterr().out or name
 
 
-def test_a_mistyped_option_is_told_with_its_commands_usage_and_the_nearest(capsys):
+def test_a_mistyped_option_is_reported_with_the_usage_and_the_nearest_option(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["trace", "tiny-llada", "--prompt", "x", "--out", "y", "--gen-lenght", "3"])
-    told = capsys.readouterr().err
-    assert told.startswith("usage: sinklens trace ")
-    assert "unrecognized arguments: --gen-lenght 3. Nearest: --gen-length" in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: sinklens trace ")
+    assert "unrecognized arguments: --gen-lenght 3. Nearest: --gen-length" in printed
 
 
 def test_help_explains_every_sampler_setting(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "--block-length INT [llada] blocks of this length are decoded from left to right" in told
-    assert "--alg-temp FLOAT [dream] temperature for choosing positions" in told
-    assert "--top-k INT [dream, autoregressive] propose from this many most likely tokens" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--block-length INT [llada] blocks of this length are decoded from left to right" in printed
+    assert "--alg-temp FLOAT [dream] temperature for choosing positions" in printed
+    assert "--top-k INT [dream, autoregressive] propose from this many most likely tokens" in printed
     for name in Settings.__annotations__:
         assert len(setting_help(name).partition("]")[2]) > 10, name
 
 
-def test_generated_text_is_shown_as_text_not_as_markup(capsys, tmp_path):
+def test_generated_text_is_not_parsed_as_markup(capsys, tmp_path):
     prompt = "Question: [red]Tom[/red] has 2 apples. [/]\nAnswer:"
     assert main(["trace", "tiny-llada", "--prompt", prompt, "--out", str(tmp_path)]) == 0
 
 
-def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
+def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path):
     """A real process, interrupted while it runs."""
     out = tmp_path / "out"
     process = subprocess.Popen(
@@ -149,7 +149,7 @@ def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     deadline = time.monotonic() + 120
-    while not (out / "tiny-llada.sinks.nc").exists():  # the first model's run is over, the second's is to come
+    while not (out / "tiny-llada.sinks.nc").exists():  # the first model has finished, the second has not
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -162,13 +162,13 @@ def test_an_interrupt_leaves_no_half_written_file_and_exit_code_130(tmp_path):
     assert SinkTrack.open(out / "tiny-llada.sinks.nc").steps == 24
 
 
-def test_help_tells_what_every_study_asks(capsys):
+def test_help_shows_the_question_of_every_study(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["analyse", "--help"])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name, question in questions().items():
         assert question.endswith("?")
-        assert f"  {name:<12} {question}\n" in told
+        assert f"  {name:<12} {question}\n" in printed
     assert list(questions()) == list(STUDIES)
 
 
@@ -182,11 +182,11 @@ def options_of(command):
 )
 def test_help_names_the_default_of_every_option(command):
     for option in options_of(command):
-        told = option.help % {"default": option.default}
-        assert option.required or told.endswith(")") or "default" in told, f"{option.option_strings[0]}: {told}"
+        text = option.help % {"default": option.default}
+        assert option.required or text.endswith(")") or "default" in text, f"{option.option_strings[0]}: {text}"
 
 
-def test_an_option_is_not_taken_for_another_that_it_begins(capsys):
+def test_abbreviated_options_are_rejected(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["hooks", "tiny-llada", "--al"])
     assert "unrecognized arguments: --al. Nearest: --all" in capsys.readouterr().err
@@ -195,13 +195,13 @@ def test_an_option_is_not_taken_for_another_that_it_begins(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["train", "tiny-llada", "--steps", "-5"], "--steps is at least 1; got -5."),
-        (["train", "tiny-llada", "--steps", "0"], "--steps is at least 1; got 0."),
-        (["train", "planted", "--steps", "5"], "--steps has no effect on planted, which is not trained; drop it."),
+        (["train", "tiny-llada", "--steps", "-5"], "--steps must be at least 1; got -5."),
+        (["train", "tiny-llada", "--steps", "0"], "--steps must be at least 1; got 0."),
+        (["train", "planted", "--steps", "5"], "--steps has no effect on planted, which is not trained; remove it."),
         (["train", "planted", "--run", "x"], "--run has no effect on planted"),
     ],
 )
-def test_steps_that_cannot_be_trained_are_refused(arguments, text, capsys, tmp_path, monkeypatch):
+def test_train_rejects_invalid_steps_and_options_without_effect(arguments, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sinklens.zoo.train", lambda *given: iter(()))
     assert main(arguments) == 1
@@ -217,7 +217,7 @@ def test_steps_that_cannot_be_trained_are_refused(arguments, text, capsys, tmp_p
         ["evaluate", "m", "--task", "t", "--out", "o"],
     ],
 )
-def test_a_negative_seed_is_a_wrong_call(arguments, capsys):
+def test_a_negative_seed_is_incorrect_usage(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--seed", "-1"])
     assert "argument --seed: -1 is negative; give 0 or more" in capsys.readouterr().err
@@ -226,12 +226,12 @@ def test_a_negative_seed_is_a_wrong_call(arguments, capsys):
 def test_help_of_analyse_names_every_study(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["analyse", "--help"])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name in STUDIES:
-        assert name in told
+        assert name in printed
 
 
-def test_a_reader_that_goes_away_costs_no_file(tmp_path):
+def test_a_closed_output_pipe_loses_no_file(tmp_path):
     command = f"{sys.executable} -m sinklens.cli demo --out {tmp_path} | head -n 3"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""The commands from end to end: evaluate, score and table, on the shipped twins and on local files."""
+"""The commands evaluate, score and table from end to end, on the shipped models and on local files."""
 
 import gzip
 import json
@@ -21,14 +21,14 @@ from sinklens.views import accuracy_curves
 
 def run(capsys, *arguments):
     code = main([str(argument) for argument in arguments])
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
-def test_evaluate_and_table_make_the_table_and_the_picture(tmp_path, capsys):
+def test_evaluate_and_table_write_the_table_and_the_figure(tmp_path, capsys):
     flags = ["--task", "tiny-gsm", "--mask-sinks", 0, 1, "--controls", "random", "--limit", 3, "--out", tmp_path]
     code, out, _ = run(capsys, "evaluate", "tiny-llada", "tiny-llama", *flags)
-    assert (code, out) == (0, f"Done. The table: sinklens table {tmp_path}\n")
+    assert (code, out) == (0, f"Done. To print the table: sinklens table {tmp_path}\n")
     code, out, _ = run(capsys, "table", tmp_path)
     assert code == 0
     table = pd.read_csv(tmp_path / "table.csv")
@@ -39,13 +39,13 @@ def test_evaluate_and_table_make_the_table_and_the_picture(tmp_path, capsys):
     assert {"accuracy.png", "accuracy.svg", "table.csv"} < {file.name for file in tmp_path.iterdir()}
 
 
-def test_a_dry_run_tells_what_it_would_take_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_estimates_the_cost_and_writes_nothing(tmp_path, capsys):
     out = tmp_path / "results"
-    code, told, _ = run(capsys, "evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", 1, "--limit", 4,
+    code, printed, _ = run(capsys, "evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", 1, "--limit", 4,
                         "--out", out, "--dry-run")  # fmt: skip
     assert code == 0
-    assert told.startswith("tiny-llama: 8 samples to do, ")
-    assert "in one process here (by 8 samples that were run)" in told
+    assert printed.startswith("tiny-llama: 8 samples to do, ")
+    assert "in one process here (estimated from 8 samples)" in printed
     assert not out.exists()
 
 
@@ -56,12 +56,12 @@ def test_settings_reach_the_sampler_and_the_record(tmp_path, capsys):
     assert only.records()[0]["steps"] == 12
 
 
-def test_generated_programs_run_on_request_alone(tmp_path, capsys):
+def test_generated_programs_run_only_on_request(tmp_path, capsys):
     flags = ["--task", "tiny-code", "--limit", 2, "--out", tmp_path]
     code, out, _ = run(capsys, "evaluate", "tiny-llama", *flags)
     assert (code, out) == (
         0,
-        f"2 programs were generated and not run: sinklens score {tmp_path} --run-generated-code\n",
+        f"2 generated programs have not been run; to run them: sinklens score {tmp_path} --run-generated-code\n",
     )
     code, out, _ = run(capsys, "table", tmp_path)
     assert code == 0
@@ -71,39 +71,40 @@ def test_generated_programs_run_on_request_alone(tmp_path, capsys):
     assert "have not been run are excluded from all accuracies: 2 of tiny-llama (unmasked)." in out
     assert out.splitlines()[-1] == f"Written: {tmp_path / 'table.csv'}."
     assert pd.read_csv(tmp_path / "table.csv")[["total", "unscored"]].values.tolist() == [[0, 2]]
-    code, _, told = run(capsys, "score", tmp_path)
+    code, _, printed = run(capsys, "score", tmp_path)
     assert code == 1
     assert (
-        "this executes programs that a model wrote. Add --run-generated-code if that is meant. Isolation here" in told
+        "this command executes programs written by a model. Add --run-generated-code to allow that. Isolation on"
+        in printed
     )
     assert not list(tmp_path.glob("run-*/verdicts-*"))
-    code, out, told = run(capsys, "score", tmp_path, "--run-generated-code")
+    code, out, printed = run(capsys, "score", tmp_path, "--run-generated-code")
     assert code == 0
     assert out.startswith("2 programs were run.")
-    assert "Isolation: " in told
+    assert "Isolation: " in printed
     assert run(capsys, "table", tmp_path)[0] == 0
 
 
 def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
-    """Nothing is known of the answer but that it can be judged."""
+    """The answer itself is unknown; this checks only that it can be scored."""
     with gzip.open(shared / "data" / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
         first = json.loads(file.readline())
     short = tmp_path / "short.jsonl"
     test = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
-    made = first | {"prompt": 'def add(a, b):\n    """The sum."""\n', "test": test, "entry_point": "add"}
-    short.write_text(json.dumps(made) + "\n")
+    problem = first | {"prompt": 'def add(a, b):\n    """The sum."""\n', "test": test, "entry_point": "add"}
+    short.write_text(json.dumps(problem) + "\n")
     out = tmp_path / "results"
     planted_run(out, {"tiny-gsm/0": True})  # a task without files in the same ledger
     flags = ["--task", "humaneval", "--data", short, "--out", out]
     assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0
-    code, _, told = run(capsys, "score", out, "--run-generated-code", "--data", short)
-    assert code == 0, told
-    code, told, _ = run(capsys, "table", out)
+    code, _, printed = run(capsys, "score", out, "--run-generated-code", "--data", short)
+    assert code == 0, printed
+    code, printed, _ = run(capsys, "table", out)
     assert code == 0
-    assert "humaneval: accuracy" in told
+    assert "humaneval: accuracy" in printed
 
 
-def test_the_papers_numbers_stand_beside_its_own_models_and_are_marked(tmp_path, capsys):
+def test_the_papers_numbers_are_shown_beside_the_papers_models_only(tmp_path, capsys):
     for condition in masking([1]):
         planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct", protocol="llada-gsm8k")
         planted_run(tmp_path, {"gsm8k/0": True}, condition, protocol="llada-gsm8k")
@@ -114,14 +115,14 @@ def test_the_papers_numbers_stand_beside_its_own_models_and_are_marked(tmp_path,
     assert next(row for row in rows if "1 sink" in row).count("0.75") == 1
 
 
-def test_lines_of_a_terminal_are_not_cut_when_written_to_a_file(tmp_path, capsys):
+def test_tables_are_not_truncated_when_written_to_a_file(tmp_path, capsys):
     for condition in masking([1, 5, 10], ["random", "weakest"]):
-        planted_run(tmp_path, {"s": True}, condition, model="/a/long/path/to/some/checkpoint-of-one-s-own")
+        planted_run(tmp_path, {"s": True}, condition, model="/a/long/path/to/some/checkpoint-with-a-long-name")
     _, out, _ = run(capsys, "table", tmp_path)
     assert "…" not in out
 
 
-def test_numbers_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
+def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
     for condition in masking([1, 5], ["random"], of_unmasked=True):
         planted_run(tmp_path, dict.fromkeys("abcdefgh", True), condition, model="tiny-llada-skills")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -132,14 +133,14 @@ def test_numbers_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeyp
     assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
 
 
-def test_names_with_brackets_are_shown_as_they_are(tmp_path, capsys):
+def test_names_with_brackets_are_shown_verbatim(tmp_path, capsys):
     planted_run(tmp_path, {"a": True}, model="my [bold] run")
     _, out, _ = run(capsys, "table", tmp_path)
     assert out.count("my [bold] run") >= 3
 
 
-def test_the_picture_has_a_line_for_each_way_of_masking(tmp_path):
-    """Sets per head and per layer are not joined, and a lone unmasked model is a point."""
+def test_the_figure_has_a_curve_for_each_kind_of_masking(tmp_path):
+    """Sets per head and per layer are separate curves, and a model with only an unmasked run is a point."""
     planted_run(tmp_path, {"a": True})
     assert labels(tmp_path) == ["tiny-llada: sinks"]
     for scope in ("head", "layer"):
@@ -151,7 +152,7 @@ def test_the_picture_has_a_line_for_each_way_of_masking(tmp_path):
     ]  # fmt: skip
 
 
-def test_more_models_than_a_panel_holds_have_one_each(tmp_path):
+def test_more_models_than_a_panel_holds_get_a_panel_each(tmp_path):
     for model in ("a", "b", "c"):
         planted_run(tmp_path, {"a": True}, model=model)
     assert labels(tmp_path) == ["a: sinks", "b: sinks", "c: sinks"]
@@ -169,7 +170,7 @@ def labels(ledger, scored=False):
     return panel.get_legend_handles_labels()[1]
 
 
-def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
+def test_a_table_omits_unscored_programs_and_says_so(tmp_path, capsys):
     for condition in masking([1]):
         planted_run(tmp_path, {"a": None, "b": None}, condition, protocol="tiny-code")
     planted_run(tmp_path, {"a": True}, model="tiny-llama", protocol="tiny-code")
@@ -192,20 +193,20 @@ def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
         (["tiny-llada", "--task", "tiny-gms"], "no task is called 'tiny-gms'"),
         (["tiny-llada", "--task", "llada-gsm8k"], "llada-gsm8k is a protocol: --protocol llada-gsm8k."),
         (["tiny-llada", "--task", "tiny-gsm", "--protocol", "llada-gsm8k"], "is for the task gsm8k, not tiny-gsm"),
-        (["tiny-llada", "--task", "tiny-gsm", "--shard", "1"], "--shard is written I/N, e.g. 0/4"),
+        (["tiny-llada", "--task", "tiny-gsm", "--shard", "1"], "--shard must be I/N, e.g. 0/4"),
         (["tiny-llada", "--task", "tiny-gsm", "--mask-sinks", "500", "--limit", "1"], "500"),
         (["tiny-llama", "--task", "tiny-gsm", "--limit", "0"], "limit is 0"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--limit", "501"],
-            "--limit is 501, and the task tiny-gsm has 500 samples",
+            "--limit is 501, but the task tiny-gsm has 500 samples; omit --limit",
         ),
-        (["tiny-llama", "--task", "tiny-gsm", "--shard", "0/0"], "--shard is written I/N, e.g. 0/4"),
-        (["tiny-llama", "tiny-llama", "--task", "tiny-gsm"], "evaluated once; tiny-llama is given several times."),
+        (["tiny-llama", "--task", "tiny-gsm", "--shard", "0/0"], "--shard must be I/N, e.g. 0/4"),
+        (["tiny-llama", "tiny-llama", "--task", "tiny-gsm"], "list each model once; tiny-llama is listed several"),
         (["tiny-llama", "--task", "tiny-gsm", "--controls", "random"], "--controls has no effect without --mask-sinks"),
         (["tiny-llama", "--task", "tiny-gsm", "--of-unmasked"], "--of-unmasked has no effect without --mask-sinks"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--scope", "layer", "--mask-sinks", "0"],
-            "--scope has no effect without --mask-sinks with a K above 0; add it, or drop this.",
+            "--scope has no effect without --mask-sinks with a K above 0; add it, or remove --scope.",
         ),
         (["tiny-llama", "--task", "tiny-gsm", "--queries", "all"], "--queries has no effect without --mask-sinks"),
         (
@@ -213,38 +214,38 @@ def test_a_table_leaves_out_what_is_not_scored_and_says_so(tmp_path, capsys):
             "--queries all is for autoregressive models; tiny-llada computes every query at every step.",
         ),
         (["tiny-llama", "--task", "tiny-gsm", "--workers", "3"], "--workers has no effect without --engine ray"),
-        (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts takes the place of --task; give one"),
-        (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts takes the place of --data; give one"),
+        (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts replaces --task; give only one"),
+        (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts replaces --data; give only one"),
         (["tiny-llama", "--prompts", "no.jsonl"], "could not read prompts from no.jsonl"),
         (["tiny-llama", "--task", "prompts"], "the task 'prompts' needs a file; give one (--prompts FILE)"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--block-length", "8"],
-            "--block-length is no setting of the autoregress",
+            "--block-length is not a setting of the autoregressive sampler, which tiny-llama uses; remove it.",
         ),
     ],
 )
-def test_a_wrong_call_is_one_message_and_exit_code_one(tmp_path, capsys, arguments, text):
-    code, _, told = run(capsys, "evaluate", *arguments, "--out", tmp_path / "results")
+def test_an_invalid_call_prints_one_message_and_exits_with_code_one(tmp_path, capsys, arguments, text):
+    code, _, printed = run(capsys, "evaluate", *arguments, "--out", tmp_path / "results")
     assert code == 1
-    assert told.splitlines()[-1].startswith("sinklens: ")
-    assert text in told
+    assert printed.splitlines()[-1].startswith("sinklens: ")
+    assert text in printed
 
 
-def test_score_refuses_a_ledger_without_programs_and_data_that_nothing_reads(tmp_path, capsys):
+def test_score_rejects_a_ledger_without_programs_and_unused_data(tmp_path, capsys):
     planted_run(tmp_path, {"a": True})
-    code, _, told = run(capsys, "score", tmp_path, "--run-generated-code")
+    code, _, printed = run(capsys, "score", tmp_path, "--run-generated-code")
     assert code == 1
-    assert f"{tmp_path} holds no generated programs (tiny-gsm); nothing is to be run." in told
+    assert f"{tmp_path} holds no generated programs (tiny-gsm); there is nothing to run." in printed
     planted_run(tmp_path, {"a": None}, protocol="tiny-code")
-    code, _, told = run(capsys, "score", tmp_path, "--run-generated-code", "--data", tmp_path)
+    code, _, printed = run(capsys, "score", tmp_path, "--run-generated-code", "--data", tmp_path)
     assert code == 1
-    assert "--data is for programs of published tasks" in told
+    assert "--data is for published tasks whose answers are programs" in printed
 
 
 @pytest.fixture(scope="module")
-def untold(tmp_path_factory):
-    """The folder of tiny-llama without a tokenizer."""
-    folder = tmp_path_factory.mktemp("untold") / "model"
+def no_tokenizer(tmp_path_factory):
+    """A copy of tiny-llama's folder without its tokenizer."""
+    folder = tmp_path_factory.mktemp("no-tokenizer") / "model"
     folder.mkdir()
     for file in find_checkpoint("tiny-llama", None).iterdir():
         if file.name in ("config.json", "generation_config.json") or file.suffix == ".safetensors":
@@ -252,8 +253,8 @@ def untold(tmp_path_factory):
     return folder
 
 
-def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, untold, tiny_llama):
-    """A checkpoint without a tokenizer; what the one with it answers is the truth."""
+def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, no_tokenizer, tiny_llama):
+    """A checkpoint without a tokenizer; the expected answers are those of the same model with its tokenizer."""
     problems = held_out(3)
     ids = [tiny_llama.to_tokens(problem.prompt)[0].tolist() for problem in problems]
     runs = [sinklens.generate(tiny_llama, problem.prompt, progress=False) for problem in problems]
@@ -263,23 +264,23 @@ def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, untold,
     file, out = tmp_path / "a.jsonl", tmp_path / "out"
     lines = [{"prompt": prompt, "expected": right} for prompt, right in zip(ids, expected, strict=True)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    call = ["evaluate", untold, "--prompts", file, "--mask-sinks", 1, "--out", out]
-    code, _, told = run(capsys, *call, "--batch", 2)
-    assert code == 0, told
+    call = ["evaluate", no_tokenizer, "--prompts", file, "--mask-sinks", 1, "--out", out]
+    code, _, printed = run(capsys, *call, "--batch", 2)
+    assert code == 0, printed
     unmasked = next(one for one in LedgerRun.all(out) if one.what["condition"]["name"] == "unmasked")
     assert [record["verdict"] for record in unmasked.records()] == [True, True, False]
     assert [record["sample"] for record in unmasked.records()] == ["prompts/0", "prompts/1", "prompts/2"]
     assert unmasked.records()[0]["tokens"][: len(answers[0])] == answers[0]
-    code, told, _ = run(capsys, "table", out)
-    assert "0.667" in told
+    code, printed, _ = run(capsys, "table", out)
+    assert "0.667" in printed
     lines[2]["expected"] = answers[2]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    code, _, told = run(capsys, *call)
+    code, _, printed = run(capsys, *call)
     assert code == 1
-    assert "has a record of prompts/2 with another expected answer, so it was started with other data." in told
+    assert "has a record of prompts/2 with another expected answer, so it was started with other data." in printed
 
 
-def test_prompts_of_text_need_a_tokenizer_and_ids_a_length_that_an_answer_can_have(tmp_path, capsys, untold):
+def test_text_prompts_need_a_tokenizer_and_expected_ids_must_fit_the_answer_length(tmp_path, capsys, no_tokenizer):
     file, out = tmp_path / "a.jsonl", tmp_path / "out"
     for line, text in (
         ({"prompt": "a", "expected": [5]}, "has no tokenizer, and the prompts of this task are text."),
@@ -288,28 +289,28 @@ def test_prompts_of_text_need_a_tokenizer_and_ids_a_length_that_an_answer_can_ha
         ({"prompt": [2, 99999], "expected": [5]}, "99999"),
     ):
         file.write_text(f"{json.dumps(line)}\n")
-        code, _, told = run(capsys, "evaluate", untold, "--prompts", file, "--gen-length", 4, "--out", out)
+        code, _, printed = run(capsys, "evaluate", no_tokenizer, "--prompts", file, "--gen-length", 4, "--out", out)
         assert code == 1
-        assert text in told
+        assert text in printed
 
 
-def test_an_interrupt_says_that_what_was_finished_is_kept(tmp_path, capsys, monkeypatch):
+def test_an_interrupt_says_that_finished_samples_are_kept(tmp_path, capsys, monkeypatch):
     import sinklens.evaluation.runner as evaluating
 
     monkeypatch.setattr(evaluating, "evaluate", lambda *given, **more: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(SystemExit, match="130"):
         main(["evaluate", "tiny-llama", "--task", "tiny-gsm", "--out", str(tmp_path)])
-    told = capsys.readouterr().err
-    assert f"interrupted; {tmp_path} keeps the finished samples (none yet). To resume:\n" in told
-    assert told.endswith(f"  sinklens evaluate tiny-llama --task tiny-gsm --out {tmp_path}\n")
+    printed = capsys.readouterr().err
+    assert f"interrupted; {tmp_path} keeps the finished samples (none yet). To resume:\n" in printed
+    assert printed.endswith(f"  sinklens evaluate tiny-llama --task tiny-gsm --out {tmp_path}\n")
 
 
-def test_an_unfinished_condition_and_masks_that_escape_are_said(tmp_path, capsys):
-    unmasked, own, steady = masking([1], of_unmasked=True)
+def test_the_table_points_out_unfinished_conditions_and_sinks_that_escape_masking(tmp_path, capsys):
+    unmasked, strongest, steady = masking([1], of_unmasked=True)
     planted_run(tmp_path, dict.fromkeys("abcd", True), unmasked)
-    planted_run(tmp_path, dict.fromkeys("ab", True), own)
+    planted_run(tmp_path, dict.fromkeys("ab", True), strongest)
     _, out, _ = run(capsys, "table", tmp_path)
     assert "1.000 [0.342, 1.000] (2 of 4)" in out
-    assert "--of-unmasked adds masks by the sinks of the unmasked run" in out
+    assert "--of-unmasked adds conditions that mask the sinks of the unmasked run" in out
     planted_run(tmp_path, dict.fromkeys("abcd", True), steady)
     assert "--of-unmasked" not in run(capsys, "table", tmp_path)[1]

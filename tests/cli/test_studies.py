@@ -1,4 +1,4 @@
-"""The commands `analyse` and `table` on studies: what an interrupt keeps, what is printed, and what is refused."""
+"""The commands `analyse` and `table` on studies: what an interrupt keeps, what is printed, and what is rejected."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from sinklens.evaluation.ledger import LedgerRun
 from sinklens.tasks.word_problems import held_out
 
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more lose twentyfold beside other processes
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads are 20 times slower beside other processes
 
 
 def kept(out):
-    """Prompts that the ledger of a study holds; fails on one that is there twice."""
+    """Number of prompts in the ledger of a study; fails on duplicates."""
     if not list((out / "units").glob("run-*/run.json")):
         return 0
     (run,) = LedgerRun.all(out / "units")
@@ -44,40 +44,40 @@ def start(call):
 
 
 def stopped(call, out, more, by):
-    """Start, wait for `more` prompts than there are, and send the signal `by`; the exit code and what was said."""
+    """Start `call`, wait for `more` further prompts, and send the signal `by`; returns the exit code and stderr."""
     process, before, deadline = start(call), kept(out), time.monotonic() + 240
     while kept(out) < before + more:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(by)
-    _, told = process.communicate(timeout=240)
-    return process.returncode, told
+    _, errors = process.communicate(timeout=240)
+    return process.returncode, errors
 
 
 def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_path):
-    """Real processes: every finished prompt is kept, none is measured twice, and the tables are the same."""
+    """Real processes: every finished prompt is kept, none is measured twice, and the tables are equal."""
     out = tmp_path / "cut"
     call = ["analyse", "windows", "tiny-llama", "--number", "8", "--gen-length", "4", "--out", str(out)]
-    code, told = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
+    code, errors = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
     first = kept(out)
-    assert (code, 1 <= first < 8) == (130, True), told
-    assert f"interrupted; {out} keeps the finished prompts (tiny-llama: {first} of 8). To resume:\n" in told
-    assert told.endswith(f"  sinklens {' '.join(call)} --batch 3\n")
+    assert (code, 1 <= first < 8) == (130, True), errors
+    assert f"interrupted; {out} keeps the finished prompts (tiny-llama: {first} of 8). To resume:\n" in errors
+    assert errors.endswith(f"  sinklens {' '.join(call)} --batch 3\n")
     assert stopped([*call, "--batch", "5"], out, 1, signal.SIGKILL)[0] == -signal.SIGKILL
     second = kept(out)
     assert first < second < 8
     done = start(call)
-    printed, told = done.communicate(timeout=240)
-    assert done.returncode == 0, told
-    assert told.splitlines()[0] == f"tiny-llama: {second} of 8 prompts done"
-    assert len(told.splitlines()) == 1 + 8 - second
+    printed, errors = done.communicate(timeout=240)
+    assert done.returncode == 0, errors
+    assert errors.splitlines()[0] == f"tiny-llama: {second} of 8 prompts done"
+    assert len(errors.splitlines()) == 1 + 8 - second
     assert kept(out) == 8
-    undisturbed = find("windows")(settings={"gen_length": 4}, batch=8)
-    whole = undisturbed.run("tiny-llama", [problem.prompt for problem in held_out(8)], tmp_path / "whole")
-    assert (out / "windows-windows.csv").read_bytes() == (tmp_path / "whole" / "windows-windows.csv").read_bytes()
+    study = find("windows")(settings={"gen_length": 4}, batch=8)
+    uninterrupted = study.run("tiny-llama", [problem.prompt for problem in held_out(8)], tmp_path / "full")
+    assert (out / "windows-windows.csv").read_bytes() == (tmp_path / "full" / "windows-windows.csv").read_bytes()
     resumed = xr.load_dataset(out / "windows.nc", engine="h5netcdf")
-    xr.testing.assert_identical(resumed.isel(model=0, drop=True), whole.measured["tiny-llama"])
+    xr.testing.assert_identical(resumed.isel(model=0, drop=True), uninterrupted.measured["tiny-llama"])
     assert "windows: tiny-llama (8 prompts)" in printed
 
 
@@ -95,26 +95,26 @@ def prompt_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_goes_on_in_another_process_and_gives_the_same_files(tmp_path, prompt_file):
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    code, told = stopped(analyse(cut, prompt_file), cut, 1, signal.SIGINT)
-    assert code == 130, told
+def test_an_interrupted_study_resumes_in_another_process_and_writes_the_same_files(tmp_path, prompt_file):
+    cut, full = tmp_path / "cut", tmp_path / "full"
+    code, errors = stopped(analyse(cut, prompt_file), cut, 1, signal.SIGINT)
+    assert code == 130, errors
     assert 1 <= kept(cut) < 3
     assert [file.name for file in cut.iterdir()] == ["units"]
     done = start(analyse(cut, prompt_file))
-    printed, told = done.communicate(timeout=240)
-    assert done.returncode == 0, told
+    printed, errors = done.communicate(timeout=240)
+    assert done.returncode == 0, errors
     assert "token_types: 3 prompts, tiny-llada. Written:" in printed
-    assert main(analyse(whole, prompt_file)) == 0
-    names = sorted(file.name for file in whole.iterdir() if file.is_file())
+    assert main(analyse(full, prompt_file)) == 0
+    names = sorted(file.name for file in full.iterdir() if file.is_file())
     assert names == sorted(file.name for file in cut.iterdir() if file.is_file())
     assert {f"token_types{end}" for end in ("-tokens.csv", "-tokens.svg", "-tokens.png", ".nc", ".json")} <= set(names)
     for name in names:
-        if name.endswith(".nc"):  # the same numbers; HDF5's own bookkeeping may differ
-            first, second = (xr.load_dataset(folder / name, engine="h5netcdf") for folder in (cut, whole))
+        if name.endswith(".nc"):  # the same numbers; HDF5's internal bookkeeping may differ
+            first, second = (xr.load_dataset(folder / name, engine="h5netcdf") for folder in (cut, full))
             xr.testing.assert_identical(first, second)
         else:
-            assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
+            assert (cut / name).read_bytes() == (full / name).read_bytes(), name
 
 
 def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
@@ -135,23 +135,23 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
     out = tmp_path / "out"
     call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--number", "2", "--gen-length", "3", "--out", str(out)]
     assert main(call) == 0
-    printed, told = capsys.readouterr()
+    printed, errors = capsys.readouterr()
     tables = printed.partition("layers: 2 prompts")[0]
     frame = pandas.read_csv(out / "layers-trend.csv")
     for row in frame.itertuples():
         assert f"{row.estimate:.3f}" in tables or float(row.estimate).is_integer()
-    assert told.splitlines() == [
+    assert errors.splitlines() == [
         f"{name}: {done} of 2 prompts done" for name in ("tiny-llada", "tiny-llama") for done in (0, 2)
     ]
     assert main(["table", str(out)]) == 0
     assert capsys.readouterr().out == tables
-    assert main(call) == 0  # again: nothing is measured, and the same is printed
-    again, told = capsys.readouterr()
+    assert main(call) == 0  # a rerun measures nothing and prints the same
+    again, errors = capsys.readouterr()
     assert again == printed
-    assert told.splitlines() == [f"{name}: 2 of 2 prompts done" for name in ("tiny-llada", "tiny-llama")]
+    assert errors.splitlines() == [f"{name}: 2 of 2 prompts done" for name in ("tiny-llada", "tiny-llama")]
 
 
-def test_a_table_of_a_study_and_of_an_evaluation_in_one_folder_prints_both(tmp_path, capsys):
+def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys):
     planted_run(tmp_path, {"a": True})
     assert main(["analyse", "layers", "tiny-llama", "--number", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
     capsys.readouterr()
@@ -161,8 +161,8 @@ def test_a_table_of_a_study_and_of_an_evaluation_in_one_folder_prints_both(tmp_p
     assert "tiny-gsm: accuracy" in printed
 
 
-def test_a_folder_without_a_table_is_refused_and_says_why(tmp_path, capsys, monkeypatch):
-    for folder, text in (("none", "there is no folder "), ("empty", "holds neither an evaluation nor a study;")):
+def test_a_folder_without_a_table_is_rejected_with_the_reason(tmp_path, capsys, monkeypatch):
+    for folder, text in (("none", "no such folder: "), ("empty", "holds neither an evaluation nor a study;")):
         (tmp_path / "empty").mkdir(exist_ok=True)
         assert main(["table", str(tmp_path / folder)]) == 1
         assert text in capsys.readouterr().err
@@ -174,10 +174,10 @@ def test_a_folder_without_a_table_is_refused_and_says_why(tmp_path, capsys, monk
         main(["analyse", "layers", "tiny-llama", "--number", "1", "--gen-length", "2", "--out", str(out)])
     assert "keeps the finished prompts (tiny-llama: 1 of 1). To resume:" in capsys.readouterr().err
     assert main(["table", str(out)]) == 1
-    assert "holds an unfinished study (layers: tiny-llama: 1 of 1 prompts); run the same" in capsys.readouterr().err
+    assert "holds an unfinished study (layers: tiny-llama: 1 of 1 prompts); rerun the same" in capsys.readouterr().err
 
 
-def test_options_of_an_evaluation_are_refused_for_a_study(tmp_path, capsys):
+def test_options_for_evaluations_are_rejected_for_a_study(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps({"study": "x", "models": [], "options": {}, "tables": []}))
     (tmp_path / "other.json").write_text("[1, 2]")
     for more in (["--out", str(tmp_path / "o")], ["--mixed-devices"]):
@@ -189,11 +189,11 @@ def test_options_of_an_evaluation_are_refused_for_a_study(tmp_path, capsys):
     ("more", "text"),
     [
         (["--number", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
-        (["--prompts", "a.txt", "--number", "3"], "--number is 3, and a.txt holds 2 prompts."),
+        (["--prompts", "a.txt", "--number", "3"], "--number is 3, but a.txt holds 2 prompts;"),
         (["--prompts", "a.jsonl"], "a.jsonl, line 2: not JSON"),
     ],
 )
-def test_prompts_that_are_not_there_are_refused(more, text, tmp_path, capsys, monkeypatch):
+def test_missing_and_malformed_prompts_are_rejected(more, text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("one\ntwo\n")
     Path("a.jsonl").write_text('{"prompt": "one"}\ntwo\n')

@@ -218,7 +218,7 @@ def test_a_tasks_length_and_temperature_apply_unless_the_models_arguments_set_th
         used.append((done.settings.gen_length, done.settings.steps, done.settings.temperature, done.seed))
         return done
 
-    monkeypatch.setattr(sinklens, "generate", watched)
+    monkeypatch.setattr(harness, "generate", watched)
     prompt = held_out(1)[0].prompt
     sampled = request(prompt, max_gen_toks=8, until="####", do_sample=True, temperature=0.7)
     SinklensLM(tiny_llada).generate_until([sampled, sampled], disable_tqdm=True)

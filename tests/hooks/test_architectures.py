@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md: a new family of the Llama kind is two table entries."""
+"""The worked example of CONTRIBUTING.md: two table entries add a new family of the Llama kind."""
 
 import json
 from dataclasses import replace
@@ -35,10 +35,10 @@ def newdlm(tmp_path, monkeypatch):
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=None, tie_word_embeddings=False,
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
-    theirs = {"model.embed_tokens.": "tok.", "model.layers.": "layer.", ".self_attn.q_proj.": ".wq."}
+    renamed = {"model.embed_tokens.": "tok.", "model.layers.": "layer.", ".self_attn.q_proj.": ".wq."}
     weights = {}
     for name, value in model.state_dict().items():
-        for new, old in theirs.items():
+        for new, old in renamed.items():
             name = name.replace(new, old)
         weights[name] = value.clone()
     save_file(weights, tmp_path / "model.safetensors")
@@ -47,11 +47,11 @@ def newdlm(tmp_path, monkeypatch):
     return tmp_path, model
 
 
-def test_the_example_of_contributing_loads_and_is_bidirectional(newdlm):
+def test_the_example_in_contributing_loads_and_is_bidirectional(newdlm):
     folder, original = newdlm
     model = sinklens.load(folder)
     ids = torch.randint(0, 90, (2, 11))
-    everything = torch.zeros(2, 1, 11, 11)  # an explicit mask that hides nothing
+    everything = torch.zeros(2, 1, 11, 11)  # an explicit mask that does not hide any key
     with torch.no_grad():
         expected = original(input_ids=ids, attention_mask=everything).logits
         torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-5)
@@ -62,7 +62,7 @@ def test_the_example_of_contributing_loads_and_is_bidirectional(newdlm):
     assert t.sinks.data.sizes["step"] == 6
 
 
-def test_the_example_refuses_what_its_table_cannot_express(newdlm):
+def test_the_example_refuses_settings_that_its_table_cannot_express(newdlm):
     folder, _ = newdlm
     raw = json.loads((folder / "config.json").read_text()) | {"sliding_window": 8}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -70,7 +70,7 @@ def test_the_example_refuses_what_its_table_cannot_express(newdlm):
         sinklens.load(folder)
 
 
-def test_an_unknown_architecture_names_the_table():
+def test_the_error_for_an_unknown_architecture_names_the_table():
     with pytest.raises(
         CheckpointError, match=r"'gpt2' has no hook points; known are llama, qwen2, qwen3.*architectures.py"
     ):

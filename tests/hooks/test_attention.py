@@ -1,4 +1,4 @@
-"""Which attention is computed depends on who watches; what it computes does not."""
+"""Watching selects how attention is computed, but does not change the result."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from sinklens.hooks import attention as module
 from sinklens.hooks import column_sums
 
 AT = "blocks.1.attn"
-PADDINGS = [pytest.param(None, id="whole"), pytest.param(left_padding(), id="padded")]
+PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 
 
 def watch(model, ids, *points, real=None, edits=None):
-    """The logits and the values of `points` of layer 1 in one pass, under `edits` of others of its points."""
+    """The logits and the values of `points` of layer 1 in one pass, with `edits` at other points of that layer."""
     seen = {}
 
     def keep(value, hook):
@@ -29,7 +29,7 @@ def watch(model, ids, *points, real=None, edits=None):
 
 @pytest.fixture
 def no_explicit_map(monkeypatch):
-    """Making the map explicit is an error in this test; loading a model does so once, so all are loaded before."""
+    """Makes forming the map an error in this test; loading a model forms it once, so all models are loaded before."""
     for kind in KINDS:
         shared_model(*kind)
 
@@ -52,19 +52,19 @@ def test_unwatched_logits_are_those_of_transformers_bit_for_bit(architecture, ca
     assert torch.equal(shared_model(architecture, causal)(ids, attention_mask=real), expected)
 
 
-def test_while_nobody_watches_a_layer_transformers_own_function_attends_there(monkeypatch):
-    model, own, called = shared_model(), module.sdpa_attention_forward, []
+def test_unwatched_layers_use_the_attention_function_of_transformers(monkeypatch):
+    model, original, called = shared_model(), module.sdpa_attention_forward, []
 
     def count(attn, *args, **kwargs):
         called.append(attn.layer_idx)
-        return own(attn, *args, **kwargs)
+        return original(attn, *args, **kwargs)
 
     monkeypatch.setattr(module, "sdpa_attention_forward", count)
     watch(model, random_ids(), "hook_sink_scores")
     assert called == [0, 2]
 
 
-def test_a_model_without_points_attends_as_transformers_does():
+def test_a_model_without_points_computes_the_attention_of_transformers():
     hf, ids = random_hf(causal=True), random_ids()
     expected = hf(ids).logits
     hf.set_attn_implementation(module.NAME)
@@ -75,7 +75,7 @@ def test_a_model_without_points_attends_as_transformers_does():
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_attn_mask"], ["hook_rot_q", "hook_rot_k", "hook_z"]])
 @pytest.mark.usefixtures("no_explicit_map")
-def test_watching_anything_but_the_map_leaves_the_logits_bit_for_bit(architecture, causal, real, points):
+def test_watching_anything_except_the_map_does_not_change_the_logits_in_any_bit(architecture, causal, real, points):
     model, ids = shared_model(architecture, causal), random_ids()
     assert torch.equal(watch(model, ids, *points, real=real)[0], model(ids, attention_mask=real))
 
@@ -91,7 +91,7 @@ def test_watching_the_map_changes_the_logits_by_rounding_only(architecture, caus
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_rows_of_padding_queries_are_zero_so_its_column_sums_are_the_sink_scores(architecture, causal):
+def test_rows_of_padding_queries_are_zero_so_column_sums_equal_the_sink_scores(architecture, causal):
     model, ids, real = shared_model(architecture, causal), random_ids(), left_padding()
     sinks, pattern = watch(model, ids, "hook_sink_scores", "hook_pattern", real=real)[1:]
     torch.testing.assert_close(pattern.sum(-1), real.float()[:, None].expand(2, pattern.shape[1], 7))
@@ -99,7 +99,7 @@ def test_rows_of_padding_queries_are_zero_so_its_column_sums_are_the_sink_scores
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_a_padding_query_attends_to_changes_no_bit_of_a_real_position(causal):
+def test_the_attention_of_padding_queries_changes_no_bit_of_a_real_position(causal):
     model, ids, real = shared_model("llama", causal), random_ids(), left_padding()
 
     def uniform_for_padding(pattern):
@@ -111,7 +111,7 @@ def test_what_a_padding_query_attends_to_changes_no_bit_of_a_real_position(causa
     assert torch.equal(zeros[real], others[real])
 
 
-# The last is odd and longer than a block of the fused kernel, and than a block of the sums.
+# The last length is odd and longer than a block of the fused kernel and a block of the sums.
 @pytest.mark.parametrize(
     ("architecture", "causal", "length"),
     [(*kind, length) for kind in KINDS for length in (2, 7)] + [("llama", False, 531), ("llama", True, 531)],
@@ -130,7 +130,7 @@ def test_sink_scores_are_the_column_sums_of_the_pattern(architecture, causal, re
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
-def test_padding_scores_exactly_zero_and_real_tokens_have_mean_one(causal, points):
+def test_scores_of_padding_are_exactly_zero_and_those_of_real_tokens_have_mean_one(causal, points):
     real = left_padding()
     scores = watch(shared_model("llama", causal), random_ids(), *points, real=real)[1]
     assert (scores[0, :, :3] == 0).all()
@@ -139,7 +139,7 @@ def test_padding_scores_exactly_zero_and_real_tokens_have_mean_one(causal, point
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_in_bfloat16_sink_scores_agree_with_the_pattern_to_its_rounding(causal):
-    """A weight of at most 1 is kept to 2⁻⁹; seven of them, and the fused kernel's own sums, stay within 0.03."""
+    """A weight of at most 1 is rounded to 2⁻⁹; sums of seven, and those of the fused kernel, stay within 0.03."""
     model, ids = random_model("llama", causal, dtype=torch.bfloat16), random_ids()
     logits, fused = watch(model, ids, "hook_sink_scores", real=left_padding())
     pattern = watch(model, ids, "hook_pattern", real=left_padding())[1]
@@ -152,7 +152,7 @@ def test_in_bfloat16_sink_scores_agree_with_the_pattern_to_its_rounding(causal):
 
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
 @pytest.mark.parametrize("padded", [0, 3])
-def test_a_cached_step_scores_its_own_query_against_all_keys(points, padded):
+def test_a_cached_step_scores_its_query_against_all_keys(points, padded):
     model, ids, real = shared_model("llama", causal=True), random_ids(), left_padding(padded=padded)
     plain = plain_pass(model, ids, real)
     past, seen = DynamicCache(), {}
@@ -176,7 +176,7 @@ def hide_key_2_in_head_1(mask):
 
 
 def favour_by_row(mask):
-    """A full [query, key] bias: numbers everywhere, and query 5 does not see key 4."""
+    """A full [query, key] bias: nonzero values, and query 5 does not see key 4."""
     rows, keys = torch.arange(7)[:, None], torch.arange(7)
     bias = (rows * 1.3 + keys * 0.7).sin()
     bias[5, 4] = -torch.inf
@@ -189,7 +189,7 @@ MASKS = [hide_key_2, hide_key_2_in_head_1, favour_by_row]
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("edit", MASKS)
-def test_an_edited_mask_acts_alike_in_fused_and_explicit_attention(architecture, causal, real, edit):
+def test_an_edited_mask_has_the_same_effect_in_fused_and_explicit_attention(architecture, causal, real, edit):
     model, ids = shared_model(architecture, causal), random_ids()
     fused, fused_sinks = watch(model, ids, "hook_sink_scores", real=real, edits={"hook_attn_mask": edit})
     only = watch(model, ids, real=real, edits={"hook_attn_mask": edit})[0]
@@ -207,7 +207,7 @@ def test_an_edited_mask_acts_alike_in_fused_and_explicit_attention(architecture,
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_a_key_masked_with_minus_infinity_gets_exactly_nothing_and_rows_still_sum_to_one(architecture, causal):
+def test_a_key_masked_with_minus_infinity_gets_exactly_zero_and_rows_still_sum_to_one(architecture, causal):
     model, ids = shared_model(architecture, causal), random_ids()
     edits = {"hook_attn_mask": hide_key_2_in_head_1}
     pattern, sinks = watch(model, ids, "hook_pattern", "hook_sink_scores", edits=edits)[1:]
@@ -230,7 +230,7 @@ def test_editing_the_mask_does_not_make_the_map_explicit(causal, edit, real):
 
 
 class Largest(TorchDispatchMode):
-    """The greatest number of elements in memory of a tensor that any operation gave back."""
+    """Records the largest storage, in elements, of any tensor that an operation returned."""
 
     elements = 0
 
@@ -244,14 +244,14 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("edit", [hide_key_2, hide_key_2_in_head_1])
 @pytest.mark.parametrize("points", [[], ["hook_sink_scores"]])
-def test_a_bidirectional_model_makes_no_mask_of_queries_by_keys_for_every_head(monkeypatch, edit, points):
+def test_a_bidirectional_model_does_not_form_a_query_by_key_mask_for_every_head(monkeypatch, edit, points):
     length = 256
     monkeypatch.setitem(column_sums.BLOCK_ELEMENTS, "cpu", length)
     model = random_model(max_position_embeddings=length)
     ids, real = random_ids(length=length), left_padding(length=length, padded=100)
     with torch.no_grad(), Largest() as largest:
         watch(model, ids, *points, real=real, edits={"hook_attn_mask": edit})
-    assert largest.elements <= len(ids) * length**2, "PyTorch makes the padding of a batch one, for all heads"
+    assert largest.elements <= len(ids) * length**2, "PyTorch forms one query-by-key padding mask for all heads"
 
 
 def test_a_float32_mask_is_accepted_by_a_bfloat16_model():
@@ -271,7 +271,7 @@ def blind_query_4(mask):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
-def test_a_query_that_sees_no_key_attends_to_nothing(causal, points):
+def test_a_fully_masked_query_has_zero_output_and_adds_nothing_to_the_sums(causal, points):
     model, ids = shared_model("llama", causal), random_ids()
     z, sinks = watch(model, ids, "hook_z", *points, edits={"hook_attn_mask": blind_query_4})[1:3]
     assert (z[:, 4] == 0).all()
@@ -284,8 +284,8 @@ def test_a_query_that_sees_no_key_attends_to_nothing(causal, points):
     [(True, left_padding(), {}), (False, None, {"hook_attn_mask": blind_query_4})],
     ids=["padding", "mask"],
 )
-def test_gradients_past_a_query_that_sees_no_key_are_those_of_fused_attention(causal, real, edits, point):
-    """softmax over nothing is 0/0: its gradient would be NaN and spread to every weight below."""
+def test_gradients_with_a_fully_masked_query_are_those_of_fused_attention(causal, real, edits, point):
+    """softmax without any key is 0/0: its gradient would be NaN and propagate to all earlier weights."""
 
     def gradient(*points):
         model = random_model("llama", causal)
@@ -308,7 +308,7 @@ def test_gradients_past_a_query_that_sees_no_key_are_those_of_fused_attention(ca
     ],
     ids=["new", "copy", "in place", "view in place"],
 )
-def test_sink_scores_cannot_be_written(points, write):
+def test_writing_to_sink_scores_is_refused(points, write):
     message = rf"{AT}\.hook_sink_scores only reports .* edit hook_attn_mask .* or hook_pattern of the same layer"
     model, ids = shared_model(), random_ids()
     before = model(ids)
@@ -318,7 +318,7 @@ def test_sink_scores_cannot_be_written(points, write):
 
 
 def test_sink_scores_describe_the_attention_that_was_used():
-    """An edited pattern is what the values are mixed by, so its column sums are reported."""
+    """The edited pattern mixes the values, so the scores are its column sums."""
 
     def only_key_3(pattern):
         return torch.zeros_like(pattern).index_fill(3, torch.tensor([3]), 1.0)
@@ -330,7 +330,7 @@ def test_sink_scores_describe_the_attention_that_was_used():
     assert torch.equal(z, z[:, :1].expand_as(z))
 
 
-def test_without_gradients_sink_scores_can_be_watched_in_inference_mode():
+def test_sink_scores_can_be_watched_in_inference_mode():
     model, ids = shared_model(), random_ids()
     expected = watch(model, ids, "hook_sink_scores")[1]
     with torch.inference_mode():

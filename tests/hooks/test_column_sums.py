@@ -1,4 +1,4 @@
-"""Column sums and log-sum-exps against loops in float64, and against a map whose sink was put there by hand."""
+"""Column sums and log-sum-exps, compared with loops in float64 and with a map that has a planted sink."""
 
 import math
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ SCALE = 0.37
 
 
 def naive_pattern(query: Tensor, key: Tensor, mask: Tensor | None = None, causal: bool = False) -> Iterator[tuple]:
-    """(batch, head, query, weights over keys, log-sum-exp) row by row; weights are None where no key is seen."""
+    """(batch, head, query, weights over keys, log-sum-exp) row by row; weights are None if no key is visible."""
     query, key = query.double(), key.double()
     keys = key.shape[2]
     for b, h, i in product(*map(range, query.shape[:3])):
         row = [float(query[b, h, i] @ key[b, h, j]) * SCALE for j in range(keys)]
         if mask is not None:
-            shown = mask.expand(*query.shape[:3], keys)[b, h, i].tolist()
-            row = [score + added for score, added in zip(row, shown, strict=True)]
+            mask_row = mask.expand(*query.shape[:3], keys)[b, h, i].tolist()
+            row = [score + added for score, added in zip(row, mask_row, strict=True)]
         if causal:
             row = [score if j <= i + keys - query.shape[2] else -math.inf for j, score in enumerate(row)]
         top = max(row)
@@ -50,8 +50,8 @@ def operands(queries=7, keys=7, dtype=torch.float32, batch=2, heads=3, d_head=4)
     )
 
 
-def forbidding(*shape: int) -> Tensor:
-    """Zeros, numbers and a few −inf; key 0 stays visible."""
+def hiding(*shape: int) -> Tensor:
+    """A mask of random numbers and some −inf; key 0 stays visible."""
     mask = torch.randn(shape)
     mask[torch.rand(shape) < 0.3] = -torch.inf
     mask[..., 0] = 0.5
@@ -70,30 +70,30 @@ def assert_sums(query, key, mask=None, causal=False, real=None, atol=1e-5):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (1, 9), (1, 1), (3, 8), (13, 13)])
 def test_sums_equal_a_loop_over_the_map(queries, keys, causal):
-    """One query against many keys, and few against many, are what a key/value cache leaves to compute."""
+    """One or few queries with many keys occur with a key/value cache."""
     assert_sums(*operands(queries, keys), causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3, 7, 7), (1, 1, 7, 7), (2, 1, 7, 7), (2, 3, 1, 7), (2, 1, 1, 7)])
-def test_an_additive_mask_with_minus_infinity_is_obeyed_in_every_broadcast_shape(shape, causal):
-    assert_sums(*operands(), mask=forbidding(*shape), causal=causal)
+def test_an_additive_mask_with_minus_infinity_applies_in_every_broadcast_shape(shape, causal):
+    assert_sums(*operands(), mask=hiding(*shape), causal=causal)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 100])
 @pytest.mark.parametrize("causal", [False, True])
-def test_where_the_blocks_are_cut_does_not_matter(monkeypatch, rows, causal):
+def test_the_block_size_does_not_change_the_sums(monkeypatch, rows, causal):
     monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", rows * 3 * 7)
     real = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
-    assert_sums(*operands(), mask=forbidding(2, 3, 7, 7), causal=causal, real=real)
+    assert_sums(*operands(), mask=hiding(2, 3, 7, 7), causal=causal, real=real)
 
 
-def test_a_row_longer_than_a_block_is_still_taken(monkeypatch):
+def test_a_row_longer_than_a_block_is_still_computed(monkeypatch):
     monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 5)
     assert_sums(*operands(), causal=True)
 
 
-def test_queries_that_are_padding_are_left_out():
+def test_padding_queries_do_not_count():
     query, key = operands()
     real = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
     assert_sums(query, key, real=real)
@@ -101,7 +101,7 @@ def test_queries_that_are_padding_are_left_out():
     torch.testing.assert_close(without.sum(-1), real.sum(1, keepdim=True).float().expand(-1, 3))
 
 
-def test_a_row_that_sees_no_key_is_left_out_and_leaves_no_nan():
+def test_a_fully_masked_row_does_not_count_and_gives_no_nan():
     query, key = operands()
     mask = torch.zeros(2, 3, 7, 7)
     mask[0, 1, 4] = -torch.inf
@@ -112,7 +112,7 @@ def test_a_row_that_sees_no_key_is_left_out_and_leaves_no_nan():
     torch.testing.assert_close(sums.sum(-1), expected)
 
 
-def test_keys_hidden_from_all_get_exactly_zero():
+def test_keys_hidden_from_all_queries_get_exactly_zero():
     query, key = operands()
     mask = torch.zeros(1, 1, 1, 7)
     mask[..., :2] = -torch.inf
@@ -122,7 +122,7 @@ def test_keys_hidden_from_all_get_exactly_zero():
 
 
 def test_a_planted_sink_is_found():
-    """Every query has the score log 9 with key 2 and 0 with the other nine: it gives 9/18 to the one, 1/18 to each."""
+    """Every query has score log 9 with key 2 and 0 with the other nine keys: weights 9/18 and 1/18 each."""
     query, key = torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 10, 4)
     query[..., 0], key[0, 0, 2, 0] = 1.0, math.log(9) / SCALE
     sums = column_sums(query, key, log_sum_exp(query, key, SCALE), SCALE)
@@ -132,12 +132,12 @@ def test_a_planted_sink_is_found():
 
 
 def test_bfloat16_operands_are_summed_in_float32():
-    """The operands are exact in float64, so only the sum's own rounding is left: as small as for float32."""
+    """The operands are exact in float64, so only the sum is rounded, as little as for float32."""
     assert_sums(*operands(9, 9, torch.bfloat16), causal=True)
 
 
 def test_a_mask_of_a_small_dtype_is_not_rounded_again():
-    """The mask is what attention added; taken to base 2 in bfloat16, 30.25 would become another number."""
+    """Attention adds the mask itself; scaled to base 2 in bfloat16, 30.25 would be rounded to another number."""
     query, key = (torch.randn(1, 2, 6, 8).bfloat16() for _ in range(2))
     mask = torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
     mask[..., 2] = 30.25

@@ -1,4 +1,4 @@
-"""Fused attention with its log-sum-exp, by operators that are private to PyTorch."""
+"""Fused attention with its log-sum-exp, computed by private operators of PyTorch."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ def operands(queries=65, keys=65, heads=4, width=64, **where):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_pytorchs_private_operators_are_those_that_this_was_written_for(name):
+def test_pytorchs_private_operators_have_the_expected_signatures(name):
     found = str(getattr(torch.ops.aten, name).default._schema)
     assert found.startswith(f"aten::{name}{SIGNATURES[name]}"), f"PyTorch {torch.__version__} has {found}"
 
 
 @pytest.mark.parametrize("backend", fused.OPERATORS)
-def test_what_a_gpu_operator_returns_has_one_number_per_query(backend):
-    """On the meta device shapes alone are computed: one operator pads its rows to 96, one has an axis more."""
+def test_the_log_sum_exp_of_a_gpu_operator_has_one_number_per_query(backend):
+    """The meta device computes shapes only: one operator pads its rows to 96, one returns an additional axis."""
     query, key, value = operands(device="meta", dtype=torch.bfloat16)
     mask = fused._spread(torch.zeros(2, 1, 1, 65, device="meta"), query, key, fused.ALIGNED)
     given = Operands(query, key, value, None if backend is SDPBackend.FLASH_ATTENTION else mask, False, SCALE)
@@ -45,7 +45,7 @@ def test_what_a_gpu_operator_returns_has_one_number_per_query(backend):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 65), (2, 4, 1, 65), (1, 1, 65, 65), (2, 4, 65, 65)])
-def test_a_mask_is_aligned_and_its_numbers_are_kept(shape):
+def test_aligning_a_mask_does_not_change_its_values(shape):
     query, key, _ = operands()
     additive = torch.randn(shape)
     spread = fused._spread(additive, query, key, fused.ALIGNED)
@@ -53,72 +53,72 @@ def test_a_mask_is_aligned_and_its_numbers_are_kept(shape):
     assert spread.stride(-1) == 1
     assert all(step % fused.ALIGNED == 0 for step in spread.stride()[:-1])
     rows = shape[2] * shape[0] * shape[1]
-    assert spread.untyped_storage().nbytes() == rows * 72 * 4, "it was copied for every query"
+    assert spread.untyped_storage().nbytes() == rows * 72 * 4, "the mask was copied for every query"
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_on_a_cpu_outputs_and_log_sum_exp_are_those_of_attention_written_out(causal, masked):
+def test_on_a_cpu_outputs_and_log_sum_exp_equal_attention_written_out(causal, masked):
     query, key, value = operands()
     additive = torch.randn(2, 4, 1, 65) if masked and not causal else None
     found = attend(query, key, value, additive, causal, SCALE)
-    wanted = fused.explicit(Operands(query, key, value, additive, causal, SCALE))
-    torch.testing.assert_close(found.mixed.double(), wanted.mixed, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.lse.double(), wanted.lse, atol=1e-5, rtol=1e-5)
+    expected = fused.explicit(Operands(query, key, value, additive, causal, SCALE))
+    torch.testing.assert_close(found.mixed.double(), expected.mixed, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
 
 
 def as_the_efficient_operator(given):
-    """What the memory-efficient operator of a GPU returns, by attention written out: rows padded to 32."""
+    """The result of a GPU's memory-efficient operator, from attention written out; rows are padded to 32."""
     found = fused.explicit(given)
     lse = torch.nn.functional.pad(found.lse, (0, -given.query.shape[2] % 32), value=torch.inf)
     return found.mixed.to(given.query.dtype), lse.float()
 
 
 def to_base_2(given):
-    """An operator whose logarithm has another base than ours."""
+    """An operator that returns the logarithm to base 2."""
     mixed, lse = as_the_efficient_operator(given)
     return mixed, lse / torch.tensor(2.0).log()
 
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    """The CPU stands for a GPU on which PyTorch chooses the memory-efficient operator."""
+    """Makes the CPU act as a GPU on which PyTorch chooses the memory-efficient operator."""
     monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu",))
     monkeypatch.setattr(fused, "choice", lambda given: SDPBackend.EFFICIENT_ATTENTION)
     monkeypatch.setattr(trust, "VERDICTS", {})
     return lambda operator: monkeypatch.setitem(fused.OPERATORS, SDPBackend.EFFICIENT_ATTENTION, operator)
 
 
-def test_a_gpus_operator_is_used_once_it_has_agreed(like_a_gpu):
+def test_a_gpu_operator_is_used_after_it_has_agreed(like_a_gpu):
     like_a_gpu(as_the_efficient_operator)
     query, key, value = operands()
     additive = torch.randn(2, 1, 1, 65)
     found = attend(query, key, value, additive, False, SCALE)
-    wanted = fused.explicit(Operands(query, key, value, additive, False, SCALE))
-    torch.testing.assert_close(found.lse.double(), wanted.lse, atol=1e-5, rtol=1e-5)
+    expected = fused.explicit(Operands(query, key, value, additive, False, SCALE))
+    torch.testing.assert_close(found.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
     assert [verdict.passed for verdict in trust.VERDICTS.values()] == [True]
 
 
-def test_an_operator_that_disagrees_is_left_out_and_sink_scores_are_as_before(like_a_gpu):
+def test_an_operator_that_disagrees_is_not_used_and_sink_scores_stay_correct(like_a_gpu):
     model, ids = random_model(head_dim=8), random_ids(length=33)
     scores, pattern = (f"blocks.1.attn.hook_{point}" for point in ("sink_scores", "pattern"))
-    wanted = model.run_with_cache(ids, names_filter=pattern)[1][pattern].sum(2)
+    expected = model.run_with_cache(ids, names_filter=pattern)[1][pattern].sum(2)
     like_a_gpu(to_base_2)
     with pytest.warns(
         RuntimeWarning, match="efficient attention operator cannot be used on cpu, torch.float32, width 8"
     ):
         found = model.run_with_cache(ids, names_filter=scores)[1][scores]
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert [verdict.passed for verdict in trust.VERDICTS.values()] == [False]
 
 
 @pytest.mark.parametrize("given", [{"queries": 1}, {"width": 12}], ids=["a cached step", "an odd width"])
-def test_what_no_operator_takes_is_left_to_the_caller(like_a_gpu, given):
+def test_attend_returns_none_for_operands_that_no_operator_accepts(like_a_gpu, given):
     like_a_gpu(as_the_efficient_operator)
     assert attend(*operands(**given), None, False, SCALE) is None
     assert trust.VERDICTS == {}
 
 
-def test_where_pytorch_does_not_choose_a_fused_route_the_caller_computes(like_a_gpu, monkeypatch):
+def test_attend_returns_none_if_pytorch_does_not_choose_a_fused_backend(like_a_gpu, monkeypatch):
     monkeypatch.setattr(fused, "choice", lambda given: SDPBackend.MATH)
     assert attend(*operands(), None, False, SCALE) is None

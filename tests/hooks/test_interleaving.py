@@ -1,4 +1,4 @@
-"""nnsight stands behind one module, and importing it gets in nobody's way."""
+"""Only one module uses nnsight's internals, and importing it does not break other imports."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from contracts import FILES, HOME, ROOT, uses
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != HOME], ids=lambda file: str(file.relative_to(ROOT)))
-def test_no_other_file_knows_the_inside_of_nnsight(file):
+def test_no_other_file_uses_nnsights_internals(file):
     assert uses(file.read_text()) == set()
 
 
@@ -31,7 +31,7 @@ def test_the_scan_finds_each_kind_of_use(text, found):
     assert uses(text) == found
 
 
-def test_the_one_file_uses_it_and_nothing_of_sinklens_but_errors():
+def test_the_module_uses_nnsights_internals_and_only_errors_from_sinklens():
     assert {"Mediator", "_edits", "mount"} <= uses(HOME.read_text())
     imported = {node.module for node in ast.walk(ast.parse(HOME.read_text())) if isinstance(node, ast.ImportFrom)}
     assert {module for module in imported if module.startswith("sinklens")} == {"sinklens.errors"}
@@ -54,8 +54,8 @@ def test_beartype_can_be_imported_before_and_after_sinklens_and_nnsight_keeps_it
     assert done.returncode == 0, done.stderr
 
 
-def test_without_sinklens_nnsight_does_get_in_the_way_of_beartype():
-    """What the order of imports in interleaving.py is for; when this fails, it can go."""
+def test_without_sinklens_importing_nnsight_first_breaks_beartype():
+    """The reason for the order of imports in interleaving.py; when this test fails, remove that workaround."""
     done = subprocess.run(
         [sys.executable, "-c", "import nnsight, beartype"], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What hooks/interleaving.py relies on in nnsight, one test for each thing; a failure names the version."""
+"""The nnsight internals that hooks/interleaving.py uses, one test for each; a failure names nnsight's version."""
 
 import inspect
 
@@ -34,7 +34,7 @@ def nnsight(what):
 
 
 def during(root, look):
-    """What `look` finds in the middle of a traced pass, while a block waits at the second layer."""
+    """What `look` returns in the middle of a traced pass, while a block waits at the second layer."""
     found = []
     handle = root._module.first.register_forward_hook(lambda *_: found.append(look(root.interleaver)))
     try:
@@ -94,24 +94,24 @@ def test_what_a_cache_keeps_is_listed_by_location(root):
         assert "model.second.output" in found[0]
 
 
-def test_a_location_of_our_own_is_served_to_a_block_for_the_visit_it_is_pinned_to(root):
+def test_a_custom_location_is_served_to_a_block_at_the_visit_it_waits_for(root):
     from nnsight.intervention.interleaver import Mediator
 
     seen = []
     handle = root._module.first.register_forward_hook(
-        lambda *_: [root.interleaver.handle("own", n) for n in range(3)] and None
+        lambda *_: [root.interleaver.handle("custom", n) for n in range(3)] and None
     )
     with root.trace(ONES):
-        mediator = Mediator.current("own")
+        mediator = Mediator.current("custom")
         mediator.iteration = 1
-        seen.append(Mediator.value("own"))
+        seen.append(Mediator.value("custom"))
         mediator.iteration = None
     handle.remove()
     with nnsight("Interleaver.handle, Mediator.current, .value and .iteration"):
         assert seen == [1]
 
 
-def test_a_waiting_block_can_be_resumed_by_hand(root):
+def test_a_waiting_block_can_be_resumed_explicitly(root):
     from nnsight.intervention.interleaver import Mediator
 
     seen = []
@@ -123,7 +123,7 @@ def test_a_waiting_block_can_be_resumed_by_hand(root):
 
     handle = root._module.first.register_forward_hook(release)
     with root.trace(ONES):
-        seen.append(Mediator.value("own"))
+        seen.append(Mediator.value("custom"))
         seen.append(root.second.output.shape)
     handle.remove()
     with nnsight("Mediator.switch and Interleaver.reindex"):
@@ -157,7 +157,7 @@ def test_a_barrier_is_an_event_without_a_location():
 
 
 def test_a_run_of_a_function_of_ours_serves_the_blocks_that_were_appended(root):
-    """The parts of `BlockTracer.execute`, put together by hand."""
+    """The steps of `BlockTracer.execute`, written out."""
     from nnsight.intervention.batching import Batcher
     from nnsight.intervention.interleaver import Mediator
 

@@ -1,4 +1,4 @@
-"""Names lead to points in every accepted spelling, and an unknown one is told what is near."""
+"""Every accepted spelling resolves to its point, and an unknown name raises an error with the nearest names."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_the_table_lists_the_points_in_the_order_a_step_reaches_them():
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_points_own_name_leads_to_it(name):
+def test_a_canonical_name_resolves_to_itself(name):
     assert resolve(name) == name
 
 
@@ -42,11 +42,11 @@ def test_a_points_own_name_leads_to_it(name):
         ("ln_final.hook_in", "blocks.2.hook_resid_post"),
     ],
 )
-def test_transformerlens_4_spellings_lead_to_the_same_place(spelling, name):
+def test_transformerlens_4_spellings_resolve_to_the_same_place(spelling, name):
     assert resolve(spelling) == name
 
 
-def test_every_alias_leads_to_a_point_and_hides_none():
+def test_every_alias_resolves_to_a_point_and_shadows_no_point():
     spellings = names.aliases(3)
     assert set(spellings.values()) <= set(KNOWN)
     assert not set(spellings) & set(KNOWN)
@@ -65,7 +65,7 @@ def test_negative_layers_count_from_the_end(negative, name):
 
 
 @pytest.mark.parametrize("layer", [3, 17, -4])
-def test_a_layer_out_of_range_is_told_the_range(layer):
+def test_a_layer_out_of_range_raises_an_error_with_the_range(layer):
     message = rf"layer {layer} does not exist; this model has 3 layers, 0 to 2 \(or -3 to -1 from the end\)"
     with pytest.raises(HookNameError, match=message):
         resolve(f"blocks.{layer}.attn.hook_z")
@@ -80,25 +80,25 @@ def test_a_layer_out_of_range_is_told_the_range(layer):
         ("denoise.hook_canvass", "denoise.hook_canvas"),
     ],
 )
-def test_an_unknown_name_is_told_the_nearest(wrong, meant):
+def test_an_unknown_name_raises_an_error_with_the_nearest(wrong, meant):
     with pytest.raises(HookNameError, match=rf"called '{re.escape(wrong)}'\. Nearest: .*{re.escape(meant)}") as caught:
         resolve(wrong)
     assert "model.hook_names()" in str(caught.value)
 
 
-def test_an_unknown_name_far_from_all_points_to_the_list():
+def test_an_unknown_name_far_from_all_others_refers_to_the_list():
     with pytest.raises(HookNameError, match=r"^no hook point is called 'xyz'\. `model\.hook_names\(\)` or"):
         resolve("xyz")
 
 
-def test_a_wrong_name_can_be_caught_as_a_key_error_and_as_a_sinklens_error():
+def test_an_unknown_name_raises_a_key_error_and_a_sinklens_error():
     with pytest.raises(KeyError, match="no hook point"):
         resolve("xyz")
     with pytest.raises(SinklensError, match="no hook point"):
         resolve("xyz")
 
 
-def test_a_name_selects_one_point_and_a_predicate_all_that_satisfy_it_in_forward_order():
+def test_a_name_selects_one_point_and_a_predicate_all_matching_points_in_forward_order():
     assert names.select("blocks.-1.hook_out", KNOWN, 3) == ["blocks.2.hook_resid_post"]
     backwards = KNOWN[::-1]
     assert names.select(lambda name: name.endswith("hook_z"), backwards, 3) == [
@@ -106,16 +106,16 @@ def test_a_name_selects_one_point_and_a_predicate_all_that_satisfy_it_in_forward
     ]
 
 
-def test_a_predicate_that_nothing_satisfies_is_an_error():
+def test_a_predicate_that_matches_no_point_is_an_error():
     with pytest.raises(
-        HookNameError, match=rf"matches none of the {len(KNOWN)} hook points; they look like 'hook_embed'"
+        HookNameError, match=rf"matches none of the {len(KNOWN)} hook points; their names look like 'hook_embed'"
     ):
         names.select(lambda name: name.startswith("layers."), KNOWN, 3)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith(("denoise", "blocks.1", "blocks.2"))])
-def test_the_position_axis_is_the_one_that_grows_with_the_input(name):
-    """Scores and patterns grow along two; of those it is the queries."""
+def test_the_position_axis_grows_with_the_input(name):
+    """Scores and patterns grow along two axes; the first of these, the queries, counts."""
     model = shared_model()
     short, long = (plain_pass(model, random_ids(length=length)).values[name] for length in (5, 6))
     grown = [axis - short.ndim for axis in range(short.ndim) if short.shape[axis] != long.shape[axis]]

@@ -1,4 +1,4 @@
-"""A point knows whether anybody watches it, and what it hands to whom."""
+"""When a point is watched, and which values hooks and trace blocks receive from it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NAME = "blocks.1.attn.hook_z"
 
 @pytest.fixture
 def point():
-    """A point of no tree."""
+    """A point outside any tree."""
     point = Point(Watch())
     point.name = NAME
     return point
@@ -26,7 +26,7 @@ def add_one(value, hook):
     return value + 1
 
 
-def test_a_fresh_point_is_not_watched_and_is_passed_by(point):
+def test_a_new_point_is_unwatched_and_is_not_called(point):
     value = torch.ones(3)
     point.forward = None  # calling it would fail
     assert not point.watched
@@ -46,7 +46,7 @@ def test_a_fresh_point_is_not_watched_and_is_passed_by(point):
         lambda point: point.register_full_backward_pre_hook(lambda *_: None),
     ],
 )
-def test_every_kind_of_hook_is_watching_until_it_is_removed(point, register):
+def test_a_point_is_watched_until_its_hook_is_removed_for_every_kind_of_hook(point, register):
     handle = register(point)
     assert point.watched
     handle.remove()
@@ -61,7 +61,7 @@ def test_hooks_run_in_the_order_they_were_added_and_prepended_ones_first(point):
     assert at(point, torch.tensor(3.0)) == (3 + 1) * 2 + 1
 
 
-def test_a_hook_that_returns_nothing_leaves_the_value(point):
+def test_a_hook_that_returns_none_leaves_the_value_unchanged(point):
     seen = []
     point.add_hook(lambda value, hook: seen.append(value))
     value = torch.ones(3)
@@ -75,12 +75,12 @@ def test_a_hook_may_remove_itself_while_it_runs(point):
         return value * 2
 
     point.add_hook(once)
-    point.add_hook(add_one)  # taken away with it, though this visit still runs it
+    point.add_hook(add_one)  # removed as well, though this visit still runs it
     assert at(point, torch.tensor(3.0)) == 7
     assert at(point, torch.tensor(3.0)) == 3
 
 
-def test_plain_pytorch_hooks_get_module_inputs_and_output(point):
+def test_plain_pytorch_hooks_receive_module_inputs_and_output(point):
     seen = []
     point.register_forward_hook(lambda *given: seen.append(given))
     value = torch.ones(3)
@@ -88,13 +88,13 @@ def test_plain_pytorch_hooks_get_module_inputs_and_output(point):
     assert seen == [(point, (value,), value)]
 
 
-def test_a_hook_is_told_name_layer_and_step(point):
-    told = []
-    point.add_hook(lambda value, hook: told.append((hook.name, hook.layer(), hook.step)))
+def test_a_hook_receives_name_layer_and_step(point):
+    received = []
+    point.add_hook(lambda value, hook: received.append((hook.name, hook.layer(), hook.step)))
     point(torch.ones(1))
     point.watch.step = 4
     point(torch.ones(1))
-    assert told == [(NAME, 1, None), (NAME, 1, 4)]
+    assert received == [(NAME, 1, None), (NAME, 1, 4)]
 
 
 def test_a_backward_hook_sees_and_replaces_the_gradient(point):
@@ -106,7 +106,7 @@ def test_a_backward_hook_sees_and_replaces_the_gradient(point):
     torch.testing.assert_close(x.grad, 2 * 3 * x.detach() * 3 * 10)
 
 
-def test_while_nobody_watches_no_point_of_a_model_is_called(monkeypatch):
+def test_unwatched_points_of_a_model_are_not_called(monkeypatch):
     call, called = nn.Module.__call__, []
 
     def count(self, *args, **kwargs):
@@ -122,19 +122,19 @@ def test_while_nobody_watches_no_point_of_a_model_is_called(monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["output", "input"])
-def test_a_point_is_no_longer_watched_once_an_nnsight_block_has_been_served(place):
+def test_a_point_is_no_longer_watched_after_a_trace_block_has_been_served(place):
     model, ids = shared_model(), random_ids()
     point, watched = model.tree.hook_dict[NAME], []
     with model.trace(ids):
         model.blocks[1].hook_resid_pre.output  # noqa: B018
-        watched.append(point.watched)  # the block runs, so it waits for nothing yet
+        watched.append(point.watched)  # the block is running, so it does not wait
         getattr(model.blocks[1].attn.hook_z, place)
         model.blocks[1].hook_resid_post.output  # noqa: B018
         watched.append(point.watched)
     assert [*watched, point.watched] == [False, False, False]
 
 
-def test_while_a_block_waits_for_a_point_that_point_alone_is_watched():
+def test_while_a_trace_block_waits_for_a_point_only_that_point_is_watched():
     model, ids = shared_model(), random_ids()
     watched = []
 
@@ -158,7 +158,7 @@ def test_points_that_an_nnsight_cache_records_are_watched():
     assert watched == ["blocks.2.attn.hook_z"]
 
 
-def test_an_nnsight_block_reads_at_output_what_hooks_left_and_at_input_what_the_model_computed():
+def test_a_trace_block_reads_the_hooked_value_at_output_and_the_computed_value_at_input():
     model, ids = shared_model(), random_ids()
     computed = model.run_with_cache(ids, names_filter=NAME)[1][NAME]
     with model.tree.hooks(fwd_hooks=[(NAME, double)]), model.trace(ids):
@@ -168,7 +168,7 @@ def test_an_nnsight_block_reads_at_output_what_hooks_left_and_at_input_what_the_
     assert torch.equal(after, computed * 2)
 
 
-def test_what_an_nnsight_block_sets_at_input_the_hooks_receive():
+def test_hooks_receive_the_value_that_a_trace_block_sets_at_input():
     model, ids = shared_model(), random_ids()
     received = []
     with model.tree.hooks(fwd_hooks=[(NAME, lambda value, hook: received.append(value.clone()))]), model.trace(ids):

@@ -1,4 +1,4 @@
-"""Editing a point does what plain torch does with the same edit, at every point there is."""
+"""An edit at any point has the same effect as in plain PyTorch."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ EDITABLE = [
 
 
 def shift(value):
-    """Another number added to every element."""
+    """`value` with a different number added to each element."""
     return value + 0.3 * torch.arange(value.numel()).cos().view(value.shape)
 
 
@@ -35,7 +35,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("name", EDITABLE)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_an_edit_has_the_effect_it_has_in_plain_torch(architecture, causal, name):
+def test_an_edit_has_the_same_effect_as_in_plain_torch(architecture, causal, name):
     model, ids = shared_model(architecture, causal), random_ids()
     expected = plain_pass(model, ids, edits={name: shift}).logits
     assert (expected - plain_pass(model, ids).logits).abs().max() > 1e-3
@@ -51,7 +51,7 @@ def test_edits_at_all_points_at_once_combine(architecture, causal):
 
 
 @pytest.mark.parametrize("name", EDITABLE)
-def test_an_edit_in_an_nnsight_block_has_the_same_effect(name):
+def test_an_edit_in_a_trace_block_has_the_same_effect(name):
     model, ids = shared_model(), random_ids()
     with model.trace(ids):
         model.get(name).output = shift(model.get(name).output)
@@ -60,7 +60,7 @@ def test_an_edit_in_an_nnsight_block_has_the_same_effect(name):
 
 
 @pytest.mark.parametrize("name", EDITABLE)
-def test_an_edit_in_place_in_an_nnsight_block_has_the_same_effect(name):
+def test_an_in_place_edit_in_a_trace_block_has_the_same_effect(name):
     model, ids = shared_model(), random_ids()
     with torch.no_grad():
         with model.trace(ids):
@@ -69,10 +69,10 @@ def test_an_edit_in_place_in_an_nnsight_block_has_the_same_effect(name):
         assert torch.equal(logits, hooked(model, ids, {name: shift}))
 
 
-def test_a_head_set_to_zero_adds_nothing_and_the_others_add_what_they_did():
+def test_a_zeroed_head_adds_nothing_and_the_other_heads_are_unchanged():
     model, ids = shared_model(), random_ids()
-    looked_at = ("hook_result", "hook_attn_out")
-    plain = model.run_with_cache(ids, names_filter=lambda name: name.endswith(looked_at))[1]
+    watched = ("hook_result", "hook_attn_out")
+    plain = model.run_with_cache(ids, names_filter=lambda name: name.endswith(watched))[1]
 
     def without_head_2(z, hook):
         z[:, :, 2] = 0
@@ -81,7 +81,7 @@ def test_a_head_set_to_zero_adds_nothing_and_the_others_add_what_they_did():
     seen = {}
     hooks = [
         ("blocks.1.attn.hook_z", without_head_2),
-        (lambda name: name.endswith(looked_at), lambda value, hook: seen.update({hook.name: value})),
+        (lambda name: name.endswith(watched), lambda value, hook: seen.update({hook.name: value})),
     ]
     model.run_with_hooks(ids, fwd_hooks=hooks)
     before, after = plain["blocks.1.attn.hook_result"], seen["blocks.1.attn.hook_result"]
@@ -120,7 +120,7 @@ def test_an_edit_of_the_middle_stream_reaches_the_residual_sum_and_the_mlp():
     assert (seen["hook_mlp_out"] - before["blocks.1.hook_mlp_out"]).abs().max() > 1e-2
 
 
-def test_a_biased_output_projection_adds_its_bias_once_beside_the_results():
+def test_a_biased_output_projection_adds_its_bias_once_to_the_results():
     model, ids = random_model(attention_bias=True), random_ids()
     assert model.tree.hf.model.layers[1].self_attn.o_proj.bias.abs().min() > 0.1
     for name in ("blocks.1.attn.hook_result", "blocks.1.attn.hook_z", "blocks.1.attn.hook_v"):
@@ -128,8 +128,8 @@ def test_a_biased_output_projection_adds_its_bias_once_beside_the_results():
         assert_close(hooked(model, ids, {name: lambda value: value}), plain_pass(model, ids).logits)
 
 
-def test_a_value_set_at_one_point_is_what_the_next_one_sees():
-    """An embedding put in place of another is that of a prompt with the other token."""
+def test_a_value_set_at_one_point_reaches_the_next():
+    """Replacing an embedding has the effect of replacing the token in the prompt."""
     model, ids = shared_model(), random_ids()
     other = ids.clone()
     other[:, 3] = 8
@@ -143,7 +143,7 @@ def test_a_value_set_at_one_point_is_what_the_next_one_sees():
 
 
 class Counting(ModelHook):
-    """Stands for accelerate's hook that moves a layer's inputs between devices."""
+    """Replaces accelerate's hook that moves a layer's inputs between devices."""
 
     calls = 0
 
@@ -153,7 +153,7 @@ class Counting(ModelHook):
 
 
 @pytest.mark.parametrize("under_nnsight", [False, True])
-def test_layers_that_accelerate_wraps_stay_wrapped_and_show_their_points(under_nnsight):
+def test_layers_wrapped_by_accelerate_stay_wrapped_and_reach_their_points(under_nnsight):
     hf, counting, ids = random_hf(), Counting(), random_ids()
     for layer in hf.model.layers:
         add_hook_to_module(layer, counting)
@@ -164,7 +164,7 @@ def test_layers_that_accelerate_wraps_stay_wrapped_and_show_their_points(under_n
     assert counting.calls == 3
 
 
-def test_a_tapped_layer_is_still_what_transformers_takes_it_for():
+def test_a_tapped_layer_keeps_its_transformers_class_and_hidden_states():
     layer, untapped = shared_model().tree.hf.model.layers[0], random_hf().model.layers[0]
     assert isinstance(layer, type(untapped))
     assert type(layer).__name__ == type(untapped).__name__
@@ -174,7 +174,7 @@ def test_a_tapped_layer_is_still_what_transformers_takes_it_for():
         assert_close(hidden[number], plain_pass(shared_model(), ids).values[f"blocks.{number}.hook_resid_pre"])
 
 
-def test_the_points_of_one_model_do_not_see_another():
+def test_hooks_on_one_model_are_not_called_for_another():
     one, other, ids = random_model(), random_model(), random_ids()
     seen = []
     with one.hooks(fwd_hooks=[(lambda name: True, lambda value, hook: seen.append(hook.name))]):

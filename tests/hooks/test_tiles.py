@@ -1,4 +1,4 @@
-"""The fastest tile is found once, and kept."""
+"""The fastest tile is found once and stored."""
 
 import json
 import math
@@ -15,23 +15,23 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def clock(best, asked):
-    """A clock by which `best` is the fastest and the last does not fit."""
+def clock(best, timed):
+    """A clock for which `best` is the fastest tile and the last one does not fit."""
 
     def seconds(tile):
-        asked.append(tile)
+        timed.append(tile)
         return math.inf if tile == TILES[-1] else 1.0 if tile == best else 2.0
 
     return seconds
 
 
-def test_the_fastest_is_taken_and_not_timed_again():
-    asked = []
-    assert fastest("sums | H100", TILES, clock(TILES[2], asked)) == TILES[2]
-    assert asked == list(TILES)
-    assert fastest("sums | H100", TILES, clock(TILES[1], asked)) == TILES[2]
-    assert len(asked) == len(TILES)
-    assert fastest("lse | H100", TILES, clock(TILES[1], asked)) == TILES[1]
+def test_the_fastest_tile_is_stored_and_not_timed_again():
+    timed = []
+    assert fastest("sums | H100", TILES, clock(TILES[2], timed)) == TILES[2]
+    assert timed == list(TILES)
+    assert fastest("sums | H100", TILES, clock(TILES[1], timed)) == TILES[2]
+    assert len(timed) == len(TILES)
+    assert fastest("lse | H100", TILES, clock(TILES[1], timed)) == TILES[1]
     assert json.loads(tiles.file().read_text()) == {"sums | H100": list(TILES[2]), "lse | H100": list(TILES[1])}
 
 
@@ -49,8 +49,8 @@ def test_a_damaged_file_is_replaced(text):
     assert json.loads(tiles.file().read_text()) == {"sums": list(TILES[1])}
 
 
-def test_where_nothing_can_be_kept_nothing_is_timed(cache):
+def test_nothing_is_timed_if_the_file_cannot_be_written(cache):
     (cache / "sinklens").write_text("a file where the folder should be")
-    asked = []
-    assert fastest("sums", TILES, clock(TILES[2], asked)) == DEFAULT
-    assert asked == []
+    timed = []
+    assert fastest("sums", TILES, clock(TILES[2], timed)) == DEFAULT
+    assert timed == []

@@ -25,7 +25,7 @@ def close(found, expected, **tolerance):
 
 @pytest.fixture
 def model():
-    """A model whose hooks are all gone after the test."""
+    """A model whose hooks are all removed after the test."""
     model = shared_model()
     yield model
     model.tree.reset_hooks(including_permanent=True)
@@ -59,12 +59,12 @@ def test_caching_hooks_are_set_for_any_spelling_until_hooks_are_reset(model, spe
     assert cache[name] is kept
 
 
-def test_a_dictionary_of_ones_own_gets_the_names_that_were_asked_for(model):
-    ids, own = random_ids(), {}
-    model.add_caching_hooks(names_filter=["blocks.-1.hook_out", "hook_embed"], cache=own)
+def test_a_given_dictionary_receives_the_requested_names(model):
+    ids, store = random_ids(), {}
+    model.add_caching_hooks(names_filter=["blocks.-1.hook_out", "hook_embed"], cache=store)
     model(ids)
-    assert set(own) == {"hook_embed", "blocks.2.hook_resid_post", "blocks.-1.hook_out"}
-    close(own["blocks.-1.hook_out"], plain_pass(model, ids).values["blocks.2.hook_resid_post"])
+    assert set(store) == {"hook_embed", "blocks.2.hook_resid_post", "blocks.-1.hook_out"}
+    close(store["blocks.-1.hook_out"], plain_pass(model, ids).values["blocks.2.hook_resid_post"])
 
 
 def test_the_deprecated_names_of_caching_hooks_still_cache(model):
@@ -98,24 +98,24 @@ def test_a_predicate_that_matches_no_point_is_refused(model, front):
         model.run_with_cache(random_ids(), names_filter=["hook_embed", lambda name: "self_attn" in name])
 
 
-def test_neither_a_name_nor_a_predicate_is_refused(model):
-    with pytest.raises(SettingError, match="points are chosen by a name, a predicate or a list of them; got 3"):
+def test_a_filter_that_is_neither_a_name_nor_a_predicate_is_refused(model):
+    with pytest.raises(SettingError, match="select points by a name, a predicate or a list of them; got 3"):
         model.run_with_cache(random_ids(), names_filter=3)
 
 
-def test_a_predicate_is_tried_on_the_points_other_spellings(model):
+def test_a_predicate_also_matches_transformerlens_4_spellings(model):
     ids = random_ids()
     plain = plain_pass(model, ids).values
-    wanted = [f"blocks.{layer}.attn.hook_{letter}" for layer in range(3) for letter in "qkv"]
+    expected = [f"blocks.{layer}.attn.hook_{letter}" for layer in range(3) for letter in "qkv"]
 
     def projected(name):
         return name.endswith(("q.hook_out", "k.hook_out", "v.hook_out"))
 
     cache = model.run_with_cache(ids, names_filter=projected)[1]
-    assert list(cache.keys()) == wanted
-    for name in wanted:
+    assert list(cache.keys()) == expected
+    for name in expected:
         close(cache[name], plain[name])
-    assert list(dict(model.get_caching_hooks(projected)[1])) == wanted
+    assert list(dict(model.get_caching_hooks(projected)[1])) == expected
     halved = model.run_with_hooks(
         ids, fwd_hooks=[(lambda name: name == "blocks.1.mlp.hook_out", lambda v, hook: v / 2)]
     )
@@ -123,7 +123,7 @@ def test_a_predicate_is_tried_on_the_points_other_spellings(model):
 
 
 @pytest.mark.parametrize(("spelling", "name"), SPELLED)
-def test_a_cache_is_read_in_any_spelling(model, spelling, name):
+def test_a_cache_accepts_any_spelling(model, spelling, name):
     cache = model.run_with_cache(random_ids())[1]
     for kept in (cache, cache.cache_dict, cache.apply_slice_to_batch_dim([0, 1]), cache.to("cpu")):
         assert torch.equal(kept[spelling], cache[name])
@@ -134,15 +134,15 @@ def test_a_cache_is_read_in_any_spelling(model, spelling, name):
     assert cache.cache_dict.get(TYPO) is None
 
 
-def test_a_cache_says_why_it_has_no_such_value(model):
+def test_the_error_for_a_missing_value_names_the_cached_ones(model):
     cache = model.run_with_cache(random_ids(), names_filter="hook_embed")[1]
-    with pytest.raises(HookNameError, match=r"'blocks\.-1\.hook_out' was not kept; 1 values were: hook_embed"):
+    with pytest.raises(HookNameError, match=r"'blocks\.-1\.hook_out' is not in the cache of 1 values: hook_embed"):
         cache["blocks.-1.hook_out"]
     with pytest.raises(HookNameError, match=NEAREST):
         cache[TYPO]
 
 
-def test_the_caches_of_a_run_are_read_in_any_spelling():
+def test_the_caches_of_a_run_accept_any_spelling():
     model = shared_model()
     with sinklens.trace(model, random_ids(1), gen_length=4, steps=2, block_length=4) as t:
         caches = t.cache(["blocks.2.hook_resid_post"])
@@ -164,11 +164,11 @@ def test_the_samplers_points_are_refused_in_a_single_pass(model):
         model.run_with_hooks(random_ids(), fwd_hooks=[("denoise.hook_canvas", lambda value, hook: None)])
 
 
-# What a cache holds
+# Contents of a cache
 
 
 @pytest.mark.parametrize("as_object", [True, False])
-def test_a_cache_without_its_batch_axis_knows_that_it_has_none(model, as_object):
+def test_a_cache_without_a_batch_axis_records_that(model, as_object):
     ids = random_ids(1)
     logits, cache = model.run_with_cache(ids, remove_batch_dim=True, return_cache_object=as_object)
     plain = plain_pass(model, ids)
@@ -185,7 +185,7 @@ def test_a_cache_without_its_batch_axis_knows_that_it_has_none(model, as_object)
         )
 
 
-def test_a_batch_of_several_rows_keeps_its_batch_axis(model):
+def test_removing_the_batch_axis_of_several_rows_is_refused(model):
     with pytest.raises(SettingError, match="remove_batch_dim=True needs a batch of one row; got 2 rows"):
         model.run_with_cache(random_ids(2), remove_batch_dim=True)
     with pytest.raises(SettingError, match="second argument of run_with_cache is return_cache_object"):
@@ -193,7 +193,7 @@ def test_a_batch_of_several_rows_keeps_its_batch_axis(model):
 
 
 @pytest.mark.parametrize("pos_slice", [3, -1, (1, 4), [0, 2, 5]])
-def test_caching_hooks_cut_every_point_along_its_positions(model, pos_slice):
+def test_caching_hooks_cut_every_point_along_its_position_axis(model, pos_slice):
     ids = random_ids()
     cut, fwd, _ = model.get_caching_hooks(pos_slice=pos_slice)
     model.run_with_hooks(ids, fwd_hooks=[(name, hook) for name, hook in fwd if not name.startswith("denoise.")])
@@ -204,28 +204,28 @@ def test_caching_hooks_cut_every_point_along_its_positions(model, pos_slice):
     close(cut["blocks.1.attn.hook_pattern"], plain["blocks.1.attn.hook_pattern"][:, :, index])
 
 
-def test_values_are_kept_where_they_are_asked_to_be(model):
+def test_values_are_stored_on_the_requested_device(model):
     cache = model.run_with_cache(random_ids(), names_filter="hook_embed", device="meta")[1]
     assert cache["hook_embed"].device.type == "meta"
 
 
-# How long hooks stay
+# Lifetime of hooks
 
 
-def test_a_cache_whose_hooks_stay_follows_later_passes(model):
+def test_a_cache_whose_hooks_stay_is_updated_by_later_passes(model):
     first, second = random_ids(), random_ids(1, 5)
     cache = model.run_with_cache(first, names_filter="blocks.1.hook_out", reset_hooks_end=False)[1]
     close(cache["blocks.1.hook_out"], plain_pass(model, first).values["blocks.1.hook_resid_post"])
     model(second)
     close(cache["blocks.1.hook_out"], plain_pass(model, second).values["blocks.1.hook_resid_post"])
-    model.run_with_cache(first)  # removes its own hooks, not those that stayed
+    model.run_with_cache(first)  # removes the hooks of this call, not those that stayed
     close(cache["blocks.1.hook_out"], plain_pass(model, first).values["blocks.1.hook_resid_post"])
     model.reset_hooks()
     model(second)
     close(cache["blocks.1.hook_out"], plain_pass(model, first).values["blocks.1.hook_resid_post"])
 
 
-def test_a_call_removes_the_hooks_it_set_and_no_others(model):
+def test_a_call_removes_only_the_hooks_it_set(model):
     ids, seen = random_ids(), []
     name = "blocks.0.hook_resid_post"
     model.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: seen.append("stays"))], reset_hooks_end=False)
@@ -249,12 +249,12 @@ def test_contexts_of_the_points_touched_are_cleared_on_request(model):
     assert other.ctx == {}
 
 
-def test_backward_hooks_of_a_pass_alone_are_warned_about(model):
-    with pytest.warns(UserWarning, match="backward hooks are removed with this pass"):
+def test_backward_hooks_of_a_single_pass_raise_a_warning(model):
+    with pytest.warns(UserWarning, match="backward hooks are removed after this pass"):
         model.run_with_hooks(random_ids(), bwd_hooks=[("hook_embed", lambda value, hook: None)])
 
 
-def test_hook_functions_get_values_without_the_batch_axis_on_request(model):
+def test_hook_functions_receive_values_without_the_batch_axis_on_request(model):
     ids, shapes = random_ids(1), []
 
     def halve(value, hook):
@@ -269,7 +269,7 @@ def test_hook_functions_get_values_without_the_batch_axis_on_request(model):
 # Gradients
 
 
-def test_gradients_are_kept_beside_the_values():
+def test_gradients_are_cached_with_the_values():
     model, ids = random_model("qwen2", causal=True), random_ids()
     names = ["blocks.0.attn.hook_pattern", "blocks.-2.attn.hook_z", "blocks.1.hook_out", "blocks.2.mlp.hook_post"]
     loss, cache = model.run_with_cache(ids, names_filter=names, return_type="loss", incl_bwd=True)
@@ -292,10 +292,10 @@ def test_gradients_are_cut_and_unbatched_like_the_values():
     close(cut["blocks.1.attn.hook_pattern_grad"], full["blocks.1.attn.hook_pattern_grad"][0, :, 1:4])
 
 
-def test_gradients_need_a_scalar_that_has_some():
+def test_gradients_need_a_scalar_output_that_requires_grad():
     model, ids = random_model(causal=True), random_ids()
     with pytest.raises(
-        SettingError, match=r'needs a scalar output to start from.*return_type="loss"; got \[2, 7, 61\]'
+        SettingError, match=r'needs a scalar output, such as that of return_type="loss"; got \[2, 7, 61\]'
     ):
         model.run_with_cache(ids, incl_bwd=True)
     with pytest.raises(SettingError, match="leave out stop_at_layer"):
@@ -307,10 +307,10 @@ def test_gradients_need_a_scalar_that_has_some():
         model.run_with_cache(ids, incl_bwd=True, return_type="loss")
 
 
-# What a pass returns, and partial passes
+# Return types and partial passes
 
 
-def test_a_pass_returns_logits_losses_both_or_nothing():
+def test_a_pass_returns_logits_loss_both_or_none():
     model, ids = shared_model("llama", True), random_ids()
     logits = plain_pass(model, ids).logits
     each = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 6)
@@ -374,10 +374,10 @@ def test_a_pass_over_the_middle_layers_reaches_their_points_only(model):
     assert {name.split(".")[1] for name in cache} == {"1"}
 
 
-def test_hooks_outside_of_a_partial_pass_are_not_called_and_warned_about(model):
+def test_hooks_outside_a_partial_pass_are_not_called_and_raise_a_warning(model):
     seen = []
     hooks = [(name, lambda value, hook: seen.append(hook.name)) for name in ("embed.hook_out", "blocks.-1.hook_out")]
-    with pytest.warns(UserWarning, match=r"'blocks\.2\.hook_resid_post' is outside of layers 0 to 0"):
+    with pytest.warns(UserWarning, match=r"'blocks\.2\.hook_resid_post' is outside layers 0 to 0"):
         model.run_with_hooks(random_ids(), fwd_hooks=hooks, stop_at_layer=1)
     assert seen == ["hook_embed"]
 

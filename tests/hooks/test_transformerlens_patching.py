@@ -1,4 +1,4 @@
-"""`transformer_lens.patching`, and the points where a sublayer reads, against plain passes patched by hand."""
+"""`transformer_lens.patching` and the input points of sublayers, compared with explicitly patched plain passes."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def metric(logits):
 
 
 class Pair:
-    """A clean and a corrupted prompt, and plain passes of the corrupted one with parts of the clean one put in."""
+    """A clean and a corrupted prompt, and plain passes of the corrupted one with values patched from the clean one."""
 
     def __init__(self, model):
         self.model, self.corrupted = model, random_ids(1, LENGTH)
@@ -84,16 +84,16 @@ def test_patching_of_heads_at_all_positions_and_by_position(pair, what, heads):
 
 def test_patching_of_patterns(pair):
     name = "blocks.{}.attn.hook_pattern"
-    whole = patching.get_act_patch_attn_head_pattern_all_pos(pair.model, pair.corrupted, pair.cache, metric)
+    full = patching.get_act_patch_attn_head_pattern_all_pos(pair.model, pair.corrupted, pair.cache, metric)
     rows = patching.get_act_patch_attn_head_pattern_by_pos(pair.model, pair.corrupted, pair.cache, metric)
     cells = patching.get_act_patch_attn_head_pattern_dest_src_pos(pair.model, pair.corrupted, pair.cache, metric)
     for layer, head, query, key in [(0, 5, 3, 1), (1, 0, 2, 2), (2, 3, 1, 0)]:
-        close(whole[layer, head], pair.patched(name.format(layer), (EVERY, head)))
+        close(full[layer, head], pair.patched(name.format(layer), (EVERY, head)))
         close(rows[layer, head, query], pair.patched(name.format(layer), (EVERY, head, query)))
         close(cells[layer, head, query, key], pair.patched(name.format(layer), (EVERY, head, query, key)))
 
 
-def test_sweeps_over_kinds_of_patches_stack_the_single_ones(pair):
+def test_sweeps_over_kinds_of_patches_equal_the_single_patches(pair):
     blocks = patching.get_act_patch_block_every(pair.model, pair.corrupted, pair.cache, metric)
     heads = patching.get_act_patch_attn_head_all_pos_every(pair.model, pair.corrupted, pair.cache, metric)
     by_pos = patching.get_act_patch_attn_head_by_pos_every(pair.model, pair.corrupted, pair.cache, metric)
@@ -104,29 +104,29 @@ def test_sweeps_over_kinds_of_patches_stack_the_single_ones(pair):
     close(by_pos[4, 1, 2, 3], pair.patched("blocks.1.attn.hook_pattern", (EVERY, 3, 2)))
 
 
-# Direct paths: what one head writes reaches the queries, keys or values of one later head alone
+# Direct paths: the output of one head reaches the queries, keys or values of only one later head
 
 
 def norm(module, x):
     return x / ((x * x).mean(-1, keepdim=True) + module.variance_epsilon).sqrt() * module.weight
 
 
-def by_hand(pair, source, target, letter):
-    """The metric of a plain pass in which head `target` reads a stream with the clean write of head `source`."""
+def explicit_path(pair, source, target, letter):
+    """The metric of a plain pass in which head `target` reads a stream with the clean output of head `source`."""
     (from_layer, from_head), (layer, head) = source, target
-    own = pair.model.tree.hf.model.layers[layer]
+    target_layer = pair.model.tree.hf.model.layers[layer]
     out = pair.model.tree.hf.model.layers[from_layer].self_attn.o_proj.weight[:, 4 * from_head : 4 * from_head + 4]
     written = f"blocks.{from_layer}.attn.hook_z"
     plain = plain_pass(pair.model, pair.corrupted).values
     change = (pair.clean[written] - plain[written])[:, :, from_head] @ out.T
-    projection = getattr(own.self_attn, f"{letter}_proj")
-    made = projection(norm(own.input_layernorm, plain[f"blocks.{layer}.hook_resid_pre"] + change)).unflatten(
-        -1, (-1, 4)
-    )
+    projection = getattr(target_layer.self_attn, f"{letter}_proj")
+    projected = projection(
+        norm(target_layer.input_layernorm, plain[f"blocks.{layer}.hook_resid_pre"] + change)
+    ).unflatten(-1, (-1, 4))
 
     def put(value):
         changed = value.clone()
-        changed[:, :, head] = made[:, :, head]
+        changed[:, :, head] = projected[:, :, head]
         return changed
 
     return metric(plain_pass(pair.model, pair.corrupted, edits={f"blocks.{layer}.attn.hook_{letter}": put}).logits)
@@ -139,7 +139,7 @@ def test_direct_paths_to_queries(pair):
     assert (found[0] == 0).all()
     for layer in (1, 2):
         for head in range(HEADS):
-            close(found[layer, head], by_hand(pair, (0, 4), (layer, head), "q").detach())
+            close(found[layer, head], explicit_path(pair, (0, 4), (layer, head), "q").detach())
     assert pair.model.cfg.use_split_qkv_input is False
 
 
@@ -151,7 +151,7 @@ def test_direct_paths_to_keys_and_values(architecture, letter):
         pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, 1, 2, component=letter, verbose=False
     )
     for head in range(HEADS):
-        close(found[2, head], by_hand(pair, (1, 2), (2, head), letter).detach())
+        close(found[2, head], explicit_path(pair, (1, 2), (2, head), letter).detach())
 
 
 def test_direct_paths_from_all_sources():
@@ -161,10 +161,10 @@ def test_direct_paths_from_all_sources():
     )
     assert found.shape == (2, HEADS, 2, HEADS)
     for source, target in [(0, 0), (3, 5), (5, 2)]:
-        close(found[0, source, 1, target], by_hand(pair, (0, source), (1, target), "q").detach())
+        close(found[0, source, 1, target], explicit_path(pair, (0, source), (1, target), "q").detach())
 
 
-def test_training_mode_is_refused_by_transformerlens_guard():
+def test_training_mode_is_refused_by_the_check_of_transformerlens():
     pair = Pair(random_model())
     pair.model.tree.hf.model.layers[1].mlp.train()
     with pytest.raises(
@@ -175,12 +175,12 @@ def test_training_mode_is_refused_by_transformerlens_guard():
         )
 
 
-# The points where a sublayer reads the stream
+# The input points of sublayers
 
 
 @pytest.fixture
 def switched():
-    """A model whose switches are all off after the test."""
+    """A model whose switches are all turned off after the test."""
     model = shared_model("qwen2", True)
     yield model
     for switch in ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in"):
@@ -197,11 +197,11 @@ def switched():
         ("blocks.1.hook_mlp_in", "use_hook_mlp_in"),
     ],
 )
-def test_a_point_that_is_off_is_refused_by_its_setter(switched, name, switch):
-    told = rf"is off, as {switch} is False; call model\.set_{switch}\(True\) first"
-    with pytest.raises(SettingError, match=told):
+def test_a_point_that_is_off_raises_an_error_that_names_its_setter(switched, name, switch):
+    message = rf"is off because {switch} is False; call model\.set_{switch}\(True\) first"
+    with pytest.raises(SettingError, match=message):
         switched.run_with_cache(random_ids(), names_filter=name)
-    with pytest.raises(SettingError, match=told):
+    with pytest.raises(SettingError, match=message):
         switched.add_hook(name, lambda value, hook: None)
     with pytest.raises(HookNameError, match="matches none of the 77"):
         switched.run_with_hooks(random_ids(), fwd_hooks=[(lambda point: point == switched.tree.spelled(name), print)])
@@ -212,7 +212,7 @@ def test_a_point_that_is_off_is_refused_by_its_setter(switched, name, switch):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_inputs_are_copies_of_the_stream_and_reading_them_changes_nothing(architecture):
+def test_inputs_are_copies_of_the_stream_and_reading_them_does_not_change_the_logits(architecture):
     model, ids = random_model(architecture), random_ids()
     plain, names = plain_pass(model, ids), []
     for switches in (["use_split_qkv_input", "use_hook_mlp_in"], ["use_attn_in"]):
@@ -237,7 +237,7 @@ def test_inputs_are_copies_of_the_stream_and_reading_them_changes_nothing(archit
 
 
 @pytest.mark.parametrize("letter", ["q", "k", "v"])
-def test_changing_one_heads_input_changes_that_heads_part_alone(switched, letter):
+def test_changing_the_input_of_one_head_changes_only_that_head(switched, letter):
     model, ids = switched, random_ids()
     model.set_use_split_qkv_input(True)
     added = torch.randn(24)
@@ -246,10 +246,10 @@ def test_changing_one_heads_input_changes_that_heads_part_alone(switched, letter
         value[:, :, 1] += added
 
     plain = plain_pass(model, ids).values
-    own = model.tree.hf.model.layers[1]
-    changed = norm(own.input_layernorm, plain["blocks.1.hook_resid_pre"] + added)
+    layer = model.tree.hf.model.layers[1]
+    changed = norm(layer.input_layernorm, plain["blocks.1.hook_resid_pre"] + added)
     expected = plain[f"blocks.1.attn.hook_{letter}"].clone()
-    expected[:, :, 1] = getattr(own.self_attn, f"{letter}_proj")(changed).unflatten(-1, (-1, 4))[:, :, 1]
+    expected[:, :, 1] = getattr(layer.self_attn, f"{letter}_proj")(changed).unflatten(-1, (-1, 4))[:, :, 1]
     cache, fwd, _ = model.get_caching_hooks(lambda name: name.startswith("blocks.1.attn.hook_"))
     found = model.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
     edits = {f"blocks.1.attn.hook_{letter}": lambda _: expected}
@@ -260,30 +260,30 @@ def test_changing_one_heads_input_changes_that_heads_part_alone(switched, letter
 
 
 def test_changing_the_shared_copies_changes_queries_keys_and_values(switched):
-    """Where queries are grouped, keys and values read the first copies, as in TransformerLens."""
+    """In grouped-query attention, keys and values read the first copies, as in TransformerLens."""
     model, ids = switched, random_ids()
     model.set_use_attn_in(True)
     added = torch.randn(HEADS, 24)
     plain = plain_pass(model, ids).values
-    own = model.tree.hf.model.layers[1]
-    copies = norm(own.input_layernorm, plain["blocks.1.hook_resid_pre"][:, :, None] + added)
+    layer = model.tree.hf.model.layers[1]
+    copies = norm(layer.input_layernorm, plain["blocks.1.hook_resid_pre"][:, :, None] + added)
     edits = {}
     for letter, heads in (("q", HEADS), ("k", 2), ("v", 2)):
-        every = getattr(own.self_attn, f"{letter}_proj")(copies[:, :, :heads]).unflatten(-1, (-1, 4))
-        made = torch.stack([every[:, :, head, head] for head in range(heads)], dim=2)
-        edits[f"blocks.1.attn.hook_{letter}"] = lambda _, made=made: made
+        every = getattr(layer.self_attn, f"{letter}_proj")(copies[:, :, :heads]).unflatten(-1, (-1, 4))
+        projected = torch.stack([every[:, :, head, head] for head in range(heads)], dim=2)
+        edits[f"blocks.1.attn.hook_{letter}"] = lambda _, projected=projected: projected
     found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_attn_in", lambda value, hook: value + added)])
     close(found, plain_pass(model, ids, edits=edits).logits)
 
 
-def test_changing_the_mlps_input_leaves_the_stream_alone(switched):
+def test_changing_the_input_of_the_mlp_does_not_change_the_stream(switched):
     model, ids = switched, random_ids()
     model.set_use_hook_mlp_in(True)
-    own = model.tree.hf.model.layers[1]
+    layer = model.tree.hf.model.layers[1]
     stream = plain_pass(model, ids).values["blocks.1.hook_resid_mid"]
-    made = own.mlp(norm(own.post_attention_layernorm, stream * 2 + 1))
+    mlp_out = layer.mlp(norm(layer.post_attention_layernorm, stream * 2 + 1))
     found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
-    close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: made}).logits)
+    close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: mlp_out}).logits)
 
 
 def test_the_two_kinds_of_copies_are_mutually_exclusive(switched):
@@ -296,17 +296,17 @@ def test_the_two_kinds_of_copies_are_mutually_exclusive(switched):
         switched.set_use_attn_in(True)
 
 
-def test_copies_that_nobody_watches_are_not_made(switched, monkeypatch):
+def test_unwatched_copies_are_not_computed(switched, monkeypatch):
     switched.set_use_split_qkv_input(True)
     ids = random_ids()
     expected = plain_pass(switched, ids).logits
-    made = []
-    monkeypatch.setattr("sinklens.hooks.inputs.repeat", lambda *_, **__: made.append(1))
+    copied = []
+    monkeypatch.setattr("sinklens.hooks.inputs.repeat", lambda *_, **__: copied.append(1))
     close(switched.tree(ids), expected)
-    assert made == []
+    assert copied == []
 
 
-def test_results_of_heads_need_no_setter(switched):
+def test_head_results_do_not_need_a_setter(switched):
     for flag in (False, True):
         switched.set_use_attn_result(flag)
         assert switched.cfg.use_attn_result is flag

@@ -1,4 +1,4 @@
-"""Weights and the helpers of `ActivationCache` give what the parameters and plain torch give."""
+"""Weights and the helpers of `ActivationCache`, compared with the parameters and plain PyTorch."""
 
 import pytest
 import torch
@@ -16,45 +16,45 @@ def close(found, expected):
 
 
 def with_biases():
-    """A Llama all of whose projections have biases."""
+    """A Llama whose projections all have biases."""
     return random_model("llama", attention_bias=True, mlp_bias=True)
 
 
 def head_with_bias(model):
-    """`model`, its head given a bias."""
+    """`model`, with a bias added to its language-model head."""
     model.tree.hf.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, SIZES["vocab_size"]))
     return model
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_attention_weights_project_as_the_layer_does(architecture, causal):
+def test_attention_weights_give_the_projections_of_the_layer(architecture, causal):
     model, x = shared_model(architecture, causal), torch.randn(2, 3, D_MODEL)
     for number, layer in enumerate(model.tree.hf.model.layers):
-        attn, own = model.tree.blocks[number].attn, layer.self_attn
+        attn, self_attn = model.tree.blocks[number].attn, layer.self_attn
         for letter, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
             weight, bias = getattr(attn, f"W_{letter.upper()}"), getattr(attn, f"b_{letter.upper()}")
             assert (weight.shape, bias.shape) == ((heads, D_MODEL, D_HEAD), (heads, D_HEAD))
-            made = torch.einsum("bpm,hmd->bphd", x, weight) + bias
-            close(made.flatten(-2), getattr(own, f"{letter}_proj")(x))
+            projected = torch.einsum("bpm,hmd->bphd", x, weight) + bias
+            close(projected.flatten(-2), getattr(self_attn, f"{letter}_proj")(x))
             assert torch.equal(getattr(model, f"W_{letter.upper()}")[number], weight)
             assert torch.equal(getattr(model, f"b_{letter.upper()}")[number], bias)
         z = torch.randn(2, 3, HEADS, D_HEAD)
-        close(torch.einsum("bphd,hdm->bpm", z, model.W_O[number]) + model.b_O[number], own.o_proj(z.flatten(-2)))
+        close(torch.einsum("bphd,hdm->bpm", z, model.W_O[number]) + model.b_O[number], self_attn.o_proj(z.flatten(-2)))
     assert (model.b_Q.abs().sum() > 0) == (architecture == "qwen2")
 
 
 @pytest.mark.parametrize("make", [shared_model, with_biases])
-def test_mlp_weights_project_as_the_layer_does(make):
+def test_mlp_weights_give_the_output_of_the_layer(make):
     model, x = make(), torch.randn(2, 3, D_MODEL)
     for number, layer in enumerate(model.tree.hf.model.layers):
         gate, linear = x @ model.W_gate[number] + model.b_gate[number], x @ model.W_in[number] + model.b_in[number]
-        made = torch.nn.functional.silu(gate) * linear @ model.W_out[number] + model.b_out[number]
-        close(made, layer.mlp(x))
+        output = torch.nn.functional.silu(gate) * linear @ model.W_out[number] + model.b_out[number]
+        close(output, layer.mlp(x))
         assert torch.equal(model.tree.blocks[number].mlp.W_out, model.W_out[number])
     assert (model.W_in.shape, model.W_out.shape) == ((3, D_MODEL, 40), (3, 40, D_MODEL))
 
 
-def test_embedding_and_unembedding_are_the_models():
+def test_embedding_and_unembedding_are_those_of_the_model():
     model, x, ids = head_with_bias(random_model()), torch.randn(2, 3, D_MODEL), random_ids()
     close(x @ model.W_U + model.b_U, model.tree.hf.lm_head(x))
     close(model.unembed(x), model.tree.hf.lm_head(x))
@@ -116,7 +116,7 @@ def test_attributions_of_all_components_add_up_to_the_logits(make):
     for tokens, column in [(7, plain[..., 7]), (answers, torch.stack([plain[0, :, 3], plain[1, :, 17]]))]:
         bias = model.b_U[tokens] if isinstance(tokens, int) else model.b_U[answers][:, None]
         close(cache.logit_attrs(stack, tokens).sum(0) + bias, column)
-    each = cache.logit_attrs(stack, ids)  # a token of its own for each position
+    each = cache.logit_attrs(stack, ids)  # a different token for each position
     close(each.sum(0) + model.b_U[ids], plain.gather(-1, ids[..., None])[..., 0])
     last = cache.logit_attrs(cache.decompose_resid(pos_slice=-1), 7, incorrect_tokens=9, pos_slice=-1)
     close(last.sum(0) + model.b_U[7] - model.b_U[9], plain[:, -1, 7] - plain[:, -1, 9])
@@ -146,7 +146,7 @@ def test_heads_neurons_embedding_and_biases_add_up_to_the_stream(make, layer, ex
     close(projected, stack @ direction)
 
 
-def test_results_of_neurons_are_their_activations_times_their_output_weights():
+def test_neuron_results_are_activations_times_output_weights():
     model, ids = shared_model(), random_ids()
     cache, plain = model.run_with_cache(ids)[1], plain_pass(model, ids).values
     down = model.tree.hf.model.layers[1].mlp.down_proj.weight
@@ -168,14 +168,14 @@ def test_activations_are_stacked_over_layers():
     )
 
 
-def test_the_logit_lens_of_a_cache_ends_in_the_models_logits():
+def test_the_logit_lens_of_a_cache_ends_with_the_logits_of_the_model():
     model, ids = head_with_bias(random_model()), random_ids()
     cache = model.run_with_cache(ids)[1]
     lens = cache.logit_lens(positions=None)
     close(lens.values[-1], model.tree.hf(ids).logits)
 
 
-def test_a_row_of_a_cache_gives_the_rows_results():
+def test_a_row_of_a_cache_gives_the_results_of_that_row():
     cache = shared_model().run_with_cache(random_ids())[1]
     row = cache.apply_slice_to_batch_dim(1)
     assert not row.has_batch_dim
@@ -189,7 +189,7 @@ def test_a_row_of_a_cache_gives_the_rows_results():
 
 
 def test_the_lens_calls_no_hook_of_the_final_norm():
-    """A cache whose hooks stay would otherwise be overwritten by its own helpers."""
+    """Otherwise the helpers of a cache whose hooks stay would overwrite it."""
     model, seen = shared_model(), []
     cache = model.run_with_cache(random_ids())[1]
     with model.hooks(fwd_hooks=[("ln_final.hook_scale", lambda value, hook: seen.append(value))]):
@@ -225,11 +225,11 @@ def test_a_text_that_is_one_token_names_its_direction(tmp_path):
         model.tree.to_single_token(" apples apples")
 
 
-def test_what_names_no_token_is_refused():
-    with pytest.raises(PromptError, match="'a' needs a tokenizer, and this model came without one; give token ids"):
+def test_values_that_do_not_name_a_token_are_refused():
+    with pytest.raises(PromptError, match="'a' needs a tokenizer, and this model has none; give token ids"):
         shared_model().tokens_to_residual_directions("a")
     for given in (True, 1.5, [1, 2]):
         with pytest.raises(
-            SettingError, match=f"tokens are a text, an id or a tensor of ids; got {type(given).__name__}"
+            SettingError, match=f"tokens must be a text, an id or a tensor of ids; got {type(given).__name__}"
         ):
             shared_model().tokens_to_residual_directions(given)

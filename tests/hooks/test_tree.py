@@ -1,4 +1,4 @@
-"""The tree of points: what passes through it, TransformerLens's own view of the same model, caches and hooks."""
+"""The tree of points: values, TransformerLens's names of the same model, caches and hooks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import sinklens
 from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks import HookTree, aliases, architecture_of, table
 
-PADDINGS = [pytest.param(None, id="whole"), pytest.param(left_padding(), id="padded")]
+PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 BATCH, LENGTH = 2, 7
 AXES = {
     "batch": BATCH,
@@ -29,7 +29,7 @@ AXES = {
 
 
 def in_a_pass(model) -> list[str]:
-    """The points that a forward pass reaches: all but the sampler's."""
+    """The points that a forward pass reaches: all except the sampler's."""
     return [name for name in model.hook_names() if not name.startswith("denoise.")]
 
 
@@ -38,14 +38,14 @@ def everything(name: str) -> bool:
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_every_point_is_passed_once_in_the_order_of_hook_names(architecture, causal):
+def test_every_point_is_reached_once_in_the_order_of_hook_names(architecture, causal):
     model, passed = shared_model(architecture, causal), []
     hooks = [(everything, lambda value, hook: passed.append(hook.name))]
     model.run_with_hooks(random_ids(), fwd_hooks=hooks)
     assert passed == in_a_pass(model) == list(plain_pass(model, random_ids()).values)
 
 
-def test_the_samplers_points_stand_first_and_last():
+def test_the_samplers_points_are_first_and_last():
     names = shared_model().hook_names()
     assert names[0] == "denoise.hook_canvas"
     assert names[-4:] == [f"denoise.hook_{what}" for what in ("logits", "candidates", "confidence", "commit")]
@@ -54,7 +54,7 @@ def test_the_samplers_points_stand_first_and_last():
 
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_every_point_shows_what_plain_torch_computes_in_the_shape_of_the_table(architecture, causal, real):
+def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(architecture, causal, real):
     model, ids = shared_model(architecture, causal), random_ids()
     logits, cache = model.run_with_cache(ids, attention_mask=real)
     plain = plain_pass(model, ids, real)
@@ -75,35 +75,36 @@ def bridged(tmp_path_factory):
     return shared_model("llama", causal=True), bridge_over(random_hf(causal=True), tmp_path_factory.mktemp("tokenizer"))
 
 
-OURS_ALONE = ("hook_attn_mask", "hook_sink_scores")
+ADDED_POINTS = ("hook_attn_mask", "hook_sink_scores")
 
 
 def test_names_shapes_and_values_are_those_of_transformerlens(bridged):
     model, bridge = bridged
     ids = random_ids()
     bridge.set_use_attn_result(True)
-    logits, ours = model.run_with_cache(ids)
-    expected, theirs = bridge.run_with_cache(ids)
+    logits, cache = model.run_with_cache(ids)
+    expected, bridge_cache = bridge.run_with_cache(ids)
     bridge.set_use_attn_result(False)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
-    assert set(ours.keys()) - set(theirs.keys()) == {name for name in ours.keys() if name.endswith(OURS_ALONE)}  # noqa: SIM118
-    for name in set(ours.keys()) & set(theirs.keys()):
-        shown = theirs[name]
-        if name.endswith("hook_attn_scores"):  # it hides with the least finite number
-            shown = shown.masked_fill(shown == torch.finfo(shown.dtype).min, -torch.inf)
+    added = {name for name in set(cache.keys()) if name.endswith(ADDED_POINTS)}
+    assert set(cache.keys()) - set(bridge_cache.keys()) == added
+    for name in set(cache.keys()) & set(bridge_cache.keys()):
+        value = bridge_cache[name]
+        if name.endswith("hook_attn_scores"):  # the bridge hides keys with the smallest finite number
+            value = value.masked_fill(value == torch.finfo(value.dtype).min, -torch.inf)
         torch.testing.assert_close(
-            ours[name], shown, atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            cache[name], value, atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def test_transformerlens_4_spellings_name_the_values_that_it_finds_there(bridged):
+def test_transformerlens_4_spellings_name_the_same_values(bridged):
     model, bridge = bridged
     ids = random_ids()
-    ours, theirs = model.run_with_cache(ids)[1], bridge.run_with_cache(ids)[1]
+    cache, bridge_cache = model.run_with_cache(ids)[1], bridge.run_with_cache(ids)[1]
     for spelling, name in aliases(3).items():
         torch.testing.assert_close(
-            ours[name],
-            theirs[spelling],
+            cache[name],
+            bridge_cache[spelling],
             atol=1e-4,
             rtol=1e-5,
             msg=lambda text, spelling=spelling: f"{spelling}: {text}",
@@ -121,7 +122,7 @@ def test_transformerlens_4_spellings_name_the_values_that_it_finds_there(bridged
         (lambda name: name.endswith("hook_pattern"), [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]),
     ],
 )
-def test_a_cache_keeps_exactly_the_points_chosen_in_any_spelling(chosen, names):
+def test_a_cache_contains_exactly_the_points_selected_in_any_spelling(chosen, names):
     model, ids = shared_model(), random_ids()
     cache = model.run_with_cache(ids, names_filter=chosen)[1]
     plain = plain_pass(model, ids).values
@@ -139,25 +140,30 @@ def test_a_cache_of_an_unknown_point_is_refused(chosen):
 @pytest.mark.parametrize("pos_slice", [-1, (2, 5), [0, 3, 6]])
 def test_a_cache_can_be_cut_to_some_positions(pos_slice):
     model, ids = shared_model(), random_ids()
-    whole, cut = model.run_with_cache(ids)[1], model.run_with_cache(ids, pos_slice=pos_slice)[1]
-    index = slice(*pos_slice) if isinstance(pos_slice, tuple) else torch.tensor(pos_slice).view(-1)  # an axis is kept
+    full, cut = model.run_with_cache(ids)[1], model.run_with_cache(ids, pos_slice=pos_slice)[1]
+    index = slice(*pos_slice) if isinstance(pos_slice, tuple) else torch.tensor(pos_slice).view(-1)  # keeps the axis
     for name in in_a_pass(model):
         if name.endswith(("hook_pattern", "hook_attn_scores")):
-            expected = whole[name][:, :, index]
+            expected = full[name][:, :, index]
         elif name.endswith(("hook_sink_scores", "hook_attn_mask")):
-            expected = whole[name][..., index]
+            expected = full[name][..., index]
         else:
-            expected = whole[name][:, index]
+            expected = full[name][:, index]
         assert torch.equal(cut[name], expected), name
 
 
-def test_positions_are_cut_where_transformerlens_cuts_them(bridged):
+def test_a_cache_is_cut_along_the_same_axes_as_in_transformerlens(bridged):
     model, bridge = bridged
     ids = random_ids()
-    ours, theirs = model.run_with_cache(ids, pos_slice=(2, 5))[1], bridge.run_with_cache(ids, pos_slice=(2, 5))[1]
-    for name in set(ours.keys()) & set(theirs.keys()) - {f"blocks.{layer}.attn.hook_attn_scores" for layer in range(3)}:
+    cache, bridge_cache = (
+        model.run_with_cache(ids, pos_slice=(2, 5))[1],
+        bridge.run_with_cache(ids, pos_slice=(2, 5))[1],
+    )
+    for name in set(cache.keys()) & set(bridge_cache.keys()) - {
+        f"blocks.{layer}.attn.hook_attn_scores" for layer in range(3)
+    }:
         torch.testing.assert_close(
-            ours[name], theirs[name], atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            cache[name], bridge_cache[name], atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -179,7 +185,7 @@ def test_residual_streams_add_up_in_an_activation_cache():
 
 @pytest.mark.parametrize("kept", [["hook_z", "hook_resid_post"], ["hook_z", "hook_result", "hook_resid_post"]])
 def test_head_results_and_the_remainder_add_up_to_the_stream(kept):
-    """From the cached results, or from hook_z and W_O where they were not cached."""
+    """From the cached results, or from hook_z and W_O if results were not cached."""
     model, ids = shared_model(), random_ids()
     cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(tuple(kept)))[1]
     stack, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
@@ -203,7 +209,7 @@ def test_the_logit_lens_at_the_last_stream_gives_the_logits():
     torch.testing.assert_close(lens[1], expected, atol=1e-4, rtol=1e-5)
 
 
-def test_calling_a_norms_points_applies_that_norm():
+def test_calling_the_points_of_a_norm_applies_that_norm():
     model, x = shared_model(), torch.randn(2, 3, SIZES["hidden_size"])
     layer, block = model.tree.hf.model.layers[1], model.tree.blocks[1]
     pairs = [(block.ln1, layer.input_layernorm), (block.ln2, layer.post_attention_layernorm)]
@@ -219,7 +225,7 @@ def test_parts_scaled_by_the_cached_norm_add_up_to_the_normalized_stream():
         torch.testing.assert_close(parts.sum(0), cache[f"{name}.hook_normalized"], atol=1e-5, rtol=1e-5)
 
 
-def test_weights_are_shaped_as_transformerlens_shapes_them():
+def test_weights_have_the_shapes_of_transformerlens():
     model, ids = shared_model(), random_ids()
     logits, cache = model.run_with_cache(ids)
     assert torch.equal(model.tree.W_E[ids], cache["hook_embed"])
@@ -256,7 +262,7 @@ def fail(value, hook):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_after_any_kind_of_run_the_logits_are_what_they_were(causal):
+def test_the_logits_are_unchanged_after_any_kind_of_run(causal):
     model, ids = shared_model("llama", causal), random_ids()
     before = model(ids)
     model.run_with_cache(ids)
@@ -272,7 +278,7 @@ def test_after_any_kind_of_run_the_logits_are_what_they_were(causal):
     assert torch.equal(model(ids), before)
 
 
-def test_hooks_of_an_inner_context_end_with_it_and_those_of_the_outer_stay():
+def test_leaving_an_inner_context_removes_its_hooks_and_not_those_of_the_outer():
     model, ids = shared_model(), random_ids()
     plain = model(ids)
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", halve)]):
@@ -299,7 +305,7 @@ def test_hooks_are_set_in_any_spelling(spelling):
     torch.testing.assert_close(added, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_a_permanent_hook_stays_until_it_is_removed_as_such():
+def test_a_permanent_hook_stays_until_permanent_hooks_are_removed():
     model, ids = shared_model(), random_ids()
     plain, halved = model(ids), model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn.hook_z", halve)])
     model.tree.add_perma_hook("blocks.-2.attn.hook_z", halve)
@@ -309,7 +315,7 @@ def test_a_permanent_hook_stays_until_it_is_removed_as_such():
     assert torch.equal(model(ids), plain)
 
 
-def test_hooks_on_what_does_not_exist_are_refused():
+def test_hooks_on_unknown_points_are_refused():
     model = shared_model()
     with pytest.raises(
         HookNameError, match=r"called 'blocks\.0\.attn\.hook_patern'\. Nearest: blocks\.0\.attn\.hook_pattern"
@@ -322,7 +328,7 @@ def test_hooks_on_what_does_not_exist_are_refused():
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_left_padding_does_not_change_what_a_prompt_gets(architecture, causal):
+def test_left_padding_does_not_change_the_logits_of_a_prompt(architecture, causal):
     model, ids = shared_model(architecture, causal), random_ids(1, 4)
     padded = torch.cat([torch.full((1, 3), 5), ids], dim=1)
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
@@ -330,8 +336,8 @@ def test_left_padding_does_not_change_what_a_prompt_gets(architecture, causal):
         torch.testing.assert_close(model(padded, attention_mask=mask)[:, 3:], model(ids), atol=1e-5, rtol=1e-5)
 
 
-def test_a_mask_without_padding_is_no_mask():
-    """Attention is then not even given one, which is faster."""
+def test_a_mask_without_padding_is_not_passed_to_attention():
+    """Attention is faster without a mask."""
     model, ids, given = shared_model(), random_ids(), []
     attn = model.tree.hf.model.layers[0].self_attn
     handle = attn.register_forward_pre_hook(
@@ -386,7 +392,7 @@ def test_a_backward_hook_sees_the_gradient_of_its_point(name):
     torch.testing.assert_close(seen["found"], expected, atol=1e-3, rtol=1e-3)
 
 
-def test_a_backward_hook_that_stops_the_gradient_cuts_off_what_lies_below():
+def test_a_backward_hook_that_zeroes_the_gradient_cuts_off_earlier_parameters():
     model, ids = shared_model(), random_ids()
     with model.hooks(bwd_hooks=[("blocks.2.attn.hook_z", lambda gradient, hook: torch.zeros_like(gradient))]):
         found = gradients(model.tree.hf, model(ids))
@@ -401,17 +407,17 @@ def test_a_backward_hook_that_stops_the_gradient_cuts_off_what_lies_below():
 
 
 @pytest.mark.parametrize("part", ["", "model", "model.layers.1", "model.layers.0.mlp"])
-def test_a_compiled_model_is_refused_since_its_hooks_would_do_nothing(part):
+def test_a_compiled_model_is_refused(part):
     model = sinklens.load(random_hf("llama", causal=False))
     model.tree.hf.get_submodule(part).compile()
-    told = f"{part or 'the model'} was compiled"
-    with pytest.raises(SinklensError, match=told):
+    message = f"{part or 'the model'} was compiled"
+    with pytest.raises(SinklensError, match=message):
         model.run_with_hooks(random_ids(), fwd_hooks=[])
-    with pytest.raises(SinklensError, match=told):
+    with pytest.raises(SinklensError, match=message):
         sinklens.generate(model, random_ids())
 
 
-def test_a_model_with_a_compiled_part_put_in_its_place_is_refused():
+def test_a_model_with_a_compiled_submodule_is_refused():
     model = sinklens.load(random_hf("llama", causal=False))
     layer = model.tree.hf.model.layers[1]
     layer.mlp = torch.compile(layer.mlp)

@@ -296,7 +296,7 @@ def test_places_that_do_not_exist_are_refused(worded, intervention, text):
         (lambda: AblateSinkAttention(pick="some"), "pick is 'strongest', 'weakest' or 'random'; got 'some'"),
         (lambda: AblateSinkAttention(top_k=-1), "top_k is a number of keys, 0 or more; got -1"),
         (lambda: AblateHeads(heads=3).on(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
-        (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= belongs to a run of several steps"),
+        (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= applies to a run with several steps"),
         (lambda: AblateHeads(by="mean").on(shared_model("llama", True)), "would tell a causal model of later ones"),
     ],
 )

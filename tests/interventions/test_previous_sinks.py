@@ -217,7 +217,7 @@ def test_a_look_inside_a_look_is_refused_and_leaves_the_model_as_it_was(worded):
     ids = random_ids()
     before = model(ids)
     model.tree.watch.peeked = {}
-    with pytest.raises(SinklensError, match="one look is going on already"):
+    with pytest.raises(SinklensError, match="another peek is running"):
         model.tree.peek(ids, None, ["hook_embed"])
     model.tree.watch.peeked = None
     assert torch.equal(model(ids), before)

@@ -1,4 +1,4 @@
-"""What holds for every intervention: rows stand alone, a cache changes nothing, nothing stays behind, all combine."""
+"""Every intervention treats rows independently, works with and without a cache, leaves no hooks and combines."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from sinklens.sinks import EpsilonOverMean
 
 Z = "blocks.1.attn.hook_z"
 OUTPUTS = torch.sin(torch.arange(8 * 2 * 6 * 4.0)).view(8, 1, 2, 6, 4)
-"""Values for `Z`, of two positions at each of eight steps."""
+"""Values for `Z`, at two positions in each of eight steps."""
 
 BOTH = {
     "mask sinks": MaskSinks(top_k=3),
@@ -69,8 +69,8 @@ DIFFUSION = BOTH | {
 
 
 @pytest.fixture(scope="module")
-def made(worded):
-    """An intervention by name, for a model."""
+def interventions(worded):
+    """Returns an intervention by name, for a model."""
     kept = {}
 
     def make(model, name):
@@ -85,13 +85,13 @@ def made(worded):
 
 
 def changed(watched, base):
-    """Whether an intervention did anything."""
+    """Whether an intervention had any effect."""
     return watched.run.canvas.shape != base.run.canvas.shape or not torch.equal(logits_of(watched), logits_of(base))
 
 
 @pytest.fixture(scope="module")
 def bases(worded):
-    """The run without interventions, by kind of model and prompts."""
+    """The run without interventions, by kind of model."""
     return {
         (architecture, causal): watch(worded(architecture, causal), PADDED, [], ["hook_logits"])
         for architecture, causal in (("llama", False), ("dream", False), ("llama", True))
@@ -103,26 +103,26 @@ def bases(worded):
     [*(("llama", False, name) for name in DIFFUSION), *(("llama", True, name) for name in BOTH)]
     + [("dream", False, name) for name in ("mask sinks", "mask random keys", "window", "sink token behind", "patch")],
 )
-def test_a_prompts_result_depends_neither_on_its_batch_nor_on_its_padding(
-    worded, made, bases, architecture, causal, name
+def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
+    worded, interventions, bases, architecture, causal, name
 ):
     model = worded(architecture, causal)
-    intervention = made(model, name)
+    intervention = interventions(model, name)
     together = watch(model, PADDED, [intervention], ["hook_logits"])
     assert changed(together, bases[architecture, causal])
     alone = watch(model, [SHORT], [intervention], ["hook_logits"])
     length, steps = alone.run.canvas.shape[2], min(alone.run.steps_run, together.run.steps_run)
     assert steps > 2
     assert torch.equal(together.run.canvas[0, : steps + 1, -length:], alone.run.canvas[0, : steps + 1])
-    expected = logits_of(alone)[0, :steps, -8:]  # the answer's; Dream moves those of padding to a row's first token
+    expected = logits_of(alone)[0, :steps, -8:]  # of the answer; Dream shifts logits of padding to a row's first token
     found = logits_of(together)[0, :steps, -expected.shape[1] :]
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_with_a_key_value_cache_and_without_an_autoregressive_run_is_the_same(worded, made, bases, name):
+def test_an_autoregressive_run_is_the_same_with_and_without_a_key_value_cache(worded, interventions, bases, name):
     model = worded("llama", True)
-    intervention = made(model, name)
+    intervention = interventions(model, name)
     runs = [watch(model, PADDED, [intervention], ["hook_logits"], use_cache=cached) for cached in (True, False)]
     assert torch.equal(runs[0].run.canvas, runs[1].run.canvas)
     torch.testing.assert_close(logits_of(runs[0]), logits_of(runs[1]), atol=2e-4, rtol=0)
@@ -130,9 +130,9 @@ def test_with_a_key_value_cache_and_without_an_autoregressive_run_is_the_same(wo
 
 
 @pytest.mark.parametrize("name", DIFFUSION)
-def test_after_a_run_and_after_a_failed_one_the_model_is_what_it_was_and_the_intervention_too(worded, made, name):
+def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(worded, interventions, name):
     model = worded()
-    intervention, ids = made(model, name), random_ids()
+    intervention, ids = interventions(model, name), random_ids()
     before = model(ids)
 
     def fail(value, hook):
@@ -151,11 +151,11 @@ def test_after_a_run_and_after_a_failed_one_the_model_is_what_it_was_and_the_int
 
 
 @pytest.mark.parametrize("name", ["mask sinks", "mask the same step's", "window", "freeze the pattern", "sink token"])
-def test_an_error_in_a_trace_block_leaves_nothing_behind(worded, made, name):
+def test_an_error_in_a_trace_block_leaves_no_hooks(worded, interventions, name):
     model, ids = worded(), random_ids()
     before = model(ids)
     with pytest.raises(ZeroDivisionError, match="from the block"):
-        with sinklens.trace(model, LONG, hooks=[made(model, name)], **short(model, {})) as t:
+        with sinklens.trace(model, LONG, hooks=[interventions(model, name)], **short(model, {})) as t:
             for step in t.steps:
                 t["blocks.1.attn.hook_pattern"][:] = 0
                 if step == 2:
@@ -164,22 +164,22 @@ def test_an_error_in_a_trace_block_leaves_nothing_behind(worded, made, name):
     assert torch.equal(model(ids), before)
 
 
-# --- the same edit by three roads --------------------------------------------------------------------------------
+# --- the same edit in three ways ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", ["window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch"]
 )
-def test_a_single_pass_under_on_is_the_first_step_of_a_run(worded, made, name):
+def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(worded, interventions, name):
     model = worded()
-    intervention = made(model, name)
+    intervention = interventions(model, name)
     watched = watch(model, [LONG], [intervention], ["hook_logits"])
     single = model.run_with_hooks(watched.run.canvas[:, 0], fwd_hooks=intervention.hooks_for(model))
     torch.testing.assert_close(single, watched.values[0]["denoise.hook_logits"], atol=1e-5, rtol=0)
     assert (single - model(watched.run.canvas[:, 0])).abs().max() > 0.01
 
 
-def test_a_window_and_an_ablation_by_hooks_by_a_block_and_by_run_with_hooks_give_equal_logits(worded):
+def test_hooks_a_block_and_run_with_hooks_give_equal_logits(worded):
     model, by_block = worded(), []
     listed = [WindowAttention(width=1, layers=[1]), AblateHeads(layers=[2], heads=[3])]
     by_hooks = watch(model, [LONG], listed, ["hook_logits"])
@@ -197,7 +197,7 @@ def test_a_window_and_an_ablation_by_hooks_by_a_block_and_by_run_with_hooks_give
 
 
 @pytest.mark.parametrize("same_step", [False, True])
-def test_masked_sinks_written_by_hand_in_a_block_are_those_of_the_intervention(worded, same_step):
+def test_masking_sinks_by_hand_in_a_block_equals_the_intervention(worded, same_step):
     model, logits, keys = worded(), [], None
     by_hooks = watch(model, [LONG], [MaskSinks(top_k=2, layers=[1], same_step=same_step)], ["hook_logits"])
     with sinklens.trace(model, LONG, **short(model, {})) as t:
@@ -215,7 +215,7 @@ def test_masked_sinks_written_by_hand_in_a_block_are_those_of_the_intervention(w
     assert torch.equal(torch.stack(logits, dim=1), logits_of(by_hooks))
 
 
-def test_a_block_sees_and_changes_what_interventions_leave(worded):
+def test_a_block_sees_and_edits_values_after_interventions(worded):
     """Hooks run inside a point, the block after it."""
     model, hooks = worded(), [WindowAttention(width=1)]
     with sinklens.trace(model, LONG, hooks=hooks, **short(model, {})) as t:
@@ -231,7 +231,7 @@ def test_a_block_sees_and_changes_what_interventions_leave(worded):
 # --- together ----------------------------------------------------------------------------------------------------
 
 
-def test_interventions_and_plain_pairs_combine_in_any_order_where_they_touch_different_points(worded):
+def test_interventions_and_plain_pairs_at_different_points_combine_in_any_order(worded):
     model, seen = worded(), []
 
     def halve(value, hook):
@@ -256,7 +256,7 @@ def test_interventions_and_plain_pairs_combine_in_any_order_where_they_touch_dif
         assert not torch.equal(logits_of(fewer), logits_of(runs[0]))
 
 
-def test_an_intervention_needs_no_list_around_it(worded):
+def test_a_single_intervention_needs_no_list(worded):
     model, settings = worded(), {"gen_length": 8, "steps": 4}
     alone = sinklens.generate(model, LONG, hooks=MaskSinks(top_k=3), **settings)
     listed = sinklens.generate(model, LONG, hooks=[MaskSinks(top_k=3)], **settings)
@@ -267,7 +267,7 @@ def test_an_intervention_needs_no_list_around_it(worded):
 
 
 @pytest.mark.parametrize(
-    ("hooks", "said"),
+    ("hooks", "shown"),
     [
         ([MaskSinks], "<class 'sinklens.interventions.masking.MaskSinks'>"),
         ([("hook_embed",)], r"\('hook_embed',\)"),
@@ -275,25 +275,25 @@ def test_an_intervention_needs_no_list_around_it(worded):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_neither_intervention_nor_pair_is_refused_by_its_name(worded, hooks, said):
-    with pytest.raises(HookNameError, match=rf"hooks= is a list of .*pairs and of interventions, .*; got {said}"):
+def test_an_entry_that_is_neither_intervention_nor_pair_is_rejected_and_shown(worded, hooks, shown):
+    with pytest.raises(HookNameError, match=rf"hooks= must be a list of .*pairs and interventions, .*; got {shown}"):
         sinklens.generate(worded(), LONG, hooks=hooks, gen_length=8)
 
 
 @pytest.mark.parametrize(
     "name", ["mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern"]
 )
-def test_under_guidance_conditional_rows_alone_are_changed(worded, made, name):
-    check_guidance(worded(), made(worded(), name))
+def test_under_guidance_only_conditional_rows_are_changed(worded, interventions, name):
+    check_guidance(worded(), interventions(worded(), name))
 
 
 @pytest.mark.parametrize("name", ["window", "keep keys", "sink token"])
-def test_under_guidance_masks_of_every_query_change_conditional_rows_alone(worded, made, name):
-    check_guidance(worded(), made(worded(), name))
+def test_under_guidance_masks_per_query_change_only_conditional_rows(worded, interventions, name):
+    check_guidance(worded(), interventions(worded(), name))
 
 
 def check_guidance(model, intervention):
-    """The unconditional rows of a step are those of the run without the intervention, over the same canvas."""
+    """Check that the unconditional rows of a step equal those of the run without the intervention, on one canvas."""
     seen = []
     point = model.tree.blocks[-1].hook_resid_post
     handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
@@ -325,14 +325,14 @@ def test_positions_count_from_each_rows_first_token_or_from_the_end():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_one_number_where_a_list_is_wanted_is_refused():
-    with pytest.raises(SettingError, match=r"positions is a list of numbers; write positions=\[2\]"):
+def test_a_single_number_instead_of_a_list_is_rejected():
+    with pytest.raises(SettingError, match=r"positions must be a list of integers; write positions=\[2\]"):
         place_mask(2, torch.ones(1, 5, dtype=torch.bool))
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("chosen", [torch.tensor([3, 1, -3]), np.array([1, 3]), range(1, 5, 2), [torch.tensor(1), 3]])
-def test_arrays_and_tensors_of_whole_numbers_are_lists(chosen):
+def test_arrays_and_tensors_of_integers_are_accepted_as_lists(chosen):
     assert within("step", chosen, 5) == ([1, 2, 3] if len(chosen) == 3 else [1, 3])
     real = torch.ones(1, 5, dtype=torch.bool)
     assert place_mask(chosen, real).nonzero()[:, 1].tolist() == within("position", chosen, 5)
@@ -342,22 +342,22 @@ def test_arrays_and_tensors_of_whole_numbers_are_lists(chosen):
 @pytest.mark.parametrize(
     ("chosen", "text"),
     [
-        ([1, 2.5], r"steps is a list of whole numbers; got \[1, 2.5\]"),
-        (torch.tensor([1.0, 2.0]), r"steps is a list of whole numbers; got tensor\(\[1., 2.\]\)"),
-        ("12", "steps is a list of whole numbers; got '12'"),
-        (torch.tensor(3), r"steps is a list of whole numbers; got tensor\(3\)"),
-        ([True, False], "steps is a list of whole numbers; got truth values"),
-        (torch.tensor([True, False]), "steps is a list of whole numbers; got truth values"),
-        ((step for step in (1, 2)), r"generator can be read once only. Write steps=list\(...\)"),
+        ([1, 2.5], r"steps must be a list of integers; got \[1, 2.5\]"),
+        (torch.tensor([1.0, 2.0]), r"steps must be a list of integers; got tensor\(\[1., 2.\]\)"),
+        ("12", "steps must be a list of integers; got '12'"),
+        (torch.tensor(3), r"steps must be a list of integers; got tensor\(3\)"),
+        ([True, False], "steps must be a list of integers; got booleans"),
+        (torch.tensor([True, False]), "steps must be a list of integers; got booleans"),
+        ((step for step in (1, 2)), r"generator can be read only once. Write steps=list\(...\)"),
     ],
 )
-def test_what_is_no_list_of_whole_numbers_is_refused(chosen, text):
+def test_anything_but_a_list_of_integers_is_rejected(chosen, text):
     with pytest.raises(SettingError, match=text):
         within("step", chosen, 5)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_tensor_of_steps_and_places_restricts_an_intervention_as_a_list_does(worded):
+def test_tensors_restrict_an_intervention_like_lists(worded):
     given = {"steps": [1, 3], "layers": [0, 2], "heads": [-1, 2], "positions": [0, -2]}
     listed, tensors = (
         watch(worded(), PADDED, [AblateHeads(**{name: kind(value) for name, value in given.items()})], ["hook_logits"])
@@ -368,12 +368,12 @@ def test_a_tensor_of_steps_and_places_restricts_an_intervention_as_a_list_does(w
 
 
 def run_context(causal):
-    """What a run over 3 tokens of prompt, one of them padding in the first row, tells."""
+    """The context of a run with 3 prompt tokens, one of them padding in the first row."""
     real = torch.tensor([[False, True, True, True, True, True], [True] * 6])
     return RunContext(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
 
 
-def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_reads_it_first():
+def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_first_reads_it():
     run = run_context(causal=True)
     assert run.query_spans(0, 3) == [QuerySpan(0, 0, 3)]
     assert run.query_spans(2, 5) == [QuerySpan(0, 0, 3), QuerySpan(1, 3, 4), QuerySpan(2, 4, 5)]
@@ -383,7 +383,7 @@ def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_reads_it_f
     assert run_context(causal=False).first(2, 6) == 0
 
 
-def test_the_queries_touched_are_those_at_positions_that_belong_to_the_steps():
+def test_the_affected_queries_are_those_at_the_positions_that_the_steps_own():
     cpu = torch.device("cpu")
     of_step_1 = Queries(AblateHeads(steps=[1]), run_context(causal=True))
     assert of_step_1.of(0, 3, cpu) is None
@@ -399,6 +399,6 @@ def test_the_queries_touched_are_those_at_positions_that_belong_to_the_steps():
     assert Queries(AblateHeads(positions=[-1]), None).of(None, 3, cpu).int().tolist() == [[0, 0, 1]]
 
 
-def test_restrictions_that_an_intervention_does_not_know_are_refused():
-    with pytest.raises(SettingError, match="Activations knows no heads=; leave it out"):
+def test_unsupported_restrictions_are_rejected():
+    with pytest.raises(SettingError, match="Activations does not support heads=; leave it out"):
         Activations(names=[Z], heads=[1])

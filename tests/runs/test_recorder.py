@@ -1,4 +1,4 @@
-"""What is recorded of a run against plain torch on passes of its own, and what recording leaves behind: nothing."""
+"""Recorded variables equal plain torch on separate passes, and recording leaves no hooks."""
 
 import json
 import math
@@ -20,7 +20,7 @@ POINTS = ("hook_v", "hook_resid_pre", "hook_z", "hook_pattern")
 
 
 def passed(run, step):
-    """Values of a pass over what step `step` worked on, by point, and which positions are real."""
+    """Values by point of a separate pass over the canvas of step `step`, and which positions are real."""
     length = run.prompt_length + step if run.sinks.causal else run.canvas.shape[2]
     real = run.real[:, :length]
     _, cache = run.model.run_with_cache(
@@ -34,7 +34,7 @@ def lower_median(values):
 
 
 def assert_stream(data, values, there):
-    """The stream's variables of one row and layer; `values` [pos, d_model]."""
+    """Check the stream's variables of one row and layer; `values` is [pos, d_model]."""
     size = values.abs().tolist()
     every = [entry for j in there for entry in size[j]]
     assert float(data["stream_median"]) == pytest.approx(lower_median(every), rel=1e-4)
@@ -47,7 +47,7 @@ def assert_stream(data, values, there):
 
 
 def assert_recorded(run, step):
-    """Every built-in quantity of `step` is what plain torch makes of a pass of its own."""
+    """Check that every built-in quantity of `step` equals plain torch on a separate pass."""
     cache, real = passed(run, step)
     cfg, data = run.model.cfg, run.sinks.data.isel(step=step)
     arrays = {name: data[name].to_numpy() for name in data.data_vars}
@@ -75,7 +75,7 @@ def run(request):
     return sinklens.generate(request.getfixturevalue(request.param), PROMPTS, gen_length=8, record_sinks=ALL)
 
 
-def test_every_quantity_is_what_plain_torch_makes_of_the_step_s_canvas(run):
+def test_every_quantity_equals_plain_torch_on_the_canvas_of_its_step(run):
     assert not run.real.all()
     for step in (0, 5):
         assert_recorded(run, step)
@@ -97,15 +97,15 @@ def test_under_guidance_only_the_conditional_rows_are_recorded(tiny_llada):
     assert_recorded(run, 2)
 
 
-def test_a_row_is_recorded_alike_alone_and_in_a_batch(run):
+def test_a_row_is_recorded_the_same_alone_and_in_a_batch(run):
     alone = sinklens.generate(run.model, PROMPTS[0], gen_length=8, record_sinks=ALL).sinks
     width, steps = alone.data.sizes["pos"], alone.steps
     assert width < run.sinks.data.sizes["pos"]
-    for name, mine in alone.data.data_vars.items():
+    for name, values in alone.data.data_vars.items():
         if name not in ("is_real", "unmask_step", "stream_channel"):
-            theirs = run.sinks.data[name].isel(batch=[0], step=slice(0, steps))
-            theirs = theirs.isel(pos=slice(-width, None)) if "pos" in theirs.dims else theirs
-            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4, err_msg=str(name))
+            batched = run.sinks.data[name].isel(batch=[0], step=slice(0, steps))
+            batched = batched.isel(pos=slice(-width, None)) if "pos" in batched.dims else batched
+            np.testing.assert_allclose(values, batched, rtol=1e-3, atol=1e-4, err_msg=str(name))
 
 
 class Entropy(Quantity):
@@ -127,7 +127,7 @@ class Entropy(Quantity):
 
 
 class Odd(Quantity):
-    """Variables of every kind, with their positions in the middle; the point under TransformerLens 4's spelling."""
+    """Variables of every kind, with positions as a middle axis; the point in TransformerLens 4's spelling."""
 
     name = "odd"
     point = "attn.v.hook_out"
@@ -140,7 +140,7 @@ class Odd(Quantity):
 
 
 def cached_and_not(model, record, **more):
-    """Two runs of an autoregressive model: with its cache and without."""
+    """Two runs of an autoregressive model: with and without its cache."""
     return [sinklens.generate(model, PROMPTS, use_cache=use, record_sinks=record, **more) for use in (True, False)]
 
 
@@ -151,7 +151,7 @@ def assert_same_tracks(one, other):
             np.testing.assert_allclose(values, other.data[name], rtol=1e-3, atol=1e-4, err_msg=str(name))
 
 
-def test_a_cached_run_records_what_an_uncached_one_does(tiny_llama):
+def test_cached_and_uncached_runs_record_the_same(tiny_llama):
     places = [(0, 1), (3, 3), (-1, 3), (5, -2)]
     record = Record([*ALL.quantities, Entropy(), Odd()], patterns=places)
     cached, uncached = cached_and_not(tiny_llama, record, gen_length=8)
@@ -162,7 +162,7 @@ def test_a_cached_run_records_what_an_uncached_one_does(tiny_llama):
         assert pattern.shape == (3, 6, *[cached.prompt_length + place[0]] * 2)
 
 
-def test_an_edit_that_empties_the_cache_is_recorded_as_without_one(tiny_llama):
+def test_an_edit_that_empties_the_cache_is_recorded_as_in_an_uncached_run(tiny_llama):
     def replace(canvas, hook):
         if hook.step >= 4:
             canvas[:, -6] = 300
@@ -176,7 +176,7 @@ def test_an_edit_that_empties_the_cache_is_recorded_as_without_one(tiny_llama):
         torch.testing.assert_close(pattern, uncached.patterns[place], rtol=1e-3, atol=1e-5)
 
 
-def test_a_recorded_pattern_is_the_one_that_the_scores_are_sums_of(tiny_llada):
+def test_recorded_scores_are_the_column_sums_of_the_recorded_pattern(tiny_llada):
     record = Record([Entropy()], patterns=[(0, 0), (-1, -1), (3, 2)])
     run = sinklens.generate(tiny_llada, PROMPTS, gen_length=8, steps=6, block_length=8, record_sinks=record)
     assert set(run.patterns) == {(0, 0), (5, 3), (3, 2)}
@@ -221,7 +221,7 @@ def shut(value):
 
 
 def assert_edited(data):
-    """Step 1 of layer 1 shows what was put there: values of 2, a peak of 777, a flat head 2, a shut head 1."""
+    """Step 1 of layer 1 shows the edits: values of 2, a peak of 777, a flat head 2, a zeroed head 1."""
     here = data.isel(step=1, layer=1)
     np.testing.assert_allclose(here["value_norm"], 2 * math.sqrt(32), rtol=1e-6)
     assert (here["stream_peak"].to_numpy()[:, 5] == 777).all()
@@ -238,7 +238,7 @@ EDITS = {"hook_resid_pre": plant, "attn.hook_v": set_two, "attn.hook_pattern": s
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
-def test_what_a_hook_function_left_is_what_is_recorded(tiny_llada, guidance):
+def test_values_are_recorded_after_hook_functions(tiny_llada, guidance):
     def at_step_1(edit):
         return lambda value, hook: edit(value) if hook.step == 1 else None
 
@@ -248,8 +248,8 @@ def test_what_a_hook_function_left_is_what_is_recorded(tiny_llada, guidance):
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
-def test_what_a_trace_block_left_is_what_is_recorded(tiny_llada, guidance):
-    """Replaced where EDITS gives a new value, in place where it changes the old one."""
+def test_values_are_recorded_after_edits_of_a_trace_block(tiny_llada, guidance):
+    """Edits replace values where EDITS returns a new one, and act in place where it changes the old one."""
     record = Record(ALL.quantities, patterns=[(1, 1)])
     with sinklens.trace(tiny_llada, PROMPTS[:2], steps=2, cfg_scale=guidance, record_sinks=record) as t:
         for step in t.steps[1]:
@@ -266,7 +266,7 @@ def watched(model):
     return [name for name, point in model.tree.hook_dict.items() if point.watched or point._forward_hooks]
 
 
-def test_recording_leaves_no_hook_behind_and_does_not_change_the_text(run):
+def test_recording_leaves_no_hook_and_does_not_change_the_text(run):
     assert watched(run.model) == []
     assert sinklens.generate(run.model, PROMPTS, gen_length=8, record_sinks=False).text == run.text
     every = Record([*ALL.quantities, Entropy()], patterns=[(step, 2) for step in range(8)])
@@ -274,7 +274,7 @@ def test_recording_leaves_no_hook_behind_and_does_not_change_the_text(run):
     assert watched(run.model) == []
 
 
-def test_a_run_that_fails_leaves_no_hook_behind_and_no_store(tiny_llada, tiny_llama, tmp_path):
+def test_a_failed_run_leaves_no_hook_and_no_store(tiny_llada, tiny_llama, tmp_path):
     def fail(value, hook):
         raise ZeroDivisionError("on purpose")
 
@@ -288,23 +288,23 @@ def test_a_run_that_fails_leaves_no_hook_behind_and_no_store(tiny_llada, tiny_ll
             for step in t.steps:
                 t["blocks.1.hook_resid_pre"][0, 0, 0] = 1 / 0
     assert watched(tiny_llada) == []
-    assert list(tmp_path.iterdir()) == []  # the same place may be used again
+    assert list(tmp_path.iterdir()) == []  # the same path can be used again
 
 
 class Wrong(Entropy):
-    """Declares what it does not give."""
+    """Declares other axes than it returns."""
 
     variables = {"entropy": ("head",)}  # noqa: RUF012
 
 
 class Taken(Odd):
-    """Would fill a variable that every track has."""
+    """Declares a variable that every track has."""
 
     variables = {"is_real": ("pos",)}  # noqa: RUF012
 
 
 class Lost(Entropy):
-    """Sits on no point."""
+    """Names a point that does not exist."""
 
     point = "attn.hook_patern"
 
@@ -336,22 +336,22 @@ class Lost(Entropy):
             SettingError,
             r"overwrite= and dtype= are of a recording on disk; give to=",
         ),
-        (lambda _: "values", SettingError, r"record_sinks is True, False or a Record, .*; got 'values'"),
+        (lambda _: "values", SettingError, r"record_sinks must be True, False or a Record such as .*; got 'values'"),
         (lambda _: Record(patterns=[(24, 0)]), SettingError, r"\(24, 0\) is outside this run of 24 steps and 4 layers"),
         (lambda _: Record(patterns=[(0, 0), (0, -5)]), SettingError, r"\(0, -5\) is outside this run"),
         (lambda _: Record([Lost()]), HookNameError, r"'blocks\.0\.attn\.hook_patern'\. Nearest: .*hook_pattern"),
-        (lambda _: Record([Wrong()]), SettingError, r"declares .*\('batch', 'head'\).*finish gave .*\[1, 6, \d+\]"),
+        (lambda _: Record([Wrong()]), SettingError, r"declares .*\('batch', 'head'\).*finish returned .*\[1, 6, \d+\]"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_record_that_cannot_be_kept_is_refused(tiny_llada, tmp_path, record, error, text):
+def test_an_invalid_record_is_rejected(tiny_llada, tmp_path, record, error, text):
     (tmp_path / "old.zarr").mkdir()
     with pytest.raises(error, match=text):
         sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=record(tmp_path))
     assert watched(tiny_llada) == []
 
 
-def test_a_record_may_be_used_again_only_with_another_place(tiny_llada, tmp_path):
+def test_a_record_can_be_reused_only_with_another_path(tiny_llada, tmp_path):
     record = Record(to=tmp_path / "run.zarr")
     sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
     with pytest.raises(SettingError, match=r"run\.zarr exists already"):
@@ -359,7 +359,7 @@ def test_a_record_may_be_used_again_only_with_another_place(tiny_llada, tmp_path
 
 
 @pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf])
-def test_an_output_that_is_zero_or_not_finite_has_no_rank_and_spoils_no_other(broken):
+def test_an_output_that_is_zero_or_not_finite_has_no_rank_and_does_not_affect_others(broken):
     z = torch.randn(2, 5, 3, 4)
     z[1, 2:, 0] = broken
     z[1, :2, 0] = 0
@@ -367,10 +367,10 @@ def test_an_output_that_is_zero_or_not_finite_has_no_rank_and_spoils_no_other(br
     assert rank.isnan().nonzero().tolist() == [[1, 0]]
     padded = Outputs().finish(z, torch.tensor([[True] * 5, [True] * 2 + [False] * 3]), 3)["output_rank"]
     torch.testing.assert_close(padded[0], rank[0])
-    assert padded[1, 0].isnan()  # zero where it is real; what padding holds does not matter
+    assert padded[1, 0].isnan()  # zero at real positions; padding does not matter
 
 
-def test_every_token_of_a_run_has_its_text_also_where_a_replay_overrules_an_edit(tiny_llada):
+def test_every_token_of_a_run_has_text_even_if_a_replay_overrides_an_edit(tiny_llada):
     first = sinklens.generate(tiny_llada, PROMPTS[0], steps=4)
 
     def force(canvas, hook):
@@ -386,7 +386,7 @@ def test_every_token_of_a_run_has_its_text_also_where_a_replay_overrules_an_edit
         assert text == tiny_llada.tokenizer.decode([token])
 
 
-def test_a_track_tells_what_run_it_is_of(run):
+def test_a_track_describes_its_run(run):
     attrs = run.sinks.data.attrs
     assert attrs["model"] == run.model.name
     assert json.loads(attrs["settings"])["gen_length"] == 8
@@ -394,8 +394,8 @@ def test_a_track_tells_what_run_it_is_of(run):
     assert run.sinks.special == run.model.special_tokens
 
 
-def test_special_tokens_are_sorted_by_what_they_are_for(tiny_llada, tiny_llama):
-    """0 ends a text, 1 is the mask, 2 starts a text; to the autoregressive model the mask is one more special token."""
+def test_special_tokens_are_grouped_by_purpose(tiny_llada, tiny_llama):
+    """0 ends a text, 1 is the mask, 2 starts a text; for the autoregressive model the mask is just a special token."""
     assert tiny_llada.special_tokens == {"mask": [1], "start": [2], "end": [0], "markup": []}
     assert tiny_llama.special_tokens == {"mask": [], "start": [2], "end": [0], "markup": [1]}
     without = shared_model("llama", False)

@@ -395,7 +395,7 @@ def test_a_run_replaces_an_earlier_recording_only_where_that_is_asked_for(tiny_l
     path_of_first = first.trajectory(0, 0).tolist()
     with pytest.raises(SettingError, match=r"run\.zarr exists already; a run replaces .* overwrite=True"):
         Record(to=path)
-    with pytest.raises(SinklensError, match="holds the mask token"):
+    with pytest.raises(SinklensError, match="contains the mask token"):
         sinklens.generate(tiny_llada, [[1]], record_sinks=Record(to=path, overwrite=True))
     assert SinkTrack.open(path).trajectory(0, 0).tolist() == path_of_first
     second = sinklens.generate(tiny_llada, PROMPTS[1], gen_length=2, record_sinks=Record(to=path, overwrite=True)).sinks

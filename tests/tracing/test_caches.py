@@ -1,4 +1,4 @@
-"""``t.cache``: values by step as TransformerLens caches, after the block's edits; nnsight's own cache beside it."""
+"""``t.cache``: values by step as TransformerLens caches, after the block's edits; and nnsight's cache."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SHORT = {"gen_length": 6, "record_sinks": False}
 
 
 def hooked(model):
-    """How many functions sit on the model's points."""
+    """Number of functions on the model's points."""
     points = model.tree.hook_dict.values()
     return sum(len(point._forward_hooks) + len(point._functions) + len(point.fwd_hooks) for point in points)
 
@@ -38,8 +38,8 @@ def test_values_are_those_read_in_the_block(request, name):
     assert not torch.equal(caches[0][RESID][:, -1], caches[5][RESID][:, -1])
 
 
-def test_what_is_kept_is_what_edits_have_left(tiny_llada):
-    """Of hook functions, of in-place edits and of assignments; a later change of the value reaches no cache."""
+def test_values_are_cached_after_edits(tiny_llada):
+    """After hook functions, in-place edits and assignments; later changes of the value do not reach the cache."""
 
     def halve(value, hook):
         return value * 0.5
@@ -69,11 +69,13 @@ def test_steps_are_chosen(tiny_llada, steps, kept):
         caches = t.cache(RESID, steps=steps)
     assert list(caches) == kept
     assert len(caches) == len(kept)
-    with pytest.raises(SettingError, match=r"nothing was kept at step 2; kept: \[0, 4\]" if kept == [0, 4] else "kept"):
+    with pytest.raises(
+        SettingError, match=r"step 2 was not cached; cached steps: \[0, 4\]" if kept == [0, 4] else "cached"
+    ):
         caches[2 if 2 not in kept else 17]
 
 
-def test_it_keeps_from_where_it_stands(tiny_llada):
+def test_it_caches_from_the_call_on(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
         for step in t.steps[[3]]:
             here = step
@@ -101,11 +103,11 @@ def test_names_come_in_every_spelling_and_as_predicates(tiny_llada):
         (lambda t: t.cache(["blocks.2.hook_resid_pst"]), HookNameError, r"blocks\.2\.hook_resid_post"),
         (lambda t: t.cache("blocks.9.hook_resid_post"), HookNameError, r"layers? .*4|0 to 3"),
         (lambda t: t.cache(lambda name: name == "nothing"), HookNameError, "no hook point|matches"),
-        (lambda t: t.cache([]), SettingError, "name one at least"),
+        (lambda t: t.cache([]), SettingError, "name at least one"),
         (lambda t: t.cache(RESID, steps=[6]), SettingError, r"step 6 does not exist; there are 6"),
     ],
 )
-def test_what_does_not_exist_is_an_error_that_says_what_does(tiny_llada, ask, error, text):
+def test_an_unknown_name_or_step_is_rejected_with_what_exists(tiny_llada, ask, error, text):
     before = hooked(tiny_llada)
     with pytest.raises(error, match=text):
         with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
@@ -113,7 +115,7 @@ def test_what_does_not_exist_is_an_error_that_says_what_does(tiny_llada, ask, er
     assert hooked(tiny_llada) == before
 
 
-def test_transformer_lenss_helpers_take_a_steps_cache(tiny_llada):
+def test_transformer_lenss_helpers_accept_the_cache_of_a_step(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
         caches = t.cache(lambda name: True, steps=[2])
     cache = caches[2]
@@ -131,11 +133,11 @@ def test_transformer_lenss_helpers_take_a_steps_cache(tiny_llada):
 
 
 def test_a_cache_is_a_source_for_patching(tiny_llada):
-    """A run patched with its own caches is itself; with another prompt's it is not."""
+    """A run patched with its caches is unchanged."""
     base = sinklens.generate(tiny_llada, PROMPT, **SHORT)
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
-        own = t.cache([RESID])
-    again = sinklens.generate(tiny_llada, PROMPT, hooks=[PatchHooks(source=own)], **SHORT)
+        caches = t.cache([RESID])
+    again = sinklens.generate(tiny_llada, PROMPT, hooks=[PatchHooks(source=caches)], **SHORT)
     assert torch.equal(again.canvas, base.canvas)
 
 
@@ -153,23 +155,23 @@ def test_under_guidance_the_conditional_rows_are_kept(tiny_llada):
     )  # fmt: skip
 
 
-def test_nnsights_own_cache_keeps_working(tiny_llada):
-    """Without names it is nnsight's, also with modules; both kinds stand beside each other in one block."""
+def test_nnsights_cache_keeps_working(tiny_llada):
+    """Without names, or with modules, it is nnsight's cache; both kinds work in one block."""
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
         everything = t.cache()
-        ours = t.cache([RESID, Z])
+        by_step = t.cache([RESID, Z])
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as s:
         chosen = s.cache(modules=[s.blocks[2].hook_resid_post])
         listed = s.cache([s.blocks[1].attn.hook_z])
-    assert list(ours) == list(range(6))
+    assert list(by_step) == list(range(6))
     for cache, name in ((everything, RESID), (chosen, RESID), (listed, Z)):
         kept = cache[f"model.{name}"]
         assert len(kept) == 6
-        torch.testing.assert_close(kept.output[3], ours[3][name], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(kept.output[3], by_step[3][name], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("where", ["block", "hook"])
-def test_nothing_stays_on_the_model_after_an_exception(tiny_llada, where):
+def test_no_hook_stays_on_the_model_after_an_exception(tiny_llada, where):
     before = hooked(tiny_llada)
     plain = sinklens.generate(tiny_llada, PROMPT, **SHORT)
 
@@ -187,7 +189,7 @@ def test_nothing_stays_on_the_model_after_an_exception(tiny_llada, where):
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT, **SHORT).canvas, plain.canvas)
 
 
-def test_a_run_that_is_stopped_keeps_what_it_had(tiny_llada):
+def test_a_stopped_run_keeps_its_cached_values(tiny_llada):
     before = hooked(tiny_llada)
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
         caches = t.cache(RESID)

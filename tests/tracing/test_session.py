@@ -1,4 +1,4 @@
-"""The trace: steps, names, edits, what is left, and every error with its text."""
+"""The trace: steps, names, edits, results, and every error with its text."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_recorded_sinks_are_the_column_sums_of_each_steps_patterns(tiny_llada):
         (lambda steps: steps[24:], []),
     ],
 )
-def test_selections_visit_just_their_steps(tiny_llada, select, expected):
+def test_selections_visit_only_their_steps(tiny_llada, select, expected):
     visited = []
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for step in select(t.steps):
@@ -109,7 +109,7 @@ def test_a_loop_ends_with_a_run_that_ends_early(tiny_llada):
     assert after == t.steps_run < 24
 
 
-def test_asking_for_a_step_that_an_early_end_left_out_ends_the_loop(tiny_llada):
+def test_requesting_a_step_after_an_early_end_ends_the_loop(tiny_llada):
     visited = []
     with sinklens.trace(tiny_llada, PROMPT, threshold=0.5) as t:
         for step in t.steps[[0, 23]]:
@@ -182,7 +182,7 @@ def test_hooks_take_predicates_and_transformerlens_four_spellings(tiny_llada):
     assert seen == {f"blocks.{layer}.attn.hook_pattern" for layer in range(4)} | {"blocks.3.attn.hook_q"}
 
 
-def test_points_are_reached_by_attribute_as_well_as_by_name(tiny_llada):
+def test_points_can_be_read_by_attribute_and_by_name(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for _ in t.steps[:1]:
             by_attribute = t.blocks[2].attn.hook_pattern.output
@@ -192,7 +192,7 @@ def test_points_are_reached_by_attribute_as_well_as_by_name(tiny_llada):
     assert raw.shape[-1] == tiny_llada.cfg.d_model
 
 
-def test_stopping_keeps_what_was_done(tiny_llada, base):
+def test_stopping_keeps_the_finished_steps(tiny_llada, base):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for step in t.steps:
             if step == 6:
@@ -203,7 +203,7 @@ def test_stopping_keeps_what_was_done(tiny_llada, base):
     assert t.answers[0].masks == 18
 
 
-def test_stopping_in_step_0_leaves_the_start(tiny_llada, base):
+def test_stopping_in_step_0_leaves_the_initial_canvas(tiny_llada, base):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for _ in t.steps:
             t.stop()
@@ -215,11 +215,11 @@ def test_stopping_before_the_loop_or_outside_the_block_is_an_error(tiny_llada):
     with pytest.raises(SinklensError, match=r"the run stopped before it began; nothing was generated"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             t.stop()
-    with pytest.raises(HookOrderError, match=r"t\.stop\(\) ends a run from inside its .* block; there is none"):
+    with pytest.raises(HookOrderError, match=r"t\.stop\(\) was called outside its .* block; call it inside the block"):
         sinklens.trace(tiny_llada, PROMPT).stop()
 
 
-def test_names_of_the_block_are_there_after_it_and_save_works_too(tiny_llada):
+def test_variables_of_the_block_are_available_after_it_and_save_works_too(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for step in t.steps[:1]:
             total = t["hook_embed"].sum().item()
@@ -229,13 +229,13 @@ def test_names_of_the_block_are_there_after_it_and_save_works_too(tiny_llada):
     assert kept.shape[-1] == tiny_llada.cfg.d_model
 
 
-def test_an_empty_block_just_runs(tiny_llada, base):
+def test_an_empty_block_runs_all_steps(tiny_llada, base):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         pass
     assert t.text == base.text
 
 
-def test_the_trace_can_be_made_before_its_block(tiny_llada, base):
+def test_the_trace_can_be_created_before_its_block(tiny_llada, base):
     t = sinklens.trace(tiny_llada, PROMPT)
     with t:
         first = t["denoise.hook_canvas"]
@@ -256,7 +256,7 @@ def test_under_guidance_blocks_hooks_and_recorder_see_the_conditional_rows(tiny_
     torch.testing.assert_close(pattern, cache[PATTERN], atol=1e-5, rtol=1e-5)
 
 
-def test_under_guidance_an_edit_changes_the_conditional_rows_alone(tiny_llada):
+def test_under_guidance_an_edit_changes_only_the_conditional_rows(tiny_llada):
     seen = []
 
     def watch(value, hook):
@@ -275,7 +275,7 @@ def test_under_guidance_an_edit_changes_the_conditional_rows_alone(tiny_llada):
     assert seen[0][1].abs().max() > 0
 
 
-def test_replay_forces_the_earlier_canvas_and_shows_each_steps_own_effect(tiny_llada, base):
+def test_replay_forces_the_earlier_canvas_and_isolates_the_effect_of_each_step(tiny_llada, base):
     logits = []
 
     def break_it(value, hook):
@@ -294,7 +294,7 @@ def test_replay_forces_the_earlier_canvas_and_shows_each_steps_own_effect(tiny_l
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_an_in_place_canvas_edit_under_replay_leaves_the_earlier_run_alone(name):
+def test_an_in_place_canvas_edit_under_replay_does_not_change_the_earlier_run(name):
     model = sinklens.load(name)
     earlier = sinklens.generate(model, PROMPT)
     kept = earlier.canvas.clone()
@@ -306,14 +306,14 @@ def test_an_in_place_canvas_edit_under_replay_leaves_the_earlier_run_alone(name)
 
 
 def changed_canvas(run):
-    """The canvas of `run`, where a token that it decided late stands from step 4 on."""
+    """The canvas of `run`, with a token that it decided late filled in from step 4 on."""
     canvas = run.canvas.clone()
     late = int((run.unmask_step[0] >= 12).nonzero()[0])
     canvas[:, 4:, late] = run.tokens[:, late, None]
     return canvas
 
 
-def test_a_replayed_canvas_may_be_changed(tiny_llada, base):
+def test_a_replayed_canvas_can_be_changed(tiny_llada, base):
     canvas, seen = changed_canvas(base), {}
 
     def keep(value, hook):
@@ -340,19 +340,19 @@ def test_a_replay_as_a_run_and_as_its_canvas_are_the_same(tiny_llama):
     [
         (lambda canvas: canvas[0], r"canvases as integers \[batch, steps \+ 1, pos\].* got torch\.int64 \[25, 48\]"),
         (lambda canvas: canvas.float(), r"got torch\.float32 \[1, 25, 48\]"),
-        (lambda canvas: canvas - 1, r"token ids from -1 to \d+; they may be 0 to \d+"),
-        (lambda canvas: canvas + 10_000, r"token ids from 10\d{3} to \d+; they may be 0 to"),
+        (lambda canvas: canvas - 1, r"token ids from -1 to \d+; allowed are 0 to \d+"),
+        (lambda canvas: canvas + 10_000, r"token ids from 10\d{3} to \d+; allowed are 0 to"),
         (lambda canvas: canvas[..., 1:], r"replay holds 1 rows of 47 positions, this run 1 of 48"),
         (lambda canvas: canvas.repeat(1, 2, 1), r"replay has 49 steps, this run at most 24"),
         (lambda canvas: canvas[:, 1:], r"replay began from another canvas"),
     ],
 )
-def test_canvases_that_do_not_fit_are_refused(tiny_llada, base, change, text):
+def test_canvases_that_do_not_fit_are_rejected(tiny_llada, base, change, text):
     with pytest.raises(SettingError, match=text):
         sinklens.generate(tiny_llada, PROMPT, replay=change(base.canvas))
 
 
-def test_an_autoregressive_replay_with_a_gap_is_refused(tiny_llama):
+def test_an_autoregressive_replay_with_a_gap_is_rejected(tiny_llama):
     base = sinklens.generate(tiny_llama, PROMPT)
     canvas = base.canvas.clone()
     canvas[:, 5, base.prompt_length + 2] = -1
@@ -360,7 +360,7 @@ def test_an_autoregressive_replay_with_a_gap_is_refused(tiny_llama):
         sinklens.generate(tiny_llama, PROMPT, replay=canvas)
 
 
-def test_replay_of_an_early_end_ends_as_early(tiny_llada):
+def test_a_replay_ends_as_early_as_the_replayed_run(tiny_llada):
     fast = sinklens.generate(tiny_llada, PROMPT, threshold=0.5)
     run = sinklens.generate(tiny_llada, PROMPT, replay=fast)
     assert torch.equal(run.canvas, fast.canvas)
@@ -384,7 +384,7 @@ def test_an_autoregressive_run_has_the_same_names(tiny_llama):
     assert all(0 < value <= 1 for value in confidences)
 
 
-def test_nnsights_own_cache_works_on_a_trace(tiny_llada):
+def test_nnsights_cache_works_on_a_trace(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         cache = t.cache(modules=["model.blocks.0.hook_resid_post"])
     assert len(cache["model.blocks.0.hook_resid_post"]) == 24
@@ -407,7 +407,7 @@ RESID = "blocks.0.hook_resid_pre"
     ],
 )
 @pytest.mark.filterwarnings("ignore:model.iter is deprecated")
-def test_nnsights_iteration_counts_steps_at_points_that_nobody_watched_before(tiny_llada, select, steps):
+def test_nnsights_iteration_counts_steps_at_points_that_no_hook_watched_before(tiny_llada, select, steps):
     seen, kept = [], {}
     with sinklens.trace(tiny_llada, PROMPT, hooks=[(RESID, lambda value, hook: kept.update({hook.step: value}))]) as s:
         pass
@@ -421,12 +421,12 @@ def test_nnsights_iteration_counts_steps_at_points_that_nobody_watched_before(ti
 
 
 def tiny(t):
-    """The model of a trace, whose own `iter` is nnsight's."""
+    """The model of a trace, whose `iter` is nnsight's."""
     return t._denoising.model
 
 
 @pytest.mark.parametrize("iteration", ["iter", "steps"])
-def test_an_iteration_after_another_goes_on_counting(tiny_llada, iteration):
+def test_a_second_iteration_continues_counting(tiny_llada, iteration):
     seen = []
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for _ in t.steps[[1]]:
@@ -437,7 +437,7 @@ def test_an_iteration_after_another_goes_on_counting(tiny_llada, iteration):
 
 
 @pytest.mark.filterwarnings("ignore:model.iter is deprecated")
-def test_nnsights_own_iteration_after_a_loop_over_steps_goes_on_counting(tiny_llada):
+def test_nnsights_iteration_after_a_loop_over_steps_continues_counting(tiny_llada):
     seen = []
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for _ in t.steps[[1]]:
@@ -461,8 +461,8 @@ def test_an_edit_under_nnsights_iteration_takes_effect_at_its_steps(tiny_llada):
 
 
 @pytest.mark.filterwarnings("ignore:model.iter is deprecated")
-def test_nnsights_iteration_refuses_a_point_that_the_step_has_passed(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 2 after the step had"):
+def test_nnsights_iteration_rejects_a_point_that_the_step_has_passed(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was requested in step 2 after the step had"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in tiny_llada.iter[2:4]:
                 t["blocks.1.hook_resid_pre"]
@@ -470,8 +470,8 @@ def test_nnsights_iteration_refuses_a_point_that_the_step_has_passed(tiny_llada)
 
 
 @pytest.mark.filterwarnings("ignore:model.iter is deprecated")
-def test_nnsights_iteration_refuses_a_step_whose_point_was_passed_before_it_began(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 2 after the step had"):
+def test_nnsights_iteration_rejects_a_step_whose_point_was_passed_before_it_began(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.0.hook_resid_pre' was requested in step 2 after the step had"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps[[2]]:
                 t["blocks.1.hook_resid_pre"]
@@ -479,7 +479,7 @@ def test_nnsights_iteration_refuses_a_step_whose_point_was_passed_before_it_bega
                     t[RESID]
 
 
-def test_an_open_nnsight_loop_ends_with_the_run_and_what_follows_it_runs(tiny_llada):
+def test_an_open_nnsight_loop_ends_with_the_run_and_the_statements_after_it_run(tiny_llada):
     seen = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -500,18 +500,18 @@ def test_the_result_in_a_block_is_the_finished_run(tiny_llada, base):
     assert text == base.text == t.text
 
 
-def test_a_point_asked_for_in_a_function_is_that_of_the_step_and_after_the_block_an_error(tiny_llada):
+def test_a_function_reads_points_of_the_current_step_and_fails_after_the_block(tiny_llada):
     def width():
         return t["hook_embed"].shape[-1]
 
     with sinklens.trace(tiny_llada, PROMPT, steps=1) as t:
         inside = [width() for _ in t.steps]
     assert inside == [tiny_llada.cfg.d_model]
-    with pytest.raises(HookOrderError, match=r"only while the run goes on"):
+    with pytest.raises(HookOrderError, match=r"only during the run"):
         width()
 
 
-def test_len_of_a_selection_counts_it(tiny_llada):
+def test_len_of_a_selection_is_its_number_of_steps(tiny_llada):
     steps = sinklens.trace(tiny_llada, PROMPT).steps
     assert (len(steps), len(steps[::8]), repr(steps[::8])) == (24, 3, "Steps([0, 8, 16])")
 
@@ -519,11 +519,11 @@ def test_len_of_a_selection_counts_it(tiny_llada):
 @pytest.mark.parametrize(
     "key", [torch.tensor([5, -1]), torch.tensor([5, -1]).numpy(), (5, 23), {23, 5}, range(5, 24, 18)]
 )
-def test_steps_come_as_any_collection_of_whole_numbers(tiny_llada, key):
+def test_steps_can_be_any_collection_of_integers(tiny_llada, key):
     assert list(sinklens.trace(tiny_llada, PROMPT).steps[key]._chosen) == [5, 23]
 
 
-def test_a_step_may_be_a_number_of_torch_or_numpy(tiny_llada):
+def test_a_step_can_be_a_torch_or_numpy_integer(tiny_llada):
     steps = sinklens.trace(tiny_llada, PROMPT).steps
     assert [steps[key]._chosen for key in (torch.tensor(2), torch.tensor([2]).numpy()[0], -22)] == [[2]] * 3
 
@@ -537,9 +537,9 @@ def attempt(model, body):
         body(t)
 
 
-def test_a_point_asked_for_too_late_is_an_error_on_its_line_not_the_next_steps_value(tiny_llada):
+def test_requesting_a_point_too_late_raises_on_its_line_instead_of_returning_the_next_steps_value(tiny_llada):
     with pytest.raises(
-        HookOrderError, match=r"'blocks.0.hook_resid_pre' was asked for in step 3 after the step had passed"
+        HookOrderError, match=r"'blocks.0.hook_resid_pre' was requested in step 3 after the step had passed"
     ) as e:
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for step in t.steps[3:]:
@@ -548,15 +548,15 @@ def test_a_point_asked_for_too_late_is_an_error_on_its_line_not_the_next_steps_v
     assert 't["blocks.0.hook_resid_pre"]' in "".join(traceback.format_exception(e.value))
 
 
-def test_a_point_only_made_when_watched_is_as_late_as_any_other(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"'blocks.1.attn.hook_pattern' was asked for in step 0"):
+def test_a_point_computed_only_when_watched_can_also_be_requested_too_late(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.1.attn.hook_pattern' was requested in step 0"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             t["blocks.2.hook_resid_post"]
             t["blocks.1.attn.hook_pattern"]
 
 
-def test_a_point_asked_for_when_the_run_is_over_is_an_error(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"'hook_embed' was asked for when the run was over; it had 24 steps"):
+def test_requesting_a_point_after_the_run_is_an_error(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'hook_embed' was requested after the run had ended; it had 24 steps"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps:
                 pass
@@ -564,7 +564,7 @@ def test_a_point_asked_for_when_the_run_is_over_is_an_error(tiny_llada):
 
 
 def test_a_second_loop_over_steps_that_have_run_is_an_error(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"step 0 was asked for, but the run is over already"):
+    with pytest.raises(HookOrderError, match=r"step 0 was requested, but the run has already ended"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps:
                 pass
@@ -572,8 +572,8 @@ def test_a_second_loop_over_steps_that_have_run_is_an_error(tiny_llada):
                 pass
 
 
-def test_the_last_step_is_not_there_again_when_the_run_is_over(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"step 23 was asked for, but the run is over already"):
+def test_the_last_step_cannot_be_visited_again_after_the_run(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"step 23 was requested, but the run has already ended"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps:
                 pass
@@ -582,7 +582,7 @@ def test_the_last_step_is_not_there_again_when_the_run_is_over(tiny_llada):
 
 
 def test_a_loop_in_a_loop_over_the_same_steps_is_an_error(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"step 1 was asked for, but the run is at step 3 already"):
+    with pytest.raises(HookOrderError, match=r"step 1 was requested, but the run is already at step 3"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps[:3]:
                 for _ in t.steps[:3]:
@@ -599,8 +599,8 @@ def cache_too_late(model, steps, after):
 @pytest.mark.parametrize(
     ("steps", "after", "text"),
     [
-        ([2, 9], [5], r"step 2 cannot be kept any more, the run is at step 6"),
-        (None, [23], r"keeps what comes after it, so it stands inside"),
+        ([2, 9], [5], r"step 2 has passed, the run is at step 6"),
+        (None, [23], r"keeps values computed after the call: call it inside"),
     ],
 )
 def test_a_cache_of_steps_that_have_passed_is_an_error(tiny_llada, steps, after, text):
@@ -609,7 +609,7 @@ def test_a_cache_of_steps_that_have_passed_is_an_error(tiny_llada, steps, after,
 
 
 def test_a_cache_outside_the_block_is_an_error(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"it stands inside the `with sinklens.trace"):
+    with pytest.raises(HookOrderError, match=r"call it inside the `with sinklens.trace"):
         sinklens.trace(tiny_llada, PROMPT).cache("hook_embed")
     assert not tiny_llada.tree.hook_dict["hook_embed"].watched
 
@@ -624,7 +624,7 @@ def test_an_autoregressive_confidence_cannot_be_edited_since_it_decides_nothing(
 
 
 def test_a_step_that_has_passed_is_an_error(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"step 2 was asked for, but the run is at step 5 already"):
+    with pytest.raises(HookOrderError, match=r"step 2 was requested, but the run is already at step 5"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps[:5]:
                 pass
@@ -639,34 +639,34 @@ def test_a_step_that_has_passed_is_an_error(tiny_llada):
         (lambda t: t["blocks.9.attn.hook_pattern"], HookNameError, r"layer 9 does not exist; this model has 4"),
         (lambda t: t.steps[24], SettingError, r"step 24 does not exist; this run has 24 steps, 0 to 23"),
         (lambda t: t.steps[[0, -25]], SettingError, r"step -25 does not exist"),
-        (lambda t: t.steps[True], SettingError, r"numbers of steps, not True; a mask selects nothing"),
-        (lambda t: t.steps[torch.ones(24, dtype=torch.bool)], SettingError, r"numbers of steps, not True"),
+        (lambda t: t.steps[True], SettingError, r"step indices, not True; boolean masks are not supported"),
+        (lambda t: t.steps[torch.ones(24, dtype=torch.bool)], SettingError, r"step indices, not True"),
         (lambda t: t.steps[1.0], SettingError, r"step 1.0 does not exist.*t.steps.at\(0.5\)"),
         (lambda t: t.steps["3"], SettingError, r"step '3' does not exist"),
         (lambda t: t.steps[None], SettingError, r"step None does not exist"),
         (lambda t: t.steps[0.5:], SettingError, r"step 0.5 does not exist.*t.steps.at\(0.5\)"),
-        (lambda t: t.steps[::0], SettingError, r"a stride of 1 or more; got 0"),
-        (lambda t: t.steps[[]], SettingError, r"t.steps\[\[\]\] names no step"),
-        (lambda t: t.steps.at(), SettingError, r"names no step"),
+        (lambda t: t.steps[::0], SettingError, r"the stride of a slice of steps must not be 0"),
+        (lambda t: t.steps[[]], SettingError, r"t.steps\[\[\]\] selects no step"),
+        (lambda t: t.steps.at(), SettingError, r"selects no step"),
         (lambda t: t.steps[30:], SettingError, r"a slice of steps that starts at 30 is empty; this run has 24 steps"),
-        (lambda t: t.steps[8:][0], SettingError, r"is a selection already; select from t.steps itself"),
+        (lambda t: t.steps[8:][0], SettingError, r"is already a selection; select from t.steps itself"),
         (lambda t: t.iter[24], SettingError, r"step 24 does not exist; this run has 24 steps, 0 to 23"),
         (lambda t: t.cache(modules=["model.blocks.0.hook_z"]), HookNameError, r"no module has the path"),
         (lambda t: t.cache(modules=["blocks.0.attn.hook_z"]), HookNameError, r"Nearest: model.blocks.0.attn.hook_z"),
-        (lambda t: t.cache("hook_embed", steps=[]), SettingError, r"keeps nothing; leave steps out to keep all"),
-        (lambda t: t.cache("hook_embed", device="cpu"), SettingError, r"device= belongs to nnsight's cache"),
-        (lambda t: t.cache(steps=[1]), SettingError, r"steps= belongs to t.cache\(names\) of hook points"),
-        (lambda t: t.__setitem__("hook_embed", 0), HookFunctionError, r"assigned to t\['hook_embed'\] is int, the one"),
-        (lambda t: t.__setitem__("hook_embed", torch.zeros(1, 1, 192)), HookFunctionError, r"\[1, 1, 192\], the one"),
+        (lambda t: t.cache("hook_embed", steps=[]), SettingError, r"keeps nothing; omit steps to keep all"),
+        (lambda t: t.cache("hook_embed", device="cpu"), SettingError, r"device= applies to nnsight's cache"),
+        (lambda t: t.cache(steps=[1]), SettingError, r"steps= requires names of hook points"),
+        (lambda t: t.__setitem__("hook_embed", 0), HookFunctionError, r"assigned to t\['hook_embed'\] is int, but the"),
+        (lambda t: t.__setitem__("hook_embed", torch.zeros(1, 1, 192)), HookFunctionError, r"\[1, 1, 192\], but the"),
         (lambda t: t.iter[:3].__enter__(), HookOrderError, r"write `for step in t.steps\[...\]:`"),
         (lambda t: t.barrier(2)(), ValueError, r"A barrier was never reached"),
         (lambda t: t.steps.at(1.5), SettingError, r"between 0 and 1; got 1.5"),
         (lambda t: t[PATTERN][:, 6], IndexError, r"index 6 is out of bounds"),
-        (lambda t: t.text, HookOrderError, r"t.text is known after the run"),
+        (lambda t: t.text, HookOrderError, r"t.text is available after the run"),
         (lambda t: t.blokcs, AttributeError, r"no attribute 'blokcs'"),
     ],
 )  # fmt: skip
-def test_a_wrong_name_layer_step_or_head_is_refused(tiny_llada, body, error, text):
+def test_a_wrong_name_layer_step_or_head_is_rejected(tiny_llada, body, error, text):
     with pytest.raises(error, match=text):
         attempt(tiny_llada, body)
 
@@ -677,7 +677,7 @@ def test_sink_scores_cannot_be_written(tiny_llada):
             t["blocks.0.attn.hook_sink_scores"] = t["blocks.0.attn.hook_sink_scores"] * 0
 
 
-def test_a_run_inside_a_block_of_the_same_model_is_refused(tiny_llada, base):
+def test_a_run_inside_a_block_of_the_same_model_is_rejected(tiny_llada, base):
     with pytest.raises(HookOrderError, match=r"a trace block of tiny-llada is running"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps[:1]:
@@ -690,7 +690,7 @@ def test_a_run_inside_a_block_of_the_same_model_is_refused(tiny_llada, base):
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
 
 
-def test_a_forward_pass_inside_a_block_leaves_the_run_alone(tiny_llada, base):
+def test_a_forward_pass_inside_a_block_does_not_affect_the_run(tiny_llada, base):
     with sinklens.trace(tiny_llada, PROMPT) as t:
         for step in t.steps[:3]:
             resid = t["blocks.1.hook_resid_pre"]
@@ -700,19 +700,19 @@ def test_a_forward_pass_inside_a_block_leaves_the_run_alone(tiny_llada, base):
     assert torch.equal(t.canvas, base.canvas)
 
 
-def test_reading_a_point_outside_the_block_says_what_remains(tiny_llada):
+def test_reading_a_point_outside_the_block_lists_what_remains_available(tiny_llada):
     with sinklens.trace(tiny_llada, PROMPT, steps=1) as t:
         pass
-    with pytest.raises(HookOrderError, match=r"only while the run goes on.*t.canvas, t.sinks and t.text remain"):
+    with pytest.raises(HookOrderError, match=r"only during the run.*t.canvas, t.sinks and t.text remain"):
         t["hook_embed"]
     with pytest.raises(HookOrderError, match=r"only inside the `with sinklens.trace"):
         list(t.steps)
-    with pytest.raises(sinklens.SinklensError, match=r"this trace has run already"):
+    with pytest.raises(sinklens.SinklensError, match=r"this trace has already run"):
         with t:
             t["hook_embed"]
 
 
-def test_an_error_in_the_block_shows_its_line_and_leaves_the_model_as_it_was(tiny_llada, base):
+def test_an_error_in_the_block_shows_its_line_and_leaves_the_model_unchanged(tiny_llada, base):
     ids = base.canvas[:, 4]
     before = tiny_llada(ids)
     with pytest.raises(ZeroDivisionError, match=r"division by zero") as caught:
@@ -728,7 +728,7 @@ def test_an_error_in_the_block_shows_its_line_and_leaves_the_model_as_it_was(tin
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
 
 
-def test_an_error_in_a_hook_function_leaves_the_model_as_it_was(tiny_llada, base):
+def test_an_error_in_a_hook_function_leaves_the_model_unchanged(tiny_llada, base):
     def fail(value, hook):
         raise RuntimeError("from the hook")
 
@@ -738,7 +738,7 @@ def test_an_error_in_a_hook_function_leaves_the_model_as_it_was(tiny_llada, base
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
 
 
-def test_a_hook_function_that_gives_back_another_shape_is_named(tiny_llada):
+def test_a_hook_function_that_returns_another_shape_is_named(tiny_llada):
     def first_row_only(value, hook):
         return value[:, :1]
 
@@ -746,16 +746,16 @@ def test_a_hook_function_that_gives_back_another_shape_is_named(tiny_llada):
         HookFunctionError, match=r"first_row_only at blocks.1.attn.hook_z \(step 0\) got .* shape \[1, \d+, 6, 32\] and"
     ):
         sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", first_row_only)])
-    with pytest.raises(HookFunctionError, match=r"gave back int; return the same shape, or None"):
+    with pytest.raises(HookFunctionError, match=r"returned int; return the same shape, or None"):
         sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", lambda value, hook: 3)])
 
 
-def test_a_hook_function_without_its_hook_argument_is_refused_before_the_run(tiny_llada):
+def test_a_hook_function_without_a_hook_argument_is_rejected_before_the_run(tiny_llada):
     with pytest.raises(HookFunctionError, match=r"<lambda> cannot be called as fn\(value, hook=point\)"):
         sinklens.generate(tiny_llada, PROMPT, hooks=[("hook_embed", lambda value: value)])
 
 
-def test_an_attention_mask_may_be_given_per_query(tiny_llada, base):
+def test_an_attention_mask_can_be_set_per_query(tiny_llada, base):
     def forbid(value, hook):
         full = value.expand(-1, -1, value.shape[-1], -1).clone()
         full[:, 3, :, 5] = -torch.inf
@@ -779,8 +779,8 @@ def test_an_attention_mask_may_be_given_per_query(tiny_llada, base):
         (torch.zeros(1, 0, dtype=torch.long), {}, PromptError, r"non-empty integer tensor"),
         (torch.ones(3), {}, PromptError, r"non-empty integer tensor.*float32"),
         (torch.tensor([[700]]), {}, PromptError, r"vocabulary is 0 to 642"),
-        ("a <|mdm_mask|> b", {}, PromptError, r"prompt 0 holds the mask token \(1\) at position 3"),
-        (PROMPT * 5, {}, PromptError, r"need 1\d\d positions; tiny-llada has 128.*gen_length of at most"),
+        ("a <|mdm_mask|> b", {}, PromptError, r"prompt 0 contains the mask token \(1\) at position 3"),
+        (PROMPT * 5, {}, PromptError, r"need 1\d\d positions; tiny-llada has 128.*gen_length to at most"),
         (PROMPT, {"gen_length": 0}, SettingError, r"at least 1; got 0"),
         (PROMPT, {"block_length": 7}, SettingError, r"block_length 7 does not divide gen_length 24"),
         (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be divided among 3 blocks"),
@@ -789,13 +789,13 @@ def test_an_attention_mask_may_be_given_per_query(tiny_llada, base):
         (PROMPT, {"hooks": [(lambda name: False, print)]}, HookNameError, r"matches none of the 100 hook points"),
     ],
 )  # fmt: skip
-def test_a_bad_prompt_or_setting_is_refused_before_anything_runs(tiny_llada, prompt, settings, error, text):
+def test_an_invalid_prompt_or_setting_is_rejected_before_anything_runs(tiny_llada, prompt, settings, error, text):
     with pytest.raises(error, match=text):
         sinklens.generate(tiny_llada, prompt, **settings)
 
 
-def test_a_chat_template_is_an_error_where_there_is_none_and_applied_where_given(tiny_llada):
-    with pytest.raises(PromptError, match=r"has none; give one as a string"):
+def test_a_missing_chat_template_is_an_error_and_a_given_one_is_applied(tiny_llada):
+    with pytest.raises(PromptError, match=r"has none; pass one as a string"):
         sinklens.generate(tiny_llada, PROMPT, chat_template=True)
     template = "{% for m in messages %}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
     problem = held_out(1)[0]
@@ -813,19 +813,19 @@ def test_a_chat_template_is_an_error_where_there_is_none_and_applied_where_given
         ({"prompt": held_out(1)[0].prompt.replace("has", "had")}, r"replay"),
     ],
 )
-def test_a_replay_of_another_run_is_refused(tiny_llada, base, change, text):
+def test_a_replay_of_another_run_is_rejected(tiny_llada, base, change, text):
     change = {"prompt": PROMPT, **change}
     with pytest.raises(SettingError, match=text):
         sinklens.generate(tiny_llada, change.pop("prompt"), replay=base, **change)
 
 
-def test_code_without_source_gets_an_error_that_names_the_way_out(tiny_llada):
+def test_code_without_source_gets_an_error_that_names_the_alternative(tiny_llada):
     code = "with sinklens.trace(model, prompt) as t:\n    for step in t.steps:\n        x = t['hook_embed']\n"
     with pytest.raises(sinklens.SinklensError, match=r"<nowhere> has none.*sinklens.generate\(\.\.\., hooks="):
         exec(compile(code, "<nowhere>", "exec"), {"sinklens": sinklens, "model": tiny_llada, "prompt": PROMPT})
 
 
-def test_python_dash_c_has_its_source():
+def test_a_trace_works_in_python_dash_c():
     code = (
         "import sinklens\n"
         "with sinklens.trace('tiny-llada', 'Question: Tom has 2 apples.', steps=2) as t:\n"
@@ -837,7 +837,7 @@ def test_python_dash_c_has_its_source():
     assert done.stdout.split() == ["1", "1", "2"], done.stderr
 
 
-def test_answers_tell_what_is_odd(tiny_llada):
+def test_answers_record_whether_they_ended_or_are_empty(tiny_llada):
     run = sinklens.generate(tiny_llada, PROMPT)
     assert run.answers[0].ended
     assert not run.answers[0].empty
@@ -857,10 +857,10 @@ def test_a_list_of_prompts_gives_a_list_of_texts_and_ids_give_rows(tiny_llada):
     assert sinklens.generate(tiny_llada, ids[0]).text == texts
 
 
-def test_a_run_of_an_edited_model_is_refused_since_it_would_drop_the_edit(tiny_llada):
+def test_a_run_of_an_edited_model_is_rejected_because_it_would_drop_the_edit(tiny_llada):
     with tiny_llada.edit() as (_, edited):
         edited.blocks[0].attn.hook_z.output[:] = 0
     for start in (sinklens.generate, sinklens.trace):
-        with pytest.raises(sinklens.SinklensError, match=r"edits of model.edit\(\), which act in single traces"):
+        with pytest.raises(sinklens.SinklensError, match=r"edits from model.edit\(\), which act in single traces"):
             start(edited, PROMPT)
     assert sinklens.generate(tiny_llada, PROMPT, steps=1, gen_length=1, progress=False).steps_run == 1
