@@ -80,8 +80,8 @@ def _filled(config: "PreTrainedConfig", weights: dict[str, Tensor]) -> "PreTrain
     files.check_weights(files.Weights(shapes, torch.float32, {name: name for name in weights}), expected, tied, _WHERE)
     if parted := sorted(tied & set(weights)):  # named_parameters lists shared weights once, under the first name
         raise CheckpointError(
-            f"the TransformerBridge ties its weights by its config, but {', '.join(parted)} has values of its own: "
-            f"weights must not be folded or centred. Give the bridge as it was booted."
+            f"the config of the TransformerBridge ties its weights, but {', '.join(parted)} has separate values: "
+            f"weights must not be folded or centred. Pass the bridge as it was booted."
         )
     first = next(iter(weights.values()))
     with torch.device("meta"):

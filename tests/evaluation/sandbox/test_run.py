@@ -231,7 +231,7 @@ def test_a_verdict_without_the_checkers_key_is_ignored():
         nobody = stack.enter_context(start_child("nobody", {}, {}, pipe(stack), capture=False))
         watch = sandbox._Watch(nobody, nobody, Limits(), "the key")
     watch._verdict = {"verdict": "passed", "key": "the kez"}
-    assert watch._status() == ("failed", "a verdict that is not the checker's")
+    assert watch._status() == ("failed", "a verdict that the checker did not send")
     watch._verdict = {"verdict": "passed", "key": "the key"}
     assert watch._status() == ("passed", "")
 
