@@ -52,7 +52,7 @@ ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Mode
 MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
 
 
-class Model(SinglePasses, TokenMethods, ModuleMethods):
+class Model(ModuleMethods, SinglePasses):
     """A loaded model with named hook points.
 
     Attributes:
