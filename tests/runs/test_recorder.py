@@ -312,29 +312,41 @@ class Lost(Entropy):
 @pytest.mark.parametrize(
     ("record", "error", "text"),
     [
-        (lambda _: Record("values"), SettingError, r"quantities is a list of names; write quantities=\['values'\]"),
+        (
+            lambda _: Record("values"),
+            SettingError,
+            r"quantities must be a list of names; write quantities=\['values'\]",
+        ),
         (
             lambda _: Record(["value"]),
             SettingError,
-            r"is called 'value'; known: values, stream, outputs\. Nearest: val",
+            r"unknown quantity 'value'; known: values, stream, outputs\. Nearest: val",
         ),
-        (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two of a track's quantities are called 'entropy'"),
-        (lambda _: Record([Taken()]), SettingError, r"two of a track's quantities fill the variable 'is_real'"),
-        (lambda _: Record(dtype="float64"), SettingError, r"a recording is 'float32' or 'float16'; got 'float64'"),
+        (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two quantities of the track have the name 'entropy'"),
+        (lambda _: Record([Taken()]), SettingError, r"two quantities of the track fill the variable 'is_real'"),
+        (
+            lambda _: Record(dtype="float64"),
+            SettingError,
+            r"dtype of a recording must be 'float32' or 'float16'; got 'float64'",
+        ),
         (lambda tmp: Record(to=tmp / "run.nc"), SettingError, r"run\.nc' does not end in \.zarr.*run\.sinks\.save"),
         (lambda tmp: Record(to=tmp), SettingError, r"does not end in \.zarr"),
         (
             lambda tmp: Record(to=str(tmp / "old.zarr")),
             SettingError,
-            r"old\.zarr exists and is not a sink track; choose another place",
+            r"old\.zarr exists and is not a sink track; choose another path",
         ),
-        (lambda _: Record(patterns=[(1.5, 0)]), SettingError, r"pairs of whole numbers; got 1.5"),
-        (lambda _: Record(patterns=[(0, True)]), SettingError, r"pairs of whole numbers; got True"),
-        (lambda _: Record(overwrite=True), SettingError, r"overwrite= and dtype= are of a recording on disk; give to="),
+        (lambda _: Record(patterns=[(1.5, 0)]), SettingError, r"pairs of integers; got 1.5"),
+        (lambda _: Record(patterns=[(0, True)]), SettingError, r"pairs of integers; got True"),
+        (
+            lambda _: Record(overwrite=True),
+            SettingError,
+            r"overwrite= and dtype= apply only to a recording on disk; pass to=",
+        ),
         (
             lambda _: Record(dtype="float16"),
             SettingError,
-            r"overwrite= and dtype= are of a recording on disk; give to=",
+            r"overwrite= and dtype= apply only to a recording on disk; pass to=",
         ),
         (lambda _: "values", SettingError, r"record_sinks must be True, False or a Record such as .*; got 'values'"),
         (lambda _: Record(patterns=[(24, 0)]), SettingError, r"\(24, 0\) is outside this run of 24 steps and 4 layers"),
@@ -354,7 +366,7 @@ def test_an_invalid_record_is_rejected(tiny_llada, tmp_path, record, error, text
 def test_a_record_can_be_reused_only_with_another_path(tiny_llada, tmp_path):
     record = Record(to=tmp_path / "run.zarr")
     sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
-    with pytest.raises(SettingError, match=r"run\.zarr exists already"):
+    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
         sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
 
 
