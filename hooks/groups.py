@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.offload import class_forward, weight_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.weights import AttentionWeights, MlpWeights
 
@@ -43,12 +44,11 @@ class NormPoints(Points):
     @property
     def w(self) -> Float[Tensor, " d_model"]:
         """Learned weight of the norm."""
-        return self.__dict__["_norm"].weight
+        return weight_of(self.__dict__["_norm"])
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm of `x`, including its learned weight; hooks on its points are not called."""
-        norm = self.__dict__["_norm"]
-        return type(norm).forward(norm, x)
+        return class_forward(self.__dict__["_norm"], x)
 
 
 class AttentionPoints(AttentionWeights, Points):

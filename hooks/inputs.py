@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point
 
 
@@ -78,9 +79,10 @@ class LayerInputs:
             copies = self._copies(letter, output.shape[-1] // d_head)
             if copies is None:
                 return None
-            weights = module.weight.unflatten(0, (-1, d_head))
+            weights = weight_of(module).unflatten(0, (-1, d_head))
             projected = torch.einsum("bphm,hdm->bphd", copies, weights).flatten(-2)
-            return projected if module.bias is None else projected + module.bias
+            bias = value_of(module, "bias")
+            return projected if bias is None else projected + bias
 
         return projection.register_forward_hook(tap, prepend=True)
 
@@ -99,4 +101,4 @@ class LayerInputs:
         """Copies of the stream, passed through `point` and the norm; calls the norm's class, bypassing its taps."""
         assert self.stream is not None
         copies = point(repeat(self.stream, "batch pos d_model -> batch pos head d_model", head=heads).contiguous())
-        return type(self.norm).forward(self.norm, copies)
+        return class_forward(self.norm, copies)

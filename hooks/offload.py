@@ -30,6 +30,12 @@ def value_of(root: Any, name: str) -> Any:
         return getattr(module, attribute)
 
 
+def class_forward(module: Any, x: Tensor) -> Tensor:
+    """The forward of the module's class, with its weights in place and without its hooks."""
+    with align_module_device(module):
+        return type(module).forward(module, x)
+
+
 def device_of(module: nn.Module) -> torch.device:
     """The device for inputs of `module`: that of its weight, or the one onto which accelerate loads the weight."""
     hook: Any = module.__dict__.get("_hf_hook")

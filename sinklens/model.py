@@ -21,7 +21,7 @@ from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.normalizers import normalizer_name
-from sinklens.hooks.offload import value_of
+from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.passes import SinglePasses
 from sinklens.selfcheck import check as run_check
@@ -106,9 +106,10 @@ class Model(SinglePasses, TokenMethods, ModuleMethods):
     @property
     def cfg(self) -> Sizes:
         """Sizes of the axes, with the current device and dtype of the weights."""
-        cfg, first = self.tree.cfg, next(self.tree.hf.parameters())
-        if (cfg.device, cfg.dtype) != (first.device, first.dtype):
-            self.tree.cfg = replace(cfg, device=first.device, dtype=first.dtype)
+        cfg, hf = self.tree.cfg, self.tree.hf
+        device, dtype = device_of(hf.get_input_embeddings()), next(hf.parameters()).dtype
+        if (cfg.device, cfg.dtype) != (device, dtype):
+            self.tree.cfg = replace(cfg, device=device, dtype=dtype)
         return self.tree.cfg
 
     @property

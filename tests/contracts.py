@@ -13,7 +13,7 @@ HOME = ROOT / "hooks" / "interleaving.py"
 FILES = sorted([*ROOT.glob("hooks/*.py"), *ROOT.glob("analyses/*.py"), *ROOT.glob("sinklens/**/*.py")])
 PUBLIC = {"NNsight", "save", "Envoy", "LanguageModel", "TransformersModel"}
 INSIDE = {  # nnsight's classes and attributes, but for those that others use as well; imports are found by their module
-    "Mediator", "Interleaver", "Batcher", "Event", "InterleavingTracer", "Controller", "interleaver", "interleave",
+    "Mediator", "Interleaver", "Batcher", "InterleavingTracer", "Controller", "interleaver", "interleave",
     "interleaving", "mediator", "mediators", "observers", "occurrence", "pending", "parked", "batch_group",
     "counts_at_start",
     "_edits", "_child_map", "_module", "_children", "_batch", "_batch_size", "_batcher_class", "lcls",

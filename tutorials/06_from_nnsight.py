@@ -157,7 +157,7 @@ try:
 except HookOrderError as error:
     message = str(error)
 print(message)
-assert "'blocks.0.hook_resid_post' was asked for in step 0 after the step had passed it" in message
+assert "'blocks.0.hook_resid_post' was requested in step 0 after the step had passed it" in message
 
 
 # %% [markdown]

@@ -93,7 +93,7 @@ def _operands(case: Case, queries: int, keys: int, device: torch.device) -> tupl
     return query, key, mask
 
 
-def _module(setting: Setting, dtype: torch.dtype | None = None) -> Any:
+def _kernels_module(setting: Setting, dtype: torch.dtype | None = None) -> Any:
     """The module of the kernels.
 
     Raises:
@@ -113,7 +113,7 @@ def _module(setting: Setting, dtype: torch.dtype | None = None) -> Any:
 
 
 def _kernels(case: Case, setting: Setting) -> str:
-    kernels, scale, worst = _module(setting, case.dtype), case.width**-0.5, ""
+    kernels, scale, worst = _kernels_module(setting, case.dtype), case.width**-0.5, ""
     lengths = [(n, n) for n in LENGTHS] + [(1, 300), (65, 300)]
     for queries, keys in lengths[1:4] if setting.small else lengths:
         query, key, mask = _operands(case, queries, keys, setting.device)
@@ -130,7 +130,7 @@ def _kernels(case: Case, setting: Setting) -> str:
 
 
 def _padding(setting: Setting) -> str:
-    kernels = _module(setting)
+    kernels = _kernels_module(setting)
     like = torch.zeros((), device=setting.device)
     query, key = (trust.numbers(2, 1, 65, 32, like=like, seed=seed) for seed in range(2))
     real = samples.left_padding(2, 65, 9).to(setting.device)
@@ -148,7 +148,7 @@ def _long(setting: Setting) -> str:
         raise NotChecked("it takes a mask of 2³¹ numbers, 4 GB; this needs a GPU")
     if torch.cuda.mem_get_info(setting.device)[0] < 12e9:
         raise NotChecked("it takes 12 GB of free memory")
-    kernels, length, like = _module(setting), 4096, torch.zeros((), dtype=torch.bfloat16, device=setting.device)
+    kernels, length, like = _kernels_module(setting), 4096, torch.zeros((), dtype=torch.bfloat16, device=setting.device)
     query = trust.numbers(9, 16, length, 32, like=like)
     mask = torch.zeros(9, 16, length, length, dtype=torch.bfloat16, device=setting.device)
     mask[-1, -1, :, 7] = -torch.inf
@@ -159,7 +159,7 @@ def _long(setting: Setting) -> str:
 
 def _tiles(setting: Setting) -> str:
     dtype = torch.float32 if setting.small else torch.bfloat16
-    kernels = _module(setting, dtype)
+    kernels = _kernels_module(setting, dtype)
     lengths = (65, 130) if setting.small else (127, 300)
     query, key, mask = _operands(Case(dtype, 128, "key"), *lengths, setting.device)
     lse = kernels.log_sum_exp(query, key, 0.1, mask)
@@ -176,7 +176,7 @@ def _tiles(setting: Setting) -> str:
 
 def _switched_on(setting: Setting) -> str:
     dtypes = (torch.float32,) if setting.small else DTYPES
-    kernels = _module(setting)
+    kernels = _kernels_module(setting)
     before = column_sums.TRITON_DEVICES
     column_sums.TRITON_DEVICES = (setting.device.type,)
     try:
@@ -213,7 +213,7 @@ for kernel in (kernels._lse_kernel, kernels._sums_kernel):
 def _compiled(setting: Setting) -> str:
     if not setting.small:
         raise NotChecked("they are compiled for this device instead")
-    _module(setting)
+    _kernels_module(setting)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-400:]

@@ -125,10 +125,10 @@ def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
     length = len(before_end(sample.expected or (), model.eos_token_ids))
     if sample.expected is None or length == gen_length or (length < gen_length and model.eos_token_ids):
         return
-    possible = f"at most {gen_length}" if model.eos_token_ids else f"always {gen_length}, as it has no end token"
+    possible = f"at most {gen_length}" if model.eos_token_ids else f"always {gen_length}, without an end token,"
     raise PromptError(
-        f"{sample.id} expects {length} tokens, but the number of tokens {model.name} generates is {possible} "
-        f"(gen_length); change --gen-length or the file."
+        f"{sample.id} expects {length} tokens, but answers of {model.name} have {possible} (gen_length); change "
+        f"--gen-length or the file."
     )
 
 

@@ -139,4 +139,4 @@ def check_held_out(size: int, most: int) -> None:
         TaskError: `size` is not between 0 and `most`.
     """
     if not 0 <= size <= most:
-        raise TaskError(f"size must be 0 to {most}, the number of held-out problems; got {size}.")
+        raise TaskError(f"give 0 to {most} held-out problems, as further ones may have been trained on; got {size}.")

@@ -1,7 +1,7 @@
 """Figures of sink tracks, one function each; figures of measured numbers are in charts.py.
 
-Every function takes ``ax=`` and gives it back, so figures can be put together; none shows or saves anything. Positions
-are named by their tokens where the track knows them.
+Every function takes ``ax=`` and returns it, so figures can be combined; none shows or saves anything. Positions are
+labelled by their tokens if the track has them.
 """
 
 from collections.abc import Sequence
@@ -45,17 +45,17 @@ def panels(
     """A figure with `count` axes, each of `size` inches, in rows of `columns`.
 
     Args:
-        heights: of the rows, in inches, where they are not all ``size[1]``.
-        sharey: one vertical scale for all.
+        heights: heights of the rows in inches, if they are not all ``size[1]``.
+        sharey: whether all axes share one vertical scale.
     """
     from matplotlib import pyplot
 
     columns = min(columns, count)
     rows = -(-count // columns)
-    high = [size[1]] * rows if heights is None else heights
+    row_heights = [size[1]] * rows if heights is None else heights
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(size[0] * columns, sum(high)), layout="constrained", squeeze=False, sharey=sharey,
-        height_ratios=high,
+        rows, columns, figsize=(size[0] * columns, sum(row_heights)), layout="constrained", squeeze=False,
+        sharey=sharey, height_ratios=row_heights,
     )  # fmt: skip
     for ax in axes.ravel()[count:]:
         ax.set_axis_off()
@@ -76,14 +76,14 @@ def sink_map(
     """Step × position map of sink scores (the paper's Fig. 1), the strongest key of each step marked.
 
     Args:
-        layer, head: which; None averages over all.
-        unit: of the scores; "visible" takes from early keys of a causal model what they owe to being seen more often.
-        steps: which steps.
-        tokens: ids that name the positions; by default those that entered the last step.
+        layer, head: indices; None averages over all.
+        unit: unit of the scores; "visible" corrects for early keys of a causal model being seen by more queries.
+        steps: steps to show.
+        tokens: ids that label the positions; by default those that entered the last step.
     """
     track.require(layer=layer, head=head, batch=batch)
     if not len(range(track.steps)[steps]):
-        raise TrackError(f"{steps} holds no step of this track; it has {track.steps}, 0 to {track.steps - 1}.")
+        raise TrackError(f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.")
     score = track.scores(unit).isel(batch=batch, step=steps)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
@@ -97,21 +97,21 @@ def sink_map(
     ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
     ax.set(xlabel=f"position ({MARKS})", ylabel="step", title=_title(track, layer, head, batch))
     _name_positions(ax, track, batch, tokens, _highest(values))
-    ax.yaxis.set_major_locator(_whole_steps())
+    ax.yaxis.set_major_locator(_integer_steps())
     ax.yaxis.set_major_formatter(lambda place, _: _number_at(numbers, place))
     ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
     return ax
 
 
 def _number_at(numbers: Sequence[int], place: float | int) -> str:
-    """The number of the step at a place of the axis, which a part of a track keeps; nothing between steps."""
+    """The run's step number at a place on the axis; empty between steps. A part of a track keeps the run's numbers."""
     return str(numbers[round(place)]) if abs(place - round(place)) < 1e-6 and 0 <= place < len(numbers) else ""
 
 
 def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
     """Layer and head whose sink moves most often: its strongest key changes between two steps and is a sink at both.
 
-    Ties go to the head whose strongest key changes more often, sink or not, and then to the stronger.
+    Ties go to the head whose strongest key changes more often, sink or not, and then to the head with higher scores.
     """
     moves, strength = _moves(track, batch)
     part = track.isel(batch=batch)
@@ -138,15 +138,15 @@ def _moves(track: SinkTrack, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_sink(track: SinkTrack, batch: int = 0) -> Bool[np.ndarray, "step layer head"]:
-    """Whether a head has a sink (`SinkTrack.detect`) at a step; if it has one, its strongest key is one."""
+    """Whether a head has a sink (`SinkTrack.detect`) at a step; if so, its strongest key is a sink."""
     return track.detect().isel(batch=batch).any("pos").to_numpy()
 
 
 def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes | None" = None) -> "Axes":
-    """Position of the strongest key against step: every head faintly, one drawn out (the paper's Fig. 7).
+    """Position of the strongest key against step: every head faintly, one highlighted (the paper's Fig. 7).
 
-    A step at which the strongest key is a sink has a full mark, another a hollow one. The background tells which
-    positions were undecided when the step began. The title tells how many heads have their strongest key at one
+    Marks are filled at steps where the strongest key is a sink and hollow at others. The background shows which
+    positions were undecided when the step began. The title gives the number of heads whose strongest key stays at one
     position through all steps.
     """
     from matplotlib.colors import to_rgba
@@ -158,22 +158,22 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     masked = data["masked"].to_numpy()
     shade = np.where(masked.T[..., None], to_rgba(MASKED), (1, 1, 1, 1))
     ax.imshow(shade, aspect="auto", origin="lower", interpolation="nearest")
-    every = track.top(1).isel(batch=batch, rank=0).to_numpy().astype(float)
-    every[every < 0] = np.nan
-    still = int((every == every[:1]).all(axis=0).sum())
-    jitter = np.linspace(-0.3, 0.3, every[0].size)
-    for offset, path in zip(jitter, every.reshape(len(steps), -1).T, strict=True):
+    paths = track.top(1).isel(batch=batch, rank=0).to_numpy().astype(float)
+    paths[paths < 0] = np.nan
+    still = int((paths == paths[:1]).all(axis=0).sum())
+    jitter = np.linspace(-0.3, 0.3, paths[0].size)
+    for offset, path in zip(jitter, paths.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
-    path, hollow = every[:, layer, head], ~has_sink(track, batch)[:, layer, head]
+    path, hollow = paths[:, layer, head], ~has_sink(track, batch)[:, layer, head]
     ax.plot(steps, path, "o-", color=PATH, markersize=4, label=_places(track, layer, head))
     ax.plot(steps[hollow], path[hollow], "o", color=PATH, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
         xlabel="step",
         ylabel="position of the strongest key (by column sum)",
-        title=f"{_name(track)}: {still} of {every[0].size} heads stay where they began",
+        title=f"{_name(track)}: {still} of {paths[0].size} heads never move",
     )
-    ax.xaxis.set_major_locator(_whole_steps())
+    ax.xaxis.set_major_locator(_integer_steps())
     numbers = track.data["step"].to_numpy().tolist()
     ax.xaxis.set_major_formatter(lambda place, _: _number_at(numbers, place))
     ax.legend(loc="upper right", frameon=True)
@@ -184,7 +184,7 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
     """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`).
 
     Raises:
-        TrackError: no track.
+        TrackError: `tracks` is empty.
     """
     if not tracks:
         raise TrackError("there is no track to draw; give at least one.")
@@ -192,9 +192,9 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
     for track, ax in zip(tracks, axes, strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
     figure.suptitle(
-        "Where each head's strongest key is, the position that receives most attention: grey, all heads; orange, the "
-        "head whose sink moves most\n(full mark: it is a sink, hollow: it is none); blue, not decided or not there "
-        "yet when the step began; dotted, end of prompt",
+        "Strongest key of each head, the position that receives most attention: grey, all heads; orange, the head "
+        "whose sink moves most\n(filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
+        "the step began; dotted, end of prompt",
         fontsize=9,
     )
     return figure
@@ -215,11 +215,12 @@ def sink_life(
 ) -> "Axes":
     """The life of one sink, framed, with `around` steps before and after it (the paper's Fig. 6b shows one step).
 
-    Colours follow the square root of the score, so that a weak sink is seen beside strong ones.
+    Colours follow the square root of the score, so that a weak sink is visible beside strong ones.
 
     Args:
-        pos, start, length: where, since which step, and for how many, as a line of `motion.lifetimes` tells.
-        tokens: ids that name the positions; by default those that entered the last step.
+        pos, start, length: position, first step, and number of steps, as in a row of `motion.lifetimes`.
+        around: number of steps shown before and after the life.
+        tokens: ids that label the positions; by default those that entered the last step.
 
     Raises:
         TrackError: the life lies outside the track.
@@ -231,7 +232,7 @@ def sink_life(
     if not (0 <= pos < length_of_track and length >= 1 and 0 <= start <= track.steps - length):
         raise TrackError(
             f"a life at position {pos}, of {length} steps from step {start}, is not within this track of "
-            f"{length_of_track} positions and {track.steps} steps; take it from a line of motion.lifetimes."
+            f"{length_of_track} positions and {track.steps} steps; take it from a row of motion.lifetimes."
         )
     first, last = max(0, start - around), min(track.steps, start + length + around)
     ax = sink_map(track, layer, head, batch, ax, steps=slice(first, last), tokens=tokens)
@@ -239,7 +240,7 @@ def sink_life(
     frame = Rectangle((pos - 0.5, start - first - 0.5), 1, length, fill=False, edgecolor="#56b4e9", linewidth=2)
     ax.add_patch(frame)
     token = token_labels(track, batch, tokens)[pos]
-    lasts = f"at step {start} alone" if length == 1 else f"from step {start} to {start + length - 1}"
+    lasts = f"only at step {start}" if length == 1 else f"from step {start} to {start + length - 1}"
     ax.set_title(f"{_title(track, layer, head, batch)}: ‘{token}’ ({pos}) is a sink {lasts}")
     return ax
 
@@ -253,14 +254,14 @@ def grouped_pattern(
     """One head's attention pattern, its rows sorted into unmasked and masked queries (the paper's Fig. 6a).
 
     Args:
-        pattern: rows of queries that are no padding sum to 1.
-        masked: queries still masked.
-        labels: of the positions.
+        pattern: attention; rows of real (non-padding) queries sum to 1.
+        masked: True for queries still masked.
+        labels: labels of the positions.
     """
     if not len(pattern) == len(masked) or not pattern.shape[1] == len(labels):
         raise SettingError(
-            f"masked has an entry per query and labels one per key; got {len(masked)} and {len(labels)} for a pattern "
-            f"of {pattern.shape[0]} × {pattern.shape[1]}."
+            f"masked needs one entry per query and labels one per key; got {len(masked)} and {len(labels)} for a "
+            f"pattern of {pattern.shape[0]} × {pattern.shape[1]}."
         )
     ax = axes_or_new(ax, (9, 6))
     order = np.concatenate([np.flatnonzero(~masked), np.flatnonzero(masked)])
@@ -277,11 +278,11 @@ def grouped_pattern(
 def group_profiles(
     profiles: dict[str, Float[np.ndarray, " key"]], labels: Sequence[str], ax: "Axes | None" = None
 ) -> "Axes":
-    """Attention that each group of queries gives to every key: column sums over the group, scaled so that uniform is 1.
+    """Attention from each group of queries to every key: column sums over the group, scaled so that uniform is 1.
 
     Args:
         profiles: name of the group -> score of each key.
-        labels: of the positions.
+        labels: labels of the positions.
     """
     ax = axes_or_new(ax, (9, 3))
     width = 0.8 / len(profiles)
@@ -298,7 +299,7 @@ def group_profiles(
 def _name_positions(
     ax: "Axes", track: SinkTrack, batch: int, tokens: Int[np.ndarray, " pos"] | None, weight: np.ndarray
 ) -> None:
-    labels = token_labels(track, batch, tokens)  # checks the tokens, too
+    labels = token_labels(track, batch, tokens)  # also checks the tokens
     if not track.vocabulary:
         return
     token_ticks(ax.xaxis, labels, weight)
@@ -316,13 +317,13 @@ def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]
 
 
 def _dark() -> "Colormap":
-    """Light on dark; grey where there is nothing."""
+    """Colours from dark to light; grey for missing values."""
     from matplotlib import colormaps
 
     return colormaps["magma"].with_extremes(bad="0.85")
 
 
-def _whole_steps() -> "Locator":
+def _integer_steps() -> "Locator":
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True)
@@ -334,7 +335,7 @@ def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) ->
 
 
 def _places(track: SinkTrack, layer: int | None, head: int | None) -> str:
-    """The layer and head by their numbers in the model, which a part of a track keeps."""
+    """The layer and head by their numbers in the model; a part of a track keeps these."""
     which = [
         f"mean over {name}s" if place is None else f"{name} {int(track.data[name][place])}"
         for name, place in (("layer", layer), ("head", head))

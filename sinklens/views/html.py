@@ -1,12 +1,11 @@
-"""HTML documents that hold all they need: styles, scripts and numbers from one file, nothing from a server.
+"""Self-contained HTML documents: styles, scripts and numbers in one file, nothing from a server.
 
-A document is a template of ``page/`` with its parts put in. Numbers lie in it as inert script elements: JSON with every
-``<`` escaped, and bytes that are deflated and written in base64. Its Content-Security-Policy names the scripts and
-styles that may run by the hash of each, and forbids to fetch anything: text of a model that got to be markup by mistake
-could do nothing.
+A document is a template of ``page/`` with its parts filled in. Numbers are embedded as inert script elements: JSON with
+every ``<`` escaped, and deflated bytes in base64. Its Content-Security-Policy lists the allowed scripts and styles by
+their hashes and forbids all fetching, so model text that became markup by mistake could not do anything.
 
-One way this fails: a frame inside a document is held to the document's policy as well as to its own, so the outer one
-has to allow what the inner one runs (`Parts.allowed`).
+Pitfall: a frame inside a document is subject to the document's policy as well as its own, so the outer policy has to
+allow what the frame runs (`Parts.allowed`).
 """
 
 import base64
@@ -33,9 +32,9 @@ class Parts:
     """Files of ``page/`` that make a document, in order.
 
     Attributes:
-        template: name of its HTML file, without the ending.
-        styles, scripts: files put into it.
-        library: whether it starts CircuitsVis's script.
+        template: name of the HTML file, without extension.
+        styles, scripts: files inserted into it.
+        library: whether it runs CircuitsVis's script.
         frame: a document shown in a frame of this one.
     """
 
@@ -46,21 +45,21 @@ class Parts:
     frame: "Parts | None" = None
 
     def style(self) -> str:
-        """The text of its style element."""
+        """The content of its style element."""
         return "\n".join(_asset(name) for name in self.styles)
 
     def script(self) -> str:
-        """The text of its script element."""
+        """The content of its script element."""
         return '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in self.scripts) + "})();"
 
     def allowed(self) -> tuple[list[str], list[str]]:
-        """Texts of the scripts and of the styles that may be used in it and in its frame."""
+        """The scripts and the styles allowed in it and in its frame, as text."""
         inner: tuple[list[str], list[str]] = ([], []) if self.frame is None else self.frame.allowed()
         library = [circuitsvis()] if self.library else []
         return [self.script(), *library, *inner[0]], [self.style(), *inner[1]]
 
     def document(self, **blocks: str) -> str:
-        """The whole document; `blocks` fill the template's other places."""
+        """The complete document; `blocks` fill the template's other placeholders."""
         scripts, styles = self.allowed()
         policy = (
             f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; "
@@ -90,18 +89,18 @@ def chunk(name: str, content: bytes) -> str:
 
 @cache
 def circuitsvis() -> str:
-    """CircuitsVis's script, which lies in its Python package.
+    """CircuitsVis's script, from its Python package.
 
     Raises:
-        SinklensError: the installed package does not hold it.
+        SinklensError: the installed package does not contain it.
     """
     file = importlib.resources.files("circuitsvis") / "dist" / "cdn" / "iife.js"
     if not file.is_file():
         raise SinklensError(
             "the installed circuitsvis package has no dist/cdn/iife.js, the script that draws attention heads; "
-            "install circuitsvis 1.43 again."
+            "reinstall circuitsvis 1.43."
         )
-    return file.read_text(encoding="utf-8").split("\n//# sourceMappingURL")[0]  # the map it names is not in the page
+    return file.read_text(encoding="utf-8").split("\n//# sourceMappingURL")[0]  # the source map is not in the page
 
 
 @cache
@@ -111,7 +110,7 @@ def circuitsvis_chunk() -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with all that would not show itself spelled out; a newline is ⏎, a lone blank ␣.
+    """`text` with invisible characters made visible; a newline is ⏎, a single space ␣.
 
     >>> visible("a\\n\\u202e")
     'a⏎\\\\u202e'
@@ -122,7 +121,7 @@ def visible(text: str) -> str:
 
 
 def spelled(text: str, keep: str = "") -> str:
-    """`text` with control and direction characters as escapes, but those of `keep` as they are."""
+    """`text` with control and direction characters as escapes, except those in `keep`."""
     return "".join(letter if letter.isprintable() or letter in keep else _escape(ord(letter)) for letter in text)
 
 

@@ -1,7 +1,7 @@
-"""Texts on figures: tokens and names are data and are shown as they are.
+"""Text on figures: tokens and names are data and are shown verbatim.
 
-matplotlib reads text between two dollar signs as a formula, drops legend entries that begin with an underscore, and
-draws a box for a letter that its font lacks. What comes from a prompt, a vocabulary or a path goes through `plain`.
+matplotlib parses text between two dollar signs as a formula, drops legend entries that begin with an underscore, and
+draws a box for a character that its font lacks. Text from a prompt, a vocabulary or a path goes through `plain`.
 """
 
 import textwrap
@@ -30,7 +30,7 @@ _SIGNS = str.maketrans({"\n": "⏎", "\t": "⇥"})
 
 
 def unit_label(unit: str) -> str:
-    """What an axis of scores in `unit` is called.
+    """Label of an axis of scores in `unit`.
 
     Raises:
         TrackError: no such unit.
@@ -41,7 +41,7 @@ def unit_label(unit: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""`text` so that matplotlib shows it as it is.
+    r"""`text` escaped so that matplotlib shows it verbatim.
 
     >>> plain("$x$")
     '\\$x\\$'
@@ -51,12 +51,12 @@ def plain(text: str) -> str:
 
 
 def wrapped(text: str, width: int = 26) -> str:
-    """`text` in lines of at most `width` letters, for an axis that is shorter than the text."""
+    """`text` in lines of at most `width` characters, for an axis shorter than the text."""
     return textwrap.fill(text, width)
 
 
 def short(name: str) -> str:
-    """A model's name without the folders before it."""
+    """A model's name without its parent folders."""
     return plain(name.rstrip("/").rpartition("/")[2])
 
 
@@ -66,7 +66,7 @@ def colours(count: int) -> list[str]:
 
 
 def token_label(text: str, limit: int = 16) -> str:
-    r"""A token's text for a figure: line breaks as ⏎, outer spaces gone (a bare space as ␣), at most `limit` letters.
+    r"""A token's text for a figure: line breaks as ⏎, stripped (a single space as ␣), at most `limit` characters.
 
     >>> [token_label(text) for text in ("\n\n", " ", " apples")]
     ['⏎⏎', '␣', 'apples']
@@ -77,10 +77,10 @@ def token_label(text: str, limit: int = 16) -> str:
 
 
 def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos"] | None = None) -> list[str]:
-    """One label per position; a mask, or what is not decided yet, is ░, and padding has no label.
+    """One label per position; a masked or undecided position is ░, and padding has no label.
 
     Args:
-        tokens: ids that name the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
+        tokens: ids that label the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
     """
     track.require(batch=batch)
     if tokens is not None and len(tokens) != track.data.sizes["pos"]:
@@ -100,12 +100,12 @@ def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos
 def token_ticks(
     axis: "Axis", labels: Sequence[str], weight: Float[np.ndarray, " pos"] | None = None, limit: int | None = None
 ) -> None:
-    """Name the positions of `axis` by `labels`; where there are more than `limit`, those with the largest `weight`.
+    """Label the positions of `axis`; if there are more than `limit`, those with the largest `weight`.
 
-    Chosen labels keep a distance, so that no more than `limit` stand along the axis; empty ones are left out.
+    Chosen labels keep a distance from each other, so that at most `limit` fit along the axis; empty ones are omitted.
 
     Args:
-        limit: by default as many as fit one beside the other.
+        limit: largest number of labels; by default as many as fit side by side.
     """
     from matplotlib.axis import XAxis
 
@@ -135,7 +135,7 @@ def _room(axis: "Axis") -> int:
 
 @lru_cache(maxsize=1)
 def _font() -> frozenset[int]:
-    """Characters of the font that figures are drawn in."""
+    """Code points in the font of the figures."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     return frozenset(get_font(findfont(FontProperties())).get_charmap())

@@ -1,17 +1,17 @@
 """A run as one HTML file: the canvas filling in step by step, and where its sinks are.
 
-The page opens from a disk and asks no server: its numbers lie in it as deflated typed arrays, and CircuitsVis's script
-beside them. What it shows is computed here (numbers.py): the strongest key of every step and head, the sinks, the
-layer × head map. The page draws it.
+The page opens offline: it contains its numbers as deflated typed arrays, and CircuitsVis's script. Everything it shows
+is computed in Python (report_data.py): the strongest key of every step and head, the sinks, the layer × head map. The
+page only draws it.
 
-A page has a budget. Attention patterns are kept in eight bits; of the steps chosen, as many layers are put in as fit,
-the one of the most moving head first; when even that one does not fit, neighbouring positions are put together, each
-block showing its largest value. Scores of a long run of a large model are cut as well, first by layers, then by steps.
-The page says what was left out.
+A page has a size budget. Attention patterns are stored in eight bits; for the chosen steps, as many layers are included
+as fit, beginning with the layer of the most moving head. If even that layer does not fit, neighbouring positions are
+merged into blocks that show their largest value. Scores of a long run of a large model are cut as well, first by
+layers, then by steps. The page says what was left out.
 
-One way this fails: a score on the page is rounded, by about √(score · peak) / 65535 at most (/ 255 in large runs), with
-the head's largest score as peak. Sinks and strongest keys are found before that, so of two positions that look equal
-one may be a sink.
+Caveat: scores on the page are rounded, by at most about √(score · peak) / 65535 (/ 255 in large runs), with the head's
+largest score as peak. Sinks and strongest keys are determined before rounding, so of two positions that look equal one
+may be a sink.
 """
 
 import json
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
     from sinklens.tracing import Trace
 
-SPARE = 40_000  # bytes kept for what is written last
+SPARE = 40_000  # bytes reserved for what is written last
 
 
 def report(
@@ -44,20 +44,20 @@ def report(
     layers: Sequence[int] | None = None,
     budget_mb: float | int = 15.0,
 ) -> Path:
-    """Write a run as one HTML file that opens offline, and give back its path.
+    """Write a run as one HTML file that opens offline, and return its path.
 
     Args:
-        t: a run with sink scores, after its block.
-        path: the file; its folder is made.
-        row: of the batch.
-        steps, layers: whose attention patterns the page holds; negative numbers count from the end. By default those
-            that the run recorded, or else up to four steps over the run and as many layers as fit; an empty list holds
-            none.
-        budget_mb: most that the file may weigh, in 10⁶ bytes.
+        t: a finished run with sink scores, or a trace after its block.
+        path: the file; its folder is created.
+        row: row of the batch.
+        steps, layers: steps and layers whose attention patterns the page holds; negative numbers count from the end. By
+            default those that the run recorded, otherwise up to four steps over the run and as many layers as fit; an
+            empty list includes none.
+        budget_mb: largest size of the file, in 10⁶ bytes.
 
     Raises:
-        TrackError: no sink scores, no such step, layer or row, or patterns asked for that cannot be had (`pattern_at`).
-        SettingError: the budget is too small for what has to be in the page.
+        TrackError: no sink scores, no such step, layer or row, or a requested pattern is unavailable (`pattern_at`).
+        SettingError: the budget is too small for what the page has to hold.
         SinklensError: the file cannot be written.
     """
     page = build(material(t, row), steps=steps, layers=layers, budget_mb=budget_mb)
@@ -67,7 +67,7 @@ def report(
 
 
 def material(t: "Generation | Trace", row: int = 0) -> Material:
-    """What the page of row `row` of a run is made of.
+    """The data for the page of row `row` of a run.
 
     Raises:
         TrackError: no sink scores, or no such row.
@@ -105,20 +105,20 @@ def build(
     bare = len(REPORT.document(data="", late="")) + len(circuitsvis_chunk()) + SPARE
     room = int(budget_mb * 1e6) - bare
     scores = fit_scores(numbers, wanted, room)
-    held = fit_patterns(material, wanted, room - scores.weight())
-    page = _page(material, numbers, scores, held)
+    patterns = fit_patterns(material, wanted, room - scores.weight())
+    page = _page(material, numbers, scores, patterns)
     weight = len(page.encode())
     if weight > budget_mb * 1e6:
         raise SettingError(
-            f"budget_mb={budget_mb} is too small: with the least in it the page weighs {weight / 1e6:.1f} MB "
-            f"({bare / 1e6:.1f} MB of it is the page itself). Give a larger budget."
+            f"budget_mb={budget_mb} is too small: the smallest page takes {weight / 1e6:.1f} MB, {bare / 1e6:.1f} MB "
+            f"of it without any data. Give a larger budget."
         )
     return page
 
 
-def _page(material: Material, numbers: Numbers, scores: Scores, held: Patterns) -> str:
+def _page(material: Material, numbers: Numbers, scores: Scores, patterns: Patterns) -> str:
     attributes = material.track.data.attrs
-    places = sorted(held.sides)
+    places = sorted(patterns.sides)
     info = {
         **numbers.info(scores.steps),
         "model": _name(attributes),
@@ -126,19 +126,19 @@ def _page(material: Material, numbers: Numbers, scores: Scores, held: Patterns) 
         "settings": _settings(attributes),
         "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
         "answer": spelled(material.answer, keep="\n\t\u200c\u200d"),
-        "notes": _notes(material, numbers, scores, held),
+        "notes": _notes(material, numbers, scores, patterns),
         "held": scores.layers,
         "peaks": scores.peaks,
         "start": numbers.most_moving(scores.layers),
         "attention": {
-            "places": [[step, layer, held.sides[step, layer]] for step, layer in places],
-            "block": held.block,
+            "places": [[step, layer, patterns.sides[step, layer]] for step, layer in places],
+            "block": patterns.block,
             "cells": CELLS,
-            "why": held.why,
+            "why": patterns.why,
         },
         "frame": HEADS.document(data=""),
     }
-    late = "".join(held.blocks[place] for place in places) + circuitsvis_chunk()
+    late = "".join(patterns.blocks[place] for place in places) + circuitsvis_chunk()
     return REPORT.document(data=json_block("info", info) + "".join(scores.blocks.values()), late=late)
 
 
@@ -147,7 +147,7 @@ def _name(attributes: Mapping[str, Any]) -> str:
 
 
 def _facts(track: SinkTrack, numbers: Numbers) -> list[tuple[str, str]]:
-    """(value, what it is) of the line below the title."""
+    """(value, meaning) of each entry of the line below the title."""
     planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps", numbers.steps)
     ran = f"{numbers.steps} of {planned}" if planned > numbers.steps else str(numbers.steps)
     answer = numbers.positions - numbers.prompt_positions
@@ -162,41 +162,42 @@ def _facts(track: SinkTrack, numbers: Numbers) -> list[tuple[str, str]]:
 
 
 def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    own = {name: attributes[name] for name in ("model", "revision", "dtype", "device") if attributes.get(name)}
+    settings = {name: attributes[name] for name in ("model", "revision", "dtype", "device") if attributes.get(name)}
     for part in ("settings", "versions"):
-        own |= json.loads(attributes.get(part, "{}"))
-    return [(name, spelled(str(value))) for name, value in own.items()]
+        settings |= json.loads(attributes.get(part, "{}"))
+    return [(name, spelled(str(value))) for name, value in settings.items()]
 
 
-def _notes(material: Material, numbers: Numbers, scores: Scores, held: Patterns) -> list[str]:
-    """How to read the page, and what is not in it."""
-    layers = len({layer for _, layer in held.sides})
-    cells = f"{held.block} × {held.block} positions make one cell, which shows the largest of them"
+def _notes(material: Material, numbers: Numbers, scores: Scores, patterns: Patterns) -> list[str]:
+    """How to read the page, and what it leaves out."""
+    layers = len({layer for _, layer in patterns.sides})
+    cells = f"each cell covers {patterns.block} × {patterns.block} positions and shows the largest value"
     few, some = len(scores.steps) < numbers.steps, len(scores.layers) < numbers.layers
-    told = {
+    notes = {
         "Score of a position: the column sum Σᵢ A[i, j] of the attention pattern A, the attention it receives from all "
         "queries of the step. Uniform attention gives each position 1.": True,
         "Sink: a position whose score exceeds the mean of the others by more than 3 (Rulli et al., arXiv 2510.15731, "
         "Eq. 3, with ε = 3 in column sums). For a mean over heads the rule is applied to mean scores.": True,
-        "A step shows what the model worked on in it. Tokens decided in it are shown already, and marked; their score "
-        "is that of the undecided position.": not numbers.track.causal,
+        "A step shows the canvas that the model worked on. Tokens decided in the step are already shown, and marked; "
+        "their score is that of the undecided position.": not numbers.track.causal,
         "A step is one decoded token; the position it adds has no score until the next step.": numbers.track.causal,
         "In a causal model early positions are seen by more queries, which alone raises their scores.": (
             numbers.track.causal
         ),
-        f"Positions count from the start of the row; {numbers.first} of padding come before the first.": (
+        f"Positions count from the start of the row, which begins with {numbers.first} of padding.": (
             numbers.first > 0
         ),
-        f"Attention is kept in eight bits, rounded by at most √a / 255. It is here for steps "
-        f"{_listed(step for step, _ in held.sides)} and {layers} of {numbers.layers} layers.": bool(held.sides),
-        f"To keep the page small, {cells} in the attention maps.": held.block > 1,
-        f"To keep the page small, the attention of {held.left_out} more layers was left out.": held.left_out > 0,
+        f"Attention is stored in eight bits, rounded by at most √a / 255. It is included for steps "
+        f"{_listed(step for step, _ in patterns.sides)} and {layers} of {numbers.layers} layers.": bool(patterns.sides),
+        f"To keep the page small, {cells} in the attention maps.": patterns.block > 1,
+        f"To keep the page small, the attention of {patterns.left_out} more layers was left out.": patterns.left_out
+        > 0,
         f"To keep the page small, {len(scores.steps)} of {numbers.steps} steps are shown.": few,
-        f"To keep the page small, score maps of {len(scores.layers)} of {numbers.layers} layers are in it; the layer × "
+        f"To keep the page small, it holds score maps of {len(scores.layers)} of {numbers.layers} layers; the layer × "
         f"head map and the paths cover all.": some,
-        held.why: bool(held.why),
+        patterns.why: bool(patterns.why),
     }
-    return [spelled(text) for text, holds in told.items() if holds]
+    return [spelled(text) for text, holds in notes.items() if holds]
 
 
 def _listed(numbers: Iterable[int]) -> str:

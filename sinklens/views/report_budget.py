@@ -1,10 +1,10 @@
-"""What of a run fits into a page of limited weight.
+"""Selects what fits into a page of limited size.
 
-Scores come first, at most `SCORES_SHARE` of the room: every page holds the canvas, the paths and the mean over all
-heads; maps of whole layers are added while they fit. When not even one layer fits, steps are left out. Attention
-patterns get the rest: those that have to be there, pooled until they fit, and then further layers at the same steps.
+Scores come first, with at most `SCORES_SHARE` of the room: every page holds the canvas, the paths and the mean over all
+heads; maps of complete layers are added while they fit. If not even one layer fits, steps are left out. Attention
+patterns get the rest: the required ones, pooled until they fit, and then further layers at the same steps.
 
-One way this fails: how far a pattern compresses is known only by trying. A very small budget is refused after the
+Limitation: how far a pattern compresses is known only by trying. A very small budget is rejected only after the
 patterns have been computed.
 """
 
@@ -22,8 +22,8 @@ from sinklens.views.report_data import Material, Numbers
 Place = tuple[int, int]
 
 DEFAULT_STEPS = 4  # steps whose attention a page holds
-SCORES_SHARE = 0.35  # of the room, where attention patterns want some too
-FEWEST = 24  # blocks along an edge; a pattern pooled further shows nothing
+SCORES_SHARE = 0.35  # of the room, if attention patterns are wanted too
+FEWEST = 24  # blocks along an edge; a pattern pooled further shows nothing useful
 AT_ONCE = 1 << 30  # bytes of patterns computed in one pass
 
 
@@ -32,9 +32,9 @@ class Wanted:
     """Which attention patterns a page should hold.
 
     Attributes:
-        places: (step, layer) that have to be in it.
+        places: (step, layer) pairs that the page must hold.
         more: layers to add at the same steps while there is room.
-        named: the caller named steps or layers, so that not having them is an error.
+        named: whether the caller named steps or layers, so that missing patterns are an error.
     """
 
     places: list[Place]
@@ -46,14 +46,14 @@ class Wanted:
         return sorted({step for step, _ in self.places})
 
     def layers(self) -> list[int]:
-        """Each layer once, as wanted."""
+        """Each layer once, in the order wanted."""
         return list(dict.fromkeys(layer for _, layer in self.places))
 
 
 def wanted_of(
     material: Material, numbers: Numbers, steps: Sequence[int] | None, layers: Sequence[int] | None
 ) -> Wanted:
-    """The caller's steps and layers; else what the run recorded; else some steps and the most moving layer.
+    """The caller's steps and layers; otherwise those the run recorded; otherwise some steps and the most moving layer.
 
     Raises:
         TrackError: no such step or layer.
@@ -77,13 +77,13 @@ def wanted_of(
 
 @dataclass
 class Scores:
-    """Scores that are in the page.
+    """Scores in the page.
 
     Attributes:
-        steps: whose.
-        layers: whose.
+        steps: steps included.
+        layers: layers included.
         peaks: per layer (and "all"), the largest score of each map, by which its values are scaled.
-        blocks: what goes into the page.
+        blocks: HTML blocks of the page, by name.
     """
 
     steps: list[int]
@@ -96,7 +96,7 @@ class Scores:
         return sum(map(len, self.blocks.values()))
 
     def add(self, numbers: Numbers, layer: int | None, room: int) -> bool:
-        """Add the maps of `layer` (None: the mean over all) if they fit; whether they did."""
+        """Add the maps of `layer` (None: the mean over all) if they fit; returns whether they did."""
         name = "all" if layer is None else str(layer)
         values, sinks, peaks = numbers.maps(layer, self.steps)
         blocks = {kind: chunk(f"{kind}-{name}", part) for kind, part in (("scores", values), ("sinks", sinks))}
@@ -110,17 +110,17 @@ class Scores:
 
 
 def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> Scores:
-    """Scores of as many layers as fit; if not even one does, of fewer steps.
+    """Scores of as many layers as fit; if not even one fits, of fewer steps.
 
     Raises:
-        SettingError: not even one layer at the fewest steps fits.
+        SettingError: not even one layer at the smallest number of steps fits.
     """
     room = int(room * (SCORES_SHARE if wanted.places else 1))
     first, *others = dict.fromkeys([*wanted.layers(), *numbers.layers_by_motion()])
     for every in range(1, numbers.steps + 1):
         kept = sorted({*range(0, numbers.steps, every), numbers.steps - 1, *wanted.steps()})
         scores = Scores(kept)
-        scores.blocks = {name: chunk(name, content) for name, content in numbers.whole(kept).items()}
+        scores.blocks = {name: chunk(name, content) for name, content in numbers.shared_chunks(kept).items()}
         if scores.add(numbers, None, room) and scores.add(numbers, first, room):
             for layer in others:
                 if not scores.add(numbers, layer, room):
@@ -135,14 +135,14 @@ def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> Scores:
 
 @dataclass
 class Patterns:
-    """Attention patterns that are in the page.
+    """Attention patterns in the page.
 
     Attributes:
-        block: neighbouring positions put together; 1 is none.
-        sides: positions or blocks along an edge, by place.
-        blocks: what goes into the page.
-        left_out: layers that were wanted as well and did not fit.
-        why: why there are none, or no more.
+        block: number of neighbouring positions merged; 1 means no merging.
+        sides: number of positions or blocks along an edge, by place.
+        blocks: HTML blocks of the page, by place.
+        left_out: number of wanted layers that did not fit.
+        why: why there are no patterns, or no more.
     """
 
     block: int = 1
@@ -156,7 +156,7 @@ class Patterns:
         return sum(map(len, self.blocks.values()))
 
     def add(self, patterns: Mapping[Place, UInt8[np.ndarray, "head query key"]], room: int) -> bool:
-        """Add all `patterns` if they fit; whether they did."""
+        """Add all `patterns` if they fit; returns whether they did."""
         blocks, sides, weight = {}, {}, self.weight()
         for (step, layer), pattern in patterns.items():
             small = pooled(pattern, self.block)
@@ -174,42 +174,42 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
     """Patterns of the wanted places, pooled until they fit, and then of more layers.
 
     Raises:
-        SettingError: what has to be there does not fit however pooled.
-        TrackError: patterns that the caller named cannot be had.
+        SettingError: the required patterns do not fit, however pooled.
+        TrackError: patterns that the caller named are unavailable.
     """
     if not wanted.places or material.patterns is None:
-        return Patterns(why="No attention patterns were asked for, or there are none to be had.")
+        return Patterns(why="No attention patterns were requested, or none are available.")
     try:
         first = _quantised(material, wanted.places)
     except TrackError as error:
         if wanted.named:
             raise
-        return Patterns(why=f"There are no attention patterns in this page: {error}")
+        return Patterns(why=f"This page has no attention patterns: {error}")
     longest = max(pattern.shape[1] for pattern in first.values())
-    held = Patterns()
-    while not held.add(first, room):
-        held.block += 1
-        if -(-longest // held.block) < min(FEWEST, longest):
+    patterns = Patterns()
+    while not patterns.add(first, room):
+        patterns.block += 1
+        if -(-longest // patterns.block) < min(FEWEST, longest):
             raise SettingError(
                 f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the attention patterns of "
-                f"{len(first)} steps and layers, which need more even with {held.block - 1} × {held.block - 1} "
+                f"{len(first)} steps and layers, which need more even with {patterns.block - 1} × {patterns.block - 1} "
                 f"positions in one cell. Name fewer steps or layers, or give a larger budget."
             )
-    each = held.weight() / len(wanted.layers())
-    likely = wanted.more[: int(1.25 * (room - held.weight()) / each)]  # some may weigh less than the first
+    each = patterns.weight() / len(wanted.layers())
+    likely = wanted.more[: int(1.25 * (room - patterns.weight()) / each)]  # some may take less room than the first
     try:
         more = _quantised(material, [(step, layer) for layer in likely for step in wanted.steps()]) if likely else {}
     except TrackError as error:
-        return replace(held, why=f"The attention of other layers is not in this page: {error}")
+        return replace(patterns, why=f"This page does not hold the attention of other layers: {error}")
     for layer in likely:
-        if not held.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
+        if not patterns.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
             break
-    held.left_out = len(wanted.more) + len(wanted.layers()) - len({layer for _, layer in held.sides})
-    return held
+    patterns.left_out = len(wanted.more) + len(wanted.layers()) - len({layer for _, layer in patterns.sides})
+    return patterns
 
 
 def _quantised(material: Material, places: Sequence[Place]) -> dict[Place, UInt8[np.ndarray, "head query key"]]:
-    """Attention a as round(255 √a), eight bits that tell 1/512 from 2/512; the error is at most √a / 255."""
+    """Attention a as round(255 √a): eight bits that distinguish 1/512 from 2/512, with an error of at most √a / 255."""
     assert material.patterns is not None
     sizes = material.track.data.sizes
     together = max(1, AT_ONCE // (4 * sizes["head"] * sizes["pos"] ** 2))

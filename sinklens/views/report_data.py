@@ -1,10 +1,10 @@
-"""What a report shows, as arrays: strongest keys, sinks, maps of scores, and the canvas, on real positions.
+"""The data of a report as arrays: strongest keys, sinks, maps of scores, and the canvas, on real positions.
 
-All of it is found from the recorded scores as they are; only `Numbers.maps` rounds, for the page. A *map* is step ×
-position, of one head, of the mean over a layer's heads, or of the mean over all heads.
+Everything is computed from the recorded scores; only `Numbers.maps` rounds, for the page. A *map* is step × position,
+of one head, of the mean over a layer's heads, or of the mean over all heads.
 
-One way this fails: a sink of a mean is found by applying the definition to mean scores. That is another question than
-in how many heads the position is a sink, which is counted beside it.
+Caveat: a sink of a mean is found by applying the definition to mean scores. This differs from the number of heads in
+which the position is a sink, which is reported separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,19 @@ from torch import Tensor
 from sinklens.sinks.track import SinkTrack
 from sinklens.views.html import MASKED, NOT_YET, token_texts
 
-FINE = 4_000_000  # scores up to which a page keeps sixteen bits of each
+FINE = 4_000_000  # number of scores up to which a page stores sixteen bits each
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a page is made of; plain enough to be put together without a model.
+    """The input of a page, plain enough to be built without a model.
 
     Attributes:
         track: scores of one row.
-        canvas: ids that entered each step, and those the last one left, [step + 1, pos].
+        canvas: ids that entered each step, and those that the last step left, [step + 1, pos].
         prompt, answer: as text.
-        patterns: gives attention patterns of a step by layer, on the positions that are real and exist in the step;
-            None if there are none to be had.
+        patterns: returns attention patterns of a step by layer, on the positions that are real and exist at the step;
+            None if none are available.
         kept: (step, layer) places whose patterns the run itself recorded.
     """
 
@@ -46,8 +46,8 @@ class Maps(NamedTuple):
     """Maps of one layer, as bytes: the mean over heads first, then each head.
 
     Attributes:
-        scores: round(levels · √(score / peak)), [1 + head, step, pos], of `Numbers.kind`.
-        sinks: one bit each, the same order.
+        scores: round(levels · √(score / peak)), [1 + head, step, pos], of type `Numbers.kind`.
+        sinks: one bit each, in the same order.
         peaks: the largest score of each map.
     """
 
@@ -57,22 +57,22 @@ class Maps(NamedTuple):
 
 
 class Numbers:
-    """The arrays behind a page.
+    """The arrays of a page.
 
     Attributes:
-        steps, positions, layers, heads: how many; positions are the real ones.
-        first: padding before the first position.
-        prompt_positions: positions of the prompt.
+        steps, positions, layers, heads: numbers of each; only real positions count.
+        first: length of the padding before the first position.
+        prompt_positions: number of prompt positions.
         path: strongest key, [step, 1 + layer + layer · head]: of the mean over all heads, of the mean of each layer, of
             each head; -1 where a pattern is all zero.
         strength: score of the strongest key, mean over steps, [layer, head] (Rulli et al., 2510.15731, Fig. 5).
-        sink_heads: heads in which each position is a sink, [step, pos].
+        sink_heads: number of heads in which each position is a sink, [step, pos].
         sunk: whether a head has a sink, [step, layer · head].
-        kind: type that the page keeps scores in.
+        kind: dtype of the scores in the page.
     """
 
     def __init__(self, track: SinkTrack, canvas: Int[np.ndarray, "step pos"]) -> None:
-        """Read `track`, of one row, and the `canvas` of its steps and after the last."""
+        """Read `track`, of one row, and the `canvas` of its steps and after the last step."""
         sizes, real = track.data.sizes, track.data["is_real"].to_numpy()[0]
         self.track, self.real = track, real
         self.steps, self.layers, self.heads = sizes["step"], sizes["layer"], sizes["head"]
@@ -121,7 +121,7 @@ class Numbers:
         return changed.sum(axis=0).reshape(self.layers, self.heads)
 
     def most_moving(self, layers: Sequence[int]) -> tuple[int, int]:
-        """Layer (of `layers`) and head whose sink moves most; the rule of `figures.most_moving_head`."""
+        """Layer (of `layers`) and head whose sink moves most, by the rule of `figures.most_moving_head`."""
         sinks, moves, strength = self.moves(sinks_alone=True), self.moves(), self.strength
         return max(
             ((layer, head) for layer in layers for head in range(self.heads)),
@@ -129,7 +129,7 @@ class Numbers:
         )
 
     def layers_by_motion(self) -> list[int]:
-        """Layers, the one of the most moving head first."""
+        """Layers, beginning with that of the most moving head."""
         left, order = list(range(self.layers)), []
         while left:
             order.append(self.most_moving(left)[0])
@@ -137,7 +137,7 @@ class Numbers:
         return order
 
     def maps(self, layer: int | None, steps: Sequence[int]) -> Maps:
-        """Maps of a layer at `steps`; None: of the mean over all heads alone."""
+        """Maps of a layer at `steps`; None: only the mean over all heads."""
         if layer is None:
             score, sinks = self.mean[None], self._sinks_of_mean(self.mean)[None]
         else:
@@ -151,11 +151,11 @@ class Numbers:
         rounded = np.round(levels * np.sqrt(score.clip(min=0) / peaks[:, None, None])).astype(self.kind)
         return Maps(rounded.tobytes(), np.packbits(sinks[:, steps]).tobytes(), [float(peak) for peak in peaks])
 
-    def whole(self, steps: Sequence[int]) -> dict[str, bytes]:
+    def shared_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
         """Chunks that every page holds, by name: the canvas, paths and counts at `steps`."""
         places = np.vectorize(self._vocabulary()[1].__getitem__, otypes=[np.uint32])(self.canvas)
         after = np.cumsum(self.committed, axis=0, dtype=np.int32)[steps]
-        lately = np.diff(after, axis=0, prepend=0) > 0  # since the step shown before, where steps are left out
+        lately = np.diff(after, axis=0, prepend=0) > 0  # since the previous step shown, if steps are left out
         return {
             "entered": places[steps].tobytes(),
             "left": places[np.asarray(steps) + 1].tobytes(),
@@ -166,7 +166,7 @@ class Numbers:
         }
 
     def _vocabulary(self) -> tuple[list[str], dict[int, int]]:
-        """Texts of the tokens on the canvas, and the place of each id among them; 0 is no token yet, 1 the mask."""
+        """Texts of the tokens on the canvas, and the index of each id among them; 0: no token yet, 1: the mask."""
         text, texts, places = token_texts(self.track), [NOT_YET, MASKED], {}
         masks = self.track.special["mask"]
         for token in np.unique(self.canvas).tolist():
@@ -176,7 +176,7 @@ class Numbers:
         return texts, places
 
     def info(self, steps: Sequence[int]) -> dict[str, Any]:
-        """What the page has to know before it reads a chunk."""
+        """What the page needs before it reads a chunk."""
         return {
             "steps": list(steps),
             "positions": self.positions,

@@ -1,6 +1,6 @@
-"""A run as lines of a terminal: one line per step, the answer filling in, and where the strongest keys and sinks are.
+"""A run in the terminal: one line per step, with the answer filling in, and the strongest keys and sinks.
 
-Tokens are shown as text, never as markup: a generated ``[red]`` or an escape sequence appears as itself.
+Tokens are shown as text, never as markup: a generated ``[red]`` or an escape sequence is printed verbatim.
 """
 
 from collections import Counter
@@ -25,7 +25,8 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     """Print one row of a run.
 
     Args:
-        top: positions named per step, by how many heads have their strongest key there.
+        run: a run with sink scores.
+        top: number of positions listed per step, those that are the strongest key of most heads.
     """
     assert run.sinks is not None, "record_sinks=True is needed"
     strongest = run.sinks.top(1).isel(batch=row, rank=0).to_numpy()
@@ -34,12 +35,12 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     sunk = has_sink(run.sinks, row)
     undecided = "a position that does not exist yet" if run.sinks.causal else "not decided yet"
     console.print(
-        f"Each line is the answer after a step: {BLANK} is {undecided}, · is the end of text, new tokens are bold. "
-        f"Then the {top} positions that are the strongest key, the one that receives most attention, in most of the "
-        f"{heads} heads in that step, with the token that stood there and how many heads; positions 0 to "
-        f"{run.prompt_length - 1} are the prompt. Last, the strongest key of layer {layer} head {head}, whose sink "
-        f"moves most: ● where it is a sink, ○ where it is none (every head has a strongest key; a sink receives more "
-        f"than 3 above the mean of the others).",
+        f"Each line shows the answer after a step: {BLANK} is {undecided}, · is the end of text, new tokens are bold. "
+        f"Next come the {top} positions that are the strongest key (the one that receives most attention) in most of "
+        f"the {heads} heads at that step, with their tokens and numbers of heads; positions 0 to "
+        f"{run.prompt_length - 1} are the prompt. Last comes the strongest key of layer {layer} head {head}, whose "
+        f"sink moves most: ● if it is a sink, ○ if not (every head has a strongest key; a sink receives more than 3 "
+        f"above the mean of the others).",
         style="dim",
     )
     answers = [_answer(model, run, row, step) for step in range(run.steps_run)]
@@ -52,14 +53,14 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
         line.append("  │ ", style="cyan").append_text(place)
         line.append(" " * (width - place.cell_len))
         at = int(strongest[step][layer, head])
-        told = f"{at} {_quoted(model, run, row, step, at)}" if at >= 0 else "nowhere"
-        line.append(f"  │ {'●' if sunk[step, layer, head] else '○'} {told}", style="dark_orange")
+        place_text = f"{at} {_quoted(model, run, row, step, at)}" if at >= 0 else "none"
+        line.append(f"  │ {'●' if sunk[step, layer, head] else '○'} {place_text}", style="dark_orange")
         console.print(line, soft_wrap=True)
     moves = jumps(run.sinks, run.sinks.detect()).isel(batch=row).sum()
     often = int((sunk.mean(axis=0) >= 0.5).sum())
     console.print(
-        f"{often} of the {heads} heads have a sink at half of the steps or more; from a step with one to the next, a "
-        f"head's sink moved in {int(moves['changes'])} of {int(moves['pairs'])} cases.",
+        f"{often} of the {heads} heads have a sink in at least half of the steps; between consecutive steps with a "
+        f"sink, a head's sink moved in {int(moves['changes'])} of {int(moves['pairs'])} cases.",
         style="dim",
     )
 
@@ -67,10 +68,10 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
 def _places(
     model: "Model", run: "Generation", row: int, step: int, strongest: Int[np.ndarray, "layer head"], top: int
 ) -> Text:
-    """The positions where most heads have their strongest key, with tokens and numbers of heads."""
+    """The positions that are the strongest key of most heads, with tokens and numbers of heads."""
     counted = Counter(strongest.ravel().tolist()).most_common(top)
-    told = (f"{at} {_quoted(model, run, row, step, at)} ×{heads}" for at, heads in counted)
-    return Text("  ".join(told), style="cyan")
+    entries = (f"{at} {_quoted(model, run, row, step, at)} ×{heads}" for at, heads in counted)
+    return Text("  ".join(entries), style="cyan")
 
 
 def _answer(model: "Model", run: "Generation", row: int, step: int) -> Text:

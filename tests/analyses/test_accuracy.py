@@ -1,4 +1,4 @@
-"""The accuracy study counts what it says it counts."""
+"""The accuracy study counts right, wrong and cut answers correctly."""
 
 import math
 
@@ -10,7 +10,7 @@ from sinklens.errors import PromptError
 from sinklens.tasks.word_problems import held_out, read_answer
 
 
-def test_wilsons_interval_against_its_textbook_form():
+def test_wilsons_interval_matches_its_textbook_form():
     result = Accuracy(90, 100, 0, 0, {})
     z = 1.959964
     roots = [
@@ -31,14 +31,14 @@ def test_right_answers_are_counted_and_wrong_ones_are_not(tiny_llama):
     assert result.share >= 0.9
 
 
-def test_an_answer_cut_short_is_wrong(tiny_llada):
-    """Four positions cannot hold the answer's last line."""
+def test_a_truncated_answer_counts_as_wrong(tiny_llada):
+    """Four positions are too few for the last line of an answer."""
     result = measure(tiny_llada, held_out(10), gen_length=4)
     assert result.right == 0
     assert read_answer("") is None
 
 
-def test_a_model_without_a_tokenizer_and_problems_that_are_not_held_out_are_refused(monkeypatch, capsys):
+def test_a_model_without_a_tokenizer_and_an_invalid_number_of_problems_are_rejected(monkeypatch, capsys):
     with pytest.raises(PromptError, match=r"came without a tokenizer, and the held-out problems are text"):
         measure(shared_model(), held_out(1))
     for number, text in (("501", "500 problems are held out"), ("0", "accuracy needs at least one problem")):
@@ -50,5 +50,5 @@ def test_a_model_without_a_tokenizer_and_problems_that_are_not_held_out_are_refu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_the_shipped_twins_answer_nine_of_ten(name):
+def test_the_shipped_models_answer_nine_of_ten_problems(name):
     assert measure(name, held_out()).share >= 0.9

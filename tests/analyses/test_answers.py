@@ -1,4 +1,4 @@
-"""What the studies measure of an intervention, against runs made one by one."""
+"""Measured effects of interventions, compared with separate runs."""
 
 import math
 from itertools import pairwise
@@ -20,7 +20,7 @@ LISTED = {"none": [], "window": WindowAttention(width=4), "heads": AblateHeads(l
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_effects_are_those_of_runs_made_one_by_one(name, request):
+def test_effects_equal_those_of_separate_runs(name, request):
     model = request.getfixturevalue(name)
     found = effects(Heads(), model, PROBLEM.prompt, SETTINGS, LISTED)
     assert found["intervention"].to_numpy().tolist() == list(LISTED)
@@ -50,8 +50,8 @@ def test_a_right_answer_is_counted(tiny_llama):
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_steady_masking_hides_at_every_step_the_unchanged_runs_strongest_keys_of_the_step_before(name, request):
-    """The paper's masking of a lasting sink takes another key at every other step."""
+def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_step(name, request):
+    """The paper's masking of a lasting sink masks a different key at every other step."""
     model, study = request.getfixturevalue(name), Heads()
     track = unchanged(study, model, PROBLEM.prompt, SETTINGS)
     base = sinklens.generate(model, [PROBLEM.prompt], **SETTINGS)
@@ -78,8 +78,8 @@ def test_steady_masking_hides_at_every_step_the_unchanged_runs_strongest_keys_of
     assert all(one != following for one, following in pairwise(again))
 
 
-def test_prompts_of_different_length_stand_side_by_side(tiny_llama):
-    """Each has its own steps; what the shorter run does not have is NaN."""
+def test_prompts_of_different_length_are_combined(tiny_llama):
+    """Each keeps its steps; values missing from the shorter run are NaN."""
     prompts = [problem.prompt for problem in held_out(2)]
     data = each_prompt(prompts, lambda prompt: effects(Heads(), tiny_llama, prompt, {}, {"none": []}))
     steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False).steps_run for prompt in prompts]

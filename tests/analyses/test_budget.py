@@ -1,4 +1,4 @@
-"""The budget study: how many keys a query really sees, and that more of them change less."""
+"""The budget study: how many keys a query sees, and that a larger budget changes less."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ STEPS = 6
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_every_query_sees_so_many_keys_and_itself(name, kind, request):
+def test_every_query_sees_itself_and_the_budgeted_number_of_keys(name, kind, request):
     model = request.getfixturevalue(name)
     base = sinklens.generate(model, [PROMPT], gen_length=STEPS)
     places = [(step, 1) for step in range(STEPS)]
@@ -29,7 +29,7 @@ def test_every_query_sees_so_many_keys_and_itself(name, kind, request):
             continue
         query = seen if not run.model.config.is_causal else seen[:, -1:]
         assert int(query.max()) <= 9
-        middle = query[:, 10:-10] if kind == "near" else query  # at the ends there are fewer neighbours
+        middle = query[:, 10:-10] if kind == "near" else query  # fewer neighbours near the ends
         least = {"near": 9, "mixed": 5}.get(kind, 8)  # the query itself, or a neighbour, may be among the strongest
         assert middle.numel() == 0 or int(middle.min()) >= least
         if kind in ("strongest", "weakest"):
@@ -43,8 +43,8 @@ def test_every_query_sees_so_many_keys_and_itself(name, kind, request):
                     assert set(weights.nonzero()[:, 0].tolist()) <= kept | {itself}
 
 
-def test_a_prompt_shorter_than_the_budget_keeps_all(tiny_llama):
-    """Of a few tokens 32 keys cannot be kept; the neighbours are all there are."""
+def test_a_prompt_shorter_than_the_budget_keeps_all_keys(tiny_llama):
+    """A prompt of a few tokens has fewer than 32 keys."""
     data = Budget().measure(tiny_llama, ["Tom has"], {"gen_length": 3}).isel(prompt=0)
     assert data["kl"].shape == (len(BUDGETS), len(KINDS))
     assert float(abs(data["kl"].sel(budget=32, kind="near"))) < 1e-9
@@ -52,7 +52,7 @@ def test_a_prompt_shorter_than_the_budget_keeps_all(tiny_llama):
     assert data["right"].isnull().all()
 
 
-def test_every_number_stands_at_its_budget_and_kind(tiny_llada):
+def test_every_number_is_stored_under_its_budget_and_kind(tiny_llada):
     settings = {"gen_length": STEPS}
     data = Budget().measure(tiny_llada, [PROMPT], settings).isel(prompt=0)
     track = sinklens.generate(tiny_llada, [PROMPT], **settings).sinks

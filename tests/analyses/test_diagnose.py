@@ -1,4 +1,4 @@
-"""The warning signs on sinks that stay or go as planted, and the hooks against the patterns of real runs."""
+"""The warning signs on planted sinks that stay or move, and the hooks compared with patterns of real runs."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ NAN = float("nan")
 
 @pytest.mark.parametrize("ordinary", [False, True])
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_step_before(name, ordinary, request):
+def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_previous_step(name, ordinary, request):
     model = request.getfixturevalue(name)
     places = [(step, layer) for step in range(4) for layer in range(4)]
     causal = model.config.is_causal
@@ -54,11 +54,11 @@ def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_step_before(nam
         assert (seen == 0).all()
         hidden += seen.numel()
         rows = last.sum(-1)[run.real[:, None].expand_as(last.sum(-1))] if not causal else last.sum(-1)
-        torch.testing.assert_close(rows, torch.ones_like(rows))  # the rest takes over
+        torch.testing.assert_close(rows, torch.ones_like(rows))  # the remaining keys get all attention
     assert hidden
 
 
-def test_without_a_step_before_nothing_is_hidden(tiny_llada):
+def test_nothing_is_hidden_at_the_first_step(tiny_llada):
     base = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1)
     masked = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1, hooks=masking(False))
     np.testing.assert_array_equal(base.tokens, masked.tokens)
@@ -66,7 +66,7 @@ def test_without_a_step_before_nothing_is_hidden(tiny_llada):
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_a_cut_hides_the_middle_third_of_each_prompt_from_everyone(name, request):
+def test_a_cut_hides_the_middle_third_of_each_prompt_from_all_queries(name, request):
     model = request.getfixturevalue(name)
     start, end = middle_third(model.encode(PROMPTS)[1])
     run = sinklens.generate(model, PROMPTS, gen_length=4, hooks=hiding(start, end))
@@ -81,18 +81,18 @@ def test_a_cut_hides_the_middle_third_of_each_prompt_from_everyone(name, request
         assert (part.isel(pos=slice(first, int(start[row]))).max("pos") > 0).all()
 
 
-def test_a_prompt_too_short_to_have_a_middle_loses_nothing():
+def test_a_prompt_too_short_for_a_middle_third_is_not_cut():
     start, end = middle_third(torch.tensor([[False, True, True]]))
     assert start.tolist() == end.tolist()
 
 
 def test_strongest_keys_at_the_start_are_counted_from_the_first_real_token():
-    """Padding of 2 in row 1. Heads: on the first token always; on the fourth; on the eighth of twenty."""
+    """Row 1 has padding of 2. Heads: always on the first token; on the fourth; on the eighth of twenty."""
     score = np.concatenate([with_sinks([[[0, 3, 7]], [[0, 3, 7]]], length=20)] * 2)
     score[1] = np.roll(score[1], 2, axis=-1)
     real = np.ones((2, 20), dtype=bool)
     real[1, :2] = False
-    score[0, 1, 0, 0] = 0  # a head that attends to nothing counts nowhere
+    score[0, 1, 0, 0] = 0  # a head without attention is not counted
     data = at_the_start(planted(score, real=real))
     np.testing.assert_allclose(data["first_four"], [3 / 5, 4 / 6])
     np.testing.assert_allclose(data["first_twentieth"], [1 / 5, 2 / 6])
@@ -102,7 +102,7 @@ def test_strongest_keys_at_the_start_are_counted_from_the_first_real_token():
     assert float(data["places"].isel(prompt=1, place=7)) == pytest.approx(2 / 6)  # position 7 of 18 is at 0.39
 
 
-def test_sinks_that_stay_and_sinks_that_leave_are_told_apart():
+def test_sinks_that_stay_and_sinks_that_move_are_distinguished():
     """Keys 4 and 5 are hidden. Head 0 stays on 1, head 1 leaves 2 for 8, head 2 had its sink on 4, which is hidden."""
     base = planted(with_sinks([[[1, 2, 4]]] * 2))
     cut = planted(with_sinks([[[1, 8, 9]], [[1, 8, 9]]]))
@@ -113,7 +113,7 @@ def test_sinks_that_stay_and_sinks_that_leave_are_told_apart():
     np.testing.assert_allclose(data["kept"], [0.5, *[NAN] * 4, 0.5, *[NAN] * 4])
     same = anchors(base, base, torch.tensor([4]), torch.tensor([6])).isel(prompt=0)
     assert float(same["cut_same"]) == 1
-    assert float(same["cut_overlap"]) == 1  # the hidden key is left out of both
+    assert float(same["cut_overlap"]) == 1  # the hidden key is excluded from both
 
 
 def fake(tokens, lengths, texts=None, prompt_length=2):
@@ -124,7 +124,7 @@ def fake(tokens, lengths, texts=None, prompt_length=2):
 
 
 def test_changed_tokens_are_counted_up_to_the_later_end():
-    """End token 0. Row 0: one of three places differs. Row 1: the second answer is longer by two."""
+    """End token 0. Row 0: one of three positions differs. Row 1: the second answer is longer by two."""
     one = fake([[9, 9, 5, 6, 0, 0, 0], [9, 9, 5, 0, 0, 0, 0]], [2, 1])
     other = fake([[9, 9, 5, 7, 0, -1, -1], [9, 9, 5, 6, 7, 0, 0]], [2, 3])
     np.testing.assert_allclose(changed_tokens(one, other), [1 / 3, 2 / 4])
@@ -149,8 +149,8 @@ def test_verdicts_follow_threshold_and_interval():
     assert signs.loc["cut_static", "verdict"] == "undecided"
     assert signs.loc["cut_changed", "verdict"] == ""
     assert signs.loc["masking_cost", ["threshold", "source"]].tolist() == [0.05, "paper"]
-    told = signs[signs["threshold"].notna() & (signs.index != "masking_cost")]
-    assert set(told["source"]) == {"ours"}
+    decisive = signs[signs["threshold"].notna() & (signs.index != "masking_cost")]
+    assert set(decisive["source"]) == {"ours"}
 
 
 def test_a_prompt_without_a_known_answer_has_no_accuracy(tiny_llada):
@@ -161,7 +161,7 @@ def test_a_prompt_without_a_known_answer_has_no_accuracy(tiny_llada):
     assert "undecided" in signs["verdict"].tolist()  # one prompt has no interval
 
 
-def test_the_page_has_a_line_of_panels_per_sign(tiny_llada, tiny_llama):
+def test_the_page_has_a_row_of_panels_per_sign(tiny_llada, tiny_llama):
     study = Diagnose(settings={"gen_length": 8, "steps": 4})
     found = study.run([tiny_llada, tiny_llama], PROMPTS)
     (page,) = study.figures(found.measured, found.examples).values()

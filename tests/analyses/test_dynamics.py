@@ -12,7 +12,7 @@ from sinklens.tasks.word_problems import held_out
 PROMPTS = [problem.prompt for problem in held_out(2)]
 
 
-def test_a_still_head_and_a_moving_one_have_the_motion_they_were_given():
+def test_a_still_head_and_a_moving_head_have_the_planted_motion():
     """Head 0 stays on 2; head 1 goes 3, 4, 5, 6: three jumps of one position, to the right."""
     track = planted(with_sinks([[[2, 3]], [[2, 4]], [[2, 5]], [[2, 6]]]))
     data = motion_of(track)
@@ -23,13 +23,15 @@ def test_a_still_head_and_a_moving_one_have_the_motion_they_were_given():
     assert found["jump_distance"] == 1
     assert found["drift"] == 0.5
     assert found["static_share"] == 0.5
-    assert found["one_step"] == pytest.approx(3 / 5)  # of five lives, three last one step; a fourth is cut off
+    assert found["one_step"] == pytest.approx(
+        3 / 5
+    )  # three of five lives last one step; a fourth is cut off by the end
     assert found["lifetime"] == pytest.approx(8 / 5)
     assert found["overlap_step"] == 0.5
     assert np.isnan(found["newest_jump_share"])
 
 
-def test_the_shortest_life_is_the_one_that_stands_out_most():
+def test_ties_for_the_shortest_life_go_to_the_sink_that_stands_out_most():
     """Two lives of one step, at (step 1, pos 4) and (step 2, pos 7); the second rises higher above its surroundings."""
     score = with_sinks([[[2]], [[2]], [[2]], [[2]]], strength=8.0)
     score[0, 1, 0, 0, 4], score[0, 2, 0, 0, 7] = 5.0, 6.0
@@ -39,8 +41,8 @@ def test_the_shortest_life_is_the_one_that_stands_out_most():
     assert shortest_life(planted(with_sinks([[[2]], [[2]]]))) is None
 
 
-def test_the_newest_query_is_what_a_step_adds(tiny_llama):
-    """Column sums less those before equal the last row of the recorded pattern."""
+def test_the_newest_query_is_the_row_added_by_a_step(tiny_llama):
+    """Column sums minus those of the previous step equal the last row of the recorded pattern."""
     record = sinklens.sinks.Record(patterns=[(3, 2)])
     run = sinklens.generate(tiny_llama, PROMPTS, record_sinks=record, gen_length=5)
     newest = newest_queries(run.sinks)
@@ -50,8 +52,8 @@ def test_the_newest_query_is_what_a_step_adds(tiny_llama):
     assert newest.steps == 4
 
 
-def test_a_wandering_newest_query_is_told_though_the_sums_stand_still():
-    """Sums are led by position 0 from the first step on; each new query looks at its neighbour."""
+def test_a_moving_newest_query_is_detected_although_the_sums_are_still():
+    """Position 0 has the largest sum from the first step on; each new query attends to its neighbour."""
     score = np.full((1, 4, 1, 1, 8), np.nan)
     for step in range(4):
         exists = 4 + step
@@ -65,7 +67,7 @@ def test_a_wandering_newest_query_is_told_though_the_sums_stand_still():
     assert float(data["newest_jump_share"][0]) == 1
 
 
-def test_tables_and_figures_of_both_twins(tiny_llada, tiny_llama):
+def test_tables_and_figures_cover_both_models(tiny_llada, tiny_llama):
     study = Dynamics(settings={"gen_length": 8, "steps": 8})
     found = study.run([tiny_llada, tiny_llama], PROMPTS)
     table = found.tables["motion"].set_index(["model", "measure"])
@@ -88,8 +90,8 @@ def test_tables_and_figures_of_both_twins(tiny_llada, tiny_llama):
     assert SinkTrack(found.examples["tiny-llada"]).vocabulary
 
 
-def test_positions_are_named_by_the_tokens_the_run_ended_with(tiny_llada):
-    """Also the position that the last step decided, which the track itself knows as a mask."""
+def test_positions_are_labelled_by_the_final_tokens(tiny_llada):
+    """Also the position decided in the last step, which the track stores as a mask."""
     study = Dynamics()
     example = study.example(tiny_llada, PROMPTS[0], {})
     run = sinklens.generate(tiny_llada, PROMPTS[0])

@@ -1,4 +1,4 @@
-"""Emergence: checkpoints become points of a curve, and each measure is that of a loop."""
+"""Emergence: checkpoints become points of a curve, and each measure equals that of a loop."""
 
 import shutil
 
@@ -18,7 +18,7 @@ PROMPTS = [problem.prompt for problem in held_out(2)]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """The shipped diffusion model twice and its twin once, as if they had been kept at these steps."""
+    """The shipped diffusion model twice and the autoregressive one once, named as checkpoints of these steps."""
     folder = tmp_path_factory.mktemp("over-training")
     for name, step in (("tiny-llada", 800), ("tiny-llada", 90), ("tiny-llama", 800)):
         shutil.copytree(find_checkpoint(name, None), folder / f"{name}@{step}")
@@ -37,7 +37,7 @@ def test_checkpoints_become_one_curve_per_run(checkpoints, tmp_path):
     assert (tmp_path / "emergence-emergence.png").stat().st_size > 10_000
 
 
-def test_measures_are_those_of_a_loop(tiny_llama):
+def test_measures_equal_those_of_a_loop(tiny_llama):
     run = sinklens.generate(tiny_llama, PROMPTS, progress=False)
     found, scores = sinks_of(run.sinks), run.sinks.scores().to_numpy()
     real = run.real.numpy()
@@ -50,7 +50,7 @@ def test_measures_are_those_of_a_loop(tiny_llama):
                 for step in range(run.steps_run):
                     values = scores[row, step, layer, head]
                     if (run.canvas[row, step, run.prompt_length :] == tiny_llama.eos_token_ids[0]).any():
-                        break  # the row has ended, and waits for the other
+                        break  # the row has ended and waits for the other
                     known = values[~np.isnan(values)]
                     have.append((known > (known.sum() - known) / (len(known) - 1) + 3).any())
                     best.append(known.max())
@@ -65,7 +65,7 @@ def test_measures_are_those_of_a_loop(tiny_llama):
         assert found["jump_share"][row] == pytest.approx(changes / pairs)
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path):
     names = [f"em/r1/{end}" for end in ("tiny@100", "tiny@200")] + ["em/r2/tiny@100", "em/r2/other@100/"]
     found = runs_and_steps(names)
     assert list(found) == names
@@ -82,7 +82,7 @@ def test_two_runs_of_one_name_stay_two_curves():
     assert part[["model", "estimate"]].to_numpy().tolist() == [["r1/tiny", 1.0], ["r2/tiny", 2.0]]
 
 
-def test_one_step_of_one_run_is_asked_once(checkpoints, tiny_llada):
+def test_the_same_step_of_the_same_run_can_be_given_only_once(checkpoints, tiny_llada):
     with pytest.raises(SettingError, match=r"a/x@1 and \./a/x@01 are the same step of the same run; give each"):
         runs_and_steps(["a/x@1", "b/x@1", "./a/x@01"])
     study = find("emergence")()
@@ -93,6 +93,6 @@ def test_one_step_of_one_run_is_asked_once(checkpoints, tiny_llada):
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "run@", "run@latest", "@"])
-def test_a_name_without_a_step_is_refused(name):
+def test_a_name_without_a_step_is_rejected(name):
     with pytest.raises(SettingError, match=r"folders called RUN@STEP, e.g. tiny-llada@400; got"):
         run_and_step(name)

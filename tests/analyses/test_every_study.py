@@ -1,4 +1,4 @@
-"""What holds for every study: the same numbers again, whatever the batch, and files that open."""
+"""Checks for every study: reproducible numbers, for any batch size, and files that open."""
 
 import io
 
@@ -17,7 +17,7 @@ NUMBERS = ["estimate", "low", "high"]
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_second_run_is_the_same_and_the_batch_does_not_matter(name, tiny_llada, tiny_llama, tmp_path):
+def test_a_second_run_is_identical_for_any_batch_size(name, tiny_llada, tiny_llama, tmp_path):
     kind, models = find(name), [tiny_llada, tiny_llama]
     first = kind(batch=3, settings=SETTINGS).run(models, PROMPTS, tmp_path)
     again = kind(batch=3, settings=SETTINGS).run(models, PROMPTS)

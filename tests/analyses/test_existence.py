@@ -16,7 +16,7 @@ def real_track(tiny_llada):
     return sinklens.generate(tiny_llada, prompts, record_sinks=record, gen_length=8, steps=4).sinks
 
 
-def test_histogram_and_thresholds_are_those_of_counting(real_track):
+def test_histogram_and_thresholds_equal_direct_counts(real_track):
     data = sink_shares(real_track)
     score = real_track.data["score"].to_numpy().astype(np.float64)
     real = real_track.data["is_real"].to_numpy()
@@ -38,7 +38,7 @@ def test_histogram_and_thresholds_are_those_of_counting(real_track):
     np.testing.assert_allclose(data["histogram"].sum("bin"), 1)
 
 
-def test_units_of_one_scale_agree_and_found_is_what_the_threshold_leaves(real_track):
+def test_equivalent_units_agree_and_found_complements_no_sink(real_track):
     data = sink_shares(real_track)
     np.testing.assert_allclose(data["no_sink"].sel(unit="percent"), data["no_sink"].sel(unit="fraction"), atol=1e-3)
     np.testing.assert_allclose(data["no_sink"].sel(unit="visible"), data["no_sink"].sel(unit="fraction"), atol=1e-3)
@@ -48,7 +48,7 @@ def test_units_of_one_scale_agree_and_found_is_what_the_threshold_leaves(real_tr
     assert len(data["bin"]) == len(BINS) - 1
 
 
-def test_the_curve_rises_with_the_threshold_and_its_figures_say_their_unit(tiny_llada):
+def test_the_curve_rises_with_the_threshold_and_figures_name_their_unit(tiny_llada):
     study = Existence(settings={"gen_length": 4, "steps": 2})
     found = study.run([tiny_llada], [problem.prompt for problem in held_out(2)])
     curve = found.tables["thresholds"].query("unit == 'sum'")["estimate"].to_numpy()

@@ -1,4 +1,4 @@
-"""The head study against single runs, and its table on planted effects."""
+"""The head study compared with single runs, and its table on planted effects."""
 
 import numpy as np
 import pytest
@@ -21,15 +21,15 @@ def measured(tiny_llada):
 
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 5)])
-def test_every_number_stands_at_its_way_layer_and_head(tiny_llada, measured, layer, head):
+def test_every_number_is_stored_under_its_intervention_layer_and_head(tiny_llada, measured, layer, head):
     place = {"layers": [layer], "heads": [head]}
     reference = head_outputs(tiny_llada, [problem.prompt for problem in training(0, 3)], **SETTINGS)
-    made = {
+    listed = {
         "strongest": MaskSinks(top_k=2, **place),
         "zero": AblateHeads(**place),
         "mean": AblateHeads(by="mean", reference=reference, **place),
     }
-    for way, hooks in made.items():
+    for way, hooks in listed.items():
         one = effect(tiny_llada, [PROMPT], hooks, **SETTINGS)
         got = measured.sel(way=way, layer=layer, head=head).isel(prompt=0)
         assert float(got["kl"]) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
@@ -37,26 +37,26 @@ def test_every_number_stands_at_its_way_layer_and_head(tiny_llada, measured, lay
     assert measured["kl"].shape == (1, len(WAYS), 4, 6)
 
 
-def test_by_step_heads_are_averaged_and_all_at_once_are_apart(tiny_llada, measured):
+def test_steps_are_averaged_over_heads_and_exclude_all_heads_at_once(tiny_llada, measured):
     np.testing.assert_allclose(measured["kl_step"].mean("step"), measured["kl"].mean("head"), rtol=1e-6)
-    assert (measured["kl_step"].isel(step=0).sel(way=["strongest", "steady"]) < 1e-9).all()  # no step before
+    assert (measured["kl_step"].isel(step=0).sel(way=["strongest", "steady"]) < 1e-9).all()  # no previous step
     one = effect(tiny_llada, [PROMPT], MaskSinks(top_k=2), **SETTINGS)
     every = measured["all_kl"].sel(together="strongest")
     assert float(every.item()) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
 
 
 class Means(Heads):
-    """Only how large the mean output is that head 0 of layer 0 gets."""
+    """Measures only the norm of the mean output that head 0 of layer 0 gets."""
 
     def measure(self, model, prompts, settings):
-        made = self.interventions(model, unchanged(self, model, prompts[0], settings), settings)
-        return xr.Dataset({"mean": ("prompt", [float(made["mean 0 0"].reference.mean[0, 0].norm())])})
+        listed = self.interventions(model, unchanged(self, model, prompts[0], settings), settings)
+        return xr.Dataset({"mean": ("prompt", [float(listed["mean 0 0"].reference.mean[0, 0].norm())])})
 
     def tables(self, measured):
         return {}
 
 
-def test_mean_outputs_are_those_of_the_model_asked_though_another_had_its_name():
+def test_mean_outputs_belong_to_the_given_model_even_if_another_had_its_name():
     study, model, other = Means(reference=2, settings=SETTINGS), *(sinklens.load("tiny-llama") for _ in range(2))
     other.tree.hf.model.layers[0].self_attn.v_proj.weight.data *= 2
     first, second = (study.run(one, PROMPT).measured["tiny-llama"]["mean"].item() for one in (model, other))

@@ -1,4 +1,4 @@
-"""Bootstrap intervals against loops that draw the same prompts, and the tables made of them."""
+"""Bootstrap intervals compared with loops that draw the same prompts, and tables of them."""
 
 import warnings
 
@@ -20,13 +20,13 @@ NAN = float("nan")
 
 
 def naive(statistic, number, seed):
-    """2.5 and 97.5 % of `statistic` over resamples, each a list of prompt numbers."""
+    """The 2.5 and 97.5 percentiles of `statistic` over resamples, each a list of prompt indices."""
     draws = np.random.default_rng(seed).multinomial(number, [1 / number] * number, size=RESAMPLES)
     found = [statistic([prompt for prompt, times in enumerate(draw) for _ in range(times)]) for draw in draws]
     return np.percentile([value for value in found if not np.isnan(value)], [2.5, 97.5])
 
 
-def test_the_interval_of_a_mean_is_that_of_drawing_prompts_anew():
+def test_the_interval_of_a_mean_equals_that_of_resampling_prompts():
     values = np.array([1.0, 4.0, 2.0, 8.0, 5.0])
     found = bootstrap(values, seed=3)
     assert found.estimate == pytest.approx(4.0)
@@ -35,7 +35,7 @@ def test_the_interval_of_a_mean_is_that_of_drawing_prompts_anew():
     assert found.prompts == 5
 
 
-def test_prompts_that_tell_nothing_are_left_out_entry_by_entry():
+def test_prompts_without_a_value_are_excluded_entry_by_entry():
     values = np.array([[1.0, NAN, NAN], [3.0, 2.0, NAN], [NAN, 4.0, NAN], [5.0, NAN, NAN]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -52,23 +52,23 @@ def test_prompts_that_tell_nothing_are_left_out_entry_by_entry():
 
 
 @pytest.mark.parametrize("values", [np.array([[2.0]]), np.array([[2.0], [NAN]])])
-def test_one_prompt_has_an_estimate_and_no_interval(values):
+def test_one_prompt_gives_an_estimate_without_an_interval(values):
     found = bootstrap(values)
     assert found.estimate.tolist() == [2.0]
     assert np.isnan([found.low[0], found.high[0]]).all()
     assert found.prompts.tolist() == [1]
 
 
-def test_a_pooled_ratio_counts_a_prompt_by_what_it_adds():
+def test_a_pooled_ratio_weights_prompts_by_their_counts():
     """3 of 4 and 0 of 96 are 3 % together, not 37.5 %."""
-    part, whole = np.array([3.0, 0.0, 2.0]), np.array([4.0, 96.0, 20.0])
-    found = pooled(np.divide, [part, whole], seed=5)
+    part, total = np.array([3.0, 0.0, 2.0]), np.array([4.0, 96.0, 20.0])
+    found = pooled(np.divide, [part, total], seed=5)
     assert found.estimate == pytest.approx(5 / 120)
-    expected = naive(lambda drawn: part[drawn].sum() / whole[drawn].sum(), 3, 5)
+    expected = naive(lambda drawn: part[drawn].sum() / total[drawn].sum(), 3, 5)
     assert (found.low, found.high) == pytest.approx(tuple(expected))
 
 
-def test_the_interval_of_a_normal_mean_is_its_textbook_one():
+def test_the_interval_of_a_normal_mean_matches_the_textbook():
     values = np.random.default_rng(0).normal(10, 2, size=400)
     found = bootstrap(values)
     half = 1.96 * values.std() / 20
@@ -76,7 +76,7 @@ def test_the_interval_of_a_normal_mean_is_its_textbook_one():
     assert found.high == pytest.approx(values.mean() + half, abs=0.02)
 
 
-def test_a_table_has_a_line_per_model_measure_and_place():
+def test_a_table_has_a_row_per_model_measure_and_entry():
     data = xr.Dataset({"a": (("prompt", "unit"), [[1.0, 2.0], [3.0, 6.0]])}, coords={"unit": ["x", "y"]})
     table = interval_table({"one": data, "two": data * 2}, ["a"])
     assert table["model"].tolist() == ["one", "one", "two", "two"]
@@ -95,7 +95,7 @@ def test_differences_are_taken_prompt_by_prompt():
     assert difference_table({"one": first}, ["a"]).empty
 
 
-def test_rows_name_their_place_on_every_axis():
+def test_rows_are_labelled_on_every_axis():
     rows = interval_rows("m", "x", bootstrap(np.arange(12.0).reshape(2, 2, 3)), {"layer": [0, 1], "head": "abc"})
     assert [(row["layer"], row["head"], row["estimate"]) for row in rows][3:5] == [(1, "a", 6.0), (1, "b", 7.0)]
 
@@ -111,5 +111,5 @@ def test_rows_name_their_place_on_every_axis():
         ((0.5, 0.5, 0.5), "below"),
     ],
 )
-def test_a_verdict_needs_the_whole_interval_on_one_side(numbers, expected):
+def test_a_verdict_requires_the_entire_interval_on_one_side(numbers, expected):
     assert verdict(*numbers, 0.5, "above", "below") == expected

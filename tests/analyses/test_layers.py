@@ -9,8 +9,8 @@ from sinklens.analyses.layers import Layers, by_layer, trend
 from sinklens.tasks.word_problems import held_out
 
 
-def test_fewer_and_stronger_sinks_are_told_as_planted():
-    """Layer 0: two heads with sinks of 5 at two places; layer 1: one head with a sink of 9; layer 2: none."""
+def test_planted_fewer_and_stronger_sinks_are_measured():
+    """Layer 0: two heads with sinks of 5 at two positions; layer 1: one head with a sink of 9; layer 2: no sink."""
     score = with_sinks([[[2, 3], [4, None], [None, None]]] * 2, strength=5.0)
     score[0, :, 1, 0, 4] = 9.0
     data = by_layer(planted(score)).isel(prompt=0)
@@ -21,7 +21,7 @@ def test_fewer_and_stronger_sinks_are_told_as_planted():
     np.testing.assert_allclose(data["main_sum"], [[5, 5], [9, 0.25], [0.25, 0.25]])
     np.testing.assert_allclose(data["main_visible"], data["main_sum"] / 10)
     assert float(data["trend_count"]) == pytest.approx(-1)
-    assert float(data["trend_strength"]) == pytest.approx(8)  # 4 more over half of the depth
+    assert float(data["trend_strength"]) == pytest.approx(8)  # 4 more over half the depth
 
 
 def test_a_causal_strongest_key_is_averaged_over_the_queries_that_see_it():
@@ -30,7 +30,7 @@ def test_a_causal_strongest_key_is_averaged_over_the_queries_that_see_it():
     assert float(data["main_visible"][0, 0, 0]) == pytest.approx(0.8)
 
 
-def test_steps_that_a_row_does_not_have_count_nowhere():
+def test_steps_missing_from_a_row_are_not_counted():
     score = np.concatenate([with_sinks([[[2]], [[3]]])] * 2)
     score[1, 1] = np.nan
     data = by_layer(planted(score))

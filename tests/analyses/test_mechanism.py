@@ -1,4 +1,4 @@
-"""The mechanism study: its halves, correlations and orders on what is known, and its verdicts on planted effects."""
+"""The mechanism study: halves, correlations and orders on known data, and verdicts on planted effects."""
 
 import math
 from types import SimpleNamespace
@@ -32,13 +32,13 @@ MASK = 9
 
 
 def run_of(canvases):
-    """A run of one row that only says what stood where."""
+    """A run of one row that only holds its canvas."""
     canvas = torch.tensor(canvases)[None]
     real = torch.ones(1, canvas.shape[2], dtype=torch.bool)
     return SimpleNamespace(canvas=canvas, real=real, model=SimpleNamespace(mask_token_id=MASK))
 
 
-def test_halves_are_those_of_the_undecided_positions_of_a_step():
+def test_halves_split_the_undecided_positions_of_a_step():
     run = run_of([[1, MASK, MASK, MASK, MASK], [1, MASK, 2, MASK, MASK], [1, 3, 2, 4, 5]])
     mass = np.array([[[0.9, 0.1, 0.4, 0.3, 0.2], [0.9, 0.1, 0.8, 0.3, 0.2]]])
     found = above_median(run, mass)[0].tolist()
@@ -46,18 +46,18 @@ def test_halves_are_those_of_the_undecided_positions_of_a_step():
     assert found[1] == [False, False, False, True, False]
 
 
-def test_the_correlation_is_that_of_attention_and_change_over_positions():
+def test_the_correlation_is_between_attention_and_change_over_positions():
     run = run_of([[1, MASK, MASK, MASK], [1, 2, MASK, MASK], [1, 2, 3, 4]])
     mass = np.array([[[0.5, 0.1, 0.2, 0.3], [0.5, 0.4, 0.2, 0.3]]])
     shares = [torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.6, 0.4]]), torch.tensor([[0.9, 0.1], [0.9, 0.1]])]
     lower = [torch.tensor([[0.6, 0.4], [0.55, 0.45], [0.53, 0.47]]), torch.tensor([[0.8, 0.2], [0.9, 0.1]])]
     before, after = ({step: part.log() for step, part in enumerate(parts)} for parts in (shares, lower))
     expected = np.corrcoef([0.0, -0.05, -0.07], [0.1, 0.2, 0.3])[0, 1]
-    assert correlations(run, mass, before, after) == pytest.approx(expected)  # the second step has too few
+    assert correlations(run, mass, before, after) == pytest.approx(expected)  # the second step has too few positions
     assert math.isnan(correlations(run, mass, before, before))
 
 
-def test_means_are_over_the_steps_that_have_both_halves():
+def test_means_cover_only_steps_with_both_halves():
     more, less = [[-0.4, -0.2, np.nan]], [[-0.1, np.nan, 0.3]]
     compared = xr.Dataset(
         {"change_attended": (("batch", "step"), more), "change_rest": (("batch", "step"), less)}, {"step": [0, 1, 2]}
@@ -70,7 +70,7 @@ def test_means_are_over_the_steps_that_have_both_halves():
     np.testing.assert_array_equal(found["change_attended_step"], [-0.4, np.nan, np.nan])
 
 
-def test_masked_keys_are_read_from_the_mask_itself(tiny_llada):
+def test_masked_keys_are_read_from_the_additive_mask(tiny_llada):
     change, hidden = MaskSinks(top_k=2, layers=[1, 3]), MaskedKeys(tiny_llada)
     run = sinklens.generate(tiny_llada, [PROMPT], hooks=[change, *hidden.hooks()], **SETTINGS)
     expected = change.keys(run.sinks)
@@ -78,7 +78,7 @@ def test_masked_keys_are_read_from_the_mask_itself(tiny_llada):
     assert int(expected.sum()) == 5 * 2 * 6 * 2
 
 
-def test_orders_unmask_as_they_are_called_one_token_a_step(tiny_llada, tiny_llama):
+def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):
     given = {"gen_length": 6, "steps": 2, "block_length": 3, "threshold": 0.9}
     steps = {}
     for name, settings in orders(tiny_llada, given).items():
@@ -91,7 +91,7 @@ def test_orders_unmask_as_they_are_called_one_token_a_step(tiny_llada, tiny_llam
     assert orders(tiny_llama, {"gen_length": 6}) == {"position": {"gen_length": 6}}
 
 
-def test_dreams_sampler_has_no_left_to_right():
+def test_dreams_sampler_has_no_left_to_right_order():
     model = SimpleNamespace(record=SimpleNamespace(sampler="dream"), checkpoint=SimpleNamespace(defaults={}))
     found = orders(model, {"gen_length": 6, "alg": "topk_margin", "steps": 2})
     assert found["confidence"] == {"gen_length": 6, "steps": 6, "alg": "topk_margin"}
@@ -100,7 +100,7 @@ def test_dreams_sampler_has_no_left_to_right():
     assert "position" not in found
 
 
-def test_every_cost_stands_at_its_order_way_and_number(tiny_llada):
+def test_every_cost_is_stored_under_its_order_pick_and_number(tiny_llada):
     data = Mechanism().measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
     for order, settings in orders(tiny_llada, SETTINGS).items():
         base = sinklens.generate(tiny_llada, [PROMPT], record_sinks=False, **settings)
@@ -116,7 +116,7 @@ def test_every_cost_stands_at_its_order_way_and_number(tiny_llada):
 
 
 def planted(difference, cost):
-    """Three prompts, all alike: what [pick] and [order, pick] are planted for."""
+    """Three identical prompts with planted values per [pick] and [order, pick]."""
     rows = 3
     base = np.full((rows, len(ORDERS)), 1.0)
     data = {name: (("prompt", "pick"), np.tile(difference, (rows, 1))) for name in CONFIDENCE}
@@ -126,23 +126,23 @@ def planted(difference, cost):
     return xr.Dataset(data, {"order": list(ORDERS), "pick": list(PICKS), "top_k": list(TOP_K)})
 
 
-def test_verdicts_say_what_was_planted():
-    """Confidence falls by steady masking alone; left to right costs more, random order does not."""
+def test_verdicts_match_the_planted_effects():
+    """Confidence falls only under steady masking; left to right costs more, random order does not."""
     cost = [[0.1, 0.1, 0.1], [0.1, 0.6, 0.1], [0.1, 0.1, 0.3]]
     table = claims({"planted": planted([0.1, -0.2, 0.0], cost)}, seed=0)
-    told = table.set_index(["measure", "pick"]).sort_index()
+    rows = table.set_index(["measure", "pick"]).sort_index()
     falls = "confidence falls more where the masked keys were attended to"
-    assert told.loc[(falls, "strongest"), "verdict"] == "no"
-    assert told.loc[(falls, "steady"), "verdict"] == "holds"
-    assert told.loc[("… and more so than with random keys", "steady"), "estimate"] == pytest.approx(0.2)
+    assert rows.loc[(falls, "strongest"), "verdict"] == "no"
+    assert rows.loc[(falls, "steady"), "verdict"] == "holds"
+    assert rows.loc[("… and more so than with random keys", "steady"), "estimate"] == pytest.approx(0.2)
     further = "masking costs more from left to right than by confidence"
-    assert told.loc[(further, "steady"), "verdict"].tolist() == ["holds"] * len(TOP_K)
-    assert told.loc[(further, "strongest"), "verdict"].tolist() == ["no"] * len(TOP_K)
-    assert told.loc[("masking costs more in random order than by confidence", "steady"), "estimate"].tolist() == [0, 0]
-    assert told.loc[("… in random order", "steady"), "estimate"].tolist() == pytest.approx([-0.2, -0.2])
+    assert rows.loc[(further, "steady"), "verdict"].tolist() == ["holds"] * len(TOP_K)
+    assert rows.loc[(further, "strongest"), "verdict"].tolist() == ["no"] * len(TOP_K)
+    assert rows.loc[("masking costs more in random order than by confidence", "steady"), "estimate"].tolist() == [0, 0]
+    assert rows.loc[("… in random order", "steady"), "estimate"].tolist() == pytest.approx([-0.2, -0.2])
 
 
-def test_an_autoregressive_model_has_costs_by_position_alone(tiny_llama):
+def test_an_autoregressive_model_has_only_costs_by_position(tiny_llama):
     found = Mechanism(settings={"gen_length": 4}).run([tiny_llama], [PROMPT])
     costs = found.tables["costs"].query("measure == 'changed'").set_index("order")
     assert costs.loc["confidence", "estimate"].isna().all()

@@ -1,4 +1,4 @@
-"""The necessity study: strongest keys are parted into sinks and others, and each is masked where it says."""
+"""The necessity study: strongest keys are split into sinks and others, and masked where stated."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def measured(tiny_llada):
     return Necessity(sink=SINK).measure(tiny_llada, [PROMPT], SETTINGS)
 
 
-def test_on_a_planted_map_the_sink_and_the_mere_strongest_key_are_told_apart():
+def test_on_a_planted_map_sinks_are_distinguished_from_other_strongest_keys():
     track = planted([[1, 1, 9, 1], [1, 1, 1.5, 1], [2, 0.5, 2, 0.5]])
     found = {part: StrongestKey(part).detect(track).to_numpy()[0, :, 0, 0].tolist() for part in PARTS}
     assert found["all"] == [[False, False, True, False], [False, False, True, False], [True, False, False, False]]
@@ -31,7 +31,7 @@ def test_on_a_planted_map_the_sink_and_the_mere_strongest_key_are_told_apart():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_parts_are_those_written_out_place_by_place(causal):
+def test_the_parts_equal_those_of_an_explicit_loop(causal):
     track, _, there = made(causal)
     found = {part: StrongestKey(part, SINK).detect(track).to_numpy() for part in PARTS}
     scores = track.scores().to_numpy()
@@ -44,13 +44,13 @@ def test_the_parts_are_those_written_out_place_by_place(causal):
         others = (sum(known) - values[best]) / (len(known) - 1)
         expected = {"all": {best}, "sink": {best} if values[best] > others + 1.5 else set()}
         expected["other"] = expected["all"] - expected["sink"]
-        if values[best] == 0:  # a head that attends to nothing has no strongest key
+        if values[best] == 0:  # a head without attention has no strongest key
             expected = {part: set[int]() for part in PARTS}
         for part in PARTS:
             assert set(found[part][row, step, layer, head].nonzero()[0].tolist()) == expected[part]
 
 
-def test_every_number_is_that_of_its_own_run(tiny_llada, measured):
+def test_every_number_equals_that_of_a_separate_run(tiny_llada, measured):
     track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
     for part in PARTS:
         mask = MaskSinks(top_k=None, detector=StrongestKey(part, SINK), source=track)
@@ -67,14 +67,14 @@ def test_every_number_is_that_of_its_own_run(tiny_llada, measured):
     assert len({round(float(value), 6) for value in measured["kl"].to_numpy().ravel()}) == len(PARTS) * len(PICKS)
 
 
-def test_shares_count_heads_and_steps_and_sum_to_the_whole(measured):
+def test_shares_count_heads_and_steps_and_sum_to_one(measured):
     shares = measured["share"].isel(prompt=0)
     assert float(shares.sel(part="all")) == 1
     assert 0 < float(shares.sel(part="sink")) < 1
     assert float(shares.sel(part="sink") + shares.sel(part="other")) == pytest.approx(1)
 
 
-def test_claims_hold_strongest_keys_to_random_ones_in_the_same_places():
+def test_claims_compare_strongest_with_random_keys_in_the_same_places():
     axes, size = ("prompt", "part", "pick"), (8, len(PARTS), len(PICKS))
     data = xr.Dataset({name: (axes, np.zeros(size)) for name in MEASURES}, {"part": list(PARTS), "pick": list(PICKS)})
     data["share"], data["base"] = (("prompt", "part"), np.ones(size[:2])), ("prompt", np.ones(8))

@@ -1,4 +1,4 @@
-"""The patching study against patches made by hand, and what must be 0 or 1."""
+"""The patching study compared with patches made by hand, and values that must be 0 or 1."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SETTINGS = {"temperature": 0.0}
         ("no number", None),
     ],
 )
-def test_the_last_number_becomes_another(prompt, other):
+def test_the_last_number_is_changed(prompt, other):
     assert with_another_number(prompt) == other
 
 
@@ -55,11 +55,11 @@ def gap(pair, logits, canvas):
 
 
 @pytest.mark.parametrize(("layer", "group"), [(-1, "number"), (0, "number"), (1, "answer"), (1, "prompt")])
-def test_what_a_patch_moves_is_what_a_pass_with_the_patch_put_in_by_hand_moves(study, layer, group):
+def test_a_patch_moves_the_gap_as_much_as_a_pass_patched_by_hand(study, layer, group):
     model, pair, data = study
     point = "hook_embed" if layer < 0 else f"blocks.{layer}.hook_resid_post"
     prompt = pair.clean.prompt_length
-    told = 0
+    usable = 0
     for step in range(0, pair.corrupted.steps_run, 5 if not model.config.is_causal else 1):
         end = prompt + step if model.config.is_causal else None
         canvas = pair.corrupted.canvas[:, step, :end]
@@ -80,12 +80,12 @@ def test_what_a_patch_moves_is_what_a_pass_with_the_patch_put_in_by_hand_moves(s
         moved = float(data["moved"].sel(group=group, layer=layer, step=step))
         assert moved == pytest.approx(gap(pair, patched, canvas[0]) - base, abs=1e-3)
         assert float(data["gap"].sel(step=step)) == pytest.approx(gap(pair, clean, canvas[0]) - base, abs=1e-3)
-        told += gap(pair, clean, canvas[0]) - base > 1
-    assert told > 1
+        usable += gap(pair, clean, canvas[0]) - base > 1
+    assert usable > 1
 
 
-def test_shares_that_must_be_whole_or_nothing(study):
-    """The number's embedding is the prompt; no patch elsewhere in the prompt or behind the last layer tells of it."""
+def test_shares_with_a_known_value_are_zero_or_one(study):
+    """The number's embedding restores everything; patches elsewhere in the prompt or after the last layer, nothing."""
     _, pair, data = study
     restored = (data["moved"] / data["gap"]).where(data["gap"] != 0)
     np.testing.assert_allclose(restored.sel(group="number", layer=-1).dropna("step"), 1, atol=1e-4)
@@ -95,7 +95,7 @@ def test_shares_that_must_be_whole_or_nothing(study):
     assert (data["gap"].isel(step=slice(pair.corrupted.steps_run, None)) == 0).all()
 
 
-def test_a_number_that_is_put_in_from_the_start_gives_the_clean_answer(study):
+def test_patching_the_number_from_the_start_gives_the_clean_answer(study):
     _, _, data = study
     flipped = data["flipped"]
     assert flipped.shape == (5, len(STARTS))
@@ -104,15 +104,15 @@ def test_a_number_that_is_put_in_from_the_start_gives_the_clean_answer(study):
     assert float(data["told"]) == 1
 
 
-def test_what_tells_nothing_counts_nowhere(tiny_llama):
+def test_unusable_pairs_are_not_counted(tiny_llama):
     found = Patching(settings={"gen_length": 3}).run([tiny_llama], ["Nothing here.", PROMPT])
-    assert found.tables["told"]["estimate"].tolist() == [0]  # three tokens, and no number among them yet
+    assert found.tables["told"]["estimate"].tolist() == [0]  # three tokens, without a number
     assert found.tables["restored"]["estimate"].isna().all()
     assert found.tables["flipped"]["prompts"].max() == 0
 
 
-def test_shares_are_of_sums_over_the_prompts_that_tell():
-    """Two prompts tell, with gaps of 1 and 3, of which 1 and 0 are restored: a quarter. The third does not tell."""
+def test_shares_are_ratios_of_sums_over_usable_prompts():
+    """Two prompts are usable, with gaps of 1 and 3, of which 1 and 0 are restored: a quarter. The third is not."""
     places = {"group": list(GROUPS), "layer": [-1], "step": [0], "start": [0.0]}
     moved = np.zeros((3, len(GROUPS), 1, 1))
     moved[0, 0] = 1.0

@@ -1,4 +1,4 @@
-"""Printed tables hold the numbers of the files and fit a terminal."""
+"""Printed tables show the numbers of the files and fit a terminal."""
 
 import json
 import math
@@ -15,7 +15,7 @@ LONG = (
 
 
 def planted(out, **tables):
-    """A study's folder with these tables."""
+    """A study's folder with the given tables."""
     for name, rows in tables.items():
         pandas.DataFrame(rows).to_csv(out / f"planted-{name}.csv", index=False)
     manifest = {"study": "planted", "models": [], "options": {}, "tables": list(tables)}
@@ -28,7 +28,7 @@ def row(model="m", measure="kl", estimate=0.25, low=0.125, high=0.5, prompts=3, 
             "prompts": prompts}  # fmt: skip
 
 
-def test_a_row_holds_labels_the_estimate_and_its_interval(tmp_path, capsys):
+def test_a_row_shows_labels_the_estimate_and_its_interval(tmp_path, capsys):
     rows = [row(layer=0, token="NA"), row(model="n", layer=1, token="null", estimate=3.0, low=1e-5, high=12345.678)]
     show(tmp_path, planted(tmp_path, one=rows))
     lines = [line for line in capsys.readouterr().out.splitlines() if "kl" in line]
@@ -36,7 +36,7 @@ def test_a_row_holds_labels_the_estimate_and_its_interval(tmp_path, capsys):
     assert cells == [["kl", "0", "NA", "0.250 [0.125, 0.500]"], ["kl", "1", "null", "3 [1e-05, 1.23e+04]"]]
 
 
-def test_what_is_missing_is_a_dash_and_one_prompt_has_no_interval(tmp_path, capsys):
+def test_missing_values_are_dashes_and_one_prompt_has_no_interval(tmp_path, capsys):
     rows = [row(estimate=math.nan, low=math.nan, high=math.nan, prompts=0), row(low=math.nan, high=math.nan, prompts=1)]
     show(tmp_path, planted(tmp_path, one=rows))
     printed = capsys.readouterr().out
@@ -46,7 +46,7 @@ def test_what_is_missing_is_a_dash_and_one_prompt_has_no_interval(tmp_path, caps
 
 def test_tables_fit_80_columns_and_no_number_is_cut(tmp_path, capsys, monkeypatch):
     rows = [
-        row(f"model-{model}", "a_measure_with_a_long_name", sign, -0.5, 0.5, way="strongest of the step before",
+        row(f"model-{model}", "a_measure_with_a_long_name", sign, -0.5, 0.5, way="strongest of the previous step",
             where="in every head and step", verdict="undecided", meaning=LONG)
         for model in "ab" for sign in (-0.123456, 0.123456)
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_an_empty_table_and_names_with_brackets_are_printed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"study": "x"}', '{"a": 1}'])
-def test_other_json_files_are_no_studies(tmp_path, text):
+def test_other_json_files_are_not_read_as_studies(tmp_path, text):
     planted(tmp_path, one=[row()])
     (tmp_path / "a.json").write_text(text)
     assert [manifest["study"] for manifest in manifests(tmp_path)] == ["planted"]

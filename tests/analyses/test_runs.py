@@ -1,4 +1,4 @@
-"""A row keeps its own steps, whatever it shares its batch with."""
+"""A row keeps only its active steps, whatever else is in its batch."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from sinklens.tasks.word_problems import held_out
 PROMPTS = [problem.prompt for problem in held_out(2)]
 
 
-def test_waiting_steps_are_taken_out_and_later_ones_move_up():
-    """Row 1 works at steps 0, 2 and 4 of 5, row 0 at all of them; scores say row · 10 + step."""
+def test_waiting_steps_are_removed_and_later_ones_move_up():
+    """Row 1 is active at steps 0, 2 and 4 of 5, row 0 at all of them; scores are row · 10 + step."""
     score = np.broadcast_to((np.arange(2)[:, None] * 10 + np.arange(5))[..., None, None, None], (2, 5, 1, 2, 3))
     ids = np.broadcast_to(np.arange(5)[None, :, None], (2, 5, 3))
     places = np.ones((2, 5, 3), dtype=bool)
@@ -20,15 +20,15 @@ def test_waiting_steps_are_taken_out_and_later_ones_move_up():
         score.astype(np.float32), ids, places, places, np.ones((2, 3), bool), np.zeros((2, 3), int),
         {"model": "planted", "prompt_length": 1},
     )  # fmt: skip
-    own = np.array([[True] * 5, [True, False, True, False, True]])
-    moved = active_steps(track, own).data
+    active = np.array([[True] * 5, [True, False, True, False, True]])
+    moved = active_steps(track, active).data
     assert moved["score"].dims == track.data["score"].dims
     assert moved["score"][0, :, 0, 0, 0].values.tolist() == [0, 1, 2, 3, 4]
     np.testing.assert_array_equal(moved["score"][1, :, 0, 1, 2], [10, 12, 14, np.nan, np.nan])
     assert moved["token_id"][1, :, 0].values.tolist() == [0, 2, 4, -1, -1]
     assert moved["masked"][1, :, 0].values.tolist() == [True, True, True, False, False]
     assert "unmask_step" not in moved
-    assert active_steps(track, own[:, :][[1, 1]]).steps == 3
+    assert active_steps(track, active[:, :][[1, 1]]).steps == 3
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_waiting_steps_are_taken_out_and_later_ones_move_up():
         ("tiny_llama", {"use_cache": False, "temperature": 0.7, "gen_length": 6}),
     ],
 )
-def test_a_row_of_a_batch_has_the_track_it_has_alone(name, settings, request):
+def test_a_row_in_a_batch_has_the_same_track_as_alone(name, settings, request):
     model = request.getfixturevalue(name)
     record = Record(["values", "stream"])
     together = own_run(model, PROMPTS, settings, record_sinks=record)

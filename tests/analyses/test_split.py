@@ -1,4 +1,4 @@
-"""The split study on patterns whose groups look elsewhere, or alike."""
+"""The split study on patterns whose groups attend to the same or to different keys."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PROMPTS = [problem.prompt for problem in held_out(2)]
 SMALL = {"gen_length": 8, "steps": 4}
 
 
-def test_scores_of_a_group_are_its_rows_alone():
+def test_scores_of_a_group_use_only_its_rows():
     pattern = torch.rand(2, 3, 6, 6).softmax(-1)
     real = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
     pattern = pattern * real[:, None, None, :]
@@ -31,7 +31,7 @@ def test_scores_of_a_group_are_its_rows_alone():
     assert found[:, 2].isnan().all()
 
 
-def test_separate_sinks_have_no_overlap_and_shared_ones_all():
+def test_separate_sinks_have_overlap_zero_and_shared_sinks_one():
     """Head 0: the groups have sinks at 1 and 4. Head 1: both at 2. Head 2: none. Head 3: {1, 2} and {2, 3}."""
     low = torch.full((1, 4, 8), 0.5)
     one, other = low.clone(), low.clone()
@@ -46,16 +46,16 @@ def test_separate_sinks_have_no_overlap_and_shared_ones_all():
     assert found.correlation[0, 2].isnan()
 
 
-def test_padding_is_no_key():
+def test_padding_is_not_a_key():
     one, other = torch.rand(1, 1, 6), torch.rand(1, 1, 6)
     real = torch.tensor([[False, False, True, True, True, True]])
-    whole = likeness(one[..., 2:], other[..., 2:], real[:, 2:])
+    unpadded = likeness(one[..., 2:], other[..., 2:], real[:, 2:])
     one[..., :2], other[..., :2] = 9.0, 0.0
-    for part, expected in zip(likeness(one, other, real), whole, strict=True):
+    for part, expected in zip(likeness(one, other, real), unpadded, strict=True):
         torch.testing.assert_close(part, expected, equal_nan=True)
 
 
-def test_a_random_deal_keeps_the_sizes_and_depends_on_the_row_alone():
+def test_a_random_split_keeps_the_sizes_and_depends_only_on_the_row():
     ids = torch.arange(20)[None].repeat(2, 1)
     real = torch.ones(2, 20, dtype=torch.bool)
     real[1, :4] = False
@@ -72,8 +72,8 @@ def test_a_random_deal_keeps_the_sizes_and_depends_on_the_row_alone():
     assert not torch.equal(_shuffled(first, second, ids, real, 1)[0], one)
 
 
-def test_the_hooks_measure_what_recorded_patterns_say(tiny_llada):
-    """Masked against unmasked queries at one step and layer, from the whole patterns."""
+def test_the_hooks_agree_with_recorded_patterns(tiny_llada):
+    """Masked against unmasked queries at one step and layer, from complete patterns."""
     groups = Groups(tiny_llada, PROMPTS, False, 0, 3.0)
     sinklens.generate(tiny_llada, PROMPTS, hooks=groups.hooks(), record_sinks=False, **SMALL)
     run = sinklens.generate(tiny_llada, PROMPTS, record_sinks=Record(patterns=[(2, 1)]), **SMALL)
@@ -97,7 +97,7 @@ def test_the_hooks_measure_what_recorded_patterns_say(tiny_llada):
                 assert float(found.correlation[row, head]) == pytest.approx(correlation, abs=1e-4)
 
 
-def test_an_autoregressive_model_is_told_to_have_no_masked_queries(tiny_llama, tiny_llada):
+def test_an_autoregressive_model_is_reported_without_masked_queries(tiny_llama, tiny_llada):
     study = Split(settings=SMALL)
     found = study.run([tiny_llada, tiny_llama], PROMPTS)
     table = found.tables["split"]

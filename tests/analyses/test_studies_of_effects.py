@@ -1,4 +1,4 @@
-"""What holds for every study of interventions: the batch does not matter, and files are written that open."""
+"""Checks for every study of interventions: the batch size does not matter, and every file opens."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ FEW = {"heads": {"reference": 2}}
 
 
 @pytest.mark.parametrize("name", ["heads", "necessity", "patching", "windows", "blocks", "budget", "mechanism"])
-def test_the_batch_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_llama, tmp_path):
+def test_the_batch_size_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_llama, tmp_path):
     kind, models = find(name), [tiny_llada, tiny_llama]
     together = kind(batch=2, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS, tmp_path)
     apart = kind(batch=1, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS)
@@ -25,8 +25,8 @@ def test_the_batch_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_l
         words = [column for column in values if values[column].dtype.kind not in "fi"]
         assert values[words].equals(other[words])
         np.testing.assert_allclose(values["estimate"], other["estimate"], atol=1e-4)
-        told = values["estimate"].notna()
-        assert (values["low"][told].isna() | (values["low"][told] <= values["estimate"][told] + 1e-9)).all()
+        known = values["estimate"].notna()
+        assert (values["low"][known].isna() | (values["low"][known] <= values["estimate"][known] + 1e-9)).all()
         assert values["prompts"].max() <= 2
     assert {file.suffix for file in together.files} == {".csv", ".png", ".svg", ".nc", ".json"}
     assert xr.load_dataset(tmp_path / f"{name}.nc", engine="h5netcdf").sizes["model"] == 2
@@ -35,7 +35,7 @@ def test_the_batch_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_l
 
 
 @pytest.mark.parametrize("name", ["heads", "necessity", "windows", "blocks", "budget", "mechanism", "diagnose"])
-def test_prompts_of_token_ids_are_measured_and_their_answers_are_not_judged(name, tiny_llada):
+def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, tiny_llada):
     study = find(name)(settings={"gen_length": 2}, **FEW.get(name, {}))
     given = tiny_llada.encode(held_out(1)[0].prompt)[0]
     (measured,) = study.run(tiny_llada, given).measured.values()
@@ -46,6 +46,6 @@ def test_prompts_of_token_ids_are_measured_and_their_answers_are_not_judged(name
     np.testing.assert_array_equal(measured[changed], text[changed])
 
 
-def test_patching_refuses_token_ids(tiny_llada):
+def test_patching_rejects_token_ids(tiny_llada):
     with pytest.raises(SettingError, match=r"a number in the text of a prompt; prompt 0 is a list of token ids. Give"):
         find("patching")().run(tiny_llada, torch.tensor([2, 287, 28]))

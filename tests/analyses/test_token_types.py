@@ -50,13 +50,13 @@ def test_shares_are_pooled_over_prompts_and_enrichment_is_against_positions():
     assert kinds["sink_share", "mask"] == pytest.approx(0.25)
     assert kinds["position_share", "mask"] == pytest.approx(5 / 16)
     assert kinds["enrichment", "mask"] == pytest.approx(0.8)
-    assert np.isnan(kinds["matched", "digit"])  # there are none
+    assert np.isnan(kinds["matched", "digit"])  # no digits
     states = tables["states"].set_index(["measure", "state"])["estimate"]
     assert states["sink_share"].sum() == pytest.approx(1)
     assert tables["kinds"].query("measure == 'absorption'")["estimate"].sum() == pytest.approx(100)
 
 
-def test_a_token_that_one_batch_lacks_counts_nothing_there(tiny_llada):
+def test_a_token_missing_from_a_batch_counts_zero_there(tiny_llada):
     prompts = [problem.prompt for problem in held_out(2)]
     study = TokenTypes(batch=1, settings={"gen_length": 4, "steps": 2})
     apart = study.run([tiny_llada], prompts)
@@ -69,7 +69,7 @@ def test_a_token_that_one_batch_lacks_counts_nothing_there(tiny_llada):
         np.testing.assert_allclose(table[["estimate", "low", "high"]], other[["estimate", "low", "high"]], rtol=1e-5)
 
 
-def test_tokens_are_drawn_as_they_are():
+def test_tokens_are_drawn_verbatim():
     data = sinks_by_token(planted(
         with_sinks([[[3, 3]]], length=5), token_id=[[[2, 5, 6, 7, 5]]], prompt_length=5, words=WORDS
     ))  # fmt: skip

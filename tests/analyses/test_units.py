@@ -1,4 +1,4 @@
-"""Finished prompts on disk are what was measured, and stay apart from those of other runs."""
+"""Finished prompts on disk equal the measurements, and are separate from those of other runs."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ DATA = xr.Dataset(
 )
 
 
-def test_units_come_back_as_they_were_in_the_order_of_the_prompts(tmp_path):
+def test_units_are_restored_exactly_in_the_order_of_the_prompts(tmp_path):
     """Text labels, NaN, integers and every bit of a float survive the file."""
     with Units(tmp_path, WHAT, 3) as units:
         units.add([2], DATA.isel(prompt=[2]))
@@ -26,7 +26,7 @@ def test_units_come_back_as_they_were_in_the_order_of_the_prompts(tmp_path):
         assert again.dataset()["n"].dtype == DATA["n"].dtype
 
 
-def test_a_unit_that_was_half_written_is_measured_again(tmp_path):
+def test_a_partially_written_unit_is_measured_again(tmp_path):
     with Units(tmp_path, WHAT, 3) as units:
         units.add([0, 1, 2], DATA)
     (run,) = LedgerRun.all(tmp_path / FOLDER)
@@ -47,7 +47,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
-def test_batches_hold_every_prompt_once_and_equal_ones_apart(size):
+def test_batches_hold_every_prompt_once_and_never_two_equal_ones(size):
     prompts = ["a", "b", "a", [1, 2], "a", "b", [1, 2]]
     found = list(batches(prompts, [0, 1, 2, 3, 5, 6], size))
     assert sorted(number for batch in found for number in batch) == [0, 1, 2, 3, 5, 6]
@@ -56,7 +56,7 @@ def test_batches_hold_every_prompt_once_and_equal_ones_apart(size):
         assert len({str(prompts[number]) for number in batch}) == len(batch)
 
 
-def test_units_of_another_run_are_named_with_what_differs(tmp_path):
+def test_units_of_another_run_are_reported_with_the_differences(tmp_path):
     other = WHAT | {"seed": 1, "model": {"name": "m", "weights": "1"}}
     assert unused(tmp_path, WHAT) == finished(tmp_path) == ""
     with Units(tmp_path, WHAT, 3) as units:

@@ -1,4 +1,4 @@
-"""The window study: its widths are those asked for, and the last is none."""
+"""The window study: each width restricts attention as stated, and the last does not restrict it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ PROMPT = held_out(1)[0].prompt
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_every_width_is_its_own_run_and_the_last_changes_nothing(name, request):
+def test_every_width_is_a_separate_run_and_the_last_changes_nothing(name, request):
     model, settings = request.getfixturevalue(name), {"gen_length": 6}
     data = Windows().measure(model, [PROMPT], settings).isel(prompt=0)
     assert data["width"].to_numpy().tolist() == list(WIDTHS)

@@ -110,7 +110,7 @@ def test_a_bidirectional_sliding_window_of_a_model_in_memory_is_rejected():
 
 def test_anything_else_is_rejected():
     with pytest.raises(
-        CheckpointError, match="cannot load a int; give a name, a folder, a transformers PreTrainedModel"
+        CheckpointError, match="cannot load a int; pass a name, a folder, a transformers PreTrainedModel"
     ):
         sinklens.load(8)
 

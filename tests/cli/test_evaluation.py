@@ -68,7 +68,7 @@ def test_generated_programs_run_only_on_request(tmp_path, capsys):
     assert "not scored (2)" in out
     assert "tiny-llama: its answers" in out
     assert "compared on the same samples" not in out
-    assert "have not been run have no part in any accuracy: 2 of tiny-llama (unmasked)." in out
+    assert "have not been run are excluded from all accuracies: 2 of tiny-llama (unmasked)." in out
     assert out.splitlines()[-1] == f"Written: {tmp_path / 'table.csv'}."
     assert pd.read_csv(tmp_path / "table.csv")[["total", "unscored"]].values.tolist() == [[0, 2]]
     code, _, printed = run(capsys, "score", tmp_path)
@@ -217,7 +217,7 @@ def test_a_table_omits_unscored_programs_and_says_so(tmp_path, capsys):
         (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts replaces --task; give only one"),
         (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts replaces --data; give only one"),
         (["tiny-llama", "--prompts", "no.jsonl"], "could not read prompts from no.jsonl"),
-        (["tiny-llama", "--task", "prompts"], "the task prompts reads a file; give one (--prompts FILE)"),
+        (["tiny-llama", "--task", "prompts"], "the task 'prompts' needs a file; give one (--prompts FILE)"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--block-length", "8"],
             "--block-length is not a setting of the autoregressive sampler, which tiny-llama uses; remove it.",
@@ -277,7 +277,7 @@ def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, no_toke
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code, _, printed = run(capsys, *call)
     assert code == 1
-    assert "has an answer to prompts/2, but to another expected answer: it was begun with other data." in printed
+    assert "has a record of prompts/2 with another expected answer, so it was started with other data." in printed
 
 
 def test_text_prompts_need_a_tokenizer_and_expected_ids_must_fit_the_answer_length(tmp_path, capsys, no_tokenizer):
@@ -285,7 +285,7 @@ def test_text_prompts_need_a_tokenizer_and_expected_ids_must_fit_the_answer_leng
     for line, text in (
         ({"prompt": "a", "expected": [5]}, "has no tokenizer, and the prompts of this task are text."),
         ({"prompt": [2, 5], "expected": "a"}, "or give prompts and expected answers as token ids (--prompts FILE)."),
-        ({"prompt": [2, 5], "expected": [5] * 5}, "prompts/0 expects 5 tokens, and an answer of"),
+        ({"prompt": [2, 5], "expected": [5] * 5}, "prompts/0 expects 5 tokens, but answers of"),
         ({"prompt": [2, 99999], "expected": [5]}, "99999"),
     ):
         file.write_text(f"{json.dumps(line)}\n")

@@ -188,7 +188,7 @@ def test_options_for_evaluations_are_rejected_for_a_study(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        (["--number", "501"], "500 problems are held out, and those beyond may have been trained on; got 501."),
+        (["--number", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
         (["--prompts", "a.txt", "--number", "3"], "--number is 3, but a.txt holds 2 prompts;"),
         (["--prompts", "a.jsonl"], "a.jsonl, line 2: not JSON"),
     ],

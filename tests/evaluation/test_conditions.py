@@ -1,4 +1,4 @@
-"""Conditions: the study's own, their controls, and what is refused."""
+"""Conditions: those of the study, their controls, and which ones are refused."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from sinklens.interventions import Intervention, MaskSinks, PatchHooks
 from sinklens.sinks.detectors import EpsilonOverMean
 
 
-def test_the_unmasked_model_is_always_among_them_and_counts_are_sorted():
+def test_the_unmasked_model_is_always_included_and_counts_are_sorted():
     assert [condition.name for condition in masking([10, 1, 1])] == ["unmasked", "1 sink", "10 sinks"]
     assert masking([]) == masking([0]) == [UNMASKED]
 
 
-def test_each_control_masks_as_many_other_keys():
+def test_each_control_masks_the_same_number_of_other_keys():
     found = masking([5], ["weakest", "random"], seed=7)
     assert [(c.name, c.masked, c.pick) for c in found[1:]] == [
         ("5 sinks", 5, "strongest"),
@@ -24,36 +24,36 @@ def test_each_control_masks_as_many_other_keys():
         ("5 weakest keys", 5, "weakest"),
     ]
     assert found[2].hooks == (MaskSinks(top_k=5, pick="random", seed=7),)
-    assert [condition.hooks[0].seed for condition in found[1:]] == [0, 7, 0]  # nothing else is drawn
+    assert [condition.hooks[0].seed for condition in found[1:]] == [0, 7, 0]  # the other picks draw nothing
 
 
-def test_a_wider_scope_is_part_of_the_name_so_tables_cannot_mix_it():
+def test_a_wider_scope_is_part_of_the_name():
     assert masking([1], scope="layer")[1].name == "1 sink, one set per layer"
     assert masking([1], queries="all")[1].name == "1 sink, for all queries"
 
 
-def test_the_unmasked_runs_sinks_are_a_condition_of_their_own(tiny_llada):
-    _, own, steady = masking([2], of_unmasked=True)
+def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
+    _, in_run, steady = masking([2], of_unmasked=True)
     assert (steady.name, steady.masked, steady.pick) == ("2 sinks of the unmasked run", 2, "steady")
-    assert steady.hooks == own.hooks
-    assert steady.described() != own.described() | {"name": steady.name, "pick": "steady"}
+    assert steady.hooks == in_run.hooks
+    assert steady.described() != in_run.described() | {"name": steady.name, "pick": "steady"}
     run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
     assert steady.hooks_for(lambda: run.sinks) == [MaskSinks(top_k=2, source=run.sinks)]
-    assert own.hooks_for(lambda: pytest.fail("no run is needed")) == list(own.hooks)
+    assert in_run.hooks_for(lambda: pytest.fail("an unmasked run is not needed")) == list(in_run.hooks)
 
 
-def test_descriptions_are_equal_for_equal_conditions_only():
+def test_only_equal_conditions_have_equal_descriptions():
     first, second = masking([1])[1], masking([1], scope="model")[1]
     assert first.described() == masking([1])[1].described() != second.described()
     assert "top_k=1" in first.described()["hooks"][0]
 
 
-def test_what_cannot_be_told_apart_is_refused(tiny_llada):
+def test_settings_that_the_ledger_cannot_distinguish_are_refused(tiny_llada):
     run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
     with pytest.raises(
-        SettingError, match=r"MaskSinks\(source=...\) is a SinkTrack, and its records could not be told"
+        SettingError, match=r"MaskSinks\(source=...\) is a SinkTrack, which the ledger cannot distinguish"
     ):
-        Condition("own sinks", (MaskSinks(source=run.sinks),))
+        Condition("recorded sinks", (MaskSinks(source=run.sinks),))
     Condition("by a detector", (MaskSinks(top_k=None, detector=EpsilonOverMean()),))
     with sinklens.trace(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2) as t:
         caches = t.cache(["blocks.0.hook_resid_post"])
@@ -61,8 +61,8 @@ def test_what_cannot_be_told_apart_is_refused(tiny_llada):
         Condition("patched", (PatchHooks(source=caches, names=["blocks.0.hook_resid_post"]),))
 
 
-class Untold(Intervention):
-    """Its setting is no field, so its text does not tell it."""
+class NoDataclass(Intervention):
+    """Its setting is not a field, so its repr does not contain it."""
 
     def __init__(self, factor):
         super().__init__()
@@ -73,8 +73,8 @@ class Untold(Intervention):
 
 
 @dataclass(frozen=True)
-class HalfTold(Intervention):
-    """A dataclass that keeps something beside its fields."""
+class HiddenState(Intervention):
+    """A dataclass with state outside its fields."""
 
     factor: float = 1.0
 
@@ -86,8 +86,8 @@ class HalfTold(Intervention):
 
 
 @dataclass(frozen=True)
-class Told(Intervention):
-    """All it does is told by its fields and its code."""
+class Plain(Intervention):
+    """Its fields and its code describe it completely."""
 
     factor: float = 1.0
 
@@ -96,14 +96,14 @@ class Told(Intervention):
 
 
 def test_settings_outside_the_fields_of_a_dataclass_are_refused():
-    with pytest.raises(SettingError, match=r"Untold keeps factor outside the fields of a dataclass"):
-        Condition("mine", (Untold(1.0),))
-    with pytest.raises(SettingError, match=r"HalfTold keeps doubled outside the fields"):
-        Condition("mine", (HalfTold(),))
+    with pytest.raises(SettingError, match=r"NoDataclass keeps factor outside dataclass fields"):
+        Condition("mine", (NoDataclass(1.0),))
+    with pytest.raises(SettingError, match=r"HiddenState keeps doubled outside dataclass fields"):
+        Condition("mine", (HiddenState(),))
 
 
-def test_the_code_of_ones_own_intervention_is_told_and_that_of_sinklens_is_not():
-    one, other = (Condition("mine", (Told(factor),)).described() for factor in (1.0, 2.0))
+def test_a_description_includes_the_code_of_an_outside_intervention_but_not_that_of_sinklens():
+    one, other = (Condition("mine", (Plain(factor),)).described() for factor in (1.0, 2.0))
     assert one["code"] == other["code"] != []
     assert one != other
     assert "code" not in masking([1])[1].described()
@@ -116,6 +116,6 @@ def test_the_code_of_ones_own_intervention_is_told_and_that_of_sinklens_is_not()
         ({"counts": [1], "controls": ["nearest"]}, r"a control masks random or weakest keys; got 'nearest'"),
     ],
 )
-def test_bad_settings_say_what_is_allowed(arguments, text):
+def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):
     with pytest.raises(SettingError, match=text):
         masking(**arguments)

@@ -1,4 +1,4 @@
-"""Progress: lines where there is no terminal, bars on one, and what is said after an interrupt."""
+"""Progress: lines without a terminal, bars on a terminal, and the message after an interrupt."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from sinklens.evaluation.counting import PARTS, Counts
 
 
-def test_without_a_terminal_there_is_a_line_for_every_twentieth(capsys):
+def test_without_a_terminal_every_twentieth_prints_a_line(capsys):
     with Counts("prompts") as counts:
         for done in range(1001):
             counts("m", done, 1000)
@@ -15,7 +15,7 @@ def test_without_a_terminal_there_is_a_line_for_every_twentieth(capsys):
     assert lines == [f"m: {done} of 1000 prompts done" for done in range(0, 1001, 1000 // PARTS)]
 
 
-def test_few_units_have_a_line_each_and_every_label_its_own(capsys):
+def test_few_units_print_one_line_each_per_label(capsys):
     with Counts("samples") as counts:
         for label in ("a", "b"):
             for done in (2, 3, 4):
@@ -25,18 +25,18 @@ def test_few_units_have_a_line_each_and_every_label_its_own(capsys):
     ]
 
 
-def test_on_a_terminal_there_are_bars_and_names_are_no_markup(capsys, monkeypatch):
+def test_a_terminal_shows_bars_and_names_are_not_read_as_markup(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with Counts("prompts") as counts:
         counts("[red]m", 1, 3)
         counts("[red]m", 3, 3)
-    told = capsys.readouterr().err
-    assert "[red]m" in told
-    assert "3/3" in told
-    assert "prompts done" not in told
+    printed = capsys.readouterr().err
+    assert "[red]m" in printed
+    assert "3/3" in printed
+    assert "prompts done" not in printed
 
 
-def test_an_interrupt_names_what_is_kept_and_a_command_that_a_shell_takes(capsys):
+def test_an_interrupt_prints_what_is_kept_and_a_shell_command_to_resume(capsys):
     with Counts("prompts") as counts, pytest.raises(SystemExit, match="130"):
         counts("m", 3, 10)
         counts("n", 0, 10)

@@ -1,4 +1,4 @@
-"""Ray: the ledger is the one that this process alone would have written, whatever happens to the workers."""
+"""Ray: the ledger equals the one written by a single process, whatever happens to the workers."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ NEED = {"num_cpus": 1, "num_gpus": 0}
 
 @pytest.fixture
 def ray():
-    """Ray, with a cluster of this file's own that lasts until its last test."""
+    """Ray, with a cluster for this file that runs until its last test."""
     ray = pytest.importorskip("ray")
     if not ray.is_initialized():
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -46,78 +46,80 @@ def without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
 
 
-def alike(records):
-    """Records without what the clock and the division into batches put into them."""
+def reproducible(records):
+    """Records without the fields that depend on timing and batching."""
     return [{name: value for name, value in record.items() if name not in ("seconds", "batch")} for record in records]
 
 
 def workers():
-    """Processes of this one's cluster that hold a model."""
+    """Processes of this process's cluster that hold a model."""
     below = psutil.Process().children(recursive=True)
     return [process for process in below if "MapWorker" in "".join(process.cmdline())]
 
 
 @pytest.mark.slow
-def test_workers_killed_in_mid_run_are_replaced_and_the_ledger_is_that_of_one_process(tmp_path, capfd):
+def test_killed_workers_are_replaced_and_the_ledger_equals_that_of_one_process(tmp_path, capfd):
     ray = pytest.importorskip("ray")
-    ray.shutdown()  # so that the engine starts a cluster of its own
+    ray.shutdown()  # so that the engine starts a cluster
     killed, reports = [], []
 
     def report(condition, done, total):
         reports.append((condition.name, done))
-        if done and not killed:  # the first records are here, the others on their way
+        if done and not killed:  # the first records have arrived, the others have not
             killed.extend(workers())
             for process in killed:
                 os.kill(process.pid, signal.SIGKILL)
 
     given = {"limit": 8, "batch": 2, "progress": report}
     runs = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "ray", engine=OnRay(workers=2), **given)
-    told = capfd.readouterr()
+    output = capfd.readouterr()
     assert len(killed) == 2
-    assert not ray.is_initialized(), "a cluster that was started for the evaluation outlives it"
-    assert "Running" not in told.out + told.err, "progress bars of Ray"
+    assert not ray.is_initialized(), "the cluster started for the evaluation is still running"
+    assert "Running" not in output.out + output.err, "Ray printed progress bars"
 
     alone = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "alone", limit=8, batch=2)
     for run, reference in zip(runs, alone, strict=True):
         assert run.folder.name == reference.folder.name
-        assert alike(run.records()) == alike(reference.records())
+        assert reproducible(run.records()) == reproducible(reference.records())
         lines = (run.folder / "records-0.jsonl").read_bytes().splitlines()
         assert len(lines) == 8, "a record was written twice"
     assert [done for name, done in reports if name == "unmasked"] == [0, 2, 4, 6, 8]
 
     again = []
     evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "ray", limit=8, progress=lambda *seen: again.append(seen))
-    assert [done for _, done, _ in again] == [8, 8], "nothing was left to do"
+    assert [done for _, done, _ in again] == [8, 8], "finished samples were evaluated again"
 
 
-def test_batches_come_back_and_an_error_of_a_worker_arrives_as_it_is(ray):
-    """A prompt that does not fit, behind one that does; and the caller's cluster is left."""
+def test_batches_are_returned_and_a_workers_error_arrives_unchanged(ray):
+    """A prompt that fits, followed by one that does not; the caller's cluster keeps running."""
     long = replace(SAMPLES[1], prompt=SAMPLES[1].prompt * 20)
     good, bad = Batch(CONDITIONS[1], SAMPLES[:1]), Batch(UNMASKED, (long,))
     done = OnRay(workers=1).carry_out(JOB, [good, bad])
     batch, records = next(done)
     assert batch is good
     (_, expected) = next(InProcess().carry_out(JOB, [good]))
-    assert alike(records) == alike(expected)
+    assert reproducible(records) == reproducible(expected)
     with pytest.raises(PromptError, match=r"^sample tiny-gsm/1: a prompt of .* tokens and gen_length 24 need"):
         next(done)
     assert ray.is_initialized()
 
 
-def test_a_batch_that_was_begun_too_often_is_given_up(ray):
+def test_a_batch_that_used_up_its_tries_is_not_started_again(ray):
     tally = ray.remote(num_cpus=0)(_Tally).remote()
     worker = _Worker(JOB, NEED, tally, 2)
     rows = {"place": [7], "work": [ray.cloudpickle.dumps(Batch(UNMASKED, SAMPLES[2:4]))]}
     outcomes = [ray.cloudpickle.loads(worker(rows)["outcome"][0]) for _ in range(3)]
     assert [record["sample"] for record in outcomes[0]] == ["tiny-gsm/2", "tiny-gsm/3"]
-    assert alike(outcomes[0]) == alike(outcomes[1])
+    assert reproducible(outcomes[0]) == reproducible(outcomes[1])
     assert isinstance(outcomes[2], SinklensError)
-    assert "tiny-gsm/2 to tiny-gsm/3 under 'unmasked' were begun 2 times, and each time the worker" in str(outcomes[2])
+    assert "tiny-gsm/2 to tiny-gsm/3 under 'unmasked' were started 2 times, and each time the worker" in str(
+        outcomes[2]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadly(Intervention):
-    """Kills the process that it runs in."""
+    """Kills its process."""
 
     def hooks_for(self, model, run=None):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -128,19 +130,19 @@ class Deadly(Intervention):
 def test_a_batch_that_kills_every_worker_ends_the_evaluation(ray):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     work = [Batch(Condition("deadly", (Deadly(),)), SAMPLES[:2])]
-    with pytest.raises(SinklensError, match=r"under 'deadly' were begun 2 times, and each time the worker died"):
+    with pytest.raises(SinklensError, match=r"under 'deadly' were started 2 times, and each time the worker died"):
         list(OnRay(workers=1, tries=2).carry_out(JOB, work))
 
 
-def test_a_worker_that_fits_no_machine_is_refused_instead_of_waited_for(ray):
-    with pytest.raises(SettingError, match=r"needs 1 cores and 3 GPUs of one machine, .* are: 2 cores and 0 GPUs"):
+def test_a_worker_that_fits_no_machine_is_refused_immediately(ray):
+    with pytest.raises(SettingError, match=r"needs 1 cores and 3 GPUs on one machine, .*available: 2 cores and 0 GPU"):
         OnRay(gpus_per_worker=3).identities(JOB, CONDITIONS)
     with pytest.raises(SettingError, match=r"needs 64 cores and 0 GPUs"):
         list(OnRay(cpus_per_worker=64).carry_out(JOB, [Batch(UNMASKED, SAMPLES)]))
     assert OnRay(cpus_per_worker=0.5)._shares() == ({"num_cpus": 0.5, "num_gpus": 0}, 4)
 
 
-def test_a_worker_computes_with_its_cores_and_on_a_gpu_only_if_it_has_one():
+def test_a_worker_uses_its_cores_and_a_gpu_only_if_it_has_one():
     try:
         assert _job_here(JOB, {"num_cpus": 2.0, "num_gpus": 0}).load == {"device": "cpu"}
         assert torch.get_num_threads() == 2
@@ -152,8 +154,8 @@ def test_a_worker_computes_with_its_cores_and_on_a_gpu_only_if_it_has_one():
     assert _job_here(chosen, NEED) is chosen
 
 
-def test_a_model_that_is_loaded_already_is_refused(tiny_llada, tmp_path):
-    with pytest.raises(SettingError, match=r"OnRay takes its name or folder; got a Model. Evaluate a model that is"):
+def test_a_loaded_model_is_refused(tiny_llada, tmp_path):
+    with pytest.raises(SettingError, match=r"OnRay needs its name or folder; got a Model. To evaluate a loaded model"):
         evaluate(tiny_llada, "tiny-gsm", CONDITIONS, tmp_path, limit=2, engine=OnRay())
     assert not list(Path(tmp_path).iterdir())
 
@@ -164,14 +166,14 @@ def test_without_ray_the_error_names_the_extra(without_ray, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
-        ({"workers": 0}, r"workers is at least 1; got 0"),
-        ({"gpus_per_worker": -1}, r"gpus_per_worker is at least 0; got -1"),
-        ({"cpus_per_worker": 0}, r"cpus_per_worker is more than 0; got 0"),
-        ({"tries": 0}, r"tries is at least 1; got 0"),
+        ({"workers": 0}, r"workers must be at least 1; got 0"),
+        ({"gpus_per_worker": -1}, r"gpus_per_worker must be at least 0; got -1"),
+        ({"cpus_per_worker": 0}, r"cpus_per_worker must be more than 0; got 0"),
+        ({"tries": 0}, r"tries must be at least 1; got 0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(given, told):
-    with pytest.raises(SettingError, match=told):
+def test_numbers_out_of_range_are_refused(given, message):
+    with pytest.raises(SettingError, match=message):
         OnRay(**given)

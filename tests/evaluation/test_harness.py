@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: its verdicts are ours on the same generations, and what it cannot ask rightly is refused."""
+"""lm-evaluation-harness: its verdicts equal ours on the same generations, and unsupported uses are refused."""
 
 import importlib
 import json
@@ -58,9 +58,9 @@ CHOOSING = """
 doc_to_choice: ["1", "2"]
 doc_to_target: 0
 """
-# Of the harness's own task only the data are replaced, by local copies of the same.
-OWN = """
-include: {own}
+# The harness's own task, except that its data are replaced by local copies.
+HARNESS_TASK = """
+include: {original}
 task: {name}
 dataset_path: json
 dataset_name: null
@@ -69,7 +69,7 @@ dataset_kwargs:
   cache_dir: "{cache}"
 num_fewshot: {shots}
 """
-# What follows a GSM8K prompt, {n} for the right number.
+# Answers to a GSM8K prompt, with {n} for the right number.
 AWKWARD = (
     " #### {n}", " #### {n}.", " #### ${n}", " ####{n}", " ####  {n}", " #### {n} dollars", " #### {n}.0",
     " #### {n}.00.", " #### -{n}", " #### +{n}", " #### {n},000", " #### {n}%", " #### {n}/2", " #### 2/{n}",
@@ -84,7 +84,7 @@ AWKWARD = (
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
-    """No network; and no long look at the machine for the head of the results."""
+    """No network, and no slow inspection of the machine for the header of the results."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
@@ -92,7 +92,7 @@ def _offline(monkeypatch):
 
 @pytest.fixture
 def words(tmp_path):
-    """A manager of one task, the first held-out word problems, in the harness's own format."""
+    """A manager of one task, the first held-out word problems, in the harness's format."""
 
     def make(kind="generate_until", more=GENERATING):
         data = tmp_path / "words.jsonl"
@@ -104,7 +104,7 @@ def words(tmp_path):
 
 
 class Canned(LM):
-    """Gives prepared answers, as SinklensLM would cut them, and keeps the prompts."""
+    """Returns prepared answers, cut as by SinklensLM, and keeps the prompts."""
 
     def __init__(self, texts):
         super().__init__()
@@ -116,7 +116,7 @@ class Canned(LM):
         return [cut(text, until) for text in self.texts]
 
     def loglikelihood(self, requests):
-        raise AssertionError("nothing is compared")
+        raise AssertionError("likelihoods are not compared")
 
     loglikelihood_rolling = loglikelihood
 
@@ -131,12 +131,12 @@ def answers(results):
     return [sample["resps"][0][0] for sample in results["samples"]["words"]]
 
 
-def request(prompt, **asked):
-    return Instance("generate_until", {}, (prompt, asked), 0)
+def request(prompt, **settings):
+    return Instance("generate_until", {}, (prompt, settings), 0)
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_accuracy_is_that_of_our_verdicts_on_the_same_generations(words, tiny_llada, count):
+def test_accuracy_equals_that_of_our_verdicts_on_the_same_generations(words, tiny_llada, count):
     model = SinklensLM(tiny_llada, [MaskSinks(top_k=1)] if count else [], batch_size=5)
     results = run(model, words())
     task, texts = TinyGsm(), answers(results)
@@ -147,7 +147,7 @@ def test_accuracy_is_that_of_our_verdicts_on_the_same_generations(words, tiny_ll
     condition = masking([0, 1])[count]
     job = Job(tiny_llada, {}, task, find_protocol("tiny-gsm"), 0)
     ((_, records),) = InProcess().carry_out(job, [Batch(condition, tuple(task.samples(SIZE)))])
-    assert texts == [cut(record["text"], ["Question:"]) for record in records], "evaluate generates something else"
+    assert texts == [cut(record["text"], ["Question:"]) for record in records], "evaluate generates different texts"
     assert results["config"]["hooks"] == condition.described()["hooks"]
 
 
@@ -167,14 +167,16 @@ def test_the_registered_name_takes_text_arguments(words):
     assert "MaskSinks(" in results["config"]["hooks"][0]
     assert "random" in results["config"]["hooks"][0]
     assert results["config"]["settings"]["steps"] == 12
-    assert get_model("hf").__name__ == "HFLM", "the harness's own models are gone"
+    assert get_model("hf").__name__ == "HFLM", "the harness's own models are missing"
 
 
-def test_the_command_line_is_the_harness_s_own(words, tmp_path, monkeypatch, capsys):
+def test_the_command_line_is_that_of_the_harness(words, tmp_path, monkeypatch, capsys):
     from sinklens.evaluation import harness
 
     words()
-    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)  # it would hold on to this test's stderr
+    monkeypatch.setattr(
+        "lm_eval.__main__.setup_logging", lambda: None
+    )  # it would keep a reference to this test's stderr
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # thousands of files
     given = ["--model", "sinklens", "--model_args", "pretrained=tiny-llada,mask_sinks=1", "--batch_size", "4"]
     what = ["--tasks", "words", "--include_path", str(tmp_path), "--limit", "2"]
@@ -190,24 +192,24 @@ def test_the_response_cache_is_refused_and_the_cache_of_prompts_is_not(words, ti
     from lm_eval.caching import cache
 
     monkeypatch.setattr(cache, "PATH", str(tmp_path / "requests"))
-    with pytest.raises(SettingError, match=r"response cache \(use_cache\) .* does not know the intervention"):
+    with pytest.raises(SettingError, match=r"response cache \(use_cache\) .* ignores the intervention"):
         run(SinklensLM(tiny_llada), words(), use_cache=str(tmp_path / "cached"))
     requests = [request(problem.prompt, until="Question:") for problem in held_out(SIZE)]
     for count in (0, 3):
         model = SinklensLM(tiny_llada, mask_sinks=count)
         assert answers(run(model, words(), cache_requests=True)) == model.generate_until(requests, True)
-        assert list((tmp_path / "requests").iterdir()), "nothing was cached, so nothing is shown"
+        assert list((tmp_path / "requests").iterdir()), "nothing was cached, so the test shows nothing"
 
 
 def test_tasks_that_compare_likelihoods_are_refused(words, tiny_llada):
-    with pytest.raises(NotImplementedError, match=r"only tasks that generate .* are served") as caught:
+    with pytest.raises(NotImplementedError, match=r"only tasks that generate .* are supported") as caught:
         run(SinklensLM(tiny_llada), words("multiple_choice", CHOOSING))
     assert isinstance(caught.value, SinklensError)
     with pytest.raises(SinklensError, match=r"which a diffusion model does not have"):
         SinklensLM(tiny_llada).loglikelihood_rolling([])
 
 
-def test_a_task_s_length_and_temperature_hold_where_the_model_s_arguments_leave_them_open(tiny_llada, monkeypatch):
+def test_a_tasks_length_and_temperature_apply_unless_the_models_arguments_set_them(tiny_llada, monkeypatch):
     used = []
     real = sinklens.generate
 
@@ -216,34 +218,36 @@ def test_a_task_s_length_and_temperature_hold_where_the_model_s_arguments_leave_
         used.append((done.settings.gen_length, done.settings.steps, done.settings.temperature, done.seed))
         return done
 
-    monkeypatch.setattr(sinklens, "generate", watched)
+    monkeypatch.setattr(harness, "generate", watched)
     prompt = held_out(1)[0].prompt
-    asked = request(prompt, max_gen_toks=8, until="####", do_sample=True, temperature=0.7)
-    SinklensLM(tiny_llada).generate_until([asked, asked], disable_tqdm=True)
-    assert used == [(8, 8, 0.7, 0), (8, 8, 0.7, 1)], "a repeat is another draw"
+    sampled = request(prompt, max_gen_toks=8, until="####", do_sample=True, temperature=0.7)
+    SinklensLM(tiny_llada).generate_until([sampled, sampled], disable_tqdm=True)
+    assert used == [(8, 8, 0.7, 0), (8, 8, 0.7, 1)], "a repeat has another seed"
     used.clear()
-    SinklensLM(tiny_llada, gen_length=12, temperature=0.2).generate_until([asked], disable_tqdm=True)
+    SinklensLM(tiny_llada, gen_length=12, temperature=0.2).generate_until([sampled], disable_tqdm=True)
     SinklensLM(tiny_llada).generate_until([request(prompt, do_sample=False, temperature=0.7, top_p=0.9)], True)
-    assert used == [(12, 12, 0.2, 0), (24, 24, 0.0, 0)], "top_p means nothing without sampling"
-    with pytest.raises(SettingError, match=r"top_p is not a setting of the llada sampler.*The task asks for .*top_p"):
+    assert used == [(12, 12, 0.2, 0), (24, 24, 0.0, 0)], "top_p has no effect without sampling"
+    with pytest.raises(SettingError, match=r"top_p is not a setting of the llada sampler.*The task sets .*top_p"):
         SinklensLM(tiny_llada).generate_until([request(prompt, do_sample=True, temperature=1.0, top_p=0.9)], True)
-    with pytest.raises(SettingError, match=r"block_length 12 does not divide gen_length 8.*model_args\) wins over it"):
-        SinklensLM(tiny_llada, block_length=12).generate_until([asked], True)
+    with pytest.raises(
+        SettingError, match=r"block_length 12 does not divide gen_length 8.*model_args\) override these"
+    ):
+        SinklensLM(tiny_llada, block_length=12).generate_until([sampled], True)
 
 
-def test_answers_are_cut_at_every_stop_text_and_an_empty_one_stops_nothing(tiny_llada):
+def test_answers_are_cut_at_every_stop_text_except_an_empty_one(tiny_llada):
     prompt = held_out(1)[0].prompt
     model = SinklensLM(tiny_llada)
-    (whole,) = model.generate_until([request(prompt, until=[])], disable_tqdm=True)
-    assert "####" in whole
-    assert model.generate_until([request(prompt, until=["", "####"])], True) == [whole[: whole.index("####")]]
-    assert model.generate_until([request(prompt, until="##")], True) == [whole[: whole.index("##")]]
+    (uncut,) = model.generate_until([request(prompt, until=[])], disable_tqdm=True)
+    assert "####" in uncut
+    assert model.generate_until([request(prompt, until=["", "####"])], True) == [uncut[: uncut.index("####")]]
+    assert model.generate_until([request(prompt, until="##")], True) == [uncut[: uncut.index("##")]]
 
 
-def test_a_chat_template_is_the_tokenizer_s_and_no_start_token_stands_twice(words, monkeypatch):
+def test_the_tokenizers_chat_template_is_applied_without_a_second_start_token(words, monkeypatch):
     model = sinklens.load("tiny-llama")
     lm = SinklensLM(model)
-    with pytest.raises(PromptError, match=r"has no chat template; leave --apply_chat_template"):
+    with pytest.raises(PromptError, match=r"has no chat template; drop --apply_chat_template"):
         lm.apply_chat_template([{"role": "user", "content": "x"}])
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% if not loop.last %}\n\n{% endif %}{% endfor %}"
@@ -262,16 +266,16 @@ def test_a_chat_template_is_the_tokenizer_s_and_no_start_token_stands_twice(word
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
-        ({"batch_size": "auto"}, r"batch_size is a number of at least 1 \(there is no automatic one\); got 'auto'"),
-        ({"batch_size": 0}, r"batch_size is a number of at least 1"),
+        ({"batch_size": "auto"}, r"batch_size must be a number of at least 1 \('auto' is not supported\); got 'auto'"),
+        ({"batch_size": 0}, r"batch_size must be a number of at least 1"),
         ({"stpes": 3}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
         ({"hooks": MaskSinks(top_k=1), "mask_sinks": 1}, r"give hooks or mask_sinks, not both"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(tiny_llada, given, told):
-    with pytest.raises(SettingError, match=told):
+def test_invalid_arguments_are_refused(tiny_llada, given, message):
+    with pytest.raises(SettingError, match=message):
         SinklensLM(tiny_llada, **given)
 
 
@@ -284,12 +288,12 @@ def test_without_the_harness_the_error_names_the_extra(monkeypatch):
 
 @pytest.fixture(scope="module")
 def written(tiny_llada):
-    """What a model writes."""
+    """Texts that a model generates."""
     return SinklensLM(tiny_llada, batch_size=10).generate_until([request(p.prompt) for p in held_out(10)], True)
 
 
 def generations(task, written, count):
-    """Right numbers in awkward texts, worked answers, and what a model wrote."""
+    """Right numbers in awkward texts, worked answers, and texts generated by a model."""
     texts = []
     for number, sample in enumerate(task.samples(count)):
         right = task.extract(sample.reference)
@@ -299,30 +303,30 @@ def generations(task, written, count):
 
 
 @pytest.mark.parametrize("style", ["gsm8k", "gsm8k-cot", "gsm8k-cot-zeroshot"])
-def test_gsm8k_verdicts_are_those_of_the_harness_s_own_task(shared, tmp_path, written, style):
-    manager = own_task(shared, tmp_path, style, shots=0)
+def test_gsm8k_verdicts_equal_those_of_the_harness(shared, tmp_path, written, style):
+    manager = harness_task(shared, tmp_path, style, shots=0)
     folder = shared / "data" / "gsm8k"
     count = 5 * (len(AWKWARD) + 11)
     strict, flexible = (Gsm8k(folder, style, 0, extractor) for extractor in ("strict", "flexible"))
     texts = generations(flexible, written, count)
-    results = run(Canned(texts), manager, ["own"], limit=count)["samples"]["own"]
+    results = run(Canned(texts), manager, ["local"], limit=count)["samples"]["local"]
     for task, name in ((strict, "strict-match"), (flexible, "flexible-extract")):
-        theirs = [bool(sample["exact_match"]) for sample in results if sample["filter"] == name]
-        ours = [task.verdict(sample, text) for sample, text in zip(task.samples(count), texts, strict=True)]
-        differing = [(texts[i], ours[i], theirs[i]) for i in range(count) if ours[i] != theirs[i]]
+        wanted = [bool(sample["exact_match"]) for sample in results if sample["filter"] == name]
+        found = [task.verdict(sample, text) for sample, text in zip(task.samples(count), texts, strict=True)]
+        differing = [(texts[i], found[i], wanted[i]) for i in range(count) if found[i] != wanted[i]]
         assert not differing
-        assert 0.05 < sum(ours) / count < 0.95
+        assert 0.05 < sum(found) / count < 0.95
 
 
-def test_gsm8k_prompts_with_five_examples_are_the_harness_s_own(shared, tmp_path):
-    manager = own_task(shared, tmp_path, "gsm8k", shots=5)
+def test_gsm8k_prompts_with_five_examples_equal_those_of_the_harness(shared, tmp_path):
+    manager = harness_task(shared, tmp_path, "gsm8k", shots=5)
     canned = Canned([""] * 20)
-    run(canned, manager, ["own"], limit=20)
+    run(canned, manager, ["local"], limit=20)
     assert canned.prompts == [sample.prompt for sample in Gsm8k(shared / "data" / "gsm8k").samples(20)]
 
 
-def own_task(shared, tmp_path, own, shots):
-    file = next(iter(lm_eval.__path__)) + f"/tasks/gsm8k/{own}.yaml"
-    given = {"own": file, "name": "own", "folder": shared / "data" / "gsm8k", "cache": tmp_path / "cache"}
-    (tmp_path / "own.yaml").write_text(OWN.format(shots=shots, **given))
+def harness_task(shared, tmp_path, style, shots):
+    file = next(iter(lm_eval.__path__)) + f"/tasks/gsm8k/{style}.yaml"
+    given = {"original": file, "name": "local", "folder": shared / "data" / "gsm8k", "cache": tmp_path / "cache"}
+    (tmp_path / "local.yaml").write_text(HARNESS_TASK.format(shots=shots, **given))
     return TaskManager(include_path=tmp_path, include_defaults=False)

@@ -1,4 +1,4 @@
-"""Ledgers: what is written stays, a kill loses the record in flight at most, and nothing is counted twice."""
+"""Ledgers: records persist, a kill loses at most the record in flight, and no sample counts twice."""
 
 import json
 import random
@@ -35,7 +35,7 @@ def worker(ledger):
     return subprocess.Popen([sys.executable, "-c", WORKER, str(ledger)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_records_come_back_as_they_were_written_and_in_order(tmp_path):
+def test_records_are_read_unchanged_and_sorted_by_sample(tmp_path):
     run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in reversed(ENTRIES):
@@ -45,29 +45,29 @@ def test_records_come_back_as_they_were_written_and_in_order(tmp_path):
     assert [found.what for found in LedgerRun.all(tmp_path)] == [WHAT]
 
 
-def test_another_setting_is_another_run_and_the_same_one_is_found_again(tmp_path):
+def test_another_setting_makes_another_run_and_the_same_settings_find_the_same_run(tmp_path):
     first, other = LedgerRun.of(tmp_path, WHAT).begin(), LedgerRun.of(tmp_path, WHAT | {"seed": 1}).begin()
     again = LedgerRun.of(tmp_path, dict(reversed(WHAT.items()))).begin()
     assert first.folder == again.folder != other.folder
     assert len(LedgerRun.all(tmp_path)) == 2
 
 
-def test_a_half_written_last_record_is_dropped_by_the_next_writer(tmp_path):
+def test_the_next_writer_drops_a_partial_last_record(tmp_path):
     run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in ENTRIES[:3]:
             writer.add(entry)
-    whole = writer.path.read_bytes()
-    last = whole.splitlines(keepends=True)[-1]
+    complete = writer.path.read_bytes()
+    last = complete.splitlines(keepends=True)[-1]
     for kept in range(1, len(last)):  # cut at every byte of the last line
-        writer.path.write_bytes(whole[: -len(last) + kept])
+        writer.path.write_bytes(complete[: -len(last) + kept])
         assert run.records() == ENTRIES[:2]
     with Writer(run) as writer:
         writer.add(ENTRIES[3])
     assert run.records() == [*ENTRIES[:2], ENTRIES[3]]
 
 
-def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path):
+def test_a_damaged_record_in_the_middle_raises_an_error_that_names_the_line(tmp_path):
     run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as writer:
         for entry in ENTRIES[:3]:
@@ -81,16 +81,16 @@ def test_a_damaged_record_in_the_middle_is_an_error_that_names_the_line(tmp_path
         pass
 
 
-def test_one_writer_at_a_time_and_a_shard_of_its_own_for_another(tmp_path):
+def test_a_shard_has_one_writer_at_a_time_and_another_writer_takes_another_shard(tmp_path):
     run = LedgerRun.of(tmp_path, WHAT).begin()
     with Writer(run) as first:
-        with pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl; wait for it, or"):
+        with pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl; wait until"):
             Writer(run).__enter__()
         with Writer(run, shard=1) as second:
             first.add(ENTRIES[0])
             second.add(ENTRIES[1])
             second.add(ENTRIES[0] | {"verdict": "a later one"})
-    with Writer(run):  # given back
+    with Writer(run):  # the lock was released
         pass
     assert run.records() == ENTRIES[:2]
 
@@ -99,13 +99,13 @@ def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
     first = worker(tmp_path)
     assert first.stdout.readline()
     second = worker(tmp_path)
-    _, told = second.communicate(timeout=60)
-    assert b"another process is writing" in told
+    _, stderr = second.communicate(timeout=60)
+    assert b"another process is writing" in stderr
     first.communicate(timeout=60)
     assert LedgerRun.of(tmp_path, WHAT).begin().records() == ENTRIES
 
 
-def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
+def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
     rng = random.Random(5)
     for _ in range(10):
         process = worker(tmp_path)
@@ -121,8 +121,8 @@ def test_kills_at_random_moments_lose_nothing_and_do_nothing_twice(tmp_path):
     assert len(lines) == len(ENTRIES)
 
 
-def test_a_full_disk_takes_back_the_part_that_fitted(tmp_path):
-    """A real limit: the process may not write files beyond 1,000 bytes."""
+def test_a_full_disk_leaves_no_partial_record(tmp_path):
+    """A real limit: the process cannot write files beyond 1,000 bytes."""
     code = f"""
 import resource, signal
 from pathlib import Path
@@ -138,7 +138,7 @@ with Writer(run) as writer:
             writer.add({{"sample": str(number), "text": "x" * 150}})
             written += 1
     except LedgerError as error:
-        print("refused:", "All earlier records are whole" in str(error), written, len(run.records()))
+        print("refused:", "All earlier records are complete" in str(error), written, len(run.records()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     writer.add({{"sample": "after", "text": ""}})
 print(len(run.records()))
@@ -147,12 +147,12 @@ print(len(run.records()))
     assert done.stdout.split("\n")[:2] == ["refused: True 5 5", "6"], done.stderr[-1500:]
 
 
-def test_a_folder_without_runs_or_with_a_broken_one_says_so(tmp_path):
-    with pytest.raises(LedgerError, match=r"holds no run; `sinklens evaluate"):
+def test_a_folder_without_runs_or_with_a_broken_one_is_refused(tmp_path):
+    with pytest.raises(LedgerError, match=r"holds no run; create one with `sinklens evaluate"):
         LedgerRun.all(tmp_path)
     note = LedgerRun.of(tmp_path, WHAT).begin().folder / "run.json"
     note.write_text(note.read_text()[:20])
-    with pytest.raises(LedgerError, match=r"cannot be read .* restore it, or delete its folder"):
+    with pytest.raises(LedgerError, match=r"cannot be read .* restore the file or delete its folder"):
         LedgerRun.all(tmp_path)
     note.write_text(json.dumps({"format": "something else", "what": {}}))
     with pytest.raises(LedgerError, match=r"has format 'something else'; this version reads"):

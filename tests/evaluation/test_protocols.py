@@ -1,4 +1,4 @@
-"""Protocols: every setting that moves a score is in the hash, and the published ones say what was published."""
+"""Protocols: the hash covers every setting that can change a score, and the published protocols match the papers."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from sinklens.sampling import make_settings
 from sinklens.tasks import NAMES
 
 
-def test_every_setting_that_moves_a_score_changes_the_hash_and_a_note_does_not():
+def test_every_setting_that_can_change_a_score_changes_the_hash_and_a_note_does_not():
     base = find_protocol("llada-gsm8k")
     changed = [
         replace(base, task="gsm8k-cot"),
@@ -25,15 +25,15 @@ def test_every_setting_that_moves_a_score_changes_the_hash_and_a_note_does_not()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=lambda protocol: protocol.name)
-def test_every_protocol_is_one_that_its_samplers_and_its_task_take(protocol):
+def test_every_protocol_is_valid_for_its_samplers_and_its_task(protocol):
     assert protocol.make_task().name == protocol.task
     assert protocol.note
     for sampler, settings in protocol.settings.items():
-        made = make_settings(sampler, dict(settings), {})
-        assert made.steps == made.gen_length  # one token per step, as the study is read
+        complete = make_settings(sampler, dict(settings), {})
+        assert complete.steps == complete.gen_length  # one token per step, our reading of the study
 
 
-def test_lengths_are_those_of_the_study():
+def test_lengths_match_the_study():
     def length(name):
         return {find_protocol(name).of(sampler)["gen_length"] for sampler in ("llada", "dream", "autoregressive")}
 
@@ -47,15 +47,15 @@ def test_lengths_are_those_of_the_study():
     }  # fmt: skip
 
 
-def test_a_setting_reaches_the_samplers_that_have_it_alone():
-    made = find_protocol("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
-    assert made.of("llada") == {"block_length": 8, "gen_length": 16}
-    assert made.of("dream") == made.of("autoregressive") == {"gen_length": 16}
+def test_a_setting_reaches_only_the_samplers_that_have_it():
+    changed = find_protocol("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
+    assert changed.of("llada") == {"block_length": 8, "gen_length": 16}
+    assert changed.of("dream") == changed.of("autoregressive") == {"gen_length": 16}
     with pytest.raises(SettingError, match=r"no sampler has a setting 'blocklength'.* Nearest: block_length"):
         find_protocol("tiny-gsm").with_settings({"blocklength": 8})
 
 
-def test_every_task_is_a_protocol_and_a_typo_names_the_nearest():
+def test_every_task_is_a_protocol_and_the_error_for_a_typo_names_the_nearest():
     assert all(find_protocol(name).task == name and not find_protocol(name).settings for name in NAMES)
     with pytest.raises(SettingError, match=r"no protocol is called 'lada-gsm8k'.* Nearest: llada-gsm8k"):
         find_protocol("lada-gsm8k")

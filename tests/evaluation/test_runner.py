@@ -1,4 +1,4 @@
-"""Evaluations: nothing is lost and nothing is done twice, whatever happens in between."""
+"""Evaluations: no sample is lost or repeated, whatever interrupts the run."""
 
 import os
 import random
@@ -21,38 +21,38 @@ from sinklens.tasks import Sample, find_task
 from sinklens.tasks.tiny_gsm import TinyGsm
 
 CONDITIONS = masking([1])
-TIMES = ("seconds", "batch", "sinks")  # the sinks' last bits depend on the batch
+VARYING = ("seconds", "batch", "sinks")  # the sinks' last bits depend on the batch
 ARGUMENTS = ["evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--limit", "10", "--batch", "1"]
 
 
 class Counting(InProcess):
-    """The engine of this process, which remembers what it did."""
+    """The engine of this process, which keeps a list of the units it ran."""
 
     def __init__(self):
         super().__init__()
-        self.did = []
+        self.units = []
 
     def carry_out(self, job, work):
         for batch, records in super().carry_out(job, work):
-            self.did += [(batch.condition.name, record["sample"]) for record in records]
+            self.units += [(batch.condition.name, record["sample"]) for record in records]
             yield batch, records
 
 
 def contents(ledger):
-    """Every record of every run but its timings; fails on one that is there twice."""
+    """Every record of every run without its varying fields; fails if a record is repeated."""
     found = {}
     for run in LedgerRun.all(ledger):
         lines = [line for shard in run.folder.glob("records-*.jsonl") for line in shard.read_bytes().splitlines()]
         records = run.records()
         assert len(lines) == len(records)
-        found[run.folder.name] = [{k: v for k, v in record.items() if k not in TIMES} for record in records]
+        found[run.folder.name] = [{k: v for k, v in record.items() if k not in VARYING} for record in records]
     return found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The ledger of a run that nothing happened to."""
-    ledger = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory):
+    """The ledger of an uninterrupted evaluation."""
+    ledger = tmp_path_factory.mktemp("uninterrupted")
     evaluate("tiny-llama", "tiny-gsm", CONDITIONS, ledger, limit=10)
     return contents(ledger)
 
@@ -68,8 +68,8 @@ def size(ledger):
     return sum(shard.stat().st_size for shard in ledger.glob("run-*/records-*.jsonl"))
 
 
-def kill_and_go_on(ledger, times, seed):
-    """Kill an evaluation at random moments, some of them before its first record, and then let it finish."""
+def kill_and_resume(ledger, times, seed):
+    """Kill an evaluation at random moments, some before its first record, and then let it finish."""
     rng = random.Random(seed)
     for _ in range(times):
         process, before = start(ledger), size(ledger)
@@ -82,23 +82,23 @@ def kill_and_go_on(ledger, times, seed):
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
     process = start(ledger)
-    _, told = process.communicate(timeout=300)
-    assert process.returncode == 0, told[-2000:]
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr[-2000:]
 
 
-def test_two_kills_at_random_moments_change_nothing(tmp_path, undisturbed):
-    kill_and_go_on(tmp_path, 2, seed=3)
-    assert contents(tmp_path) == undisturbed
+def test_two_kills_at_random_moments_change_nothing(tmp_path, uninterrupted):
+    kill_and_resume(tmp_path, 2, seed=3)
+    assert contents(tmp_path) == uninterrupted
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_change_nothing(tmp_path, undisturbed):
-    kill_and_go_on(tmp_path, 10, seed=4)
-    assert contents(tmp_path) == undisturbed
+def test_ten_kills_at_random_moments_change_nothing(tmp_path, uninterrupted):
+    kill_and_resume(tmp_path, 10, seed=4)
+    assert contents(tmp_path) == uninterrupted
 
 
-def test_a_disk_that_is_full_for_a_while_costs_nothing(tmp_path, undisturbed):
-    """A real limit: the process may not write files beyond 3,000 bytes, and then again as it likes."""
+def test_an_evaluation_resumes_after_the_disk_was_full(tmp_path, uninterrupted):
+    """A real limit: the first process cannot write files beyond 3,000 bytes, the second can."""
     code = f"""
 import resource, signal, sys
 from sinklens.cli import main
@@ -108,41 +108,41 @@ sys.exit(main({[*ARGUMENTS, "--out", str(tmp_path)]!r}))
 """
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert full.returncode == 1
-    assert "All earlier records are whole; make room and start again." in full.stderr
+    assert "All earlier records are complete; free some space and rerun." in full.stderr
     assert 0 < size(tmp_path) <= 3000
     engine = Counting()
     evaluate("tiny-llama", "tiny-gsm", CONDITIONS, tmp_path, limit=10, engine=engine)
-    assert 0 < len(engine.did) < 20
-    assert contents(tmp_path) == undisturbed
+    assert 0 < len(engine.units) < 20
+    assert contents(tmp_path) == uninterrupted
 
 
-def test_what_is_done_is_not_done_again_and_more_samples_go_on(tmp_path, undisturbed):
+def test_finished_samples_are_skipped_and_a_higher_limit_adds_samples(tmp_path, uninterrupted):
     for limit, expected in ((4, 8), (4, 0), (10, 12)):
         engine = Counting()
         evaluate("tiny-llama", "tiny-gsm", CONDITIONS, tmp_path, limit=limit, engine=engine)
-        assert len(engine.did) == expected
-        assert len(set(engine.did)) == expected
-    assert contents(tmp_path) == undisturbed
+        assert len(engine.units) == expected
+        assert len(set(engine.units)) == expected
+    assert contents(tmp_path) == uninterrupted
 
 
-def test_shards_divide_the_samples_and_make_the_same_ledger(tmp_path, undisturbed):
+def test_shards_divide_the_samples_and_give_the_same_ledger(tmp_path, uninterrupted):
     for number in range(3):
         engine = Counting()
         evaluate("tiny-llama", "tiny-gsm", CONDITIONS, tmp_path, limit=10, shard=(number, 3), engine=engine)
-        assert len(engine.did) == 2 * len(range(number, 10, 3))
-    assert contents(tmp_path) == undisturbed
+        assert len(engine.units) == 2 * len(range(number, 10, 3))
+    assert contents(tmp_path) == uninterrupted
 
 
-def test_a_second_process_on_a_shard_is_told_so_and_does_no_harm(tmp_path, undisturbed, tiny_llama):
+def test_a_second_process_on_a_shard_is_refused_without_damage(tmp_path, uninterrupted, tiny_llama):
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=2)
     run = LedgerRun.all(tmp_path)[0]
     with Writer(run), pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl"):
         evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=10)
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=10)
-    assert contents(tmp_path) == undisturbed
+    assert contents(tmp_path) == uninterrupted
 
 
-def test_another_setting_is_another_run_and_never_mixes(tmp_path, tiny_llada):
+def test_different_settings_make_separate_runs(tmp_path, tiny_llada):
     evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1)
     evaluate(tiny_llada, find_protocol("tiny-gsm").with_settings({"steps": 8}), [UNMASKED], tmp_path, limit=1)
     evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1, seed=1)
@@ -150,35 +150,38 @@ def test_another_setting_is_another_run_and_never_mixes(tmp_path, tiny_llada):
 
 
 @dataclass(frozen=True)
-class Asked(TinyGsm):
-    """The task with other data: what its samples ask."""
+class OtherPrompts(TinyGsm):
+    """The task with the given prompts."""
 
-    asked: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
 
     def samples(self, limit=None):
-        return [Sample(f"tiny-gsm/{number}", text, " 5") for number, text in enumerate(self.asked)][:limit]
+        return [Sample(f"tiny-gsm/{number}", text, " 5") for number, text in enumerate(self.prompts)][:limit]
 
 
-def test_a_ledger_that_was_begun_with_other_data_is_refused(tmp_path, tiny_llama, monkeypatch):
-    one, other = Asked(("Question: 2 + 3?", "Question: 3 + 3?")), Asked(("Question: 2 + 3?", "Question: 4 + 3?"))
+def test_a_ledger_started_with_other_data_is_refused(tmp_path, tiny_llama, monkeypatch):
+    one = OtherPrompts(("Question: 2 + 3?", "Question: 3 + 3?"))
+    other = OtherPrompts(("Question: 2 + 3?", "Question: 4 + 3?"))
     monkeypatch.setattr(units, "_task_settings", lambda task: {})  # as for tasks whose only setting is a file path
     evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=one)
     evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other, limit=1)
-    with pytest.raises(LedgerError, match=r"an answer to tiny-gsm/1, but to another prompt: it was begun with other"):
+    with pytest.raises(
+        LedgerError, match=r"a record of tiny-gsm/1 with another prompt, so it was started with other data"
+    ):
         evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other)
 
 
-def test_samples_of_one_name_are_refused(tmp_path, tiny_llama):
-    class Twice(TinyGsm):
+def test_samples_with_the_same_id_are_refused(tmp_path, tiny_llama):
+    class Repeating(TinyGsm):
         def samples(self, limit=None):
             return [Sample("same", "Question: 2 + 3?", " 5")] * 2
 
-    with pytest.raises(SettingError, match=r"has several samples called 'same'"):
-        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=Twice())
+    with pytest.raises(SettingError, match=r"has several samples with the id 'same'"):
+        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=Repeating())
 
 
 def test_rows_of_a_masked_run_with_a_threshold_do_not_wait_for_each_other(tmp_path, tiny_llada):
-    """A row that waits has more steps than alone, and masks by the step before act on them."""
+    """A row that waits has more steps than alone, and masks based on the previous step act in them."""
     fast = find_protocol("tiny-gsm").with_settings({"threshold": 0.8, "block_length": 8})
     both = [evaluate(tiny_llada, fast, masking([5]), tmp_path / str(size), limit=4, batch=size) for size in (1, 4)]
     alone, together = ([[record["tokens"] for record in run.records()] for run in runs] for runs in both)
@@ -186,39 +189,39 @@ def test_rows_of_a_masked_run_with_a_threshold_do_not_wait_for_each_other(tmp_pa
     assert [{record["batch"] for record in run.records()} for run in both[1]] == [{4}, {1}]
 
 
-def test_progress_tells_what_was_done_before(tmp_path, tiny_llama):
-    told = []
+def test_progress_starts_with_the_finished_samples(tmp_path, tiny_llama):
+    reports = []
     for limit in (2, 3):
         evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, limit=limit, batch=1,
-                 progress=lambda condition, done, total: told.append((condition.name, done, total)))  # fmt: skip
-    assert told == [("unmasked", done, total) for done, total in [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)]]
+                 progress=lambda condition, done, total: reports.append((condition.name, done, total)))  # fmt: skip
+    assert reports == [("unmasked", done, total) for done, total in [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)]]
 
 
 def test_an_estimate_writes_nothing_and_counts_what_is_left(tmp_path, tiny_llama):
-    told = estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3)
-    assert (told.units, told.measured) == (12, 6)
-    assert told.seconds > 0
+    found = estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3)
+    assert (found.units, found.measured) == (12, 6)
+    assert found.seconds > 0
     assert not list(tmp_path.iterdir())
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=4)
     assert estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3).units == 4
     runs = evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6)
-    took = sum(len(record["tokens"]) for run in runs for record in run.records())
-    assert told.tokens == told.passes == pytest.approx(took, rel=0.5)  # one token per pass
+    actual = sum(len(record["tokens"]) for run in runs for record in run.records())
+    assert found.tokens == found.passes == pytest.approx(actual, rel=0.5)  # one token per pass
     assert estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6).units == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"shard": (3, 3)}, r"shards of 3 are numbered 0 to 2; got 3"),
-        ({"batch": 0}, r"a batch holds at least 1 sample; got 0"),
-        ({"conditions": []}, r"needs conditions of different names; got \[\]"),
-        ({"conditions": [UNMASKED, Condition("unmasked")]}, r"conditions of different names"),
+        ({"shard": (3, 3)}, r"3 shards are numbered 0 to 2; got 3"),
+        ({"batch": 0}, r"batch must be at least 1 sample; got 0"),
+        ({"conditions": []}, r"at least one condition, each with a different name; got \[\]"),
+        ({"conditions": [UNMASKED, Condition("unmasked")]}, r"each with a different name"),
         ({"task": find_task("tiny-code")}, r"the protocol tiny-gsm is for the task tiny-gsm; got tiny-code"),
-        ({"limit": 1, "shard": (1, 2)}, r"there is no sample for shard 1 of 2"),
+        ({"limit": 1, "shard": (1, 2)}, r"the task tiny-gsm has too few samples for shard 1 of 2"),
     ],
 )
-def test_bad_calls_say_what_is_allowed(tmp_path, tiny_llama, arguments, text):
+def test_errors_for_bad_arguments_say_what_is_allowed(tmp_path, tiny_llama, arguments, text):
     given = {"conditions": CONDITIONS, "limit": 2} | arguments
     with pytest.raises(SettingError, match=text):
         evaluate(tiny_llama, "tiny-gsm", ledger=tmp_path, **given)
@@ -226,21 +229,25 @@ def test_bad_calls_say_what_is_allowed(tmp_path, tiny_llama, arguments, text):
 
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):
     model = shared_model()
-    with pytest.raises(PromptError, match=r"has no tokenizer, and the prompts of this task are text\. Put the files"):
+    with pytest.raises(
+        PromptError, match=r"has no tokenizer, and the prompts of this task are text\. Put a tokenizer's files"
+    ):
         evaluate(model, "tiny-gsm", CONDITIONS, tmp_path / "results", limit=2)
     assert not (tmp_path / "results").exists()
 
 
 @dataclass(frozen=True)
 class OtherAnswers(TinyGsm):
-    """The same prompts, and other right answers."""
+    """The same prompts with other reference answers."""
 
     def samples(self, limit=None):
         return [replace(sample, reference="#### 1") for sample in super().samples(limit)]
 
 
-def test_data_with_other_answers_are_refused(tmp_path):
-    """Else the verdicts on the old answers would stand."""
+def test_data_with_other_reference_answers_are_refused(tmp_path):
+    """Otherwise verdicts based on the old answers would be kept."""
     evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1)
-    with pytest.raises(LedgerError, match=r"to tiny-gsm/0, but to another expected answer: it was begun with other"):
+    with pytest.raises(
+        LedgerError, match=r"a record of tiny-gsm/0 with another expected answer, so it was started with"
+    ):
         evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1, task=OtherAnswers())

@@ -1,4 +1,4 @@
-"""Scoring: programs are judged by running them, once each, and hostile ones gain nothing."""
+"""Scoring: each program is run exactly once to judge it, and a hostile one does not pass."""
 
 import gzip
 import json
@@ -19,16 +19,16 @@ FORGED = "    import os, sys\n    sys.stdout.write('passed')\n    os._exit(0)\n"
 @pytest.fixture
 def coded(tmp_path):
     """A run with two right programs, a wrong one, one that ends the process, and one that is empty."""
-    right, also, wrong, forged, empty = SAMPLES[:5]
+    right, right_with_more, wrong, forged, empty = SAMPLES[:5]
     run = planted_run(tmp_path, {}, protocol="tiny-code")
     texts = {
-        right.id: right.reference, also.id: also.reference + "\nprint('more')", wrong.id: "    return 'wrong'\n",
-        forged.id: FORGED, empty.id: "",
+        right.id: right.reference, right_with_more.id: right_with_more.reference + "\nprint('more')",
+        wrong.id: "    return 'wrong'\n", forged.id: FORGED, empty.id: "",
     }  # fmt: skip
     return answered(run, TASK, texts)
 
 
-def test_the_programs_decide_and_the_record_says_how(tmp_path, coded):
+def test_running_the_programs_decides_and_the_record_says_how(tmp_path, coded):
     assert verdicts(coded) == {}
     assert score(tmp_path) == 5
     found = {record["sample"]: record for record in coded.records("verdicts")}
@@ -39,17 +39,17 @@ def test_the_programs_decide_and_the_record_says_how(tmp_path, coded):
     assert verdicts(coded) == dict(zip(ids, [True, True, False, False, False], strict=True))
 
 
-def test_a_second_start_runs_what_is_missing_alone(tmp_path, coded):
-    told = []
+def test_a_second_start_runs_only_the_missing_programs(tmp_path, coded):
+    reports = []
     score(tmp_path)
     answered(coded, TASK, {SAMPLES[5].id: SAMPLES[5].reference})
-    assert score(tmp_path, progress=lambda run, done, total: told.append((done, total))) == 1
-    assert told == [(6, 6)]
+    assert score(tmp_path, progress=lambda run, done, total: reports.append((done, total))) == 1
+    assert reports == [(6, 6)]
     assert score(tmp_path) == 0
     assert len((coded.folder / "verdicts-0.jsonl").read_bytes().splitlines()) == 6
 
 
-def test_a_program_that_was_generated_anew_is_judged_anew(tmp_path, coded):
+def test_a_regenerated_program_is_judged_again(tmp_path, coded):
     score(tmp_path)
     (coded.folder / "records-0.jsonl").unlink()
     answered(coded, TASK, {SAMPLES[0].id: "    return 'wrong'\n", SAMPLES[1].id: SAMPLES[1].reference})
@@ -58,14 +58,14 @@ def test_a_program_that_was_generated_anew_is_judged_anew(tmp_path, coded):
     assert verdicts(coded) == {SAMPLES[0].id: False, SAMPLES[1].id: True}
 
 
-def test_runs_whose_text_decides_are_left_alone(tmp_path):
+def test_runs_of_tasks_without_programs_are_not_scored(tmp_path):
     run = planted_run(tmp_path, {"tiny-gsm/0": True})
     assert score(tmp_path) == 0
     assert verdicts(run) == {"tiny-gsm/0": True}
     assert not (run.folder / "verdicts-0.jsonl").exists()
 
 
-def test_two_scorers_of_one_run_do_not_meet(tmp_path, coded):
+def test_a_second_scorer_of_a_run_is_refused(tmp_path, coded):
     with (
         Writer(coded, kind="verdicts"),
         pytest.raises(LedgerError, match=r"another process is writing to .*verdicts-0"),
@@ -73,8 +73,8 @@ def test_two_scorers_of_one_run_do_not_meet(tmp_path, coded):
         score(tmp_path)
 
 
-def test_data_that_changed_since_are_refused(tmp_path, coded, shared):
-    """HumanEval's file with one prompt changed, between answering and scoring."""
+def test_data_changed_since_the_evaluation_are_refused(tmp_path, coded, shared):
+    """One prompt of HumanEval's file changes between the evaluation and scoring."""
     with gzip.open(shared / "data" / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
         lines = file.read().splitlines()[:2]
     local, changed = tmp_path / "HumanEval.jsonl", tmp_path / "changed.jsonl"
@@ -84,16 +84,16 @@ def test_data_that_changed_since_are_refused(tmp_path, coded, shared):
     task = find_task("humaneval", path=local)
     run = planted_run(tmp_path / "ledger", {}, protocol="humaneval")
     answered(run, task, {sample.id: sample.reference for sample in task.samples()})
-    with pytest.raises(LedgerError, match=r"sample humaneval/0 had another prompt when it was answered"):
+    with pytest.raises(LedgerError, match=r"sample humaneval/0 had another prompt when it was evaluated"):
         score(tmp_path / "ledger", paths={"humaneval": changed})
     changed.write_text(lines[1] + "\n")
-    with pytest.raises(LedgerError, match=r"sample humaneval/0 is none of the task humaneval"):
+    with pytest.raises(LedgerError, match=r"sample humaneval/0 is not in the task humaneval"):
         score(tmp_path / "ledger", paths={"humaneval": changed})
     assert score(tmp_path / "ledger", paths={"humaneval": local}) == 2
     assert verdicts(run) == {"humaneval/0": True, "humaneval/1": True}
 
 
-def test_a_folder_without_runs_says_so(tmp_path):
+def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run"):
         score(tmp_path)
     assert not list(LedgerRun.all(planted_run(tmp_path, {"tiny-gsm/0": True}).folder.parent)[0].records("verdicts"))

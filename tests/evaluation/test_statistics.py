@@ -1,4 +1,4 @@
-"""Intervals and paired tests against naive computations and published values."""
+"""Intervals and paired tests agree with naive computations and published values."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from sinklens.evaluation.statistics import Accuracy, holm, paired
 
 
 def test_wilsons_interval_solves_its_equation():
-    """Its bounds are the shares p for which |p̂ − p| = z √(p (1 − p) / n)."""
+    """The bounds are the shares p for which |p̂ − p| = z √(p (1 − p) / n)."""
     for right, total in ((458, 500), (1, 10), (250, 500), (13, 14)):
         found = Accuracy(right, total)
         for bound in found.interval:
@@ -23,8 +23,8 @@ def test_wilsons_interval_solves_its_equation():
     assert math.isnan(Accuracy(0, 0).share)
 
 
-def test_mcnemars_p_value_is_that_of_every_split():
-    """lost ~ Binomial(lost + gained, 1/2): add up all splits as unlikely as the one seen."""
+def test_mcnemars_p_value_is_a_sum_over_all_splits():
+    """lost ~ Binomial(lost + gained, 1/2): add up all splits at least as unlikely as the observed one."""
     for lost, gained in itertools.product(range(7), repeat=2):
         base = np.array([True] * lost + [False] * gained + [True] * 5 + [False] * 4)
         changed = np.array([False] * lost + [True] * gained + [True] * 5 + [False] * 4)
@@ -50,7 +50,7 @@ def test_the_interval_is_the_bootstrap_over_samples():
     assert found.low < found.difference < found.high < 0
 
 
-def test_equal_runs_differ_by_nothing():
+def test_equal_runs_have_a_difference_of_zero():
     verdicts = np.array([True, False, True])
     found = paired(verdicts, verdicts)
     assert (found.difference, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
@@ -64,7 +64,7 @@ def test_holms_correction_on_a_worked_example():
 
 
 def test_verdicts_of_different_samples_are_refused():
-    with pytest.raises(SettingError, match=r"of the same samples, one at least; got 2 and 3"):
+    with pytest.raises(SettingError, match=r"need the same samples, at least one; got 2 and 3"):
         paired(np.array([True, False]), np.array([True, False, True]))
     with pytest.raises(SettingError, match=r"got 0 and 0"):
         paired(np.zeros(0, dtype=bool), np.zeros(0, dtype=bool))
@@ -72,6 +72,6 @@ def test_verdicts_of_different_samples_are_refused():
 
 @pytest.mark.parametrize("total", [1, 3, 25, 500])
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_an_interval_holds_its_own_share_to_the_last_bit(total, share):
+def test_an_interval_contains_its_share_exactly(total, share):
     low, high = Accuracy(round(share * total), total).interval
     assert 0.0 <= low <= share <= high <= 1.0

@@ -1,4 +1,4 @@
-"""Tables: numbers that were planted come out, pairs are of the same samples, and unlike runs are kept apart."""
+"""Tables: planted numbers are recovered, pairs share their samples, and runs with different settings stay separate."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def by_condition(lines):
     return {line.condition: line for line in lines}
 
 
-def test_planted_accuracies_and_rates_come_out(ledger):
+def test_planted_accuracies_and_rates_are_recovered(ledger):
     lines = read_lines(ledger)
     assert [line.condition for line in lines] == ["unmasked", "1 sink", "1 random key", "5 sinks"]
     assert [(line.accuracy.right, line.accuracy.total) for line in lines] == [(8, 10), (3, 10), (6, 10), (5, 5)]
@@ -62,8 +62,8 @@ def test_differences_are_paired_on_the_samples_that_both_have(ledger):
     assert found["5 sinks"].against_random is None
 
 
-def test_a_control_is_one_that_masks_in_the_same_way(tmp_path):
-    """Sets per layer beside sets per head, and two seeds of random keys: each meets its own, the first seed's."""
+def test_a_control_has_the_same_masking_settings(tmp_path):
+    """With sets per layer and per head and two seeds of random keys, each is paired with its control's first seed."""
     heads, layers = masking([1], ["random"]), masking([1], ["random"], scope="layer")
     planted_run(tmp_path, verdicts(BASE), UNMASKED)
     for conditions, sinks, control in ((heads, "1100", "1110"), (layers, "1000", "1111")):
@@ -76,14 +76,14 @@ def test_a_control_is_one_that_masks_in_the_same_way(tmp_path):
     assert found["1 random key, seed 1"].accuracy.right == 0
 
 
-def test_samples_of_one_name_with_other_prompts_are_not_paired(tmp_path):
+def test_samples_with_the_same_id_but_different_prompts_are_not_paired(tmp_path):
     planted_run(tmp_path, verdicts(BASE), UNMASKED, prompt_sha256="a")
     planted_run(tmp_path, verdicts(MASKED), ONE, prompt_sha256="b")
-    with pytest.raises(LedgerError, match=r"given another prompt of s00 under 'unmasked' than under '1 sink'"):
+    with pytest.raises(LedgerError, match=r"got different prompts for s00 under 'unmasked' and '1 sink'"):
         read_lines(tmp_path)
 
 
-def test_a_pick_of_ones_own_stands_behind_the_known_ones(tmp_path):
+def test_a_custom_pick_is_listed_after_the_known_ones(tmp_path):
     planted_run(tmp_path, verdicts(BASE), replace(ONE, name="mine", pick="mine"))
     planted_run(tmp_path, verdicts(BASE), ONE_RANDOM)
     assert [line.condition for line in read_lines(tmp_path)] == ["1 random key", "mine"]
@@ -100,14 +100,14 @@ def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):
     assert corrected == holm(plain) != plain
 
 
-def test_programs_that_were_not_run_have_no_part_in_any_number(tmp_path):
+def test_programs_that_were_not_run_are_excluded_from_all_numbers(tmp_path):
     planted_run(tmp_path, {"a": True, "b": False, "c": None}, protocol="tiny-code")
-    with pytest.warns(UserWarning, match=r"no part in any accuracy: 1 of tiny-llada \(unmasked\)"):
+    with pytest.warns(UserWarning, match=r"excluded from all accuracies: 1 of tiny-llada \(unmasked\)"):
         (line,) = read_lines(tmp_path)
     assert (line.accuracy.right, line.accuracy.total) == (1, 2)
 
 
-def test_a_run_of_which_nothing_is_scored_has_shares_and_no_accuracy(tmp_path):
+def test_a_run_without_scored_programs_has_shares_but_no_accuracy(tmp_path):
     planted_run(tmp_path, {"a": None, "b": None}, protocol="tiny-code")
     planted_run(tmp_path, {"a": True, "b": None}, ONE, protocol="tiny-code")
     with pytest.warns(UserWarning, match=r"2 of tiny-llada \(unmasked\), 1 of tiny-llada \(1 sink\)|1 of .*, 2 of"):
@@ -120,7 +120,7 @@ def test_a_run_of_which_nothing_is_scored_has_shares_and_no_accuracy(tmp_path):
     assert math.isnan(table["estimate"].iloc[0])
 
 
-def test_the_paper_is_quoted_for_its_own_models_and_tasks_alone(tmp_path):
+def test_the_paper_is_quoted_only_for_the_models_and_tasks_it_covers(tmp_path):
     for model in ("GSAI-ML/LLaDA-8B-Instruct", "/somewhere/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base"):
         for condition in (UNMASKED, ONE, ONE_RANDOM, masking([1], scope="layer")[1]):
             planted_run(tmp_path, verdicts("10"), condition, model=model, protocol="llada-gsm8k")
@@ -133,7 +133,7 @@ def test_the_paper_is_quoted_for_its_own_models_and_tasks_alone(tmp_path):
     }
 
 
-def test_other_settings_are_another_group_and_the_name_says_which(tmp_path):
+def test_other_settings_make_another_group_whose_name_states_them(tmp_path):
     planted_run(tmp_path, verdicts(BASE))
     planted_run(tmp_path, verdicts(MASKED), ONE)
     planted_run(tmp_path, verdicts(RANDOM), settings={"gen_length": 24, "steps": 12})
@@ -143,7 +143,7 @@ def test_other_settings_are_another_group_and_the_name_says_which(tmp_path):
     assert [line.model for line in lines if line.against_unmasked] == ["tiny-llada (steps 24)"]
 
 
-def test_runs_of_different_device_types_are_not_paired_unless_told(tmp_path):
+def test_runs_on_different_device_types_are_paired_only_on_request(tmp_path):
     planted_run(tmp_path, verdicts(BASE))
     planted_run(tmp_path, verdicts(MASKED), ONE, device="cuda")
     with pytest.raises(SettingError, match=r"ran on cpu and cuda under 'unmasked' and '1 sink'.*--mixed-devices"):
@@ -153,24 +153,24 @@ def test_runs_of_different_device_types_are_not_paired_unless_told(tmp_path):
     assert found["1 sink"].devices == ("cuda",)
 
 
-def test_a_control_of_another_device_is_refused_too(tmp_path):
+def test_a_control_on_another_device_type_is_also_refused(tmp_path):
     planted_run(tmp_path, verdicts(MASKED), ONE, device="cuda")
     planted_run(tmp_path, verdicts(RANDOM), ONE_RANDOM)
     with pytest.raises(SettingError, match=r"under '1 random key' and '1 sink'"):
         read_lines(tmp_path)
 
 
-def test_nothing_finished_is_an_error_and_runs_without_records_are_left_out(tmp_path, ledger):
+def test_a_ledger_without_finished_samples_is_refused_and_runs_without_records_are_skipped(tmp_path, ledger):
     empty = tmp_path / "empty"
     planted_run(empty, {})
-    with pytest.raises(LedgerError, match=r"holds no finished sample yet; run `sinklens evaluate` again"):
+    with pytest.raises(LedgerError, match=r"holds no finished sample yet; rerun `sinklens evaluate` to resume"):
         read_lines(empty)
     planted_run(ledger, {}, FIVE_RANDOM)
     assert len(LedgerRun.all(ledger)) == 5
     assert len(read_lines(ledger)) == 4
 
 
-def test_the_frame_holds_every_number_and_nan_where_there_is_none(ledger):
+def test_the_frame_contains_every_number_and_nan_for_missing_ones(ledger):
     table = frame(read_lines(ledger))
     row = table[table["condition"] == "1 sink"].iloc[0]
     assert (row["right"], row["total"], row["estimate"], row["masked"], row["pick"]) == (3, 10, 0.3, 1, "strongest")

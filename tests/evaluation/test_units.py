@@ -1,4 +1,4 @@
-"""Units: what a record holds is what the run did, whatever batch it ran in."""
+"""Units: a record contains what the run did, whatever its batch."""
 
 import hashlib
 import shutil
@@ -33,7 +33,7 @@ TASK = PLAIN.make_task()
 SAMPLES = tuple(TASK.samples(6))
 
 
-def told(records):
+def reproducible(records):
     return {r["sample"]: {k: v for k, v in r.items() if k not in ("seconds", "batch", "sinks")} for r in records}
 
 
@@ -43,12 +43,12 @@ def test_records_do_not_depend_on_the_batch(condition, name):
     model = sinklens.load(name)
     together = carry_out(model, TASK, PLAIN, Batch(condition, SAMPLES), 0)
     apart = [carry_out(model, TASK, PLAIN, Batch(condition, (sample,)), 0)[0] for sample in reversed(SAMPLES)]
-    assert told(together) == told(apart)
+    assert reproducible(together) == reproducible(apart)
     for one, other in zip(together, reversed(apart), strict=True):
         assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)
 
 
-def test_sinks_of_the_unmasked_run_are_those_of_the_batchs_own(tiny_llada):
+def test_sinks_of_the_unmasked_run_are_those_of_the_same_batch(tiny_llada):
     condition = masking([1], of_unmasked=True)[-1]
     records = carry_out(tiny_llada, TASK, PLAIN, Batch(condition, SAMPLES[:2]), 0)
     for sample, record in zip(SAMPLES, records, strict=False):
@@ -57,7 +57,7 @@ def test_sinks_of_the_unmasked_run_are_those_of_the_batchs_own(tiny_llada):
         assert record["text"] == sinklens.generate(tiny_llada, sample.prompt, hooks=[hook], progress=False).text
 
 
-def test_a_record_holds_what_the_run_did(tiny_llada):
+def test_a_record_contains_what_the_run_did(tiny_llada):
     (record,) = carry_out(tiny_llada, TASK, PLAIN, Batch(UNMASKED, SAMPLES[:1]), 3)
     run = sinklens.generate(tiny_llada, SAMPLES[0].prompt, seed=3, progress=False)
     answer = slice(run.prompt_length, None)
@@ -72,17 +72,17 @@ def test_a_record_holds_what_the_run_did(tiny_llada):
     assert (record["device"], record["versions"]["sinklens"]) == ("cpu", sinklens.__version__)
 
 
-def test_the_sink_summary_is_that_of_a_naive_count(tiny_llama):
+def test_the_sink_summary_equals_a_naive_count(tiny_llama):
     run = sinklens.generate(tiny_llama, [sample.prompt for sample in SAMPLES[:2]], progress=False)
-    took = [10, run.steps_run]
-    found = sink_summary(run, took)
+    steps = [10, run.steps_run]
+    found = sink_summary(run, steps)
     score, layers, heads = run.sinks.scores().to_numpy(), 4, 6
     for row in range(2):
         sinks, best, static = [], [], []
         for layer in range(layers):
             for head in range(heads):
                 mains = []
-                for step in range(took[row]):
+                for step in range(steps[row]):
                     values = score[row, step, layer, head]
                     values = values[~np.isnan(values)]
                     if len(values):
@@ -96,16 +96,16 @@ def test_the_sink_summary_is_that_of_a_naive_count(tiny_llama):
         assert found["static_share"][row] == pytest.approx(np.mean(static))
 
 
-def test_batches_hold_every_sample_once_and_similar_lengths(tiny_llada):
-    made = list(batches(UNMASKED, SAMPLES, 4))
-    lengths = [len(sample.prompt) for batch in made for sample in batch.samples]
-    assert [len(batch.samples) for batch in made] == [4, 2]
+def test_batches_contain_every_sample_once_and_group_similar_lengths(tiny_llada):
+    found = list(batches(UNMASKED, SAMPLES, 4))
+    lengths = [len(sample.prompt) for batch in found for sample in batch.samples]
+    assert [len(batch.samples) for batch in found] == [4, 2]
     assert lengths == sorted(lengths)
-    assert {sample.id for batch in made for sample in batch.samples} == {sample.id for sample in SAMPLES}
-    assert list(batches(UNMASKED, SAMPLES[::-1], 4)) == made
+    assert {sample.id for batch in found for sample in batch.samples} == {sample.id for sample in SAMPLES}
+    assert list(batches(UNMASKED, SAMPLES[::-1], 4)) == found
 
 
-def test_everything_that_decides_a_verdict_is_part_of_the_identity(tiny_llada, tiny_llama):
+def test_everything_that_determines_a_verdict_is_part_of_the_identity(tiny_llada, tiny_llama):
     def named(model=tiny_llada, condition=UNMASKED, task=TASK, protocol=PLAIN, seed=0):
         return str(identity(model, condition, task, protocol, seed))
 
@@ -119,14 +119,14 @@ def test_everything_that_decides_a_verdict_is_part_of_the_identity(tiny_llada, t
     assert len({named(), *others}) == 6
     assert named() == named()
     assert named(task=Gsm8k(path=Path("here"))) == named(task=Gsm8k(path=Path("there")))
-    assert named(protocol=PLAIN.with_settings({"temperature": 0.0})) == named()  # as it is anyway
+    assert named(protocol=PLAIN.with_settings({"temperature": 0.0})) == named()  # the default
 
 
 def test_equal_prompts_go_into_different_batches():
-    """One batch would draw different random numbers for them, two the same."""
+    """One batch would draw different random numbers for them; two batches draw the same."""
     same = [Sample(f"copy/{number}", "Question: 2 + 3?", "") for number in range(3)]
-    made = list(batches(UNMASKED, [*same, Sample("other", "Question: 2 + 3? Say.", "")], 4))
-    assert [[sample.id for sample in batch.samples] for batch in made] == [["copy/0", "other"], ["copy/1"], ["copy/2"]]
+    found = list(batches(UNMASKED, [*same, Sample("other", "Question: 2 + 3? Say.", "")], 4))
+    assert [[sample.id for sample in batch.samples] for batch in found] == [["copy/0", "other"], ["copy/1"], ["copy/2"]]
 
 
 def test_equal_prompts_get_equal_answers_in_batches_of_any_size(tiny_llama):
@@ -142,7 +142,7 @@ def test_equal_prompts_get_equal_answers_in_batches_of_any_size(tiny_llama):
 
 @dataclass
 class Template:
-    """A tokenizer of a shipped model with a chat template of its own."""
+    """The tokenizer of a shipped model with a chat template."""
 
     of: object
 
@@ -158,7 +158,7 @@ class Template:
         return self.of.apply_chat_template(turns, **keywords | {"chat_template": self.chat_template})
 
 
-def test_an_answer_is_made_to_open_as_the_sample_says(tiny_llada):
+def test_an_answer_begins_with_the_opening_of_the_sample(tiny_llada):
     sample = Sample("opened", "Question: 2 + 3?", " 5", opening=" Tom has")
     model = sinklens.load("tiny-llada", tokenizer=Template(tiny_llada.tokenizer), check=False)
 
@@ -173,22 +173,22 @@ def test_an_answer_is_made_to_open_as_the_sample_says(tiny_llada):
     assert token_ids(model, plain, False) == model.encode(plain.prompt)[0][0].tolist()
 
 
-def test_a_prompt_that_does_not_fit_names_its_samples(tiny_llada):
+def test_the_error_for_a_prompt_that_does_not_fit_names_its_samples(tiny_llada):
     long = Sample("long/1", "coins " * 200, "")
     with pytest.raises(PromptError, match=r"sample long/1: a prompt of \d+ tokens and gen_length"):
         carry_out(tiny_llada, find_task("tiny-gsm"), PLAIN, Batch(UNMASKED, (long,)), 0)
 
 
-def test_a_folder_is_the_same_model_wherever_it_lies(tmp_path, tiny_llada, monkeypatch):
-    mine = tmp_path / "mine"
-    shutil.copytree(find_checkpoint("tiny-llada", None), mine)
+def test_the_identity_of_a_folder_does_not_depend_on_its_path(tmp_path, tiny_llada, monkeypatch):
+    folder = tmp_path / "mine"
+    shutil.copytree(find_checkpoint("tiny-llada", None), folder)
     monkeypatch.chdir(tmp_path)
-    near, far = (identity(sinklens.load(name), UNMASKED, TASK, PLAIN, 0) for name in ("mine", str(mine)))
-    assert near == far
-    monkeypatch.chdir(mine)
+    relative, absolute = (identity(sinklens.load(name), UNMASKED, TASK, PLAIN, 0) for name in ("mine", str(folder)))
+    assert relative == absolute
+    monkeypatch.chdir(folder)
     assert identity(sinklens.load("."), UNMASKED, TASK, PLAIN, 0)["model"] == "mine"
-    assert near["model"] == "mine"
-    assert near["weights"] == tiny_llada.fingerprint
+    assert relative["model"] == "mine"
+    assert relative["weights"] == tiny_llada.fingerprint
 
 
 IDS = (
@@ -198,19 +198,19 @@ IDS = (
 )
 
 
-def test_samples_of_ids_share_batches_by_length_and_equal_ones_are_apart():
+def test_samples_of_ids_are_batched_by_length_and_equal_ones_are_kept_apart():
     found = [[sample.id for sample in batch.samples] for batch in batches(UNMASKED, IDS, 5)]
     assert found == [["b", "a"], ["c"]]
 
 
-def test_hashes_of_ids_tell_prompts_and_expected_answers_apart():
+def test_hashes_of_ids_distinguish_prompts_and_expected_answers():
     assert prompt_hash(IDS[0]) == prompt_hash(IDS[2]) != prompt_hash(IDS[1])
     assert reference_hash(IDS[0]) == reference_hash(IDS[1]) != reference_hash(IDS[2])
     assert prompt_hash(Sample("s", "a", "b")) == hashlib.sha256(b"a").hexdigest()
     assert reference_hash(Sample("s", "a", "b")) == hashlib.sha256(b"b").hexdigest()
 
 
-def test_ids_are_not_put_through_a_chat_template(tiny_llama):
+def test_a_chat_template_is_refused_for_ids(tiny_llama):
     assert token_ids(tiny_llama, IDS[0], False) == [2, 287, 28]
-    with pytest.raises(PromptError, match=r"a is token ids, which a chat template cannot be put around"):
+    with pytest.raises(PromptError, match=r"a consists of token ids, to which a chat template cannot be applied"):
         token_ids(tiny_llama, IDS[0], True)

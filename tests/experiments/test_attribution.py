@@ -1,4 +1,4 @@
-"""Estimated effects against slopes measured in plain torch, real patching against plain torch, and where both agree."""
+"""Estimated effects against slopes in plain torch, real patching against plain torch, and their agreement."""
 
 import re
 
@@ -35,18 +35,18 @@ def pair():
 
 
 def bent(logits):
-    """A metric that is not linear."""
+    """A nonlinear metric."""
     weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
     return (weights * logits.log_softmax(dim=-1)).sum() / 50
 
 
 def at_real(real):
-    """`bent` of the logits of real positions: at padding they mean nothing."""
+    """`bent` of the logits of real positions; at padding they are meaningless."""
     return bent if real is None else lambda logits: bent(torch.where(real[..., None], logits, 0.0))
 
 
 def cells(kind, seed, count=3):
-    """Places of a kind of point, drawn at random: layer and numbers along the axes that an effect has."""
+    """Random places of a kind of point: layer and indices along the axes of an effect."""
     sizes = {"head": 6, "kv_head": 2, "pos": LENGTH, "query": LENGTH, "key": LENGTH}
     axes = [axis for axis in AXES[kind] if axis in sizes]
     rng = np.random.default_rng([seed, len(kind)])
@@ -66,7 +66,7 @@ def metric_of(model, ids, real, name=None, edit=None):
     return at_real(real)(plain_pass(model, ids, real, {} if name is None else {name: edit}).logits).item()
 
 
-@pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["whole", "padded"])
+@pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["unpadded", "padded"])
 @MODELS
 def test_estimates_are_slopes_towards_the_clean_value_at_every_point(architecture, causal, real):
     """Central differences of a pass in plain torch: (m(v + hΔ) − m(v − hΔ)) / 2h, Δ the change at one place."""
@@ -92,7 +92,7 @@ def random_double(architecture, causal):
     return sinklens.load(random_hf(architecture, causal, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["whole", "padded"])
+@pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["unpadded", "padded"])
 @MODELS
 def test_real_patching_is_a_pass_with_one_value_replaced(architecture, causal, real):
     model, (clean, corrupted) = shared_model(architecture, causal), pair()
@@ -117,7 +117,7 @@ def test_real_patching_is_a_pass_with_one_value_replaced(architecture, causal, r
 
 
 class Unchanged(torch.nn.Module):
-    """Stands for a final norm and does nothing."""
+    """Replaces a final norm with the identity."""
 
     def __init__(self, norm):
         super().__init__()
@@ -129,22 +129,22 @@ class Unchanged(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def linear_at_the_end():
-    """A model whose logits are linear in all that the last attention puts into the stream: no norm, no last MLP."""
+    """A model whose logits are linear in the output of the last attention: no norm, no last MLP."""
     hf = random_hf(dtype=torch.float64)
     hf.model.norm = Unchanged(hf.model.norm)
     hf.model.layers[-1].mlp.down_proj.weight.data.zero_()
     return sinklens.load(hf)
 
 
-GIVEN_THE_OTHER = ["attn.hook_pattern", "attn.hook_v"]  # their product is linear in each; along a path both move
+GIVEN_THE_OTHER = ["attn.hook_pattern", "attn.hook_v"]  # their product is linear in each; along a path both change
 
 
 @pytest.mark.parametrize("path", [0, 3])
 @pytest.mark.parametrize(
     "name", ["hook_resid_post", "hook_attn_out", "attn.hook_z", "attn.hook_result", *GIVEN_THE_OTHER]
 )
-def test_where_the_metric_is_linear_the_estimate_is_exact(linear_at_the_end, name, path):
-    """hook_pattern by the explicit attention, the others by the fused one; values against a fixed pattern."""
+def test_the_estimate_is_exact_where_the_metric_is_linear(linear_at_the_end, name, path):
+    """hook_pattern with explicit attention, the others with fused attention; values under a fixed pattern."""
     clean, corrupted = pair()
     asked = (linear_at_the_end, clean, corrupted, lambda logits: logits[:, :, 5].sum() - logits[:, :, 9].sum())
     estimate = attribution_patching(*asked, [f"blocks.-1.{name}"], path=path)
@@ -158,8 +158,8 @@ def test_where_the_metric_is_linear_the_estimate_is_exact(linear_at_the_end, nam
     assert estimate.attrs == pytest.approx(truth.attrs)
 
 
-def test_for_a_small_change_of_the_embedding_the_estimate_is_the_truth():
-    """Two tokens a little apart, and ten times nearer: so is then the relative error of a first-order estimate."""
+def test_the_estimate_approaches_the_truth_for_small_changes_of_the_embedding():
+    """The relative error of a first-order estimate shrinks tenfold when the two tokens are ten times closer."""
     clean, corrupted, errors = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[3, 4, 8, 6, 7]]), []
     for distance in (3e-2, 3e-3):
         model = random_double("llama", False)
@@ -174,7 +174,7 @@ def test_for_a_small_change_of_the_embedding_the_estimate_is_the_truth():
     assert all(score.correlation > 0.995 for score in scores.values())
 
 
-def test_along_the_whole_path_the_effects_of_the_embeddings_add_up_to_all_of_it(tiny_llada):
+def test_along_the_path_the_effects_of_the_embeddings_sum_to_the_total_effect(tiny_llada):
     """Integrated gradients are complete: the sum is the metric of the clean run minus that of the corrupted one."""
     clean, corrupted, metric = number_pair(tiny_llada, held_out(3)[2], 6)
     found = attribution_patching(tiny_llada, clean, corrupted, metric, "hook_embed", path=50)
@@ -186,7 +186,7 @@ def test_along_the_whole_path_the_effects_of_the_embeddings_add_up_to_all_of_it(
 
 
 def number_pair(model, problem, new, step=None):
-    """A step of a run on a word problem, the same with the first number of the prompt changed, and a metric.
+    """A step of a run on a word problem, the same step with the first number of the prompt changed, and a metric.
 
     The metric is the logit of the number minus that of the new one where the run copies it; the step is by default the
     one that writes the copy.
@@ -205,7 +205,7 @@ def number_pair(model, problem, new, step=None):
 
 
 def correlations(model, clean, corrupted, metric, **how):
-    """Of residual streams and head outputs, over layers, heads, and every fourth position with those that matter."""
+    """Correlations for streams and head outputs, over layers, heads, every fourth and all relevant positions."""
     answer = int((clean[0] == model.mask_token_id).nonzero()[0])
     positions = {
         *range(0, clean.shape[1], 4),
@@ -228,14 +228,14 @@ def test_between_neighbouring_numbers_estimates_follow_the_truth(tiny_llada, num
     assert min(along) > 0.93
 
 
-def test_between_distant_numbers_they_have_the_wrong_sign_and_along_the_path_the_right_one(tiny_llada):
-    """Of head outputs, -0.70 and 0.91 were measured: the attention that copies a number is saturated."""
+def test_between_distant_numbers_only_the_path_estimate_has_the_right_sign(tiny_llada):
+    """Measured -0.70 and 0.91 for head outputs: the attention that copies a number is saturated."""
     (_, z), along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(3)[2], 6))
     assert z < 0
     assert min(along) > 0.8
 
 
-def test_gradients_along_the_path_are_taken_in_the_middle_of_its_parts():
+def test_gradients_along_the_path_are_taken_at_the_midpoints_of_its_segments():
     model, (clean, corrupted), given = shared_model(), pair(), []
 
     def metric(logits):
@@ -264,7 +264,7 @@ def test_effects_of_a_batch_are_the_sum_of_its_rows():
 
 
 @pytest.mark.parametrize("family", ["dream", "llama"])
-def test_the_metric_gets_logits_of_the_token_at_a_position_and_of_the_next_from_autoregressive_models(tmp_path, family):
+def test_the_metric_gets_logits_of_the_token_at_a_position_or_the_next_if_autoregressive(tmp_path, family):
     write_family(tmp_path, family)
     model, (clean, corrupted), given = sinklens.load(tmp_path), pair(), []
 
@@ -308,8 +308,8 @@ def test_kinds_of_points_become_variables_by_layer():
     assert part["hook_embed"].pos.values.tolist() == [4]
 
 
-def test_hooks_that_are_on_the_model_hold_in_both_runs():
-    """Of a head that is switched off, nothing can have an effect; with the others it has."""
+def test_hooks_on_the_model_apply_to_both_runs():
+    """A head that is switched off has no effect; the others do."""
     model, (clean, corrupted) = shared_model(), pair()
 
     def off(value, hook):
@@ -326,12 +326,12 @@ def test_hooks_that_are_on_the_model_hold_in_both_runs():
 
 
 def state(model):
-    """What must be as it was: hooks on points, gradients, and which weights ask for them."""
+    """State that must be restored: hooks on points, gradients, and which weights require them."""
     hooks = [len(point.fwd_hooks) + len(point._functions) for point in model.tree.hook_dict.values()]
     return hooks, [(weight.grad is None, weight.requires_grad) for weight in model.tree.hf.parameters()]
 
 
-def test_afterwards_the_model_is_as_it_was_also_after_an_error():
+def test_the_model_is_restored_even_after_an_error():
     model, (clean, corrupted) = random_model(), pair()
     next(model.tree.hf.parameters()).requires_grad_(False)
     before = state(model)
@@ -346,7 +346,7 @@ def test_afterwards_the_model_is_as_it_was_also_after_an_error():
         assert torch.equal(model(clean), logits)
 
 
-def test_gradients_are_had_where_the_caller_has_switched_them_off():
+def test_gradients_work_where_the_caller_has_disabled_them():
     model, (clean, corrupted) = shared_model(), pair()
     expected = attribution_patching(model, clean, corrupted, bent, every_value)
     with torch.inference_mode():
@@ -355,15 +355,15 @@ def test_gradients_are_had_where_the_caller_has_switched_them_off():
         xr.testing.assert_allclose(attribution_patching(model, clean, corrupted, bent, every_value), expected)
 
 
-def test_weights_without_gradients_are_refused():
+def test_weights_without_gradients_are_rejected():
     with torch.inference_mode():
         model = random_model()
-    with pytest.raises(SettingError, match=r"was made under torch.inference_mode\(\), so it has no gradients"):
+    with pytest.raises(SettingError, match=r"was created under torch.inference_mode\(\), so it has no gradients"):
         attribution_patching(model, *pair(), bent, "hook_embed")
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_of_step_gives_what_the_step_worked_on(request, name):
+def test_of_step_returns_the_canvas_of_the_step(request, name):
     model = request.getfixturevalue(name)
     run = sinklens.generate(model, [problem.prompt for problem in held_out(3)], record_sinks=False, progress=False)
     end, padded = run.prompt_length + 4 if name == "tiny_llama" else run.canvas.shape[2], int((~run.real[1]).sum())
@@ -395,15 +395,18 @@ def test_agreement_by_hand():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"corrupted_ids": random_ids(2, 5)}, r"one shape and one padding; got \[2, 6\] and \[2, 5\]. .*as many"),
-        ({"metric": lambda logits: logits[:, 0, 0]}, r"gives a tensor of one number; got Tensor of shape \[2\]"),
-        ({"metric": lambda logits: 1.0}, r"gives a tensor of one number; got float"),
-        ({"names": "blocks.0.attn.hook_attn_mask"}, r"hook_attn_mask is nothing that one pass could hand to another"),
-        ({"names": "denoise.hook_logits"}, r"denoise.hook_logits is nothing that one pass"),
+        (
+            {"corrupted_ids": random_ids(2, 5)},
+            r"the same shape and padding; got \[2, 6\] and \[2, 5\]. .*same number of tokens",
+        ),
+        ({"metric": lambda logits: logits[:, 0, 0]}, r"to a tensor with one number; got Tensor of shape \[2\]"),
+        ({"metric": lambda logits: 1.0}, r"to a tensor with one number; got float"),
+        ({"names": "blocks.0.attn.hook_attn_mask"}, r"hook_attn_mask cannot be patched from one pass into another"),
+        ({"names": "denoise.hook_logits"}, r"denoise.hook_logits cannot be patched from one pass"),
     ],
 )
 @pytest.mark.parametrize("effects", [attribution_patching, patching_effects])
-def test_bad_input_is_refused(effects, change, text):
+def test_invalid_input_is_rejected(effects, change, text):
     clean, corrupted = pair()
     given = {"clean_ids": clean, "corrupted_ids": corrupted, "metric": bent, "names": "hook_embed"} | change
     with pytest.raises(SettingError, match=text):
@@ -416,12 +419,17 @@ def test_bad_input_is_refused(effects, change, text):
         (attribution_patching, {"metric": lambda logits: logits.argmax().float()}, SettingError, r"has no gradient"),
         (patching_effects, {"attention_mask": left_padding(2, 5)}, PromptError, r"\[2, 6\]; got \[2, 5\]"),
         (attribution_patching, {"names": "hook_x"}, HookNameError, r"no hook point is called 'hook_x'"),
-        (attribution_patching, {"path": -1}, SettingError, r"path is 0 .* or the number of gradients .*; got -1"),
+        (
+            attribution_patching,
+            {"path": -1},
+            SettingError,
+            r"path must be 0 .* or a positive number of gradients .*; got -1",
+        ),
         (patching_effects, {"heads": [6]}, SettingError, r"head 6 does not exist"),
         (patching_effects, {"positions": [6]}, SettingError, r"position 6 does not exist"),
-        (patching_effects, {"at_once": 0}, SettingError, r"at_once is 1 or more; got 0"),
+        (patching_effects, {"at_once": 0}, SettingError, r"at_once must be at least 1; got 0"),
     ],
 )
-def test_what_one_of_them_cannot_do_is_refused(effects, change, error, text):
+def test_unsupported_input_of_either_function_is_rejected(effects, change, error, text):
     with pytest.raises(error, match=text):
         effects(shared_model(), *pair(), **{"metric": bent, "names": "blocks.0.attn.hook_z"} | change)

@@ -1,4 +1,4 @@
-"""Comparing runs: every number against a loop over positions, and what is hand-made against what is known of it."""
+"""Comparing runs: every number against a loop over positions, and hand-made cases against known results."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ CHANGE = AblateHeads(layers=[0, 1])
 
 
 class AllLogits:
-    """Keeps the logits of the whole canvas at every step, by a hook function of its own."""
+    """Keeps the logits of the complete canvas at every step, with a separate hook function."""
 
     def __init__(self):
         self.steps = {}
@@ -39,14 +39,14 @@ def run_with_logits(model, hooks=(), prompts=PROMPTS, **settings):
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
 def pair(request):
-    """A run, the same with heads taken away, and that under replay: each as `run_with_logits` gives it."""
+    """A run, the same with heads ablated, and that under replay: each as returned by `run_with_logits`."""
     model = request.getfixturevalue(request.param)
     base = run_with_logits(model)
     return base, run_with_logits(model, [CHANGE]), run_with_logits(model, [CHANGE], replay=base[0])
 
 
 def undecided(run, step, row):
-    """Positions of a row that a step has logits of, and where they are in them."""
+    """Positions of a row with logits at a step, and their indices in the logits."""
     ids = run.canvas[row, step]
     if run.model.mask_token_id is not None:
         return [(place, place) for place in range(len(ids)) if ids[place] == run.model.mask_token_id]
@@ -59,13 +59,13 @@ def softmax(values):
     return shares / shares.sum()
 
 
-def test_kl_agreement_and_confidence_are_their_definitions_position_by_position(pair):
+def test_kl_agreement_and_confidence_match_their_definitions(pair):
     base, free, replayed = pair
     for changed in (free, replayed):
         found = compare(base[0], changed[0], base[1], changed[1])
         assert found.sizes["batch"] == 3
         assert found["step"].to_numpy().tolist() == list(range(max(base[0].steps_run, changed[0].steps_run)))
-        told = 0
+        checked = 0
         for row, step in np.ndindex(found["kl"].shape):
             both = []
             if step < min(base[0].steps_run, changed[0].steps_run):
@@ -83,12 +83,12 @@ def test_kl_agreement_and_confidence_are_their_definitions_position_by_position(
                     assert math.isnan(got), (name, row, step)
                     continue
                 assert got == pytest.approx(np.mean(numbers), abs=1e-9), (name, row, step)
-                told += 1
-        assert told > 40
+                checked += 1
+        assert checked > 40
     assert float(found["kl"].max()) > 0.01
 
 
-def test_a_replayed_run_has_the_canvas_of_the_base_run_and_says_nothing_of_answers(pair):
+def test_a_replayed_run_has_the_canvas_and_answers_of_the_base_run(pair):
     base, _, replayed = pair
     found = compare(base[0], replayed[0], base[1], replayed[1])
     assert found["first_divergent_step"].to_numpy().tolist() == [-1] * 3
@@ -96,16 +96,16 @@ def test_a_replayed_run_has_the_canvas_of_the_base_run_and_says_nothing_of_answe
     assert not found["kl"].isnull().all("step").any()
 
 
-def tau_b(ours, theirs):
+def tau_b(x, y):
     """Kendall's τ-b by its definition, pair by pair."""
-    agree = tied_ours = tied_theirs = 0
-    pairs = [(i, j) for i in range(len(ours)) for j in range(i)]
+    agree = tied_x = tied_y = 0
+    pairs = [(i, j) for i in range(len(x)) for j in range(i)]
     for i, j in pairs:
-        first, second = ours[i] - ours[j], theirs[i] - theirs[j]
+        first, second = x[i] - x[j], y[i] - y[j]
         agree += (first * second > 0) - (first * second < 0)
-        tied_ours += first == 0
-        tied_theirs += second == 0
-    below = math.sqrt((len(pairs) - tied_ours) * (len(pairs) - tied_theirs))
+        tied_x += first == 0
+        tied_y += second == 0
+    below = math.sqrt((len(pairs) - tied_x) * (len(pairs) - tied_y))
     return agree / below if below else math.nan
 
 
@@ -121,11 +121,11 @@ def test_the_order_is_kendalls_tau_with_ties(tiny_llada):
         assert math.isnan(found[0])
 
 
-def edits(ours, theirs):
+def edits(source, target):
     """Levenshtein distance by the table of all prefixes."""
-    table = [[max(i, j) if 0 in (i, j) else 0 for j in range(len(theirs) + 1)] for i in range(len(ours) + 1)]
-    for i, j in np.ndindex(len(ours), len(theirs)):
-        swap = table[i][j] + (ours[i] != theirs[j])
+    table = [[max(i, j) if 0 in (i, j) else 0 for j in range(len(target) + 1)] for i in range(len(source) + 1)]
+    for i, j in np.ndindex(len(source), len(target)):
+        swap = table[i][j] + (source[i] != target[j])
         table[i + 1][j + 1] = min(swap, table[i][j + 1] + 1, table[i + 1][j] + 1)
     return table[-1][-1]
 
@@ -159,7 +159,7 @@ def test_the_share_of_changed_tokens_counts_positions(tiny_llada):
 
 
 def course(model, answers, prompt=(9, 9)):
-    """A run of one row whose answer went through the given canvases; M is the mask."""
+    """A run of one row whose answer has the given canvases; M is the mask."""
     mask = -1 if model.mask_token_id is None else model.mask_token_id
     ids = [[*prompt, *(mask if token == "M" else token for token in answer)] for answer in answers]
     canvas, length = torch.tensor(ids)[None], len(answers[0])
@@ -178,8 +178,8 @@ def course(model, answers, prompt=(9, 9)):
         (["MMM", "5MM", "56M", "567"], 1),  # another order
         (["MMM", "5MM", "5M7", "587"], 2),
         (["MMM", "5MM", "5M7"], 2),  # ended a step earlier
-        (["MMM", "5MM", "5M7", "567", "567", "567"], -1),  # waited for others
-        (["MMM", "5MM", "5M7", "567", "564"], 3),  # went on
+        (["MMM", "5MM", "5M7", "567", "567", "567"], -1),  # waited for other rows
+        (["MMM", "5MM", "5M7", "567", "564"], 3),  # continued
         (["4MM", "5MM", "5M7", "567"], 0),  # began on another canvas
     ],
 )
@@ -192,7 +192,7 @@ def test_the_first_divergent_step_of_hand_made_canvases(tiny_llada, answers, fir
     assert compare(base, changed)["first_divergent_step"].to_numpy().tolist() == [first]
 
 
-def test_what_an_ended_autoregressive_row_is_given_while_it_waits_counts_nowhere(tiny_llama):
+def test_tokens_added_to_an_ended_autoregressive_row_are_not_counted(tiny_llama):
     end = tiny_llama.eos_token_ids[0]
     alone = course(tiny_llama, [["M"] * 4, [5, "M", "M", "M"], [5, end, "M", "M"]])
     waited = course(tiny_llama, [*alone.canvas[0, :, 2:].tolist(), [5, end, end, -1], [5, end, end, end]])
@@ -213,9 +213,12 @@ def test_a_rows_comparison_does_not_depend_on_its_batch(tiny_llama):
     assert together.base.answers[0].tokens != together.base.answers[1].tokens
     for row, prompt in enumerate(prompts):
         alone = effect(tiny_llama, prompt, [CHANGE], **settings)
-        for mine, theirs in ((alone.free_running, together.free_running), (alone.under_replay, together.under_replay)):
-            for name in mine.data_vars:
-                got, wanted = theirs[name].isel(batch=row).to_numpy(), mine[name].isel(batch=0).to_numpy()
+        for single, batched in (
+            (alone.free_running, together.free_running),
+            (alone.under_replay, together.under_replay),
+        ):
+            for name in single.data_vars:
+                got, wanted = batched[name].isel(batch=row).to_numpy(), single[name].isel(batch=0).to_numpy()
                 if got.ndim:
                     assert np.isnan(got[len(wanted) :].astype(float)).all()
                     got = got[: len(wanted)]
@@ -253,19 +256,19 @@ def test_an_identity_gives_exactly_the_base_run(request, model, hooks):
 def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
     base, free, replayed = pair
     found = effect(base[0].model, PROMPTS, CHANGE, **SHORT)
-    for ours, theirs in ((found.base, base), (found.free, free), (found.replayed, replayed)):
-        assert torch.equal(ours.canvas, theirs[0].canvas)
+    for result, expected in ((found.base, base), (found.free, free), (found.replayed, replayed)):
+        assert torch.equal(result.canvas, expected[0].canvas)
     assert found.free_running.equals(compare(base[0], free[0], base[1], free[1]))
     assert found.under_replay.equals(compare(base[0], replayed[0], base[1], replayed[1]))
     assert found.free_running["first_divergent_step"].max() >= 0
 
 
-def test_an_effect_shows_itself_in_one_line(pair):
+def test_an_effect_has_a_one_line_repr(pair):
     base, free, replayed = pair
     found = Effect(
         base[0], free[0], replayed[0], compare(base[0], free[0]), compare(base[0], replayed[0], base[1], replayed[1])
     )
-    same = sum(ours.text == theirs.text for ours, theirs in zip(base[0].answers, free[0].answers, strict=True))
+    same = sum(before.text == after.text for before, after in zip(base[0].answers, free[0].answers, strict=True))
     kl = float(found.under_replay["kl"].mean())
     assert repr(found) == (
         f"Effect({same} of {len(PROMPTS)} answers stay the same, "
@@ -274,7 +277,7 @@ def test_an_effect_shows_itself_in_one_line(pair):
 
 
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
-def test_logits_are_kept_at_the_chosen_steps_alone(request, model):
+def test_logits_are_kept_only_at_the_chosen_steps(request, model):
     model = request.getfixturevalue(model)
     kept, every = MaskedLogits(steps=[0, -1]), MaskedLogits()
     run = sinklens.generate(model, PROMPTS, hooks=[every, kept], record_sinks=False, **SHORT)
@@ -288,8 +291,8 @@ def test_logits_are_kept_at_the_chosen_steps_alone(request, model):
     assert sorted(kept.kept) == [0, 3]
 
 
-def test_an_infinitely_unlikely_token_costs_nothing_where_both_rule_it_out(tiny_llada):
-    """0 · log 0 is 0; a token that the changed run alone rules out costs infinitely much."""
+def test_a_token_ruled_out_by_both_runs_adds_nothing_to_the_kl(tiny_llada):
+    """0 · log 0 is 0; a token that only the changed run rules out makes the KL infinite."""
     run = course(tiny_llada, [["M", "M"], [5, 6]])
     p, q = torch.tensor([[0.0, 1.0, -torch.inf]] * 2), torch.tensor([[1.0, 0.0, -torch.inf]] * 2)
     shares = softmax(np.array([0.0, 1.0]))
@@ -306,15 +309,15 @@ def test_an_infinitely_unlikely_token_costs_nothing_where_both_rule_it_out(tiny_
         ([PROMPTS[0]] * 3, r"have the same prompts"),
     ],
 )
-def test_runs_of_different_prompts_are_refused(pair, other, text):
+def test_runs_of_different_prompts_are_rejected(pair, other, text):
     base = pair[0][0]
     changed = sinklens.generate(base.model, other, record_sinks=False, **SHORT)
     with pytest.raises(SettingError, match=text):
         compare(base, changed)
 
 
-def test_a_prompt_that_begins_like_another_is_another(tiny_llada):
-    """The masks that follow the short prompt are not what follows in the long one, nor is an extra token."""
+def test_a_prompt_that_is_a_prefix_of_another_is_rejected(tiny_llada):
+    """Neither the masks nor an extra token after the short prompt match the rest of the long one."""
     ids = tiny_llada.encode(PROMPTS[0])[0]
     short = sinklens.generate(tiny_llada, ids[:, :-4], record_sinks=False, gen_length=12)
     long = sinklens.generate(tiny_llada, ids, record_sinks=False, gen_length=8)
@@ -325,7 +328,7 @@ def test_a_prompt_that_begins_like_another_is_another(tiny_llada):
         compare(long, longer)
 
 
-def test_attended_positions_are_told_from_the_others(pair):
+def test_attended_positions_are_reported_separately(pair):
     base, _, replayed = pair
     marked = np.random.default_rng(2).random((3, base[0].steps_run, base[0].canvas.shape[2])) < 0.4
     found = compare(base[0], replayed[0], base[1], replayed[1], attended=marked)
@@ -340,7 +343,7 @@ def test_attended_positions_are_told_from_the_others(pair):
             assert float(found[name][row, step]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
         both += bool(change[True]) and bool(change[False])
     assert both > 5 or base[0].model.config.is_causal
-    with pytest.raises(SettingError, match="give the logits of both runs, too"):
+    with pytest.raises(SettingError, match="which needs the logits of both runs; pass them, too"):
         compare(base[0], replayed[0], attended=marked)
 
 
@@ -359,7 +362,7 @@ def masked(tiny_llada):
     return change, run, patterns
 
 
-def test_the_keys_that_an_intervention_says_it_masked_are_those_without_attention(masked):
+def test_the_keys_reported_as_masked_are_those_without_attention(masked):
     change, run, patterns = masked
     keys = change.keys(run.sinks).to_numpy()
     for (step, layer), pattern in patterns.items():
@@ -391,7 +394,7 @@ def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_mo
     assert np.nanmax(found) > 0.05
 
 
-def test_attention_to_keys_of_an_autoregressive_run_stops_at_what_is_decoded(tiny_llama):
+def test_attention_to_keys_of_an_autoregressive_run_covers_decoded_positions_only(tiny_llama):
     run = sinklens.generate(tiny_llama, PROMPTS, gen_length=4)
     everything = run.sinks.scores().notnull()
     found = attention_to(run, everything)
@@ -401,16 +404,16 @@ def test_attention_to_keys_of_an_autoregressive_run_stops_at_what_is_decoded(tin
         assert np.isnan(found[:, step, known:]).all()
 
 
-def test_kept_logits_belong_to_a_run(tiny_llada):
-    with pytest.raises(SettingError, match="MaskedLogits belongs to a run of several steps"):
+def test_masked_logits_need_a_run(tiny_llada):
+    with pytest.raises(SettingError, match="use MaskedLogits in a run of several steps"):
         MaskedLogits().hooks_for(tiny_llada)
 
 
-def test_logits_of_one_run_or_of_other_steps_are_refused(masked):
+def test_logits_of_one_run_or_of_other_steps_are_rejected(masked):
     _, run, _ = masked
     logits = {1: torch.zeros(1, 3)}
     for given in ((logits, None), (None, logits)):
-        with pytest.raises(SettingError, match="logits are compared with logits; give base_logits and changed_logits"):
+        with pytest.raises(SettingError, match="pass both base_logits and changed_logits, or neither"):
             compare(run, run, *given)
     with pytest.raises(
         SettingError, match=r"no step has the logits of both runs: base_logits holds steps \[1\], .* \[2\]"
@@ -418,29 +421,29 @@ def test_logits_of_one_run_or_of_other_steps_are_refused(masked):
         compare(run, run, logits, {2: torch.zeros(1, 3)})
 
 
-def test_attention_to_keys_of_some_steps_is_that_of_their_numbers(masked):
-    """Not that of their places: keys of steps 3 and 6 are at places 0 and 1."""
+def test_attention_to_keys_of_some_steps_uses_their_step_numbers(masked):
+    """Not their indices: keys of steps 3 and 6 are at indices 0 and 1."""
     change, run, _ = masked
     keys = change.keys(run.sinks)
-    whole, part = attention_to(run, keys), attention_to(run, keys.isel(step=[3, 6]))
-    np.testing.assert_array_equal(part[:, [3, 6]], whole[:, [3, 6]])
+    complete, part = attention_to(run, keys), attention_to(run, keys.isel(step=[3, 6]))
+    np.testing.assert_array_equal(part[:, [3, 6]], complete[:, [3, 6]])
     assert np.isnan(part[:, [0, 1, 2, 4, 5]]).all()
-    np.testing.assert_array_equal(attention_to(run, keys, steps=[-1])[:, -1], whole[:, -1])
-    assert not np.isnan(whole[:, -1]).all()
+    np.testing.assert_array_equal(attention_to(run, keys, steps=[-1])[:, -1], complete[:, -1])
+    assert not np.isnan(complete[:, -1]).all()
 
 
 @pytest.mark.parametrize(
     ("part", "steps", "text"),
     [
         ({}, [99], "step 99 does not exist; there are"),
-        ({"step": [2, 3]}, [1], r"keys has no step 1; it has \[2, 3\]"),
-        ({"layer": [3]}, None, r"keys has .*'layer': 1.*, this run .*'layer': 4.*; give keys of this run"),
-        ({"head": [3]}, None, "give keys of this run, with all its layers and heads"),
-        ({"batch": [0]}, None, "give keys of this run"),
-        ({"pos": slice(3)}, None, "give keys of this run"),
+        ({"step": [2, 3]}, [1], r"keys has no step 1; choose from \[2, 3\]"),
+        ({"layer": [3]}, None, r"keys has .*'layer': 1.*, this run .*'layer': 4.*; pass keys of this run"),
+        ({"head": [3]}, None, "pass keys of this run, with all its layers and heads"),
+        ({"batch": [0]}, None, "pass keys of this run"),
+        ({"pos": slice(3)}, None, "pass keys of this run"),
     ],
 )
-def test_keys_that_do_not_belong_to_the_run_are_refused(masked, part, steps, text):
+def test_keys_that_do_not_belong_to_the_run_are_rejected(masked, part, steps, text):
     change, run, _ = masked
     with pytest.raises(SettingError, match=text):
         attention_to(run, change.keys(run.sinks).isel(part), steps)

@@ -1,4 +1,4 @@
-"""The logit lens against formulas written out by hand, planted streams, and the model's own logits."""
+"""The logit lens against explicit formulas, planted streams, and the model's logits."""
 
 import numpy as np
 import pytest
@@ -34,20 +34,20 @@ def models(tmp_path_factory):
 
 
 def generated(model, prompts=UNEQUAL, **settings):
-    """A short run; the settings that a sampler does not have are left out."""
+    """A short run; settings that a sampler does not have are omitted."""
     steps = {} if model.family_record.causal else {"steps": 6}
     return sinklens.generate(model, prompts, gen_length=6, record_sinks=False, **steps, **settings)
 
 
 def prediction(model, stream):
-    """Probabilities that final norm and unembedding, written out, give one stream [d_model]."""
+    """Probabilities of one stream [d_model], with explicit final norm and unembedding."""
     norm = model.tree.hf.model.norm
     normed = stream.double() / (stream.double().pow(2).mean() + norm.variance_epsilon).sqrt() * norm.weight.double()
     return (model.tree.W_U.double().T @ normed).softmax(0).detach()
 
 
-def own_streams(run, row, step):
-    """Streams of a row alone, without its padding, from TransformerLens's cache: by layer [pos, d_model]."""
+def streams_of_row(run, row, step):
+    """Streams of a single row, without padding, from TransformerLens's cache: by layer [pos, d_model]."""
     start = int((~run.real[row]).sum())
     end = run.prompt_length + step if run.model.family_record.causal else run.canvas.shape[2]
     cache = run.model.run_with_cache(run.canvas[row : row + 1, step, start:end])[1]
@@ -84,28 +84,28 @@ def check_against(data, run, row, streams):
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_is_the_formula_applied_to_the_cached_stream(models, family, row):
-    """In a batch with padding; of shifted families at the position before."""
+    """In a batch with padding; for shifted families at the previous position."""
     run = generated(models[family])
     data = logit_lens(run.model, run, row=row, top_k=3)
     assert dict(data.sizes) == {"step": 6, "layer": 3, "pos": [10, 8][row], "rank": 3}
-    check_against(data, run, row, lambda step: own_streams(run, row, step))
+    check_against(data, run, row, lambda step: streams_of_row(run, row, step))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layer_is_what_the_model_itself_says_of_the_token_at_a_position(models, family):
+def test_the_last_layer_is_the_models_prediction_for_a_position(models, family):
     logits = []
     run = generated(models[family], hooks=[("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))])
     data = logit_lens(run.model, run, layers=[-1], top_k=61)
     for step, value in enumerate(logits):
         places = range(10) if not run.model.family_record.causal else [run.prompt_length + step]
-        for place, own in zip(places, value[0].softmax(dim=-1), strict=True):
+        for place, probabilities in zip(places, value[0].softmax(dim=-1), strict=True):
             cell = data.sel(step=step, layer=2, pos=place)
-            np.testing.assert_allclose(cell.probability, own[cell.token.values], rtol=1e-3, atol=1e-7)
+            np.testing.assert_allclose(cell.probability, probabilities[cell.token.values], rtol=1e-3, atol=1e-7)
             assert (np.diff(cell.probability) <= 0).all()
 
 
 def still(hf):
-    """Blocks that add nothing, and an unembedding that finds the token that was embedded."""
+    """Make blocks add nothing, and the unembedding recover the embedded token."""
     for layer in hf.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
@@ -116,7 +116,7 @@ def still(hf):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stream_that_holds_a_token_names_it_at_the_position_it_predicts(tmp_path, family):
-    """In a model that hands embeddings through, each layer names the token that stands there, or before."""
+    """In a model that passes embeddings through, each layer names the token at the position, or the previous."""
     model = written(tmp_path, family, still)
     run = generated(model)
     for row, tokens in enumerate([[5, 6, 7, 8], [9, 10]]):
@@ -132,7 +132,7 @@ def test_a_stream_that_holds_a_token_names_it_at_the_position_it_predicts(tmp_pa
     [("llada", {}), ("dream", {}), ("llama", {"use_cache": True}), ("llama", {"use_cache": False})],
     ids=str,
 )
-def test_collected_while_an_unchanged_run_goes_on_the_readings_are_the_same(models, family, settings):
+def test_readings_collected_during_an_unchanged_run_are_the_same(models, family, settings):
     lens = LogitLens(top_k=4)
     run = generated(models[family], hooks=[lens], **settings)
     for row in (0, 1):
@@ -140,12 +140,12 @@ def test_collected_while_an_unchanged_run_goes_on_the_readings_are_the_same(mode
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_part_is_that_part_of_the_whole(models, family):
+def test_a_partial_reading_equals_that_part_of_the_complete_one(models, family):
     places = {"steps": [4, 1], "layers": [-1, 0], "positions": [-1, 0, 3]}
     lens = LogitLens(**places)
     run = generated(models[family], hooks=[lens])
-    whole = logit_lens(run.model, run)
-    part = whole.sel(step=[1, 4], layer=[0, 2], pos=[0, 3, 9])
+    complete = logit_lens(run.model, run)
+    part = complete.sel(step=[1, 4], layer=[0, 2], pos=[0, 3, 9])
     xr.testing.assert_allclose(logit_lens(run.model, run, **places), part)
     xr.testing.assert_allclose(lens.read(run), part, rtol=1e-3)
     assert {stream.shape[0] for stream in lens.kept.values()} <= {4, 5, 6}  # at most three of each row are kept
@@ -153,7 +153,7 @@ def test_a_part_is_that_part_of_the_whole(models, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lens_in_a_changed_run_reads_the_changed_streams(models, family):
-    """Layer 1 is overwritten at two columns of step 2; the layers behind it follow, those before it do not."""
+    """Layer 1 is overwritten at two columns of step 2; later layers change, earlier ones do not."""
     model, planted = models[family], torch.randn(24)
     seen = {}
 
@@ -184,7 +184,7 @@ def test_a_lens_in_a_changed_run_reads_the_changed_streams(models, family):
 
 
 def test_streams_of_a_cached_token_are_those_of_the_step_that_computed_it(models):
-    """A hook at step 1 alone changes the token read there; with a cache later steps still see it so."""
+    """A hook at only step 1 changes the token computed there; with a cache, later steps keep the change."""
     model = models["llama"]
     double = ("blocks.0.hook_resid_post", lambda value, hook: -value if hook.step == 1 else None)
     lens = LogitLens()
@@ -196,7 +196,7 @@ def test_streams_of_a_cached_token_are_those_of_the_step_that_computed_it(models
     assert not (abs(data - plain).sel(step=0) > 1e-3).any()
 
 
-def test_what_stood_and_what_came_in_the_end_is_told_with_texts(tiny_llada):
+def test_tokens_of_the_step_and_final_tokens_are_reported_with_texts(tiny_llada):
     run = sinklens.generate(tiny_llada, [problem.prompt for problem in held_out(3)], record_sinks=False)
     data = logit_lens(tiny_llada, run, row=1, steps=[0, 12])
     start = int((~run.real[1]).sum())
@@ -224,9 +224,9 @@ def test_a_row_reads_as_it_does_alone(tiny_llada):
 
 def test_chunks_of_positions_change_nothing(models, monkeypatch):
     run = generated(models["dream"])
-    whole = logit_lens(run.model, run)
+    complete = logit_lens(run.model, run)
     monkeypatch.setattr(module, "CHUNK", 61 * 3)
-    xr.testing.assert_allclose(logit_lens(run.model, run), whole)
+    xr.testing.assert_allclose(logit_lens(run.model, run), complete)
 
 
 def test_under_guidance_the_conditional_rows_are_read(models):
@@ -261,35 +261,35 @@ def test_a_trace_and_a_run_that_ended_early_can_be_read(tiny_llada):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"top_k": 0}, r"top_k lies between 1 and 61, the size of the vocabulary; got 0"),
-        ({"top_k": 62}, r"top_k lies between 1 and 61"),
+        ({"top_k": 0}, r"top_k must be between 1 and 61, the vocabulary size; got 0"),
+        ({"top_k": 62}, r"top_k must be between 1 and 61"),
         ({"steps": [6]}, r"step 6 does not exist; there are 6"),
         ({"layers": [3]}, r"layer 3 does not exist"),
         ({"row": 2}, r"row 2 does not exist"),
         ({"row": 1, "positions": [8]}, r"position 8 does not exist; there are 8"),
     ],
 )
-def test_a_wrong_question_is_refused(models, asked, text):
+def test_invalid_arguments_are_rejected(models, asked, text):
     run = generated(models["llada"])
     with pytest.raises(SettingError, match=text):
         logit_lens(run.model, run, **asked)
 
 
-def test_what_the_lens_cannot_read_is_refused(models):
+def test_what_the_lens_cannot_read_is_rejected(models):
     model, lens = models["llada"], LogitLens(layers=[1])
     run = generated(model)
     with pytest.raises(SettingError, match=r"the lens holds no step"):
         lens.read(run)
     with pytest.raises(SettingError, match=r"LogitLens reads a run"):
         lens.hooks_for(model)
-    with pytest.raises(SettingError, match=r"LogitLens knows no heads="):
+    with pytest.raises(SettingError, match=r"LogitLens does not support heads="):
         LogitLens(heads=[0])
-    with pytest.raises(SettingError, match=r"top_k lies between 1 and 61"):
+    with pytest.raises(SettingError, match=r"top_k must be between 1 and 61"):
         generated(model, hooks=[LogitLens(top_k=90)])
     sinklens.generate(model, UNEQUAL, gen_length=6, steps=6, hooks=[lens])
     sinklens.generate(model, UNEQUAL, gen_length=6, steps=3, hooks=[lens])
     assert sorted(lens.kept) == [(0, 1), (1, 1), (2, 1)]
     with pytest.raises(SettingError, match=r"of another run"):
         lens.read(generated(model, ["w5 w6"]))
-    with pytest.raises(SettingError, match=r"of another family or vocabulary"):
+    with pytest.raises(SettingError, match=r"has another family or vocabulary"):
         logit_lens(models["dream"], run)

@@ -1,4 +1,4 @@
-"""Sweeps: what stacked runs give is what the runs give one at a time, within the budget, and goes on after a kill."""
+"""Sweeps: stacked runs equal single runs, stay within the memory budget, and resume after a kill."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ BY_ROW = ("order", "edit_distance", "same_answer")
 
 
 def halve(value, hook):
-    """Changes its value in place and gives nothing back, as TransformerLens functions may."""
+    """Edits its value in place and returns None, as TransformerLens functions may."""
     if hook.step != 1:
         value.mul_(0.5)
 
@@ -50,7 +50,7 @@ MIXED = {
     "two": [MaskSinks(top_k=1, layers=[0]), WindowAttention(width=8, layers=[1])],
     "resampled": None,  # filled in by `mixed`
 }
-WAYS = {"greedy": {}, "drawn": {"temperature": 0.7}, "replay": {"replay": True}}
+MODES = {"greedy": {}, "drawn": {"temperature": 0.7}, "replay": {"replay": True}}
 
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
@@ -65,7 +65,7 @@ def mixed(model):
 
 
 def one_at_a_time(model, hooks, base, base_logits, replay=False, **settings):
-    """The comparison of `hooks` with the run without, from a run of the prompts alone, and its answers."""
+    """The comparison of `hooks` with the base run, from a separate run of the prompts, and its answers."""
     listed, kept = hooks if isinstance(hooks, list) else [hooks], MaskedLogits()
     changed = sinklens.generate(
         model, PROMPTS, hooks=[*listed, kept], record_sinks=False, replay=base if replay else None, **SHORT, **settings
@@ -73,16 +73,16 @@ def one_at_a_time(model, hooks, base, base_logits, replay=False, **settings):
     return compare(base, changed, base_logits, kept.kept), [answer.text for answer in changed.answers]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sweep_gives_what_its_runs_give_one_at_a_time(model, mixed, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sweep_equals_its_runs_one_at_a_time(model, mixed, mode):
     """Three prompts of different lengths, three interventions a pass, the last pass half empty."""
-    settings, kept = WAYS[way], MaskedLogits()
+    settings, kept = MODES[mode], MaskedLogits()
     drawn = {name: value for name, value in settings.items() if name != "replay"}
     base = sinklens.generate(model, PROMPTS, hooks=[kept], record_sinks=False, **SHORT, **drawn)
     swept = sweep(model, PROMPTS, mixed, rows=9, **SHORT, **settings)
     assert swept["intervention"].to_numpy().tolist() == list(mixed)
     assert swept.sizes["prompt"] == 3
-    assert (set(BY_STEP) <= set(swept.data_vars)) is (way == "replay")
+    assert (set(BY_STEP) <= set(swept.data_vars)) is (mode == "replay")
     different = 0
     for name, hooks in mixed.items():
         found, answers = one_at_a_time(model, hooks, base, kept.kept, **settings)
@@ -90,14 +90,14 @@ def test_a_sweep_gives_what_its_runs_give_one_at_a_time(model, mixed, way):
         assert got["answer"].to_numpy().tolist() == answers, name
         for measure in (*BY_ROW, "first_divergent_step"):
             np.testing.assert_array_equal(got[measure], found[measure], err_msg=f"{name}: {measure}")
-        for measure in BY_STEP if way == "replay" else ():
+        for measure in BY_STEP if mode == "replay" else ():
             np.testing.assert_allclose(got[measure], found[measure], atol=1e-4, err_msg=f"{name}: {measure}")
-        different += float(found["kl"].max()) > 1e-3 if way == "replay" else int((~found["same_answer"]).sum())
+        different += float(found["kl"].max()) > 1e-3 if mode == "replay" else int((~found["same_answer"]).sum())
     assert different > 3
 
 
-def test_random_numbers_are_those_of_the_prompt_in_every_copy(tiny_llada):
-    """Also in a run that draws its tokens, doing nothing twice gives the base run twice."""
+def test_random_numbers_of_a_prompt_are_the_same_in_every_copy(tiny_llada):
+    """Also in a run that samples tokens, two interventions that do nothing reproduce the base run."""
     swept = sweep(tiny_llada, PROMPTS, {"once": [], "again": []}, temperature=3.0, seed=3, **SHORT)
     assert swept["same_answer"].all()
     base = sinklens.generate(tiny_llada, PROMPTS, temperature=3.0, seed=3, record_sinks=False, **SHORT)
@@ -106,7 +106,7 @@ def test_random_numbers_are_those_of_the_prompt_in_every_copy(tiny_llada):
     assert other.text != base.text
 
 
-def test_what_makes_the_canvas_longer_goes_alone_and_its_answers_are_compared(model):
+def test_an_intervention_that_lengthens_the_canvas_runs_separately_and_its_answers_are_compared(model):
     swept = sweep(model, PROMPTS, {"window": WindowAttention(width=4), "longer": SinkToken(), "none": []}, **SHORT)
     base = sinklens.generate(model, PROMPTS, record_sinks=False, **SHORT)
     changed = sinklens.generate(model, PROMPTS, hooks=[SinkToken()], record_sinks=False, **SHORT)
@@ -116,18 +116,18 @@ def test_what_makes_the_canvas_longer_goes_alone_and_its_answers_are_compared(mo
         np.testing.assert_array_equal(longer[measure], values)
     assert longer["first_divergent_step"].isnull().all()
     assert swept.sel(intervention="none")["first_divergent_step"].to_numpy().tolist() == [-1] * 3
-    with pytest.raises(SettingError, match="longer makes the canvas longer; nothing replays it"):
+    with pytest.raises(SettingError, match="longer makes the canvas longer, so it cannot be replayed"):
         sweep(model, PROMPTS, {"longer": SinkToken()}, replay=True, **SHORT)
 
 
 def test_a_token_of_the_prompt_can_be_changed(tiny_llada):
-    """The prompts of such a run are no longer those of the base run, and yet it is of the same prompts."""
+    """The edited prompts differ from those of the base run, but the runs still count as runs of one prompt."""
     swept = sweep(tiny_llada, PROMPTS[:1], {"corrupted": ForceTokens(tokens={5: 77}), "none": []}, replay=True, **SHORT)
     assert float(swept["kl"].sel(intervention="corrupted").max()) > 1e-3
     assert swept["first_divergent_step"].to_numpy().ravel().tolist() == [0, -1]
 
 
-def test_batches_of_prompts_that_end_at_different_steps_stand_side_by_side(tiny_llama):
+def test_batches_that_end_at_different_steps_are_concatenated(tiny_llama):
     swept = sweep(tiny_llama, PROMPTS, {"head": AblateHeads(layers=[1], heads=[0])}, replay=True, rows=1, gen_length=24)
     steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False, gen_length=24).steps_run for prompt in PROMPTS]
     assert len(set(steps)) > 1
@@ -136,7 +136,7 @@ def test_batches_of_prompts_that_end_at_different_steps_stand_side_by_side(tiny_
 
 
 class Rows:
-    """How many rows each run of a sweep held."""
+    """Records the number of rows of each run of a sweep."""
 
     def __init__(self, monkeypatch):
         self.seen = []
@@ -161,13 +161,13 @@ def test_rows_per_pass_follow_the_memory_budget(tiny_llada, monkeypatch):
         assert rows.seen == expected
         assert swept["answer"].shape == (5, 3)
         monkeypatch.undo()
-    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is .* GB. Give more memory_gb"):
+    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is .* GB. Increase memory_gb"):
         sweep(tiny_llada, PROMPTS, heads, memory_gb=0.9 * row / 1e9, gen_length=4)
     with pytest.raises(SettingError, match="at least 1; got 0"):
         sweep(tiny_llada, PROMPTS, heads, rows=0, gen_length=4)
 
 
-def test_guidance_and_replay_take_their_part_of_the_budget(tiny_llada):
+def test_guidance_and_replay_are_included_in_the_budget(tiny_llada):
     plain, guided = (make_settings("llada", {"gen_length": 4, "cfg_scale": scale}, {}) for scale in (0.0, 1.0))
     row = sweeps.bytes_per_row(tiny_llada, 40, plain)
     assert sweeps.bytes_per_row(tiny_llada, 40, guided) == 2 * row
@@ -206,7 +206,7 @@ for replay, budget in ((False, 0.25), (True, 0.6)):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes, and /proc/self there, on Linux alone")
 def test_the_peak_stays_within_the_budget_and_is_not_far_below():
-    """The highest resident memory of a process of its own, beyond what it held before; free-running and replayed."""
+    """Growth of the peak resident memory of a separate process; free-running and replayed."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     free, replayed = map(float, done.stdout.split())
@@ -247,8 +247,8 @@ print(";".join(done))
 """
 
 
-def test_a_killed_sweep_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
-    """By another process, with interventions that hold tracks, tensors and functions."""
+def test_a_killed_sweep_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """In another process, with interventions that hold tracks, tensors and functions."""
 
     def started(folder, kill_at):
         command = [sys.executable, "-c", KILLED, str(tmp_path / folder), str(kill_at)]
@@ -265,12 +265,12 @@ def test_a_killed_sweep_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsy
     assert len(list((tmp_path / "a").glob("sweep-*.nc"))) == 2
     again = started("a", 9)
     assert (again.returncode, again.stdout.strip()) == (0, "function;zero")
-    (resumed, nothing), (whole, everything) = here("a"), here("b")
+    (resumed, nothing), (complete, everything) = here("a"), here("b")
     assert (nothing, everything) == ("", "masked;mean;function;zero")
-    assert resumed.identical(whole)
+    assert resumed.identical(complete)
 
 
-def test_parts_are_taken_for_the_same_question_alone(tiny_llada, monkeypatch, tmp_path):
+def test_parts_are_reused_only_for_the_same_sweep(tiny_llada, monkeypatch, tmp_path):
     tracks = [sinklens.generate(tiny_llada, PROMPTS[:1], gen_length=4, seed=seed).sinks for seed in (0, 0)]
     tracks.append(sinklens.generate(tiny_llada, PROMPTS[:1], gen_length=4, temperature=2.0).sinks)
     factors = [0.5, 0.5, 2.0]
@@ -311,7 +311,7 @@ def test_answers_without_a_tokenizer_are_ids(tmp_path):
     assert swept["answer"].to_numpy()[0].tolist() == [str(row.tolist()) for row in run.tokens[:, 3:]]
 
 
-def test_one_prompt_may_be_given_as_it_is_and_through_a_template(tiny_llada):
+def test_a_single_prompt_works_with_and_without_a_chat_template(tiny_llada):
     swept = sweep(tiny_llada, PROMPTS[0], {"none": []}, **SHORT)
     assert swept["answer"].to_numpy().tolist() == [[sinklens.generate(tiny_llada, PROMPTS[0], **SHORT).text]]
     template = "Question: {{ messages[0]['content'] }}\nAnswer:"
@@ -324,7 +324,7 @@ def test_one_prompt_may_be_given_as_it_is_and_through_a_template(tiny_llada):
 
 
 @pytest.mark.parametrize(("prompts", "listed"), [([], {"none": []}), (PROMPTS, {})])
-def test_a_sweep_over_nothing_is_refused(tiny_llada, prompts, listed):
+def test_an_empty_sweep_is_rejected(tiny_llada, prompts, listed):
     with pytest.raises(SettingError, match="at least one intervention and one prompt"):
         sweep(tiny_llada, prompts, listed)
 
@@ -337,7 +337,7 @@ def test_token_ids_of_one_prompt_are_one_prompt(tiny_llada, given):
     assert swept["answer"].item() == sinklens.generate(tiny_llada, PROMPTS[0], **SHORT).text
 
 
-def test_a_function_that_gives_back_another_shape_is_named(tiny_llada):
+def test_a_function_that_returns_another_shape_is_named(tiny_llada):
     def first_row(value, hook):
         return value[:1]
 
@@ -346,6 +346,6 @@ def test_a_function_that_gives_back_another_shape_is_named(tiny_llada):
         sweep(tiny_llada, PROMPTS, listed, **SHORT)
 
 
-def test_stacked_interventions_share_rows_evenly(tiny_llada):
-    with pytest.raises(SettingError, match="2 stacked interventions need a run whose rows they can share evenly"):
+def test_stacked_interventions_need_a_divisible_number_of_rows(tiny_llada):
+    with pytest.raises(SettingError, match="2 stacked interventions need a run with a multiple of 2 rows; got"):
         sinklens.generate(tiny_llada, PROMPTS, hooks=[sweeps.Stacked([[], []])], **SHORT)

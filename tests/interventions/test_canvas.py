@@ -1,4 +1,4 @@
-"""Tokens forced and masked again, and an extra token, against canvases and masks written by hand."""
+"""Forced and remasked tokens and an extra token, against hand-made canvases and masks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ MASK = 60
 
 
 @pytest.mark.parametrize("architecture", DIFFUSION)
-def test_forced_tokens_stand_on_the_canvas_from_their_step_on(worded, architecture):
+def test_forced_tokens_are_on_the_canvas_from_their_step_on(worded, architecture):
     force = ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1])
     run = watch(worded(architecture), PADDED, [force], []).run
     base = watch(worded(architecture), PADDED, [], []).run
@@ -29,8 +29,8 @@ def test_forced_tokens_stand_on_the_canvas_from_their_step_on(worded, architectu
 
 
 @pytest.mark.parametrize("settings", CAUSAL)
-def test_a_forced_token_is_read_by_a_run_that_had_cached_another(worded, settings):
-    """Forced at step 2: a token of the prompt, one decoded before, and one that is not decoded yet."""
+def test_a_forced_token_is_read_even_if_another_was_cached(worded, settings):
+    """Forced at step 2: a token of the prompt, one decoded earlier, and one not decoded yet."""
     model = worded("llama", True)
     force = ForceTokens(tokens={1: 41, -5: 42, -1: 43}, steps=[2, 3])
     watched = watch(model, PADDED, [force], ["hook_logits"], **settings)
@@ -46,13 +46,13 @@ def test_a_forced_token_is_read_by_a_run_that_had_cached_another(worded, setting
 
 
 @pytest.mark.parametrize("settings", CAUSAL)
-def test_where_every_step_forces_it_a_decoded_token_is_replaced_before_it_is_read(worded, settings):
+def test_a_token_forced_at_every_step_is_replaced_before_it_is_read(worded, settings):
     run = watch(worded("llama", True), [LONG], [ForceTokens(tokens={8: 42})], [], **settings).run
     assert run.canvas[0, 2:, 8].tolist() == [42] * (run.steps_run - 1)
 
 
 @pytest.mark.parametrize("architecture", DIFFUSION)
-def test_what_is_masked_again_is_decided_again_or_told_as_left_over(worded, architecture):
+def test_remasked_positions_are_decided_again_or_reported_as_masked(worded, architecture):
     model = worded(architecture)
     base = watch(model, PADDED, [], []).run
     decided = [position for position in range(-8, 0) if (base.canvas[:, 2, position] != MASK).any()]
@@ -65,7 +65,7 @@ def test_what_is_masked_again_is_decided_again_or_told_as_left_over(worded, arch
     assert torch.equal(everything.canvas[:, 3, :7], base.canvas[:, 3, :7])
     left = (everything.tokens[:, 7:] == MASK).sum(dim=1).tolist()
     assert [answer.masks for answer in everything.answers] == left
-    if architecture == "dream":  # whose last step decides whatever is left, unless it proposes the mask itself
+    if architecture == "dream":  # its last step decides all remaining positions, unless it proposes the mask
         assert max(left) <= 2
     else:
         assert min(left) >= 6
@@ -75,8 +75,8 @@ def test_what_is_masked_again_is_decided_again_or_told_as_left_over(worded, arch
 @pytest.mark.parametrize("at", ["front", "end"])
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("architecture", DIFFUSION)
-def test_an_extra_token_is_one_that_stands_on_the_canvas_and_sees_itself_alone(worded, architecture, value, at):
-    """Against ids with the token written into them, under a mask and values set by hand."""
+def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(worded, architecture, value, at):
+    """Against ids that contain the token, under a hand-made mask and values."""
     model = worded(architecture)
     points = ["hook_logits", "hook_pattern", "hook_v"]
     watched = watch(model, PADDED, [SinkToken(at=at, value=value, token=9)], points)
@@ -115,9 +115,9 @@ def test_an_extra_token_is_one_that_stands_on_the_canvas_and_sees_itself_alone(w
                 pattern[1], plain.values[f"blocks.{layer}.attn.hook_pattern"][1], atol=2e-4, rtol=0
             )
             for row in range(2):
-                own = torch.zeros(16)
-                own[place[row]] = 1
-                assert torch.equal(pattern[row, :, place[row]], own.expand(6, 16))
+                only_itself = torch.zeros(16)
+                only_itself[place[row]] = 1
+                assert torch.equal(pattern[row, :, place[row]], only_itself.expand(6, 16))
                 assert (pattern[row, :, real[row], place[row]] > 0).all()
             v = watched.values[step][f"blocks.{layer}.attn.hook_v"]
             assert (v[[0, 1], place] == 0).all() == (value == "zero")
@@ -127,7 +127,7 @@ def test_an_extra_token_is_one_that_stands_on_the_canvas_and_sees_itself_alone(w
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_at_the_front_the_run_is_that_over_ids_with_the_token_before_them(worded, architecture):
+def test_at_the_front_the_run_equals_one_over_ids_with_the_token_prepended(worded, architecture):
     model, points = worded(architecture), ["hook_logits"]
 
     def alone(bias, hook):
@@ -144,7 +144,7 @@ def test_at_the_front_the_run_is_that_over_ids_with_the_token_before_them(worded
 
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("settings", CAUSAL)
-def test_before_an_autoregressive_text_the_token_is_the_first_and_a_zero_value_stays_zero(worded, settings, value):
+def test_in_an_autoregressive_run_the_token_is_first_and_a_zero_value_stays_zero(worded, settings, value):
     model = worded("qwen2", True)
     watched = watch(model, PADDED, [SinkToken(token=9, value=value)], ["hook_logits"], **settings)
     run = watched.run
@@ -161,7 +161,7 @@ def test_before_an_autoregressive_text_the_token_is_the_first_and_a_zero_value_s
         torch.testing.assert_close(watched.values[step]["denoise.hook_logits"][:, -1], wanted, atol=1e-3, rtol=0)
 
 
-def test_some_steps_and_layers_alone_restrict_the_extra_token(worded):
+def test_steps_and_layers_restrict_the_extra_token(worded):
     watched = watch(worded(), [LONG], [SinkToken(token=9, steps=[2], layers=[1])])
     for step in range(4):
         for layer in range(3):
@@ -183,7 +183,7 @@ def test_in_a_single_pass_the_first_or_the_last_id_is_the_extra_token():
         torch.testing.assert_close(found, plain_pass(model, ids, edits=edits).logits, atol=1e-4, rtol=0)
 
 
-def test_the_shipped_models_have_a_token_of_their_own_for_it(tiny_llada, tiny_llama):
+def test_the_shipped_models_have_a_default_extra_token(tiny_llada, tiny_llama):
     settings = {"gen_length": 4, "record_sinks": True}
     for model in (tiny_llada, tiny_llama):
         run = sinklens.generate(model, "Question: Tom has 2 apples.", hooks=SinkToken(), **settings)
@@ -195,8 +195,8 @@ def test_the_shipped_models_have_a_token_of_their_own_for_it(tiny_llada, tiny_ll
     assert behind.unmask_step[0, -1] == -1
 
 
-def test_an_extra_token_can_be_masked_as_the_sink_that_it_is(worded):
-    """Interventions listed with it count it as position 0."""
+def test_an_extra_token_can_be_masked_as_a_sink(worded):
+    """Other interventions in the list count it as position 0."""
     hooks = [SinkToken(token=9), MaskSinks(top_k=1, positions=[0])]
     watched = watch(worded(), PADDED, hooks)
     for step in (1, 2, 3):
@@ -210,15 +210,15 @@ def test_an_extra_token_can_be_masked_as_the_sink_that_it_is(worded):
     [
         (False, ForceTokens(tokens={15: 3}), "position 15 does not exist; there are 15"),
         (False, ForceTokens(tokens={0: 61}), "token 61 does not exist; the vocabulary is 0 to 60"),
-        (False, Remask(positions=[6]), r"Remask takes positions of the answer, -8 to -1; got \[6\]"),
-        (False, Remask(positions=[-9]), r"Remask takes positions of the answer, -8 to -1; got \[-9\]"),
-        (True, Remask(), "an autoregressive model has no mask token; Remask is for diffusion models"),
-        (True, SinkToken(at="end"), "an autoregressive answer has no end to put a token behind; use at='front'"),
+        (False, Remask(positions=[6]), r"Remask takes answer positions, -8 to -1; got \[6\]"),
+        (False, Remask(positions=[-9]), r"Remask takes answer positions, -8 to -1; got \[-9\]"),
+        (True, Remask(), "an autoregressive model has no mask token; use Remask with diffusion models only"),
+        (True, SinkToken(at="end"), "an autoregressive answer has no fixed end to append a token to; use at='front'"),
         (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
-        (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; take another"),
+        (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; choose another"),
     ],
 )
-def test_what_cannot_be_put_on_the_canvas_is_refused(worded, causal, intervention, text):
+def test_invalid_canvas_edits_are_rejected(worded, causal, intervention, text):
     model = worded("llama", causal)
     with pytest.raises(SettingError, match=text):
         watch(model, [LONG], [intervention])
@@ -229,40 +229,40 @@ def test_what_cannot_be_put_on_the_canvas_is_refused(worded, causal, interventio
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SinkToken(at="middle"), "at is 'front' or 'end' and value 'own' or 'zero'; got 'middle' and 'own'"),
+        (lambda: SinkToken(at="middle"), "at must be 'front' or 'end', value 'own' or 'zero'; got 'middle' and 'own'"),
         (lambda: SinkToken(value="one"), "got 'front' and 'one'"),
-        (lambda: SinkToken(heads=[1]), "SinkToken knows no heads=; leave it out"),
-        (lambda: SinkToken(positions=[1]), "SinkToken knows no positions=; leave it out"),
-        (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens knows no positions=; leave it out"),
-        (lambda: Remask(layers=[1]), "Remask knows no layers=; leave it out"),
+        (lambda: SinkToken(heads=[1]), "SinkToken does not support heads=; leave it out"),
+        (lambda: SinkToken(positions=[1]), "SinkToken does not support positions=; leave it out"),
+        (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens does not support positions=; leave it out"),
+        (lambda: Remask(layers=[1]), "Remask does not support layers=; leave it out"),
         (
-            lambda: ForceTokens(tokens={1: 2}).on(shared_model()),
+            lambda: ForceTokens(tokens={1: 2}).hooks_for(shared_model()),
             "ForceTokens changes the canvas of a run; for a single",
         ),
-        (lambda: Remask().on(shared_model()), "Remask changes the canvas of a run; for a single pass give other ids"),
+        (lambda: Remask().hooks_for(shared_model()), "Remask changes the canvas of a run; for a single pass"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(make, text):
+def test_invalid_settings_are_rejected(make, text):
     with pytest.raises(SettingError, match=text):
         make()
 
 
-def test_a_model_that_names_no_special_token_asks_for_one():
+def test_a_model_without_special_tokens_needs_an_explicit_one():
     model = shared_model()
     kept, model.eos_token_ids = model.eos_token_ids, ()
     try:
-        with pytest.raises(SettingError, match="names no start and no end token; say which with token="):
+        with pytest.raises(SettingError, match="defines neither a start nor an end token; pass one as token="):
             watch(model, random_ids(), [SinkToken()])
     finally:
         model.eos_token_ids = kept
 
 
 @pytest.mark.parametrize("at", ["front", "end"])
-def test_an_extra_token_needs_a_position_of_the_context(at):
+def test_an_extra_token_takes_one_position_of_the_context(at):
     model, settings = shared_model(), {"gen_length": 4, "steps": 2, "block_length": 4}
     full = [int(token) for token in random_ids(1, 60)[0]]  # of 64
     assert sinklens.generate(model, full, **settings).tokens.shape == (1, 64)
-    told = "a prompt of 61 tokens, 1 of them an intervention's, and gen_length 4 need 65 positions; .* has 64"
-    with pytest.raises(PromptError, match=told):
+    message = "a prompt of 61 tokens, 1 of them an intervention's, and gen_length 4 need 65 positions; .* has 64"
+    with pytest.raises(PromptError, match=message):
         sinklens.generate(model, full, hooks=[SinkToken(at=at, token=9)], **settings)
     assert sinklens.generate(model, full[1:], hooks=[SinkToken(at=at, token=9)], **settings).tokens.shape == (1, 64)

@@ -1,4 +1,4 @@
-"""Ablated heads add nothing to the stream and leave the others alone; means, samples and sinks against loops."""
+"""Ablated heads add nothing to the stream and leave other heads unchanged; means, samples, sinks against loops."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from watching import PADDED, SHORT, again, entered, unwatched, watch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads, AblateSinkAttention
+from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
 WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
@@ -29,7 +29,7 @@ def reference(worded):
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_what_they_did(
+def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_are_unchanged(
     worded, architecture, causal, settings
 ):
     model, points = worded(architecture, causal), ["1.attn.hook_result", "1.hook_attn_out"]
@@ -46,8 +46,8 @@ def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_what_they_did
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_ablation_is_the_edit_of_z_that_a_loop_makes_at_its_places(worded, architecture, causal, settings):
-    """In a causal pass without a cache, step 2 still owns the query that it decoded with."""
+def test_ablation_equals_an_edit_of_z_made_by_a_loop(worded, architecture, causal, settings):
+    """In a causal pass without a cache, the query that decoded at step 2 still belongs to step 2."""
     model, steps = worded(architecture, causal), [0, 2]
     ablate = AblateHeads(layers=[0, -1], heads=[0, 3], steps=steps, positions=[1, 3, -1, -3, -5])
     watched = watch(model, PADDED, [ablate], ["hook_logits"], **settings)
@@ -60,8 +60,8 @@ def test_ablation_is_the_edit_of_z_that_a_loop_makes_at_its_places(worded, archi
             z = z.clone()
             for row, start in enumerate(starts):
                 for column in range(z.shape[1]):
-                    own = max(0, column - run.prompt_length + 1) if causal else step
-                    if own in steps and {column - start, column - total} & {1, 3, -1, -3, -5}:
+                    query_step = max(0, column - run.prompt_length + 1) if causal else step
+                    if query_step in steps and {column - start, column - total} & {1, 3, -1, -3, -5}:
                         z[row, column, [0, 3]] = 0
             return z
 
@@ -73,7 +73,7 @@ def test_ablation_is_the_edit_of_z_that_a_loop_makes_at_its_places(worded, archi
 
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
-def test_the_mean_without_a_reference_is_the_rows_own_over_real_positions(worded, architecture):
+def test_the_mean_without_a_reference_is_over_the_rows_real_positions(worded, architecture):
     model = worded(architecture)
     base = watch(model, PADDED, points=["1.attn.hook_z"])
     ablate = AblateHeads(by="mean", layers=[1], heads=[4], positions=[0, -2])
@@ -89,7 +89,7 @@ def test_the_mean_without_a_reference_is_the_rows_own_over_real_positions(worded
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_the_mean_of_a_reference_is_put_everywhere(worded, reference, architecture, causal, settings):
+def test_the_mean_of_a_reference_replaces_every_output(worded, reference, architecture, causal, settings):
     model = worded(architecture, causal)
     ablate = AblateHeads(by="mean", reference=reference[causal], layers=[1], heads=[0, 2])
     changed = watch(model, PADDED, [ablate], ["1.attn.hook_z"], **settings)
@@ -100,7 +100,7 @@ def test_the_mean_of_a_reference_is_put_everywhere(worded, reference, architectu
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_resampled_outputs_are_the_same_heads_at_one_place_of_the_pool(
+def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_pool(
     worded, reference, architecture, causal, settings
 ):
     model, pool = worded(architecture, causal), reference[causal].pool[1]
@@ -120,8 +120,8 @@ def test_resampled_outputs_are_the_same_heads_at_one_place_of_the_pool(
     assert len(drawn) > 5
 
 
-def test_resampling_a_causal_model_draws_once_for_a_position(worded, reference):
-    """Else a pass without a key/value cache would change earlier positions at every step."""
+def test_resampling_a_causal_model_draws_once_per_position(worded, reference):
+    """Otherwise a pass without a key/value cache would change earlier positions at every step."""
     ablate = AblateHeads(by="resample", reference=reference[True], layers=[1], heads=[0])
     watched = watch(worded("llama", True), PADDED, [ablate], ["1.attn.hook_z"], use_cache=False)
     last = watched.run.steps_run - 1
@@ -138,8 +138,8 @@ def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, a
         outputs = []
         for values in watched.values.values():
             z = values[f"blocks.{layer}.attn.hook_z"]
-            whole = z.shape[1] > 1
-            outputs += [z[0, position] for position in range(3 if whole else 0, z.shape[1])]
+            prefill = z.shape[1] > 1
+            outputs += [z[0, position] for position in range(3 if prefill else 0, z.shape[1])]
             outputs += list(z[1])
         torch.testing.assert_close(found.mean[layer], torch.stack(outputs).mean(dim=0), atol=1e-5, rtol=1e-5)
         outputs = torch.stack(outputs)
@@ -148,7 +148,7 @@ def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, a
         assert len(found.pool[layer]) == min(len(outputs), 64 * len(watched.values))
 
 
-def test_a_reference_reads_prompts_through_the_chat_template_that_the_run_does(tiny_llada):
+def test_a_reference_applies_the_chat_template(tiny_llada):
     template = "{% for m in messages %}{{ bos_token }}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
     asked = head_outputs(tiny_llada, ["Tom has 2 apples."], chat_template=template, gen_length=4)
     plain = head_outputs(tiny_llada, ["Question: Tom has 2 apples.\nAnswer:"], gen_length=4)
@@ -156,7 +156,7 @@ def test_a_reference_reads_prompts_through_the_chat_template_that_the_run_does(t
 
 
 def sinkless(pattern, groups, real, ablate, scope="head"):
-    """`pattern` as a loop takes the two strongest keys of each head away, for each group of queries."""
+    """`pattern` after a loop removes the two strongest keys of each head, for each group of queries."""
     pattern = pattern.clone()
     before = pattern.clone()
     for queries in groups:
@@ -180,7 +180,7 @@ def sinkless(pattern, groups, real, ablate, scope="head"):
 @pytest.mark.parametrize("mass", ["spread", "drop"])
 @pytest.mark.parametrize("scope", ["head", "layer"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_attention_to_sinks_is_taken_away_as_a_loop_does(worded, architecture, causal, settings, scope, mass):
+def test_attention_to_sinks_is_removed_as_in_a_loop(worded, architecture, causal, settings, scope, mass):
     model = worded(architecture, causal)
     ablate = AblateSinkAttention(top_k=2, mass=mass, scope=scope, layers=[1], heads=[1, 4])
     watched = watch(model, PADDED, [ablate], ["hook_pattern", "hook_logits"], **settings)
@@ -209,7 +209,7 @@ def test_attention_to_sinks_is_taken_away_as_a_loop_does(worded, architecture, c
 
 
 def drawn(prompt, places, seed, step, layer, head, count=2):
-    """`count` of `places` at random, by the numbers that seed, step and layer, and the row's prompt, give each head."""
+    """`count` random `places` of a head, as determined by seed, step, layer and the row's prompt."""
     numbers = [hashlib.sha256(repr(given).encode()).digest()[:8] for given in ((seed, step, layer), prompt)]
     noise = np.random.default_rng([int.from_bytes(number, "little") for number in numbers]).random((6, len(places)))
     return [place for _, place in sorted(zip(noise[head].tolist(), places, strict=True), reverse=True)[:count]]
@@ -217,7 +217,7 @@ def drawn(prompt, places, seed, step, layer, head, count=2):
 
 @pytest.mark.parametrize("mass", ["spread", "drop"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_random_keys_are_as_many_in_the_same_heads_and_drawn_per_row_and_step(
+def test_random_keys_have_the_same_number_per_head_and_are_drawn_per_row_and_step(
     worded, architecture, causal, settings, mass
 ):
     before, name = {}, "blocks.1.attn.hook_pattern"
@@ -231,11 +231,11 @@ def test_random_keys_are_as_many_in_the_same_heads_and_drawn_per_row_and_step(
         for row, head, query in itertools.product(range(2), (1, 4), range(after.shape[2])):
             of_prompt = causal and first + query < run.prompt_length
             end = (run.prompt_length if of_prompt else first + query + 1) if causal else after.shape[3]
-            own = (0 if of_prompt else first + query - run.prompt_length + 1) if causal else step
+            query_step = (0 if of_prompt else first + query - run.prompt_length + 1) if causal else step
             places = [place for place in range(end) if run.real[row, place]]
             prompt = [int(run.canvas[row, 0, place]) for place in places if place < run.prompt_length]
-            keys = drawn(prompt, places, 3, own, 1, head)
-            taken.add((row, own, head, *sorted(keys)))
+            keys = drawn(prompt, places, 3, query_step, 1, head)
+            taken.add((row, query_step, head, *sorted(keys)))
             weights = wanted[row, head, query]
             total = weights.sum()
             weights[keys] = 0
@@ -246,7 +246,7 @@ def test_random_keys_are_as_many_in_the_same_heads_and_drawn_per_row_and_step(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_in_a_single_pass_the_same_edits_are_made(causal):
+def test_a_single_pass_gets_the_same_edits(causal):
     model, ids = shared_model("llama", causal), random_ids()
 
     def drop(z):
@@ -275,7 +275,7 @@ def test_in_a_single_pass_the_same_edits_are_made(causal):
         (AblateSinkAttention(top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
     ],
 )
-def test_places_that_do_not_exist_are_refused(worded, intervention, text):
+def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
     with pytest.raises(SettingError, match=text):
         watch(worded(), PADDED, [intervention])
     assert unwatched(worded())
@@ -285,30 +285,36 @@ def test_places_that_do_not_exist_are_refused(worded, intervention, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: AblateHeads(by="noise"), "by is 'zero', 'mean' or 'resample'; got 'noise'"),
+        (lambda: AblateHeads(by="noise"), "by must be 'zero', 'mean' or 'resample'; got 'noise'"),
         (
             lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
-            "by='zero' does not read reference=",
+            "by='zero' does not use reference=",
         ),
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
-        (lambda: AblateSinkAttention(mass="keep"), "mass is 'spread' or 'drop'; got 'keep'"),
+        (lambda: AblateSinkAttention(mass="keep"), "mass must be 'spread' or 'drop'; got 'keep'"),
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
-        (lambda: AblateSinkAttention(pick="some"), "pick is 'strongest', 'weakest' or 'random'; got 'some'"),
-        (lambda: AblateSinkAttention(top_k=-1), "top_k is a number of keys, 0 or more; got -1"),
-        (lambda: AblateHeads(heads=3).on(shared_model()), r"heads is a list of numbers; write heads=\[3\]"),
-        (lambda: AblateHeads(steps=[0]).on(shared_model()), "steps= applies to a run with several steps"),
-        (lambda: AblateHeads(by="mean").on(shared_model("llama", True)), "would tell a causal model of later ones"),
+        (lambda: AblateSinkAttention(pick="some"), "pick must be 'strongest', 'weakest' or 'random'; got 'some'"),
+        (lambda: AblateSinkAttention(top_k=-1), "top_k must be a number of keys, 0 or more; got -1"),
+        (
+            lambda: AblateHeads(heads=3).hooks_for(shared_model()),
+            r"heads must be a list of integers; write heads=\[3\]",
+        ),
+        (lambda: AblateHeads(steps=[0]).hooks_for(shared_model()), "steps= applies to a run with several steps"),
+        (
+            lambda: AblateHeads(by="mean").hooks_for(shared_model("llama", True)),
+            "would leak later positions in a causal model",
+        ),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(make, text):
+def test_invalid_settings_are_rejected(make, text):
     with pytest.raises(SettingError, match=text):
         make()
 
 
-def test_a_reference_of_another_model_is_refused(reference):
+def test_a_reference_of_another_model_is_rejected(reference):
     other = random_model(num_hidden_layers=2)
     with pytest.raises(SettingError, match=r"reference is of a model with \[layer, head, d_head\] \[3, 6, 4\].*\[2, 6"):
-        AblateHeads(by="mean", reference=reference[False]).on(other)
+        AblateHeads(by="mean", reference=reference[False]).hooks_for(other)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +325,7 @@ def test_a_reference_of_another_model_is_refused(reference):
         ("tiny_llada", {"threshold": 0.9, "block_length": 12}),  # rows end their blocks at different steps
     ],
 )
-def test_a_reference_counts_no_step_in_which_a_row_waits_for_its_batch(name, settings, request):
+def test_a_reference_excludes_steps_in_which_a_row_waits_for_its_batch(name, settings, request):
     model = request.getfixturevalue(name)
     prompts = [problem.prompt for problem in held_out(3)]
     together = head_outputs(model, prompts, **settings)
@@ -332,7 +338,7 @@ def test_a_reference_counts_no_step_in_which_a_row_waits_for_its_batch(name, set
 
 
 def positions(run, settings):
-    """How many positions the passes of a run of one prompt hold together."""
+    """Total number of positions in the passes of a run of one prompt."""
     if not run.model.config.is_causal:
         return run.steps_run * run.canvas.shape[2]
     if settings.get("use_cache", True):

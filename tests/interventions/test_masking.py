@@ -28,7 +28,7 @@ def cache_of(cached: bool | None) -> dict[str, Any]:
 
 
 class Rule(NamedTuple):
-    """What an intervention is said to do, for loops to do it."""
+    """The documented effect of an intervention, for the loops to reproduce."""
 
     top_k: int = 1
     scope: str = "head"
@@ -42,7 +42,7 @@ class Rule(NamedTuple):
 
 
 def sinks_by_loop(patterns: Tensor, run: Any, step: int, rule: Rule) -> Tensor:
-    """The keys that `rule` takes by the full patterns [layer, batch, head, query, key] of `step`, as a mask."""
+    """The keys that `rule` selects from the full patterns [layer, batch, head, query, key] of `step`, as a mask."""
     ids, real = entered(run, step)
     taken = torch.zeros(patterns.shape[:3] + patterns.shape[4:], dtype=torch.bool)
     for row in range(len(ids)):
@@ -82,7 +82,7 @@ def allowed(rule: Rule, run: Any, ids: Tensor, place: int, column: int) -> bool:
 
 
 def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
-    """Patterns and logits of a run are those of plain torch under the keys that the loop takes, step by step."""
+    """Compare patterns and logits of a run with plain torch under the keys chosen by the loop, step by step."""
     watched = watch(model, prompts, [intervention], ["hook_pattern", "hook_logits"], **settings)
     run, causal = watched.run, bool(model.config.is_causal)
     taken: dict[int, Tensor] = {}
@@ -92,7 +92,7 @@ def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
         layers = range(len(new))
         bias = torch.zeros(len(new), len(ids), 6, length, length)
         for earlier, keys in taken.items():
-            if causal:  # the query that decoded a token then does so again in a pass without a cache
+            if causal:  # a pass without a cache recomputes the queries that decoded earlier tokens
                 row = run.prompt_length - 1 + earlier
                 bias[:, :, :, row, : keys.shape[-1]] = hidden(keys)
             elif earlier == step:
@@ -107,7 +107,7 @@ def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
             assert torch.equal(new[:, row, :, queries] == 0, shown[:, row, :, queries] == 0)
             sums = new[:, row, :, queries].sum(-1)
             torch.testing.assert_close(sums, torch.ones_like(sums))
-        if model.family != "dream":  # whose logits are moved by one
+        if model.family != "dream":  # its logits are shifted by one
             logits = watched.values[step]["denoise.hook_logits"]
             wanted = plain.logits[:, -1:] if causal else plain.logits
             counted = real[:, -1:] if causal else real
@@ -121,15 +121,13 @@ def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
 
 @pytest.mark.parametrize("prompts", [[LONG], PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_masked_keys_get_exactly_nothing_and_are_those_of_a_naive_recomputation(
-    worded, architecture, causal, cached, prompts
-):
+def test_masked_keys_get_zero_attention_and_match_a_naive_recomputation(worded, architecture, causal, cached, prompts):
     model = worded(architecture, causal)
     check_against_loop(model, prompts, MaskSinks(top_k=2), Rule(top_k=2), **cache_of(cached))
 
 
 @pytest.mark.parametrize(("name", "cached"), [("tiny-llada", None), ("tiny-llama", True), ("tiny-llama", False)])
-def test_the_shipped_models_mask_what_a_naive_recomputation_takes(name, cached):
+def test_the_shipped_models_mask_the_keys_of_a_naive_recomputation(name, cached):
     prompts = sorted((problem.prompt for problem in held_out(6)), key=len)[::5]
     check_against_loop(sinklens.load(name), prompts, MaskSinks(top_k=5), Rule(top_k=5), **cache_of(cached))
 
@@ -168,7 +166,7 @@ OPTIONS = {
     ("architecture", "causal", "cached", "option"),
     [(*way, option) for way in ONE_OF_EACH for option in OPTIONS if not (way[1] and option == "masks")],
 )
-def test_every_option_takes_the_keys_that_a_naive_loop_takes(worded, architecture, causal, cached, option):
+def test_every_option_masks_the_keys_chosen_by_a_naive_loop(worded, architecture, causal, cached, option):
     given, rule = OPTIONS[option]
     if causal and rule.steps:
         rule = rule._replace(steps=(1, 4))
@@ -187,9 +185,7 @@ def test_every_option_takes_the_keys_that_a_naive_loop_takes(worded, architectur
     ids=repr,
 )
 @pytest.mark.parametrize(("architecture", "causal", "cached"), ONE_OF_EACH)
-def test_where_nothing_is_masked_the_run_is_the_base_run_bit_for_bit(
-    worded, architecture, causal, cached, found_nothing
-):
+def test_a_run_without_masked_keys_is_the_base_run_bit_for_bit(worded, architecture, causal, cached, found_nothing):
     model, settings = worded(architecture, causal), {"points": ["hook_logits"], "record_sinks": True} | cache_of(cached)
     base, changed = watch(model, PADDED, **settings), watch(model, PADDED, [found_nothing], **settings)
     assert torch.equal(changed.run.canvas, base.run.canvas)
@@ -198,8 +194,8 @@ def test_where_nothing_is_masked_the_run_is_the_base_run_bit_for_bit(
 
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_where_all_keys_are_kept_the_run_is_the_base_run_bit_for_bit(worded, architecture, causal, cached):
-    """Later keys, which a causal pass without a cache holds as well, are hidden anyway."""
+def test_a_run_that_keeps_all_keys_is_the_base_run_bit_for_bit(worded, architecture, causal, cached):
+    """Later keys, which also exist in a causal pass without a cache, are hidden anyway."""
     model, everything = worded(architecture, causal), EpsilonOverMean(epsilon=-1000)
     keep = KeepKeys(top_k=None, detector=everything)
     runs = [watch(model, PADDED, hooks, ["hook_logits"], **cache_of(cached)) for hooks in ([], [keep])]
@@ -207,8 +203,8 @@ def test_where_all_keys_are_kept_the_run_is_the_base_run_bit_for_bit(worded, arc
 
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_a_query_without_a_key_left_attends_to_nothing_and_logits_stay_finite(worded, architecture, causal, cached):
-    """All keys of the step before: in a diffusion run all there are, in an autoregressive one all but the new token."""
+def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(worded, architecture, causal, cached):
+    """Mask all keys of the previous step: every key in a diffusion run, all but the new token in an autoregressive."""
     model = worded(architecture, causal)
     length = len(LONG.split()) + (0 if causal else 8)
     points = ["hook_pattern", "hook_logits"]
@@ -227,7 +223,7 @@ def test_a_query_without_a_key_left_attends_to_nothing_and_logits_stay_finite(wo
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), ONE_OF_EACH)
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
-def test_more_keys_than_there_are_positions_are_refused(worded, architecture, causal, cached, kind):
+def test_more_keys_than_positions_are_rejected(worded, architecture, causal, cached, kind):
     model = worded(architecture, causal)
     there = len(LONG.split()) + (0 if causal else 8)
     with pytest.raises(SettingError, match=rf"top_k = {there + 1}, but at step 1 there are {there} positions"):
@@ -247,7 +243,7 @@ def test_masking_gives_the_same_text_whether_sinks_are_recorded_or_not(worded, a
     assert runs[0].text == runs[1].text
 
 
-def test_under_guidance_conditional_rows_alone_are_masked(worded):
+def test_under_guidance_only_conditional_rows_are_masked(worded):
     model, seen = worded(), []
     point = model.tree.blocks[1].attn.hook_pattern
     handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
@@ -255,7 +251,7 @@ def test_under_guidance_conditional_rows_alone_are_masked(worded):
         watch(model, PADDED, [MaskSinks(top_k=2, steps=[1])], [], cfg_scale=1.0)
     finally:
         handle.remove()
-    masked = (seen[1][:2] == 0).all(dim=2)  # keys without any attention, of the conditional rows
+    masked = (seen[1][:2] == 0).all(dim=2)  # keys of the conditional rows without any attention
     masked[0, :, :3] = False  # padding
     assert (masked.sum(dim=-1) == 2).all()
     assert not (seen[1][2:][:, :, 3:, 3:] == 0).any()
@@ -263,7 +259,7 @@ def test_under_guidance_conditional_rows_alone_are_masked(worded):
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 @pytest.mark.parametrize("given", [{"width": 0, "always": [0, -1]}, {"width": 2, "always": [], "heads": [0, 4]}])
-def test_a_window_is_the_mask_that_a_loop_writes(worded, architecture, causal, cached, given):
+def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal, cached, given):
     model = worded(architecture, causal)
     points = ["hook_pattern", "hook_logits"]
     watched = watch(model, PADDED, [WindowAttention(**given, layers=[0, -1])], points, **cache_of(cached))
@@ -293,7 +289,7 @@ def test_a_window_is_the_mask_that_a_loop_writes(worded, architecture, causal, c
 
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_kept_keys_and_neighbours_are_all_that_is_seen(worded, architecture, causal, cached):
+def test_only_kept_keys_and_neighbours_are_seen(worded, architecture, causal, cached):
     model, rule = worded(architecture, causal), Rule(top_k=2, heads=(0, 3))
     keep = KeepKeys(top_k=2, window=1, heads=[0, 3])
     watched = watch(model, PADDED, [keep], ["hook_pattern", "hook_logits"], **cache_of(cached))
@@ -320,13 +316,13 @@ def test_kept_keys_and_neighbours_are_all_that_is_seen(worded, architecture, cau
 
 
 @pytest.mark.parametrize("make", [lambda: WindowAttention(width=-1), lambda: KeepKeys(window=-1)])
-def test_a_window_of_negative_width_is_refused(make):
-    with pytest.raises(SettingError, match="a window is a whole number of positions, 0 or more; got -1"):
+def test_a_window_of_negative_width_is_rejected(make):
+    with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got -1"):
         make()
 
 
-def test_all_queries_of_an_autoregressive_pass_lose_the_keys_of_its_newest(tiny_llama):
-    """At each step: the strongest key of the last row of the step before, for every row of every head."""
+def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_llama):
+    """At each step, for every row of every head: the strongest key of the last row of the previous step."""
     patterns = []
     keep = [(f"blocks.{layer}.attn.hook_pattern", lambda value, hook: patterns.append(value)) for layer in range(4)]
     prompt = held_out(1)[0].prompt
@@ -345,12 +341,12 @@ def test_all_queries_of_an_autoregressive_pass_lose_the_keys_of_its_newest(tiny_
                 assert float(seen[0]) == pytest.approx(0.0 if key == 0 else 1.0)  # the first query sees one key
 
 
-def test_all_queries_need_a_pass_without_a_cache(tiny_llama):
+def test_queries_all_needs_a_pass_without_a_cache(tiny_llama):
     with pytest.raises(SettingError, match=r"queries='all' changes what earlier tokens computed.* use_cache=False"):
         sinklens.generate(tiny_llama, held_out(1)[0].prompt, hooks=MaskSinks(queries="all"), progress=False)
 
 
-def test_in_a_diffusion_run_it_makes_no_difference_which_queries_are_meant(tiny_llada):
+def test_in_a_diffusion_run_queries_makes_no_difference(tiny_llada):
     prompt = held_out(1)[0].prompt
     newest, every = (
         sinklens.generate(tiny_llada, prompt, hooks=MaskSinks(queries=queries), gen_length=4, progress=False)
@@ -359,12 +355,12 @@ def test_in_a_diffusion_run_it_makes_no_difference_which_queries_are_meant(tiny_
     assert torch.equal(newest.canvas, every.canvas)
 
 
-def test_a_misspelt_reach_is_refused():
-    with pytest.raises(SettingError, match=r"queries is one of newest, all; got 'last'"):
+def test_a_misspelled_queries_option_is_rejected():
+    with pytest.raises(SettingError, match=r"queries must be one of newest, all; got 'last'"):
         MaskSinks(queries="last")
 
 
-def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_refused(tiny_llada):
+def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_rejected(tiny_llada):
     prompt, few = held_out(1)[0].prompt, {"gen_length": 4, "progress": False}
     base = sinklens.generate(tiny_llada, prompt, **few)
     by_run, by_sinks = (
@@ -372,13 +368,15 @@ def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_refused(tiny_ll
     )
     assert torch.equal(by_run.canvas, by_sinks.canvas)
     assert by_run.sinks.scores().equals(by_sinks.sinks.scores())
-    with pytest.raises(SettingError, match=r"source is another run or its sinks; got .*Generation.*record_sinks=False"):
+    with pytest.raises(
+        SettingError, match=r"source must be another run or its sinks; got .*Generation.*record_sinks=False"
+    ):
         MaskSinks(source=sinklens.generate(tiny_llada, prompt, record_sinks=False, **few))
 
 
 @pytest.mark.parametrize("unit", ["visible", "fraction"])
-def test_one_querys_attention_is_seen_by_all_queries_it_comes_from_whatever_the_unit(tiny_llama, unit):
-    """A fifth of the newest token's attention above the mean of the others, counted from the patterns."""
+def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama, unit):
+    """Keys with a fifth of the newest token's attention more than the mean of the others, from the patterns."""
     detector = EpsilonOverMean(epsilon=0.2, unit=unit)
     masking = MaskSinks(top_k=None, detector=detector)
     prompt = held_out(1)[0].prompt
@@ -393,7 +391,7 @@ def test_one_querys_attention_is_seen_by_all_queries_it_comes_from_whatever_the_
     assert count > 10
 
 
-def test_a_head_that_attended_to_nothing_has_no_key_to_mask(tiny_llada):
+def test_a_head_with_an_all_zero_pattern_has_no_key_to_mask(tiny_llada):
     def drop(pattern, hook):
         if hook.step == 1:
             pattern[:, 2] = 0
@@ -408,20 +406,20 @@ def test_a_head_that_attended_to_nothing_has_no_key_to_mask(tiny_llada):
 def test_the_keys_of_a_part_of_a_track_are_those_of_its_steps(tiny_llada):
     masking = MaskSinks(top_k=2, heads=[0, 3])
     run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=masking, gen_length=8)
-    whole, cut = masking.keys(run.sinks), masking.keys(run.sinks.isel(step=[0, 3, 4, 7]))
-    assert whole.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False] + [True] * 7
+    complete, cut = masking.keys(run.sinks), masking.keys(run.sinks.isel(step=[0, 3, 4, 7]))
+    assert complete.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False] + [True] * 7
     assert cut["step"].to_numpy().tolist() == [0, 3, 4, 7]
     assert cut.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False, False, True, False]
-    assert (cut.sel(step=4) == whole.sel(step=4)).all()
+    assert (cut.sel(step=4) == complete.sel(step=4)).all()
 
 
-def test_negative_steps_of_the_keys_count_from_those_planned(tiny_llada):
+def test_negative_steps_count_from_the_end_of_the_planned_steps(tiny_llada):
     def masked(track, steps):
         keys = MaskSinks(top_k=1, steps=steps).keys(track)
         return keys.any(("batch", "layer", "head", "pos")).to_numpy().nonzero()[0].tolist()
 
     run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, gen_length=8)
-    early = run.sinks.isel(step=slice(0, 4))  # as a run that ended early leaves it
+    early = run.sinks.isel(step=slice(0, 4))  # like the track of a run that ended early
     assert [masked(run.sinks, [-1]), masked(run.sinks, [-6])] == [[7], [2]]
     assert [masked(early, [-1]), masked(early, [-6])] == [[], [2]]
 
@@ -431,16 +429,16 @@ def test_negative_steps_of_the_keys_count_from_those_planned(tiny_llada):
 @pytest.mark.parametrize(
     "make", [MaskSinks, KeepKeys, partial(WindowAttention, width=2), AblateHeads, AblateSinkAttention]
 )
-def test_an_empty_restriction_is_refused_since_nothing_would_change(make, name):
+def test_an_empty_restriction_is_rejected(make, name):
     for empty in ([], (), np.array([], dtype=int), range(0)):
         with pytest.raises(SettingError, match=rf"{name} is empty, so \w+ would change nothing\. Name at least one"):
             make(**{name: empty})
 
 
 @pytest.mark.parametrize("make", [MaskSinks, KeepKeys])
-def test_step_0_alone_is_refused_where_the_step_before_decides(make):
+def test_steps_0_alone_is_rejected_for_sinks_of_the_previous_step(make):
     with pytest.raises(
-        SettingError, match=r"acts on the sinks of the step before, so at step 0 alone it changes nothing"
+        SettingError, match=r"acts on the sinks of the previous step, so steps=\[0\] alone has no effect"
     ):
         make(steps=[0])
     assert make(steps=[0], same_step=True).steps == [0]
@@ -449,18 +447,18 @@ def test_step_0_alone_is_refused_where_the_step_before_decides(make):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("width", [1.5, True, -1, "2", None])
-def test_a_window_is_a_whole_number(width):
+def test_a_window_must_be_an_integer(width):
     for make in (lambda: WindowAttention(width=width), lambda: KeepKeys(window=width)):
-        with pytest.raises(SettingError, match="a window is a whole number of positions, 0 or more; got"):
+        with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got"):
             make()
     assert WindowAttention(width=np.int64(2)).width == 2
 
 
-def test_the_sinks_of_an_autoregressive_run_do_not_mask_a_diffusion_run(worded):
-    """The same sizes and prompts, another kind of model."""
+def test_the_sinks_of_an_autoregressive_run_are_rejected_in_a_diffusion_run(worded):
+    """The same sizes and prompts, but another kind of model."""
     runs = [
         sinklens.generate(worded("llama", causal), PADDED, gen_length=8, progress=False) for causal in (False, True)
     ]
     for here, there in (runs, runs[::-1]):
-        with pytest.raises(SettingError, match=r"source is of a run of another model, \w+, and this run is"):
+        with pytest.raises(SettingError, match=r"source is a run of another kind of model, \w+, and this run is"):
             sinklens.generate(here.model, PADDED, gen_length=8, hooks=MaskSinks(source=there), progress=False)

@@ -1,4 +1,4 @@
-"""Values kept and put elsewhere: a run's own change nothing, others their place alone, and what fits is checked."""
+"""Patching: a run's own values change nothing, others only their place, and mismatches are rejected."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ Z = "blocks.1.attn.hook_z"
 
 
 def everything(name):
-    """All points."""
+    """Matches all points."""
     return True
 
 
@@ -42,7 +42,7 @@ def test_a_runs_own_values_change_nothing_bit_for_bit(worded, architecture, caus
     assert torch.equal(logits_of(patched), logits_of(base))
 
 
-def test_a_runs_own_values_change_nothing_but_rounding_where_queries_are_computed_again(worded):
+def test_a_runs_own_values_change_only_rounding_where_queries_are_recomputed(worded):
     """A pass without a cache gets the values that its earlier queries had in shorter passes."""
     model, kept = worded("llama", True), Activations(names=["blocks.0.hook_resid_post", "blocks.2.attn.hook_pattern"])
     base = watch(model, PADDED, [kept], ["hook_logits"], use_cache=False)
@@ -51,7 +51,7 @@ def test_a_runs_own_values_change_nothing_but_rounding_where_queries_are_compute
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_patch_changes_its_step_head_and_positions_alone(worded, architecture, causal, settings):
+def test_a_patch_changes_only_its_step_head_and_positions(worded, architecture, causal, settings):
     model = worded(architecture, causal)
     source, base = keep(model, [OTHER], [Z], **settings), watch(model, [LONG], points=["1.attn.hook_z"], **settings)
     patch = PatchHooks(source=source, names=Z, steps=[0], heads=[2, -1], positions=[1, 3])
@@ -73,8 +73,8 @@ def test_a_patch_changes_its_step_head_and_positions_alone(worded, architecture,
     [{"steps": [0]}, {"steps": [2]}, {}, {"steps": [0, 3], "positions": [1, 4, 6, 9], "heads": [0, 1]}],
     ids=repr,
 )
-def test_with_a_cache_and_without_the_same_is_patched(worded, recorded, settings, given):
-    """Also where the values come from the other kind of run."""
+def test_patches_are_the_same_with_and_without_a_cache(worded, recorded, settings, given):
+    """Also when the values come from the other kind of run."""
     model = worded("llama", True)
     source = keep(model, [OTHER], [Z], **recorded)
     plain = watch(model, [LONG], [PatchHooks(source=keep(model, [OTHER], [Z]), **given)], ["hook_logits"])
@@ -86,20 +86,20 @@ def test_with_a_cache_and_without_the_same_is_patched(worded, recorded, settings
 
 
 @pytest.mark.parametrize("settings", CAUSAL)
-def test_patterns_of_later_steps_are_patched_where_their_queries_are_computed_again(worded, settings):
+def test_patterns_are_patched_where_their_queries_are_recomputed_at_later_steps(worded, settings):
     name = "blocks.1.attn.hook_pattern"
     model = worded("llama", True)
     source = keep(model, [OTHER], [name])
     base = watch(model, [LONG], [PatchHooks(source=source)], ["hook_logits"])
     other = watch(model, [LONG], [PatchHooks(source=source)], ["hook_logits", "hook_pattern"], **settings)
     torch.testing.assert_close(logits_of(other), logits_of(base), atol=1e-4, rtol=0)
-    if settings:  # at the last step, the query of step 1 still has its pattern, and none for later keys
+    if settings:  # at the last step, the query of step 1 keeps its pattern, with zeros for later keys
         row = other.values[other.run.steps_run - 1][name][0, :, 7]
         torch.testing.assert_close(row[:, :8], source[1][name][0, :, -1])
         assert (row[:, 8:] == 0).all()
 
 
-def test_clean_values_put_back_everywhere_restore_the_clean_run(worded):
+def test_patching_clean_values_everywhere_restores_the_clean_run(worded):
     model, name = worded(), "blocks.1.hook_resid_post"
     clean = watch(model, [LONG], points=["hook_logits"])
     restored = watch(model, [OTHER], [PatchHooks(source=keep(model, [LONG], name))], ["hook_logits"])
@@ -112,13 +112,13 @@ def test_shift_takes_values_of_another_step(worded):
     source = keep(model, [OTHER], [Z])
     watched = watch(model, [LONG], [PatchHooks(source=source, shift=-1)], ["1.attn.hook_z"])
     own = watch(model, [LONG], points=["1.attn.hook_z"])
-    assert torch.equal(watched.values[0][Z], own.values[0][Z])  # it would come from before the first
+    assert torch.equal(watched.values[0][Z], own.values[0][Z])  # its source would be before the first step
     for step in (1, 2, 3):
         assert torch.equal(watched.values[step][Z], source[step - 1][Z])
 
 
 @pytest.mark.parametrize(("taken", "from_there"), [([3, -2], None), ([3, -2], [0, 5])])
-def test_between_prompts_of_different_length_positions_say_what_belongs_to_what(worded, taken, from_there):
+def test_positions_map_between_prompts_of_different_lengths(worded, taken, from_there):
     model = worded()
     source = keep(model, ["w1 w2 w3 w4"], [Z])
     patch = PatchHooks(source=source, steps=[0], positions=taken, source_positions=from_there)
@@ -131,7 +131,7 @@ def test_between_prompts_of_different_length_positions_say_what_belongs_to_what(
     assert torch.equal(watched.values[0][Z], expected)
 
 
-def test_the_mask_of_a_windowed_run_can_be_put_where_there_was_none(worded):
+def test_the_mask_of_a_windowed_run_can_be_patched_into_a_run_without_one(worded):
     model, kept = worded(), Activations(names="blocks.1.attn.hook_attn_mask")
     window = watch(model, [LONG], [WindowAttention(width=2, layers=[1]), kept], ["hook_logits"])
     patched = watch(model, [LONG], [PatchHooks(source=kept.caches)], ["hook_logits"])
@@ -165,42 +165,44 @@ def source(worded):
     [
         ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
         ({"steps": [4]}, "step 4 does not exist; there are 4"),
-        ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\]; for step 3 it would need 4"),
+        ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\], but step 3 needs 4"),
         ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
         (
             {"heads": [1], "names": "blocks.1.hook_mlp_out"},
-            r"blocks\.1\.hook_mlp_out has no heads \(batch pos d_model\)",
+            r"blocks\.1\.hook_mlp_out has no head axis \(batch pos d_model\)",
         ),
         ({"positions": [15]}, "position 15 does not exist; there are 15"),
         (
             {"positions": [1, 2], "source_positions": [1]},
-            "source_positions belong to positions one by one; got 1 and 2",
+            "source_positions and positions must have the same length; got 1 and 2",
         ),
         ({"source_positions": [1]}, "got 1 and 0"),
         ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
-        ({"names": Z, "layers": [0]}, r"no point is left of 'blocks.1.attn.hook_z' in layers \[0\]"),
+        ({"names": Z, "layers": [0]}, r"'blocks.1.attn.hook_z' selects no hook point in layers \[0\]"),
     ],
 )
-def test_what_the_source_or_the_run_lacks_is_refused(worded, source, given, text):
+def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, given, text):
     with pytest.raises(SettingError, match=text):
         watch(worded(), [LONG], [PatchHooks(source=source, **given)])
     assert unwatched(worded())
 
 
-def test_other_lengths_and_other_numbers_of_rows_are_refused(worded, source):
+def test_other_lengths_and_other_numbers_of_rows_are_rejected(worded, source):
     with pytest.raises(SettingError, match=r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"):
         watch(worded(), ["w1 w2 w3 w4"], [PatchHooks(source=source, names=Z)])
     pattern = PatchHooks(source=source, names="blocks.1.attn.hook_pattern", positions=[0])
-    with pytest.raises(SettingError, match=r"patterns and scores can be patched between runs of one length only"):
+    with pytest.raises(SettingError, match=r"patterns and scores can be patched only between runs of one length"):
         watch(worded(), ["w1 w2 w3 w4"], [pattern])
     two = keep(worded(), [OTHER, LONG], [Z])
     with pytest.raises(
-        SettingError, match=r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; give one row or"
+        SettingError, match=r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; pass one row or"
     ):
         watch(worded(), [LONG] * 3, [PatchHooks(source=two)])
-    with pytest.raises(SettingError, match="position 10 does not exist in every row; patch rows of such lengths apart"):
+    with pytest.raises(
+        SettingError, match="position 10 does not exist in every row; patch rows of different lengths separately"
+    ):
         watch(worded(), ["w1", " ".join(["w2"] * 9)], [PatchHooks(source=source, positions=[10])])
-    with pytest.raises(SettingError, match=r"source holds no step; has its run taken place\?"):
+    with pytest.raises(SettingError, match=r"source holds no step; run the model that fills it first"):
         PatchHooks(source={})
     with pytest.raises(HookNameError, match="hook_zz"):
         watch(worded(), [LONG], [Activations(names="blocks.0.attn.hook_zz")])
@@ -224,7 +226,7 @@ def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(wo
     torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
 
 
-def test_step_caches_tell_what_they_hold(worded):
+def test_step_caches_report_what_they_hold(worded):
     model = worded()
     caches = StepCaches(model.tree)
     assert 0 not in caches
@@ -243,7 +245,7 @@ def test_step_caches_tell_what_they_hold(worded):
         caches[0]
 
 
-def test_a_second_run_replaces_what_was_kept_and_leaves_the_first_to_who_holds_it(worded):
+def test_a_second_run_replaces_the_kept_values_but_not_the_earlier_caches_object(worded):
     model, kept = worded(), Activations(names=Z, steps=[1])
     watch(model, [LONG], [kept], [])
     first = kept.caches
@@ -255,7 +257,7 @@ def test_a_second_run_replaces_what_was_kept_and_leaves_the_first_to_who_holds_i
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "dream"])
-def test_a_frozen_pattern_is_that_of_its_step_at_its_heads_and_queries(worded, architecture):
+def test_a_frozen_pattern_repeats_its_step_at_its_heads_and_queries(worded, architecture):
     freeze = FreezePattern(at=1, layers=[0, -1], heads=[0, 4], positions=[0, 2, -1], steps=[0, 2])
     watched = watch(worded(architecture), PADDED, [freeze])
     free = watch(worded(architecture), PADDED, replay=watched.run)
@@ -273,17 +275,17 @@ def test_a_frozen_pattern_is_that_of_its_step_at_its_heads_and_queries(worded, a
     assert torch.equal(watched.values[3]["blocks.0.attn.hook_pattern"], free.values[3]["blocks.0.attn.hook_pattern"])
 
 
-def test_a_pattern_frozen_everywhere_never_changes_again(worded):
+def test_a_pattern_frozen_everywhere_never_changes(worded):
     watched = watch(worded(), PADDED, [FreezePattern(at=-3)])
     for step in (2, 3):
         assert torch.equal(watched.stacked("hook_pattern", step), watched.stacked("hook_pattern", 1))
     assert not torch.equal(watched.stacked("hook_pattern", 0), watched.stacked("hook_pattern", 1))
 
 
-def test_where_there_is_no_earlier_pattern_freezing_is_refused(worded):
+def test_freezing_without_an_earlier_pattern_is_rejected(worded):
     with pytest.raises(SettingError, match="FreezePattern reuses the pattern of an earlier step of a diffusion run"):
         watch(worded("llama", True), [LONG], [FreezePattern(at=0)])
     with pytest.raises(SettingError, match="FreezePattern reuses the pattern of an earlier step of a diffusion run"):
-        FreezePattern(at=0).on(worded())
+        FreezePattern(at=0).hooks_for(worded())
     with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
         watch(worded(), [LONG], [FreezePattern(at=4)])

@@ -1,4 +1,4 @@
-"""The sinks of the step before: as a run recorded them, of the step itself, and what a track must fit."""
+"""The sinks of the previous step: from a recorded run, from the step itself, and checks of the source track."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_a_recorded_runs_sinks_are_masked(worded, architecture, causal, settings
     watched = watch(model, PADDED, [masking], **settings)
     for step in range(shift, min(base.steps_run, watched.run.steps_run)):
         wanted = torch.from_numpy(base.sinks.top(3).to_numpy()[:, step - shift])
-        pattern = watched.stacked("hook_pattern", step).transpose(0, 1)[:, :, :, -1]  # of the last query
+        pattern = watched.stacked("hook_pattern", step).transpose(0, 1)[:, :, :, -1]  # last query
         for row, layer in ((0, 0), (1, 0), (0, 2), (1, 2)):
             for head in range(6):
                 ignored = pattern[row, layer, head] == 0
@@ -44,7 +44,7 @@ def test_a_detector_that_needs_more_than_scores_reads_it_from_the_source(worded)
         assert torch.equal((pattern == 0)[0, :, :, 3:], found[0, step - 1, :, :, 3:])
 
 
-def test_a_layers_set_of_such_a_detector_goes_by_the_mean_scores(worded):
+def test_with_layer_scope_such_a_detector_uses_the_mean_scores(worded):
     model = worded("llama", True)
     base = watch(model, PADDED, points=[], record_sinks=Record(["values"])).run
     masking = MaskSinks(
@@ -58,13 +58,13 @@ def test_a_layers_set_of_such_a_detector_goes_by_the_mean_scores(worded):
         assert all((pattern[layer, head] == 0).nonzero()[:, 0].tolist() == wanted for head in range(6))
 
 
-def test_without_a_source_such_a_detector_is_refused_and_told_what_to_do(worded):
+def test_without_a_source_such_a_detector_is_rejected_with_advice(worded):
     with pytest.raises(SettingError, match=r"SmallValueNorm\(ratio=0.2\) cannot be used here: .*source=run\.sinks"):
         watch(worded(), PADDED, [MaskSinks(top_k=None, detector=SmallValueNorm())])
     assert unwatched(worded())
 
 
-def test_steps_that_the_source_lacks_are_left_alone(worded):
+def test_steps_that_the_source_lacks_are_unchanged(worded):
     model = worded()
     base = watch(model, PADDED, points=[], record_sinks=True).run
     watched = watch(model, PADDED, [MaskSinks(top_k=3, source=base.sinks.isel(step=slice(0, 2)))])
@@ -73,8 +73,8 @@ def test_steps_that_the_source_lacks_are_left_alone(worded):
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_steps_cut_out_of_a_source_keep_their_numbers(worded, architecture, causal, settings):
-    """The sinks of steps 0 and 3 are masked at steps 1 and 4, as by the whole source, and nothing at the others."""
+def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, causal, settings):
+    """The sinks of steps 0 and 3 are masked at steps 1 and 4, as with the complete source, and none at the others."""
     model, settings = worded(architecture, causal), settings | ({} if causal else {"gen_length": 8, "steps": 8})
     base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
     cut = base.sinks.isel(step=[0, 3])
@@ -89,21 +89,21 @@ def test_steps_cut_out_of_a_source_keep_their_numbers(worded, architecture, caus
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_row_that_the_source_lacks_at_a_step_is_left_alone(worded, architecture, causal, settings, short, kind):
-    """The source's rows end after two steps and after all; each is acted on as by its own track alone."""
+def test_a_row_that_the_source_lacks_at_a_step_is_unchanged(worded, architecture, causal, settings, short, kind):
+    """The source's rows end after two steps and after all; each is masked as with a track of that row only."""
     model = worded(architecture, causal)
     tracks = [watch(model, [prompt], points=[], record_sinks=True, **settings).run.sinks for prompt in PADDED]
     tracks[short] = tracks[short].isel(step=slice(0, 2))
     together = ignored(model, PADDED, kind(top_k=2, source=SinkTrack.concat(tracks)), settings)
     for row, (prompt, track) in enumerate(zip(PADDED, tracks, strict=True)):
         alone = ignored(model, [prompt], kind(top_k=2, source=track), settings)
-        own = {(step, 0, *rest) for step, of, *rest in together if of == row}
-        assert own == alone
+        of_row = {(step, 0, *rest) for step, of, *rest in together if of == row}
+        assert of_row == alone
         assert {step for step, *_ in alone} == ({1, 2} if row == short else set(range(1, 5 if causal else 4)))
 
 
 def ignored(model, prompts, intervention, settings):
-    """What the newest query was forbidden: (step, row, layer, head, position), padding not counted."""
+    """Keys masked for the newest query: (step, row, layer, head, position), not counting padding."""
     watched = watch(model, prompts, [intervention], ["hook_attn_mask"], **settings)
     found = set()
     for step in range(watched.run.steps_run):
@@ -116,7 +116,7 @@ def ignored(model, prompts, intervention, settings):
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 @pytest.mark.parametrize("scope", ["head", "model"])
-def test_in_the_same_step_the_sinks_of_an_unmasked_pass_over_the_canvas_are_masked(worded, architecture, scope):
+def test_same_step_masks_the_sinks_of_an_unmasked_pass_over_the_canvas(worded, architecture, scope):
     model = worded(architecture)
     masking = MaskSinks(top_k=2, same_step=True, scope=scope)
     watched = watch(model, PADDED, [masking], ["hook_pattern", "hook_logits"])
@@ -139,17 +139,17 @@ def test_in_the_same_step_the_sinks_of_an_unmasked_pass_over_the_canvas_are_mask
             torch.testing.assert_close(logits[real], plain.logits[real], atol=1e-3, rtol=0)
 
 
-def test_the_second_pass_of_the_same_step_is_made_where_it_is_needed_alone(worded, monkeypatch):
+def test_same_step_runs_a_second_pass_only_where_needed(worded, monkeypatch):
     model, passes = worded(), []
     tree = model.tree
-    own = tree.hidden
-    monkeypatch.setattr(type(tree), "hidden", lambda self, *given: passes.append(self.watch.step) or own(*given))
+    original = tree.hidden
+    monkeypatch.setattr(type(tree), "hidden", lambda self, *given: passes.append(self.watch.step) or original(*given))
     watch(model, PADDED, [MaskSinks(top_k=2, same_step=True, steps=[1, 3])], [])
     assert passes == [0, 1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])
-def test_no_trace_block_is_served_by_the_second_pass(tiny_llada, raw):
+def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
     prompt, settings = "Question: Tom has 2 apples.", {"gen_length": 4, "steps": 2, "record_sinks": False}
     seen, served = [], []
     masking = MaskSinks(top_k=5, same_step=True)
@@ -161,8 +161,8 @@ def test_no_trace_block_is_served_by_the_second_pass(tiny_llada, raw):
     assert all(torch.equal(a, b) for a, b in zip(seen, served, strict=True))
 
 
-def test_the_last_row_sees_what_interventions_before_it_do_to_the_mask(worded):
-    """Of an autoregressive run; a diffusion run reads the scores behind all of them, in either order."""
+def test_the_last_row_includes_earlier_edits_of_the_mask(worded):
+    """In an autoregressive run; a diffusion run reads the scores after all edits, in either order."""
     window, masking = WindowAttention(width=2), MaskSinks(top_k=1)
     watched = watch(worded("llama", True), [LONG], [window, masking])
     for step in range(1, watched.run.steps_run):
@@ -180,39 +180,43 @@ def test_the_last_row_sees_what_interventions_before_it_do_to_the_mask(worded):
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
 def test_a_single_pass_has_no_earlier_step(kind):
     model = shared_model()
-    with pytest.raises(SettingError, match=rf"{kind.__name__} acts on the sinks of an earlier step, and a single pass"):
+    with pytest.raises(
+        SettingError, match=rf"{kind.__name__} acts on the sinks of an earlier step, which a single pass"
+    ):
         model.run_with_hooks(random_ids(), fwd_hooks=kind().hooks_for(model))
 
 
-def test_a_source_of_other_prompts_or_another_model_is_refused(worded):
+def test_a_source_of_other_prompts_or_another_model_is_rejected(worded):
     base = watch(worded(), PADDED, points=[], record_sinks=True).run.sinks
-    with pytest.raises(SettingError, match="source holds 2 along batch, this run 1; record it with this model"):
+    with pytest.raises(SettingError, match="source has 2 along batch, this run 1; record it with this model"):
         watch(worded(), [LONG], [MaskSinks(source=base)])
-    with pytest.raises(SettingError, match="source holds 15 along pos, this run 12"):
+    with pytest.raises(SettingError, match="source has 15 along pos, this run 12"):
         watch(worded(), [SHORT, SHORT], [MaskSinks(source=base)])
-    with pytest.raises(SettingError, match="source holds 2 along layer, this run 3"):
+    with pytest.raises(SettingError, match="source has 2 along layer, this run 3"):
         watch(worded(), PADDED, [MaskSinks(source=base.isel(layer=[0, 1]))])
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_source_of_another_prompt_of_equal_length_is_refused(worded, architecture, causal, settings):
+def test_a_source_of_another_prompt_of_equal_length_is_rejected(worded, architecture, causal, settings):
     model, other = worded(architecture, causal), "w7 w12 w33 w6"
     base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
     for prompts, row in (([other, LONG], 0), (PADDED[::-1], 0)):
-        with pytest.raises(SettingError, match=f"source was recorded with another prompt in row {row} than this run"):
+        with pytest.raises(SettingError, match=f"source was recorded with another prompt in row {row}"):
             watch(model, prompts, [MaskSinks(source=base)], **settings)
-    swapped = ForceTokens(tokens={3: int(model.to_tokens("w6")[0, -1])}, steps=[0])  # a prompt changed on the canvas
+    swapped = ForceTokens(tokens={3: int(model.to_tokens("w6")[0, -1])}, steps=[0])  # a prompt edited on the canvas
     changed = watch(model, PADDED, [swapped], points=[], record_sinks=True, **settings).run
     for source in (base, changed):
         assert watch(model, PADDED, [swapped, MaskSinks(source=source)], points=[], **settings).run.steps_run > 1
 
 
 def test_an_autoregressive_run_has_no_second_pass(worded):
-    with pytest.raises(SettingError, match="same_step needs a second pass over the canvas, which autoregressive"):
+    with pytest.raises(
+        SettingError, match="same_step needs a second pass over the canvas; it is available in diffusion runs only"
+    ):
         watch(worded("llama", True), PADDED, [MaskSinks(same_step=True)])
 
 
-def test_a_look_inside_a_look_is_refused_and_leaves_the_model_as_it_was(worded):
+def test_a_nested_peek_is_rejected_and_leaves_the_model_unchanged(worded):
     model = worded()
     ids = random_ids()
     before = model(ids)

@@ -1,4 +1,4 @@
-"""Which keys are chosen: counts, ties, controls that depend on nothing but the seed and the prompt, kinds of tokens."""
+"""Selection of keys: counts, ties, controls that depend only on seed and prompt, and kinds of tokens."""
 
 import json
 
@@ -20,19 +20,19 @@ WAYS = [("llama", False, {}), ("dream", False, {}), ("llama", True, {}), ("llama
 
 
 def selection(**given) -> Selection:
-    """A selection, the strongest key of each head unless told otherwise."""
+    """A selection, by default the strongest key of each head."""
     plain = {"top_k": 1, "detector": None, "pick": "strongest", "scope": "head", "only": (), "seed": 0}
     return Selection(**(plain | given))
 
 
 def chosen(scores, real=None, **given):
-    """The keys that a selection takes of one layer, as positions by row and head."""
+    """The keys that a selection takes in one layer, as positions by row and head."""
     real = torch.ones(len(scores), scores.shape[-1], dtype=torch.bool) if real is None else real
     keys = selection(**given).choose({0: scores}, real, None, None, 1)[0]
     return [[head.nonzero()[:, 0].tolist() for head in row] for row in keys]
 
 
-def test_the_strongest_and_the_weakest_are_taken_and_of_equals_the_first():
+def test_the_strongest_or_weakest_keys_are_taken_and_the_first_of_ties():
     scores = torch.tensor([[[2.0, 5.0, 0.0, 5.0, 0.0, 1.0]]])
     assert chosen(scores, top_k=1) == [[[1]]]
     assert chosen(scores, top_k=3) == [[[0, 1, 3]]]
@@ -43,7 +43,7 @@ def test_the_strongest_and_the_weakest_are_taken_and_of_equals_the_first():
 
 
 @pytest.mark.parametrize("pick", ["strongest", "weakest", "random"])
-def test_where_a_head_attended_to_nothing_no_key_is_taken(pick):
+def test_no_key_is_taken_from_an_all_zero_head(pick):
     scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
     real = torch.ones(1, 3, dtype=torch.bool)
     run = RunContext(shared_model().tree, real, 3, 3, 60, 0, (5,), lambda ids: {}, {})
@@ -51,7 +51,7 @@ def test_where_a_head_attended_to_nothing_no_key_is_taken(pick):
     assert found.sum(dim=-1).tolist() == [[0, 2]]
 
 
-def test_padding_is_never_taken_and_a_short_row_gives_all_it_has():
+def test_padding_is_never_taken_and_all_keys_of_a_short_row_are():
     scores = torch.tensor([[[9.0, 9.0, 1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]]])
     real = torch.tensor([[False, False, True, True], [True, True, True, True]])
     assert chosen(scores, real, top_k=1) == [[[3]], [[3]]]
@@ -86,7 +86,7 @@ def masked_keys(watched, step):
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_random_keys_are_as_many_and_depend_on_seed_and_prompt_but_not_on_the_batch(
+def test_random_keys_have_the_same_number_and_depend_on_seed_and_prompt_not_on_the_batch(
     worded, architecture, causal, settings, scope
 ):
     model = worded(architecture, causal)
@@ -118,7 +118,7 @@ def test_a_control_takes_as_many_keys_as_the_detector_finds(worded):
     assert len({number for layer in counts for row in layer for number in row}) > 1
 
 
-def test_random_keys_spread_over_all_that_may_be_taken(worded):
+def test_random_keys_are_spread_over_all_allowed_keys(worded):
     """Over seeds every real position is drawn about equally often, and padding never."""
     counts = torch.zeros(15)
     for seed in range(12):
@@ -131,7 +131,7 @@ def test_random_keys_spread_over_all_that_may_be_taken(worded):
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_random_keys_are_those_that_may_be_masked(worded, architecture, causal, settings):
+def test_random_keys_are_among_the_allowed_keys(worded, architecture, causal, settings):
     masking = MaskSinks(top_k=2, pick="random", only="prompt", positions=[0, 1, 2, 3, -1])
     watched = watch(worded(architecture, causal), PADDED, [masking], **settings)
     for step in range(1, watched.run.steps_run):
@@ -139,8 +139,8 @@ def test_random_keys_are_those_that_may_be_masked(worded, architecture, causal, 
         assert all(len(head) == 2 and set(head) <= {0, 1, 2, 3} for head in keys)
 
 
-def test_kinds_of_tokens_are_those_of_the_track(tiny_llada):
-    """Only newlines and digits are masked: those that the token text of the step before says."""
+def test_token_kinds_match_those_of_the_track(tiny_llada):
+    """Only newlines and digits are masked, according to the token text of the previous step."""
     prompts = [problem.prompt for problem in held_out(2)]
     masking = MaskSinks(top_k=4, only=["newline", "digit"])
     watched = watch(tiny_llada, prompts, [masking], record_sinks=True, gen_length=8, steps=4)
@@ -155,7 +155,7 @@ def test_kinds_of_tokens_are_those_of_the_track(tiny_llada):
 
 
 def test_kinds_need_the_text_of_tokens():
-    with pytest.raises(SettingError, match=r"only=\['newline'\] goes by the text of tokens: the text of token"):
+    with pytest.raises(SettingError, match=r"only=\['newline'\] needs the text of tokens: token"):
         watch(shared_model(), torch.tensor([[3, 4, 5]]), [MaskSinks(only="newline")])
     assert unwatched(shared_model())
 
@@ -163,31 +163,31 @@ def test_kinds_need_the_text_of_tokens():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"top_k": None}, "give either top_k, a number of keys per head, or a detector, and not both"),
-        ({"detector": TopK(2)}, "give either top_k, a number of keys per head, or a detector, and not both"),
-        ({"top_k": -1}, "top_k is a number of keys, 0 or more; got -1"),
-        ({"top_k": 2.5}, "top_k is a number of keys, 0 or more; got 2.5"),
-        ({"pick": "best"}, "pick is 'strongest', 'weakest' or 'random'; got 'best'"),
-        ({"scope": "row"}, "scope is 'head', 'layer' or 'model'; got 'row'"),
+        ({"top_k": None}, "pass either top_k, a number of keys per head, or detector, not both"),
+        ({"detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector, not both"),
+        ({"top_k": -1}, "top_k must be a number of keys, 0 or more; got -1"),
+        ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),
+        ({"pick": "best"}, "pick must be 'strongest', 'weakest' or 'random'; got 'best'"),
+        ({"scope": "row"}, "scope must be 'head', 'layer' or 'model'; got 'row'"),
         ({"only": "mask"}, r"'mask' is neither. Known: prompt, masked, .* Nearest: masked"),
         ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
     ],
 )
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
 @pytest.mark.usefixtures("unchecked")
-def test_settings_that_mean_nothing_are_refused_when_the_intervention_is_made(kind, given, text):
+def test_invalid_settings_are_rejected_when_the_intervention_is_created(kind, given, text):
     with pytest.raises(SettingError, match=text):
         kind(**given)
 
 
-def test_random_keys_of_a_single_pass_are_refused():
+def test_random_keys_of_a_single_pass_are_rejected():
     scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(SettingError, match="detectors, only= and random keys belong to a run"):
+    with pytest.raises(SettingError, match="detectors, only= and random keys need a run"):
         selection(pick="random").choose({0: scores}, real, None, None, 0)
 
 
 def test_masking_at_a_temperature_draws_from_the_same_noise(worded):
-    """Random keys have a generator of their own: the sampler's numbers are those of the base run."""
+    """Random keys use a separate generator, so the sampler draws the same numbers as in the base run."""
     settings = {"temperature": 1.0, "seed": 3}
     base = watch(worded(), [LONG], [], [], **settings).run
     masking = MaskSinks(top_k=3, pick="random", steps=[3])

@@ -324,11 +324,7 @@ class Lost(Entropy):
         ),
         (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two quantities of the track have the name 'entropy'"),
         (lambda _: Record([Taken()]), SettingError, r"two quantities of the track fill the variable 'is_real'"),
-        (
-            lambda _: Record(dtype="float64"),
-            SettingError,
-            r"dtype of a recording must be 'float32' or 'float16'; got 'float64'",
-        ),
+        (lambda _: Record(dtype="float64"), SettingError, r"a recording must be 'float32' or 'float16'; got 'float64'"),
         (lambda tmp: Record(to=tmp / "run.nc"), SettingError, r"run\.nc' does not end in \.zarr.*run\.sinks\.save"),
         (lambda tmp: Record(to=tmp), SettingError, r"does not end in \.zarr"),
         (

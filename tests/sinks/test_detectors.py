@@ -1,4 +1,4 @@
-"""Every detector against its formula written out in loops, and against sinks planted by hand."""
+"""Every detector against its formula as plain loops, and against planted sinks."""
 
 import math
 import statistics
@@ -31,7 +31,7 @@ both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectiona
 
 
 class Cell:
-    """One head at one step of a made track: what a formula may look at, as lists and dicts over existing positions."""
+    """One head at one step of a track: the inputs of a formula, as lists and dicts over existing positions."""
 
     def __init__(self, data, place):
         (b, t, layer, h), self.data = place, data
@@ -42,11 +42,11 @@ class Cell:
         self.score = {j: float(score[j]) for j in self.there}
 
     def beside(self, layer, h):
-        """The same row and step in another head."""
+        """The cell of another head at the same row and step."""
         return Cell(self.data, (*self.place[:2], layer, h))
 
     def of(self, name):
-        """A recorded variable of this layer or head: by position, or one number."""
+        """A recorded variable of this layer or head: a value per position, or one number."""
         here = self.data[name].to_numpy()[self.place[: 4 if "head" in self.data[name].dims else 3]]
         return {j: float(here[j]) for j in self.there} if np.ndim(here) else float(here)
 
@@ -78,7 +78,7 @@ def compare(detector, track, strength, detect):
             assert strengths[place][j] == pytest.approx(expected, rel=2e-4, abs=1e-5, nan_ok=True), (place, j)
             assert found[place][j] == detect(cell, j), (place, j)
             hits, count = hits + found[place][j], count + 1
-    assert 0 < hits < count  # the comparison saw sinks and others
+    assert 0 < hits < count  # the comparison covered sinks and other positions
     return hits / count
 
 
@@ -90,7 +90,7 @@ def over_others(cell, j, unit="sum"):
 
 @both_kinds
 @pytest.mark.parametrize(("unit", "epsilon"), [("sum", 0.5), ("percent", 7), ("fraction", 0.08), ("visible", 0.1)])
-def test_equation_3_is_evaluated_as_it_stands(causal, unit, epsilon):
+def test_equation_3_matches_its_formula(causal, unit, epsilon):
     """Ā[j] > (1/(S − 1)) Σ_{k≠j} Ā[k] + ε."""
     compare(
         EpsilonOverMean(epsilon, unit),
@@ -100,26 +100,26 @@ def test_equation_3_is_evaluated_as_it_stands(causal, unit, epsilon):
     )
 
 
-def test_a_planted_sink_is_found_where_it_is_and_nowhere_else():
+def test_a_planted_sink_is_found_at_its_position_only():
     """Scores sum to 4; the others' mean is 0.267, so 3.2 exceeds it by more than 2.9 but not by 3."""
     found = planted(MOVING).detect(EpsilonOverMean(epsilon=2.9)).to_numpy()[0, :, 0, 0]
     assert found.tolist() == [[False, True, False, False], [False, False, True, False], [False] * 4]
     assert not planted(MOVING).detect(EpsilonOverMean(epsilon=3.0)).any()
 
 
-def test_the_paper_s_definition_is_the_one_asked_for_by_default():
+def test_the_default_detector_is_the_paper_s_definition():
     score = np.full((1, 12), 0.5)
-    score[0, 4], score[0, 7] = 3.8, 3.2  # over the others' mean by 3.06 and 2.4
+    score[0, 4], score[0, 7] = 3.8, 3.2  # above the others' mean by 3.06 and 2.4
     assert planted(score).detect().to_numpy().ravel().nonzero()[0].tolist() == [4]
 
 
-def test_the_only_position_is_compared_with_nothing():
+def test_a_single_position_has_no_others_to_compare_with():
     track = planted([[9.0, 1.0, 1.0]], real=[False, True, False])
     assert track.detect(EpsilonOverMean(0.9)).to_numpy().ravel().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("unit", ["fraction", "visible"])
-def test_epsilon_three_in_shares_finds_nothing_and_warns(unit):
+def test_epsilon_three_with_unit_fraction_finds_nothing_and_warns(unit):
     with pytest.warns(
         UserWarning,
         match=r"epsilon = 3.0 can never be met: with unit .* no score of this track exceeds 1; use unit=.sum",
@@ -127,7 +127,7 @@ def test_epsilon_three_in_shares_finds_nothing_and_warns(unit):
         assert not planted(MOVING).detect(EpsilonOverMean(3.0, unit)).any()
 
 
-def test_padding_is_no_sink_and_no_other_position():
+def test_padding_is_neither_a_sink_nor_counted_among_the_others():
     """Position 0 is padding: the mean of the others is taken over three real positions."""
     track = planted([[9.0, 2.0, 0.5, 0.5]], real=[False, True, True, True])
     found = track.detect(EpsilonOverMean(1.4)).to_numpy()[0, 0, 0, 0]
@@ -137,7 +137,7 @@ def test_padding_is_no_sink_and_no_other_position():
 
 @both_kinds
 @pytest.mark.parametrize("k", [1, 4, 9])
-def test_top_k_takes_the_k_strongest_that_exist(causal, k):
+def test_top_k_takes_the_k_strongest_existing_positions(causal, k):
     def is_top(cell, j):
         ranked = sorted(cell.there, key=lambda i: (-cell.score[i], i))
         return any(cell.score.values()) and j in ranked[:k]
@@ -146,7 +146,7 @@ def test_top_k_takes_the_k_strongest_that_exist(causal, k):
     assert share > {1: 0.1, 4: 0.4, 9: 0.8}[k]
 
 
-def test_top_k_finds_no_sink_where_a_head_attends_to_nothing():
+def test_top_k_finds_no_sink_in_an_all_zero_pattern():
     """Not position 0, which would look like a sink at the start token."""
     found = planted([[0.0, 0.0, 0.0], [0.0, 3.0, 0.0]]).detect(TopK(1)).to_numpy()[0, :, 0, 0]
     assert found.tolist() == [[False] * 3, [False, True, False]]
@@ -156,7 +156,7 @@ def test_top_k_finds_no_sink_where_a_head_attends_to_nothing():
 @pytest.mark.parametrize(
     ("over", "unit"), [(("layer", "head"), "sum"), (("head",), "percent"), (("layer",), "sum"), ((), "visible")]
 )
-def test_mass_is_compared_with_mean_and_population_deviation(causal, over, unit):
+def test_mass_is_compared_with_mean_and_population_std(causal, over, unit):
     def margin(cell, j):
         layers = range(LAYERS) if "layer" in over else [cell.place[2]]
         heads = range(HEADS) if "head" in over else [cell.place[3]]
@@ -172,8 +172,8 @@ def test_mass_is_compared_with_mean_and_population_deviation(causal, over, unit)
     )
 
 
-def test_one_tall_position_lies_over_mean_and_two_deviations_and_even_ones_do_not():
-    """Of n positions, one alone can lie √(n − 1) deviations over the mean: 1.7 of 4, 3 of 10."""
+def test_a_single_peak_exceeds_mean_plus_two_std_and_uniform_scores_do_not():
+    """Of n positions, a single one can exceed the mean by √(n − 1) deviations: 1.7 of 4, 3 of 10."""
     score = [[0.5, 5.5, *[0.5] * 8], [1.0] * 10]
     assert planted(score).detect(MeanPlusStd(2.9)).to_numpy().reshape(2, 10).nonzero() == (np.array([0]), np.array([1]))
     assert not planted(score).detect(MeanPlusStd(3.1)).any()
@@ -199,7 +199,7 @@ def test_the_sink_rate_counts_heads_whose_visible_attention_exceeds_epsilon(caus
 
 
 def test_a_planted_share_of_heads_is_the_rate():
-    """The first key takes 0.9 of the attention in 4 of 6 heads; a share of 4/6 is reached, and all heads say so."""
+    """The first key takes 0.9 of the attention in 4 of 6 heads; a share of 4/6 is reached, in all heads alike."""
     track = made(False).track
     score = np.full((1, 1, LAYERS, HEADS, LENGTH), 0.1 * LENGTH / (LENGTH - 1))
     score[..., 0] = 0.1
@@ -208,7 +208,7 @@ def test_a_planted_share_of_heads_is_the_rate():
     assert SinkRate().strength(track).to_numpy()[..., 0] == pytest.approx(4 / 6)
     assert track.detect(SinkRate(0.3, 4 / 6)).to_numpy()[..., 0].all()
     assert not track.detect(SinkRate(0.3, 0.67)).any()
-    assert not track.detect(SinkRate(0.91, 0)).any()  # nobody's sink, whatever share is asked for
+    assert not track.detect(SinkRate(0.91, 0)).any()  # not a sink in any head, whatever the share
 
 
 def value_ratio(cell, j):
@@ -217,7 +217,7 @@ def value_ratio(cell, j):
 
 
 @both_kinds
-def test_a_small_value_norm_is_small_beside_the_mean_of_the_head(causal):
+def test_a_small_value_norm_is_relative_to_the_mean_of_the_head(causal):
     compare(
         SmallValueNorm(),
         made(causal).track,
@@ -241,8 +241,8 @@ def test_a_residual_peak_exceeds_the_floor_and_is_many_times_the_median(causal, 
     )
 
 
-def test_a_channel_that_is_high_everywhere_is_no_peak_of_its_own():
-    """Position 2 alone stands out in its channel; all stand out among all channels."""
+def test_a_channel_that_is_high_everywhere_is_not_a_peak_per_channel():
+    """Only position 2 is a peak within its channel; compared with all channels, every position is."""
     track = planted(
         [[1.0] * 4],
         stream_peak=[[2000, 2000, 9000, 90]],
@@ -275,8 +275,8 @@ def test_a_broadcast_is_a_sink_with_an_ordinary_value_in_a_head_of_low_rank(caus
     )
 
 
-def test_no_op_and_broadcast_share_the_sinks_out_between_them():
-    """Sinks at 0 and 1, one with a small value and one with an ordinary one; position 2 is small but no sink."""
+def test_no_op_and_broadcast_split_the_sinks():
+    """Sinks at 0 and 1, one with a small value and one with an ordinary one; position 2 is small but not a sink."""
     track = planted([[5.0, 5.0, 0.1, *[0.1] * 9]], value_norm=[[0.1, 1.0, 0.1, *[1.0] * 9]], output_rank=[1.2])
     assert track.detect(NoOp()).to_numpy().ravel().nonzero()[0].tolist() == [0]
     assert track.detect(Broadcast()).to_numpy().ravel().nonzero()[0].tolist() == [1]
@@ -284,7 +284,7 @@ def test_no_op_and_broadcast_share_the_sinks_out_between_them():
     assert not many.detect(Broadcast()).any()
 
 
-def test_a_head_without_output_broadcasts_nothing():
+def test_a_head_without_output_has_no_broadcast_sink():
     """Its stable rank is NaN; so are the ratios of a head whose every value was set to zero."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -308,33 +308,33 @@ def test_a_head_without_output_broadcasts_nothing():
         (ResidualPeak(per="channel"), "stream_channel_median", "stream"),
     ],
 )
-def test_a_detector_that_lacks_something_says_how_to_record_it(detector, variable, quantity):
+def test_a_detector_that_lacks_a_quantity_says_how_to_record_it(detector, variable, quantity):
     track = made(False, unlike=[variable]).track
-    told = rf"holds no {variable}\. .*record_sinks=Record\(\['{quantity}'\]\)\), with Record from sinklens\.sinks"
-    with pytest.raises(TrackError, match=told):
+    message = rf"holds no {variable}\. .*record_sinks=Record\(\['{quantity}'\]\)\), with Record from sinklens\.sinks"
+    with pytest.raises(TrackError, match=message):
         track.detect(detector)
 
 
-def test_a_variable_of_nobody_s_quantity_is_asked_for_in_words():
+def test_a_variable_without_a_built_in_quantity_is_described_in_words():
     with pytest.raises(TrackError, match=r"holds no entropy\. .*record_sinks=Record\(\[a Quantity that fills it\]\)"):
         made(False).track.need("entropy")
 
 
 @dataclass(frozen=True)
 class AboveTen(Detector):
-    """As in the docstring of the module."""
+    """The example of the module docstring."""
 
     def detect(self, track):
         return self.strength(track) > 10
 
 
-def test_a_detector_of_five_lines_is_asked_like_the_others():
+def test_a_five_line_detector_works_like_the_built_in_ones():
     track = planted([[10.5, 0.5, 0.5], [0.5, 10.0, 0.5]])
     assert track.detect(AboveTen()).to_numpy()[0, :, 0, 0].tolist() == [[True, False, False], [False] * 3]
     xr.testing.assert_equal(AboveTen().strength(track), track.scores())
 
 
-def test_a_detector_without_a_definition_of_a_sink_cannot_be_made():
+def test_a_detector_without_detect_cannot_be_instantiated():
     with pytest.raises(TypeError, match=r"abstract method '?detect"):
         Detector()
 
@@ -345,13 +345,13 @@ def test_a_detector_without_a_definition_of_a_sink_cannot_be_made():
         (EpsilonOverMean(100, unit="percent"), "epsilon = 100 can never be met: with unit 'percent' no score .* 100;"),
         (EpsilonOverMean(4.0), "epsilon = 4.0 can never be met: with unit 'sum' no score of this track exceeds 4;"),
         (EpsilonOverMean(1, unit="visible"), "no score of this track exceeds 1; use unit='sum'"),
-        (MeanPlusStd(k=1.8), r"k = 1.8 can never be met: none of 4 positions lies 1.73 deviations above the mean"),
+        (MeanPlusStd(k=1.8), "k = 1.8 can never be met: none of 4 positions can exceed the mean by 1.73"),
         (SinkRate(epsilon=1), "epsilon = 1 can never be met: no mean attention exceeds 1"),
     ],
     ids=repr,
 )
-def test_a_threshold_that_nothing_can_exceed_is_said_to_be_one(detector, text):
-    """One position receives everything, and is no sink by it."""
+def test_a_threshold_that_nothing_can_exceed_warns(detector, text):
+    """One position receives all attention and still is not a sink."""
     track = planted([[0.0, 4.0, 0.0, 0.0]])
     with pytest.warns(UserWarning, match=text):
         assert not track.detect(detector).any()
@@ -361,12 +361,12 @@ def test_a_threshold_that_nothing_can_exceed_is_said_to_be_one(detector, text):
     "detector", [EpsilonOverMean(3.9), EpsilonOverMean(99, unit="percent"), MeanPlusStd(k=1.7), SinkRate(epsilon=0.99)]
 )
 @pytest.mark.filterwarnings("error")
-def test_a_threshold_just_below_that_is_met(detector):
+def test_a_threshold_just_below_the_maximum_is_met(detector):
     assert planted([[0.0, 4.0, 0.0, 0.0]]).detect(detector).to_numpy().ravel().tolist() == [False, True, False, False]
 
 
 @pytest.mark.filterwarnings("error")
-def test_under_sigmoid_attention_any_score_is_possible():
+def test_sigmoid_attention_has_no_maximum_score():
     track = planted([[0.0, 8.0, 0.0, 0.0]])
     track.data.attrs["attention"] = "sigmoid"
     assert track.detect(EpsilonOverMean(5.0)).sum() == 1
@@ -377,22 +377,28 @@ def test_under_sigmoid_attention_any_score_is_possible():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: EpsilonOverMean(float("nan")), "epsilon of EpsilonOverMean is a number; got nan"),
-        (lambda: EpsilonOverMean("3"), "epsilon of EpsilonOverMean is a number; got '3'"),
-        (lambda: TopK(2.5), "k is a number of keys; got 2.5"),
-        (lambda: TopK(True), "k is a number of keys; got True"),
-        (lambda: MeanPlusStd(over="head"), "over holds 'layer', 'head', both or nothing, as a tuple; got 'head'"),
-        (lambda: MeanPlusStd(over=("layer", "batch")), r"over holds .* got \('layer', 'batch'\)"),
-        (lambda: SinkRate(share=10), "share is a share of all heads, 0 to 1; got 10"),
-        (lambda: SmallValueNorm(0), "ratio of SmallValueNorm is a number above 0; got 0"),
-        (lambda: ResidualPeak(per="token"), "per is 'position' or 'channel'; got 'token'"),
-        (lambda: NoOp(ratio=-1), "ratio of NoOp is a number above 0; got -1"),
-        (lambda: NoOp(among=EpsilonOverMean), r"a detector is an object such as EpsilonOverMean\(\); got <class"),
-        (lambda: Broadcast(rank=1), "rank of Broadcast is a number above 1; got 1"),
-        (lambda: Broadcast(low=2, high=1), "low is at most high; got 2 and 1"),
+        (lambda: EpsilonOverMean(float("nan")), "epsilon of EpsilonOverMean must be a number; got nan"),
+        (lambda: EpsilonOverMean("3"), "epsilon of EpsilonOverMean must be a number; got '3'"),
+        (lambda: TopK(2.5), "k must be an integer, the number of keys; got 2.5"),
+        (lambda: TopK(True), "k must be an integer, the number of keys; got True"),
+        (
+            lambda: MeanPlusStd(over="head"),
+            "over must be a tuple that holds 'layer', 'head', both or neither; got 'head'",
+        ),
+        (lambda: MeanPlusStd(over=("layer", "batch")), r"over must be a tuple .* got \('layer', 'batch'\)"),
+        (lambda: SinkRate(share=10), "share, a share of all heads, must be between 0 and 1; got 10"),
+        (lambda: SmallValueNorm(0), "ratio of SmallValueNorm must be a number greater than 0; got 0"),
+        (lambda: ResidualPeak(per="token"), "per must be 'position' or 'channel'; got 'token'"),
+        (lambda: NoOp(ratio=-1), "ratio of NoOp must be a number greater than 0; got -1"),
+        (
+            lambda: NoOp(among=EpsilonOverMean),
+            r"a detector must be an instance such as EpsilonOverMean\(\); got <class",
+        ),
+        (lambda: Broadcast(rank=1), "rank of Broadcast must be a number greater than 1; got 1"),
+        (lambda: Broadcast(low=2, high=1), "low must not exceed high; got 2 and 1"),
     ],
 )
-def test_thresholds_that_mean_nothing_are_refused(make, text):
+def test_invalid_thresholds_are_rejected(make, text):
     with pytest.raises(SinklensError, match=text):
         make()
 
@@ -411,13 +417,13 @@ class Strengths(Detector):
 @pytest.mark.parametrize(
     ("detector", "text"),
     [
-        (EpsilonOverMean, r"a detector is an object such as EpsilonOverMean\(\)"),
-        ("TopK", r"a detector is an object such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
-        (OneLayer(), r"detect of OneLayer gave bool over .* it must give bool over .*'layer': 1"),
-        (Strengths(), "detect of Strengths gave float32 over"),
+        (EpsilonOverMean, r"a detector must be an instance such as EpsilonOverMean\(\)"),
+        ("TopK", r"a detector must be an instance such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
+        (OneLayer(), r"detect of OneLayer returned bool over .* it must return bool over .*'layer': 1"),
+        (Strengths(), "detect of Strengths returned float32 over"),
     ],
 )
-def test_what_does_not_detect_is_refused(detector, text):
+def test_an_invalid_detector_is_rejected(detector, text):
     with pytest.raises(TrackError, match=text):
         planted([[1.0, 1.0]]).detect(detector)
     if not isinstance(detector, Detector):

@@ -1,4 +1,4 @@
-"""Tracks saved, opened, damaged and put together."""
+"""Saving, opening, damaging and concatenating tracks."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ DETECTORS = (
 
 
 def assert_equal(track, expected, rtol=0.0):
-    """Variables, coordinates and attributes, but for those that tell of the file."""
+    """Compare variables, coordinates and attributes, except those that describe the file."""
     assert set(track.data.variables) == set(expected.data.variables)
     for name, values in expected.data.variables.items():
         found = track.data[name]
@@ -49,7 +49,7 @@ def assert_equal(track, expected, rtol=0.0):
 
 @kinds
 @pytest.mark.parametrize(("causal", "dtype", "rtol"), [(True, "float32", 0.0), (False, "float16", 1e-3)])
-def test_a_saved_track_opens_as_it_was(tmp_path, suffix, causal, dtype, rtol):
+def test_a_saved_track_opens_unchanged(tmp_path, suffix, causal, dtype, rtol):
     track = made(causal).track
     path = tmp_path / f"sinks{suffix}"
     assert track.save(path, dtype) == path
@@ -65,7 +65,7 @@ def test_a_saved_track_opens_as_it_was(tmp_path, suffix, causal, dtype, rtol):
 
 
 @kinds
-def test_a_massive_activation_is_saved_as_it_was(tmp_path, suffix):
+def test_a_massive_activation_is_saved_unchanged(tmp_path, suffix):
     """70,000 is more than float16 holds."""
     peaks = np.full((1, 4), 70_000.0)
     track = planted(np.ones((1, 4)), stream_peak=peaks, stream_channel_median=peaks)
@@ -76,7 +76,7 @@ def test_a_massive_activation_is_saved_as_it_was(tmp_path, suffix):
 
 
 @kinds
-def test_a_run_s_track_keeps_its_words(tiny_llada, tmp_path, suffix):
+def test_a_run_s_track_keeps_its_vocabulary(tiny_llada, tmp_path, suffix):
     track = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3).sinks
     opened = SinkTrack.open(track.save(tmp_path / f"sinks{suffix}"))
     assert_equal(opened, track)
@@ -87,7 +87,7 @@ def test_a_run_s_track_keeps_its_words(tiny_llada, tmp_path, suffix):
 
 
 @kinds
-def test_nothing_is_read_before_it_is_asked_for(tmp_path, suffix):
+def test_data_are_read_lazily(tmp_path, suffix):
     opened = SinkTrack.open(made(False).track.save(tmp_path / f"sinks{suffix}"))
     part = opened.isel(step=1, layer=0)
     for track in (opened, part):
@@ -99,7 +99,7 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path, suffix):
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory, tiny_llada):
-    """A run of five steps as it was recorded to disk and as it is saved, and its track in memory."""
+    """A run of five steps as recorded to disk and as saved, and its track in memory."""
     folder = tmp_path_factory.mktemp("stores")
     record = Record(["values"], to=folder / "recorded.zarr")
     track = sinklens.generate(tiny_llada, PROMPTS[:2], gen_length=5, record_sinks=record).sinks
@@ -114,8 +114,8 @@ def store(request, tmp_path, stores):
     return shutil.copytree(paths[request.param], tmp_path / "sinks.zarr"), track
 
 
-def test_a_step_is_read_from_its_own_chunk_alone(store):
-    """The chunks of all other steps are gone by the time it is read."""
+def test_a_step_is_read_from_its_chunk_only(store):
+    """The chunks of all other steps are deleted before it is read."""
     path, track = store
     opened = SinkTrack.open(path)
     chunks = [file for file in (path / "score" / "c").rglob("*") if file.is_file()]
@@ -126,7 +126,7 @@ def test_a_step_is_read_from_its_own_chunk_alone(store):
     np.testing.assert_array_equal(opened.isel(step=3).scores(), track.isel(step=3).scores())
 
 
-def test_what_a_kill_left_of_a_write_is_passed_over(store):
+def test_a_partial_file_left_by_a_kill_is_ignored(store):
     path, track = store
     for name in ("zarr.0123abcd.partial", "score/zarr.0123abcd.partial", "score/c/0/1/0/0/0.0123abcd.partial"):
         (path / name).write_bytes(b"{")
@@ -153,24 +153,27 @@ def break_json(path, name, content):
         (lambda path: shutil.rmtree(path / "committed"), r"lacks committed"),
         (
             lambda path: break_json(path, "zarr.json", '{"attributes": {"form'),
-            r"not a whole Zarr store \(.*\); it may be",
+            r"not a complete Zarr store \(.*\); it may be",
         ),
-        (lambda path: break_json(path, "zarr.json", "[]"), r"not a whole Zarr store"),
-        (lambda path: break_json(path, "zarr.json", ""), r"not a whole Zarr store"),
-        (lambda path: break_json(path, "zarr.json", "{}"), r"is no sink track of this version \(format None\)"),
-        (lambda path: break_json(path, "score/zarr.json", '{"shape": [1'), r"not a whole Zarr store"),
-        (lambda path: break_json(path, "score/zarr.json", "{}"), r"not a whole Zarr store"),
-        (lambda path: (path / "zarr.json").unlink(), r"is a folder, but no sink track's Zarr store"),
+        (lambda path: break_json(path, "zarr.json", "[]"), r"not a complete Zarr store"),
+        (lambda path: break_json(path, "zarr.json", ""), r"not a complete Zarr store"),
+        (
+            lambda path: break_json(path, "zarr.json", "{}"),
+            r"is not a sink track that this version can read \(format None\)",
+        ),
+        (lambda path: break_json(path, "score/zarr.json", '{"shape": [1'), r"not a complete Zarr store"),
+        (lambda path: break_json(path, "score/zarr.json", "{}"), r"not a complete Zarr store"),
+        (lambda path: (path / "zarr.json").unlink(), r"is a folder, but not the Zarr store of a sink track"),
     ],
 )
-def test_a_damaged_store_is_refused_with_the_reason(stores, tmp_path, harm, text):
+def test_a_damaged_store_is_rejected_with_the_reason(stores, tmp_path, harm, text):
     path = shutil.copytree(stores[0]["recorded"], tmp_path / "sinks.zarr")
     harm(path)
     with pytest.raises(TrackError, match=text):
         SinkTrack.open(path)
 
 
-def test_a_store_without_the_chunks_of_one_step_is_refused_whoever_wrote_it(store):
+def test_a_store_that_lacks_the_chunks_of_one_step_is_rejected(store):
     path, _ = store
     for name in ("score", "masked"):
         chunk = next(file for file in (path / name / "c/0/2").rglob("*") if file.is_file())
@@ -181,32 +184,32 @@ def test_a_store_without_the_chunks_of_one_step_is_refused_whoever_wrote_it(stor
     assert SinkTrack.open(path).steps == 5
 
 
-def test_a_truncated_or_foreign_file_or_folder_is_refused(tmp_path):
-    with pytest.raises(TrackError, match=r"nothing\.nc does not exist; give the path that SinkTrack\.save returned"):
+def test_a_truncated_or_foreign_file_or_folder_is_rejected(tmp_path):
+    with pytest.raises(TrackError, match=r"nothing\.nc does not exist; pass the path that SinkTrack\.save returned"):
         SinkTrack.open(tmp_path / "nothing.nc")
     track = made(False).track
-    whole = track.save(tmp_path / "sinks.nc").read_bytes()
-    for kept in (0, 10, len(whole) // 2, len(whole) - 1):
-        (tmp_path / "cut.nc").write_bytes(whole[:kept])
-        with pytest.raises(TrackError, match=r"cut\.nc is not a whole NetCDF-4 file \(.*\); it may be truncated"):
+    content = track.save(tmp_path / "sinks.nc").read_bytes()
+    for kept in (0, 10, len(content) // 2, len(content) - 1):
+        (tmp_path / "cut.nc").write_bytes(content[:kept])
+        with pytest.raises(TrackError, match=r"cut\.nc is not a complete NetCDF-4 file \(.*\); it may be truncated"):
             SinkTrack.open(tmp_path / "cut.nc")
     (tmp_path / "text.nc").write_text("step,score\n0,1.5\n")
-    with pytest.raises(TrackError, match=r"text\.nc is not a whole NetCDF-4 file"):
+    with pytest.raises(TrackError, match=r"text\.nc is not a complete NetCDF-4 file"):
         SinkTrack.open(tmp_path / "text.nc")
     foreign = track.data.drop_attrs()
     foreign.to_netcdf(tmp_path / "foreign.nc", engine="h5netcdf")
     foreign.to_zarr(tmp_path / "foreign.zarr", consolidated=False)
     for name in ("foreign.nc", "foreign.zarr"):
-        with pytest.raises(TrackError, match=rf"{name} is no sink track of this version \(format None\)"):
+        with pytest.raises(TrackError, match=rf"{name} is not a sink track that this version can read \(format None\)"):
             SinkTrack.open(tmp_path / name)
     (tmp_path / "folder.zarr").mkdir()
-    with pytest.raises(TrackError, match=r"folder\.zarr is a folder, but no sink track's Zarr store"):
+    with pytest.raises(TrackError, match=r"folder\.zarr is a folder, but not the Zarr store of a sink track"):
         SinkTrack.open(tmp_path / "folder.zarr")
     with pytest.raises(TrackError, match=r"lacks score"):
         SinkTrack(foreign.drop_vars("score"))
 
 
-def test_a_place_that_holds_something_else_is_left_alone(tmp_path):
+def test_a_path_that_holds_something_else_is_not_overwritten(tmp_path):
     (tmp_path / "mine.zarr").mkdir()
     (tmp_path / "mine.zarr" / "thesis.txt").write_text("")
     (tmp_path / "file.zarr").write_text("mine")
@@ -215,17 +218,17 @@ def test_a_place_that_holds_something_else_is_left_alone(tmp_path):
     others = ["data.nc", "file.zarr", "mine.zarr", "notes.nc", "other.zarr"]
     made(False).track.data.drop_attrs().to_zarr(tmp_path / "other.zarr", consolidated=False)
     for name in others:
-        with pytest.raises(TrackError, match=rf"{name} exists and is not a sink track; choose another place"):
+        with pytest.raises(TrackError, match=rf"{name} exists and is not a sink track; choose another path"):
             made(False).track.save(tmp_path / name)
     assert (tmp_path / "mine.zarr" / "thesis.txt").exists()
     assert sorted(file.name for file in tmp_path.iterdir()) == others
     assert (tmp_path / "notes.nc").read_text() == "mine"
-    with pytest.raises(TrackError, match=r"dtype on disk is 'float32' or 'float16'; got 'int8'"):
+    with pytest.raises(TrackError, match=r"dtype on disk must be 'float32' or 'float16'; got 'int8'"):
         files.save(made(False).track, tmp_path / "sinks.nc", "int8")
 
 
 @kinds
-def test_an_opened_track_may_be_saved_over_itself(tmp_path, suffix):
+def test_an_opened_track_can_be_saved_over_itself(tmp_path, suffix):
     track = made(True).track
     path = track.save(tmp_path / f"sinks{suffix}")
     SinkTrack.open(path).save(path)
@@ -235,26 +238,26 @@ def test_an_opened_track_may_be_saved_over_itself(tmp_path, suffix):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_part_of_a_recorded_run_is_saved_whole(store, tmp_path):
+def test_a_part_of_a_recorded_run_is_saved_completely(store, tmp_path):
     path, track = store
     for suffix in (".nc", ".zarr"):
         part = SinkTrack.open(path).isel(step=slice(1, 3), batch=0)
         assert_equal(SinkTrack.open(part.save(tmp_path / f"part{suffix}")), track.isel(step=slice(1, 3), batch=0))
 
 
-def test_a_step_at_which_nothing_exists_is_a_chunk_like_any_other(tmp_path):
-    """Zarr leaves chunks out that hold nothing but NaN; then they could not be told from lost ones."""
+def test_a_step_without_existing_positions_is_still_written_as_a_chunk(tmp_path):
+    """By default Zarr omits chunks of only NaN, which could then not be distinguished from lost ones."""
     track = planted([[np.nan, np.nan], [1.0, 1.0]])
     assert_equal(SinkTrack.open(track.save(tmp_path / "sinks.zarr")), track)
 
 
 def in_sight(folder):
-    """Names of files; Zarr's threads may go on writing to a hidden one for a moment after an error."""
+    """Names of visible files; Zarr's threads may keep writing to a hidden one for a moment after an error."""
     return sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
 
 
 def test_a_save_interrupted_at_any_write_leaves_the_old_store(tmp_path, monkeypatch):
-    """Every other write in turn is the one that does not happen any more."""
+    """Interrupt at every other write in turn."""
     old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / "sinks.zarr"
     old.save(path)
     for number in range(1, 200, 2):
@@ -279,7 +282,7 @@ def test_an_interrupt_at_any_move_leaves_the_old_file_or_the_new_one(tmp_path, m
         moves, move = [], type(path).replace
 
         def interrupted(self, target, moves=moves, move=move, number=number):
-            if self.suffix != ".partial":  # Zarr's own, of every chunk
+            if self.suffix != ".partial":  # moves of Zarr's chunks
                 moves.append(target)
                 if len(moves) == number:
                     raise KeyboardInterrupt
@@ -299,8 +302,8 @@ def test_an_interrupt_at_any_move_leaves_the_old_file_or_the_new_one(tmp_path, m
     assert_equal(SinkTrack.open(path), new)
 
 
-def test_a_store_that_a_killed_save_had_moved_aside_is_not_lost(tmp_path):
-    """As a process leaves it that is killed between the two moves."""
+def test_a_store_that_a_killed_save_moved_aside_is_restored(tmp_path):
+    """The state left by a process killed between the two moves."""
     old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / "sinks.zarr"
     old.save(path).replace(tmp_path / ".sinks.old.zarr")
     with disk_full_beyond(10), pytest.raises(SinklensError, match=r"could not write .*sinks\.zarr"):
@@ -312,36 +315,36 @@ def test_a_store_that_a_killed_save_had_moved_aside_is_not_lost(tmp_path):
 def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path, suffix):
     noise = np.random.default_rng(0)
     small, large, path = planted([[1.0, 1.0]]), planted(noise.random((50, 400))), tmp_path / f"sinks{suffix}"
-    told = r"could not write .*: .Errno 27. File too large.* Make room or choose another place"
-    with disk_full_beyond(1000), pytest.raises(SinklensError, match=told):
+    message = r"could not write .*: .Errno 27. File too large.* Make room or choose another place"
+    with disk_full_beyond(1000), pytest.raises(SinklensError, match=message):
         large.save(path)
     assert in_sight(tmp_path) == []
     small.save(path)
-    with disk_full_beyond(1000), pytest.raises(SinklensError, match=told):
+    with disk_full_beyond(1000), pytest.raises(SinklensError, match=message):
         large.save(path)
     assert_equal(SinkTrack.open(path), small)
     assert in_sight(tmp_path) == [path.name]
 
 
 @kinds
-def test_saving_where_nothing_can_be_written_says_so(tmp_path, suffix):
+def test_saving_to_an_unwritable_place_reports_it(tmp_path, suffix):
     (tmp_path / "file").write_text("")
     with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
         planted([[1.0, 1.0]]).save(tmp_path / "file" / f"sinks{suffix}")
 
 
 def row_of(together, row, alone):
-    """One row of tracks put together, cut to the steps and positions of the track it came from."""
+    """One row of concatenated tracks, cut to the steps and positions of its original track."""
     size, steps = alone.data.sizes["pos"], alone.data.sizes["step"]
     return together.data.isel(batch=[row], step=slice(0, steps), pos=slice(-size, None))
 
 
 def assert_row(together, row, alone):
-    """A row is its own track, and nothing but padding and missing steps around it."""
+    """A row equals its original track, surrounded only by padding and missing steps."""
     cut = row_of(together, row, alone)
     for name, values in alone.data.data_vars.items():
         expected = values.to_numpy()
-        if name == "unmask_step":  # never decided: the number of steps, of however many there are now
+        if name == "unmask_step":  # never decided: the current number of steps
             expected = np.where(expected == alone.steps, together.steps, expected)
         assert cut[name].dims == values.dims
         assert together.data[name].dtype == values.dtype
@@ -368,7 +371,7 @@ def assert_row(together, row, alone):
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
 def runs(request):
-    """Tracks of single prompts of three lengths, of three seeds; one of them was stopped early."""
+    """Tracks of single prompts of three lengths and three seeds; one was stopped early."""
     model = request.getfixturevalue(request.param)
     record = Record(["values", "stream"])
     tracks = [
@@ -384,7 +387,7 @@ def runs(request):
     return [*tracks, t.sinks]
 
 
-def test_rows_put_together_are_the_tracks_they_came_from(runs):
+def test_concatenated_rows_equal_their_original_tracks(runs):
     together = SinkTrack.concat(runs)
     assert together.data.sizes["batch"] == 4
     assert together.steps == max(track.steps for track in runs)
@@ -398,7 +401,7 @@ def test_rows_put_together_are_the_tracks_they_came_from(runs):
     assert together.finished
 
 
-def test_detectors_see_each_row_of_tracks_put_together_as_they_saw_it_alone(runs):
+def test_detectors_find_the_same_sinks_in_concatenated_rows_as_in_single_tracks(runs):
     together = SinkTrack.concat(runs)
     for detector in (EpsilonOverMean(1.0), MeanPlusStd(2.0, over=()), NoOp(0.9, EpsilonOverMean(1.0)), TopK(2)):
         found = SinkTrack(together.data.assign(score=together.detect(detector).astype(np.float32)))
@@ -408,8 +411,8 @@ def test_detectors_see_each_row_of_tracks_put_together_as_they_saw_it_alone(runs
 
 
 @pytest.mark.parametrize("runs", ["tiny_llama"], indirect=True)
-def test_batches_of_several_rows_may_be_put_together_again_and_again(runs, tmp_path):
-    """Also opened from disk, in either form; a list of seeds is read back as one."""
+def test_concatenated_tracks_can_be_concatenated_again(runs, tmp_path):
+    """Also when opened from disk in either format; a list of seeds is read back as a list."""
     opened = [
         SinkTrack.open(track.save(tmp_path / f"{row}{suffix}"))
         for row, (track, suffix) in enumerate(zip(runs, (".nc", ".zarr", ".nc", ".zarr"), strict=True))
@@ -427,7 +430,7 @@ def test_batches_of_several_rows_may_be_put_together_again_and_again(runs, tmp_p
     assert np.ravel(SinkTrack.open(together.save(tmp_path / "all.nc")).data.attrs["seed"]).tolist() == [0, 1, 2]
 
 
-def test_one_track_put_together_is_itself_and_one_seed_stays_a_number(tmp_path):
+def test_concatenating_one_track_returns_it_and_one_seed_stays_a_number(tmp_path):
     track = made(True).track
     assert_equal(SinkTrack.concat([track]), track)
     twice = SinkTrack.concat([track, track])
@@ -435,7 +438,7 @@ def test_one_track_put_together_is_itself_and_one_seed_stays_a_number(tmp_path):
     assert twice.data.sizes["batch"] == 4
 
 
-def test_put_together_with_an_unfinished_run_the_whole_is_unfinished():
+def test_concatenation_with_an_unfinished_run_is_unfinished():
     track = made(False).track
     killed = SinkTrack(track.data.assign_attrs(finished=0))
     assert not SinkTrack.concat([track, killed]).finished
@@ -448,28 +451,28 @@ def changed(**attrs):
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them apart"),
+        (lambda: changed(model="another"), r"model is 'made' in the first and 'another' in another\. Keep them"),
         (lambda: changed(revision="v2"), r"revision is None in the first and 'v2'"),
         (lambda: changed(settings='{"steps": 9}'), r"settings is '{}' in the first and"),
         (lambda: changed(dtype="torch.bfloat16"), r"dtype is None in the first and 'torch\.bfloat16'"),
         (lambda: changed(prompt_length=PROMPT - 1), r"answers of one length; these have \[4, 5\] positions"),
-        (lambda: made(False, unlike=["value_norm"]).track, r"the same quantities; value_norm is in some of these only"),
+        (lambda: made(False, unlike=["value_norm"]).track, r"the same quantities; only some of these hold value_norm"),
         (lambda: made(False).track.isel(layer=1), r"layers are \[0, 1\] in the first and \[1\] in another"),
         (lambda: made(False).track.isel(head=[0, 2]), r"heads are \[0, 1, 2\] in the first and \[0, 2\]"),
         (lambda: made(False).track.isel(step=slice(1, None)), r"steps are \[0, 1, 2\] in the first and \[1, 2\]"),
     ],
 )
-def test_tracks_that_do_not_belong_together_are_refused(other, text):
+def test_tracks_that_do_not_belong_together_are_rejected(other, text):
     with pytest.raises(TrackError, match=text):
         SinkTrack.concat([made(False).track, other()])
 
 
-def test_nothing_cannot_be_put_together():
-    with pytest.raises(TrackError, match=r"there is no track to put together; give at least one"):
+def test_concatenating_no_tracks_is_rejected():
+    with pytest.raises(TrackError, match=r"there are no tracks to concatenate; pass at least one"):
         SinkTrack.concat([])
 
 
-def test_parts_with_the_same_steps_keep_their_numbers():
+def test_concatenated_parts_keep_their_step_numbers():
     parts = [made(False, seed=seed).track.isel(step=[1, 2], head=2) for seed in (0, 1)]
     together = SinkTrack.concat(parts)
     assert together.data["step"].to_numpy().tolist() == [1, 2]
@@ -481,7 +484,7 @@ def test_parts_with_the_same_steps_keep_their_numbers():
 
 
 def saved_as_format_1(track, path):
-    """`track` as sinklens 0.1 wrote it: `is_real` was called `real`, and a store had no coordinate of its rows."""
+    """`track` as sinklens 0.1 wrote it: `is_real` was called `real`, and a store had no batch coordinate."""
     old = track.data.rename(is_real="real").drop_vars("batch").assign_attrs(format="sinklens sink track 1")
     if path.suffix == ".nc":
         old.to_netcdf(path, engine="h5netcdf")
@@ -490,7 +493,7 @@ def saved_as_format_1(track, path):
 
 
 @kinds
-def test_a_track_of_format_1_opens_under_today_s_names(tmp_path, suffix):
+def test_a_track_of_format_1_opens_with_the_current_names(tmp_path, suffix):
     track = made(True).track
     saved_as_format_1(track, tmp_path / f"old{suffix}")
     opened = SinkTrack.open(tmp_path / f"old{suffix}")
@@ -513,10 +516,10 @@ def test_plain_xarray_opens_a_saved_track_without_a_warning(tmp_path, suffix):
 
 
 @kinds
-def test_an_earlier_track_is_replaced_unless_that_is_refused(tmp_path, suffix):
+def test_an_earlier_track_is_replaced_unless_overwrite_is_false(tmp_path, suffix):
     first, second = (made(False, seed=seed).track for seed in (0, 1))
     path = first.save(tmp_path / f"sinks{suffix}", overwrite=False)
-    with pytest.raises(TrackError, match=rf"sinks{suffix} exists already; pass overwrite=True to replace it"):
+    with pytest.raises(TrackError, match=rf"sinks{suffix} already exists; pass overwrite=True to replace it"):
         second.save(path, overwrite=False)
     assert_equal(SinkTrack.open(path), first)
     second.save(path, overwrite=True)

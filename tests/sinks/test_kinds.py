@@ -1,4 +1,4 @@
-"""Kinds and states of tokens, and what is counted by them, against hand-made canvases and naive counts."""
+"""Kinds and states of tokens, and measures based on them, against hand-made canvases and naive counts."""
 
 import json
 from collections import Counter
@@ -64,11 +64,11 @@ def names(codes, enum):
         ("[1]", "WORD"), ("<|", "PUNCTUATION"), (".\n", "PUNCTUATION"), ("x\n", "WORD"),
     ],
 )  # fmt: skip
-def test_the_text_alone_tells_the_kind_of_an_ordinary_token(text, kind):
+def test_the_text_of_an_ordinary_token_determines_its_kind(text, kind):
     assert text_kind(text) is Kind[kind]
 
 
-def test_the_kinds_of_a_hand_made_canvas_are_as_written_by_hand():
+def test_a_hand_made_canvas_has_the_expected_kinds():
     """Row 0 is padded by one position; its answer begins at position 4."""
     track = canvas_track(
         [[[2, 1, 4, 6, 3, 3, 3], [2, 1, 4, 6, 5, 3, 2]], [[1, 5, 7, 9, 8, 6, 5], [1, 5, 2, 9, 8, 6, 5]]],
@@ -92,7 +92,7 @@ def test_the_kinds_of_a_hand_made_canvas_are_as_written_by_hand():
 
 
 def test_an_end_becomes_filling_once_an_earlier_end_is_committed():
-    """Ends of the prompt begin nothing: only the answer's own first end counts."""
+    """End tokens in the prompt do not count: filling begins after the first end token of the answer."""
     track = canvas_track([[[1, 2, 3, 3, 2, 2], [1, 2, 5, 2, 2, 2]]], prompt_length=2)
     assert names(kinds(track), Kind)[0] == [
         ["start", "end", "mask", "mask", "end", "filling"],
@@ -100,14 +100,14 @@ def test_an_end_becomes_filling_once_an_earlier_end_is_committed():
     ]
 
 
-def test_an_end_token_before_the_text_begins_it():
-    """As where one token both begins and ends texts; behind padding too, but not in an answer without a prompt."""
+def test_an_end_token_at_the_first_position_is_a_start():
+    """Some models use one token for both; also after padding, but not in an answer without a prompt."""
     track = canvas_track([[[2, 2, 5, 2]]], prompt_length=3, real=[[False, True, True, True]])
     assert names(kinds(track), Kind)[0] == [["missing", "start", "word", "end"]]
     assert names(kinds(canvas_track([[[2, 2]]], prompt_length=0)), Kind)[0] == [["end", "filling"]]
 
 
-def test_what_an_autoregressive_run_has_not_decoded_is_missing():
+def test_tokens_not_yet_decoded_are_missing():
     track = canvas_track([[[1, 5, -1, -1], [1, 5, 7, -1]]], prompt_length=2)
     assert names(kinds(track), Kind)[0] == [
         ["start", "word", "missing", "missing"],
@@ -136,7 +136,7 @@ def test_absorption_is_the_naive_sum_of_head_averaged_scores(by):
     np.testing.assert_allclose(found.sum(by), 100)
 
 
-def test_a_layer_that_attends_to_nothing_absorbs_nothing():
+def test_a_layer_with_all_zero_patterns_has_no_absorption():
     track = canvas_track([[[1, 5, 6], [1, 5, 6]]], 2, score=[[[[[0, 0, 0]]], [[[0, 1, 3]]]]])
     found = absorption(track)
     assert found.isel(step=0).isnull().all()
@@ -180,7 +180,7 @@ def test_many_masks_make_many_mask_sinks_but_no_enrichment():
     assert (found["sink_share"].item(), found["enrichment"].item()) == (0.75, 1.0)
 
 
-def test_a_planted_preference_is_read_as_such():
+def test_a_planted_preference_has_the_expected_enrichment():
     """One sink of four positions, always the newline: four times as often as chance; words never."""
     track = canvas_track([[[1, 5, 6, 3]] * 3], 3, score=np.tile([0.2, 0.3, 3.0, 0.5], (1, 3, 2, 2, 1)))
     found = enrichment(track, TopK(1))["enrichment"].isel(batch=0)
@@ -190,14 +190,14 @@ def test_a_planted_preference_is_read_as_such():
 
 
 class Above(Detector):
-    """Sinks are scores above one half."""
+    """Sinks are positions with a score above one half."""
 
     def detect(self, track):
         return track.scores() > 0.5
 
 
-def test_matched_enrichment_sees_through_steps_that_differ_in_masks_and_in_sinks():
-    """Step 0: half masks, all positions sinks; step 1: no mask, no sink. Pooling prefers masks; no step does."""
+def test_matched_enrichment_corrects_for_steps_that_differ_in_masks_and_sinks():
+    """Step 0: half masks, all positions sinks; step 1: no masks, no sinks. Only the pooled steps prefer masks."""
     score = np.array([[1.0] * 4, [0.0] * 4])[None, :, None, None]
     track = canvas_track([[[3, 3, 5, 5], [5, 5, 5, 5]]], 0, score=score)
     found = enrichment(track, Above(), by="state").sel(state="masked").isel(batch=0)
@@ -213,7 +213,7 @@ def test_a_row_without_sinks_has_no_share_of_them():
     assert found["sinks"].isel(batch=1).sum() == 0
 
 
-def test_the_frequency_table_counts_as_a_loop_does():
+def test_the_frequency_table_matches_counts_in_a_loop():
     track, detector = random_track(2), EpsilonOverMean(0.3)
     sinks, token_id = track.detect(detector).to_numpy(), track.data["token_id"].to_numpy()
     count, positions = Counter(), Counter()
@@ -234,7 +234,7 @@ def test_the_frequency_table_counts_as_a_loop_does():
     assert (text_of[6], text_of[5], text_of[9]) == ("⏎", "␣Tom", "␣")
 
 
-def test_a_table_without_sinks_has_no_frequencies():
+def test_without_sinks_frequencies_are_nan():
     table = frequency_table(canvas_track([[[1, 5]]], 2), EpsilonOverMean(9.0))
     assert table["count"].sum() == 0
     assert table["frequency"].isna().all()
@@ -244,15 +244,15 @@ def test_a_table_without_sinks_has_no_frequencies():
 def test_a_token_without_text_has_no_kind(ask):
     """States need no text, and special ids are known without a tokenizer."""
     track = canvas_track([[[1, 5, 6, 3]]], 3, texts={})
-    with pytest.raises(TrackError, match=r"text of token 5 is not known.*no text for 2 of 4 tokens.*by='state'"):
+    with pytest.raises(TrackError, match=r"token 5 has no text.*no text for 2 of 4 tokens.*by='state'"):
         ask(track)
     assert enrichment(track, TopK(4), by="state")["enrichment"].sel(state="prompt").item() == 1
     assert names(kinds(canvas_track([[[1, 4, 3]]], 2, texts={})), Kind)[0] == [["start", "markup", "mask"]]
 
 
 @pytest.mark.parametrize("ask", [absorption, enrichment])
-def test_another_question_than_kind_or_state_is_refused(ask):
-    with pytest.raises(TrackError, match=r"by is 'kind' or 'state'; got 'position'"):
+def test_grouping_by_anything_but_kind_or_state_is_rejected(ask):
+    with pytest.raises(TrackError, match=r"by must be 'kind' or 'state'; got 'position'"):
         ask(canvas_track([[[1, 5]]], 2), by="position")
 
 
@@ -276,15 +276,15 @@ def test_a_run_s_kinds_follow_its_canvas(tiny_llada):
     np.testing.assert_allclose(absorption(run.sinks).sum("kind"), 100)
 
 
-def test_an_autoregressive_run_has_only_what_it_decoded(tiny_llama):
+def test_in_an_autoregressive_run_only_decoded_tokens_count(tiny_llama):
     run = sinklens.generate(tiny_llama, held_out(1)[0].prompt)
     there = (kinds(run.sinks) != Kind.MISSING).sum("pos").to_numpy()[0]
     assert there.tolist() == [run.prompt_length + step for step in range(run.steps_run)]
     assert enrichment(run.sinks, TopK(1), by="state")["positions"].sel(state="masked").item() == 0
 
 
-def test_kinds_and_shares_of_a_batch_are_those_of_its_rows_alone(tiny_llama):
-    """Row 0 ends before the others; what it is passed through the model for after that counts nowhere."""
+def test_kinds_and_shares_of_a_batch_equal_those_of_single_rows(tiny_llama):
+    """Row 0 ends before the others; its later steps are not counted."""
     prompts = [problem.prompt for problem in held_out(8)]
     together = sinklens.generate(tiny_llama, prompts).sinks
     shares, absorbed = enrichment(together), absorption(together)

@@ -1,4 +1,4 @@
-"""Measures of moving sinks: against loops on random tracks full of holes, and against sinks planted by hand."""
+"""Measures of moving sinks: against loops on random tracks with missing data, and against planted sinks."""
 
 import itertools
 import warnings
@@ -35,7 +35,7 @@ def built(score, real=None):
 
 
 def path(positions, length=8, strength=6.0):
-    """A track of one head whose strongest key is at `positions`, one per step; None where it attends to nothing."""
+    """A track of one head whose strongest key is at `positions`, one per step; None for an all-zero pattern."""
     score = np.full((1, len(positions), 1, 1, length), 0.25)
     for step, position in enumerate(positions):
         score[0, step] = 0.0 if position is None else score[0, step]
@@ -45,7 +45,7 @@ def path(positions, length=8, strength=6.0):
 
 
 def growing(steps=5, start=4, sink=0):
-    """An autoregressive track: a position more at every step, the sink always at `sink`."""
+    """An autoregressive track: one more position at every step, the sink always at `sink`."""
     score = np.full((1, steps, 1, 1, start + steps), 0.25)
     score[..., sink] = 6.0
     for step in range(steps):
@@ -54,7 +54,7 @@ def growing(steps=5, start=4, sink=0):
 
 
 def random_track(kind, seed):
-    """Three rows: row 1 begins with two positions of padding, row 2 ends after four of seven steps; heads are off."""
+    """Three rows: row 1 begins with two padding positions, row 2 ends after four of seven steps; some heads are 0."""
     rng = np.random.default_rng(seed)
     score = rng.gamma(0.5, 2.0, size=(3, 7, 3, 4, 9))
     score[:, 1:] = np.where(rng.random(score[:, 1:].shape) < 0.6, score[:, :-1], score[:, 1:])  # some persistence
@@ -76,12 +76,12 @@ every_random = pytest.mark.parametrize(("kind", "seed"), RANDOM)
 
 
 def places(track, *names):
-    """Every index of the axes named."""
+    """Every index of the named axes."""
     return itertools.product(*(range(track.data.sizes[name]) for name in names))
 
 
 def naive_main(track):
-    """Strongest key by looking at one position after the other."""
+    """Strongest key, from a loop over the positions."""
     score, real = track.data["score"].to_numpy(), track.data["is_real"].to_numpy()
     main = np.full(score.shape[:4], NAN)
     for b, t, layer, h in places(track, "batch", "step", "layer", "head"):
@@ -114,7 +114,7 @@ def same(found, expected):
 
 
 @every_random
-def test_the_strongest_key_is_that_of_the_pattern(kind, seed):
+def test_the_strongest_key_has_the_largest_column_sum(kind, seed):
     track = random_track(kind, seed)
     main = motion.strongest_key(track)
     assert main.dims == ("batch", "step", "layer", "head")
@@ -266,7 +266,7 @@ def numbers(track, detector=None):
     return motion.motion_table(track, detector).iloc[0].to_dict()
 
 
-def test_a_sink_that_stands_still_is_static_in_every_measure():
+def test_a_constant_sink_is_static_in_every_measure():
     row = numbers(path([3] * 6))
     assert row == pytest.approx(
         {
@@ -279,7 +279,7 @@ def test_a_sink_that_stands_still_is_static_in_every_measure():
     )  # fmt: skip
 
 
-def test_a_sink_that_goes_right_by_one_per_step_drifts_by_exactly_one():
+def test_a_sink_that_moves_right_by_one_per_step_drifts_by_exactly_one():
     track = path([1, 2, 3, 4, 5])
     row = numbers(track)
     assert (row["drift"], row["drift_r_squared"]) == (1.0, 1.0)
@@ -292,13 +292,13 @@ def test_a_sink_that_goes_right_by_one_per_step_drifts_by_exactly_one():
 
 
 def test_the_drift_of_every_other_step_is_still_per_step():
-    """The step numbers count, not how many steps were kept."""
+    """Step numbers matter, not the number of steps kept."""
     track = path([1, 2, 3, 4, 5])
     assert motion.drift(sinklens.SinkTrack(track.data.isel(step=slice(0, None, 2))))["slope"].item() == 1.0
 
 
-def test_moves_between_steps_with_a_sink_are_counted_apart():
-    """Head 0: a sink moves once, and is none at the last step, where its strongest key moves; head 1 has never one."""
+def test_moves_between_steps_with_a_sink_are_counted_separately():
+    """Head 0: a sink moves once; at the last step the strongest key moves but is not a sink. Head 1 has no sink."""
     score = np.full((1, 5, 1, 2, 8), 0.5, dtype=np.float32)
     for step, (place, size) in enumerate(((1, 9), (1, 9), (5, 9), (5, 9), (2, 1))):
         score[0, step, 0, 0, place] = size
@@ -311,7 +311,7 @@ def test_moves_between_steps_with_a_sink_are_counted_apart():
     assert np.isnan(sinks["share"][0, 0, 1])
 
 
-def test_a_sink_that_jumps_there_and_back():
+def test_a_sink_that_jumps_there_and_back_counts_two_jumps():
     track = path([2, 2, 7, 7, 2, 2])
     moves = motion.jumps(track)
     assert (moves["changes"].item(), moves["pairs"].item(), moves["share"].item()) == (2, 5, 0.4)
@@ -326,7 +326,7 @@ def test_a_sink_that_jumps_there_and_back():
     assert motion.static_sinks(track.detect(), motion.existing(track)).item() == 0.0
 
 
-def test_an_autoregressive_run_with_its_sink_at_the_start_token_moves_nowhere():
+def test_an_autoregressive_sink_at_the_start_token_does_not_move():
     track = growing()
     row = numbers(track)
     assert (row["steps"], row["jumps"], row["drift"], row["static_share"], row["static_sinks"]) == (5, 0, 0, 1, 1)
@@ -344,15 +344,15 @@ def test_a_sink_is_static_from_the_step_at_which_it_exists():
     assert motion.lifetimes(found | True, exists)["length"].sum() == exists.sum()  # whatever a detector claims
 
 
-def test_what_follows_the_end_of_a_row_counts_nowhere():
-    """A row that moves for four steps of seven has the numbers of a run of four steps, its last lives censored."""
+def test_steps_after_the_end_of_a_row_are_not_counted():
+    """A row that moves for four steps of seven equals a run of four steps, with its last lives censored."""
     score = np.concatenate([path([1, 2, 3, 3]).data["score"], np.full((1, 3, 1, 1, 8), NAN)], axis=1)
     ended = built(score)
     assert numbers(ended) == pytest.approx(numbers(path([1, 2, 3, 3])), nan_ok=True)
     assert motion.lifetimes(ended.detect(), motion.existing(ended))["censored"].tolist() == [False, False, True]
 
 
-def test_left_padding_changes_no_number():
+def test_left_padding_changes_no_measure():
     score = path([1, 2, 5, 5]).data["score"].to_numpy()
     junk = np.full((*score.shape[:4], 3), 50.0)
     padded = built(np.concatenate([junk, score], axis=-1), real=[[False] * 3 + [True] * 8])
@@ -360,7 +360,7 @@ def test_left_padding_changes_no_number():
     assert motion.strongest_key(padded).to_numpy().ravel().tolist() == [4, 5, 8, 8]
 
 
-def test_a_step_at_which_a_head_attends_to_nothing_is_no_jump_and_has_no_sink():
+def test_a_step_with_an_all_zero_pattern_has_neither_a_jump_nor_a_sink():
     track = path([2, None, 4, 4, None])
     moves = motion.jumps(track)
     assert (moves["changes"].item(), moves["pairs"].item()) == (0, 1)
@@ -371,14 +371,14 @@ def test_a_step_at_which_a_head_attends_to_nothing_is_no_jump_and_has_no_sink():
     same(centre, [2, NAN, 4, 4, NAN])
 
 
-def test_two_empty_sets_have_no_overlap_and_one_empty_set_none_in_common():
+def test_the_overlap_of_two_empty_sets_is_nan_and_with_one_empty_set_it_is_zero():
     track = path([2, 2, 2, 2])
     found = track.detect().copy()
     found[0, 1:3] = False
     same(motion.overlap(found, motion.existing(track)).to_numpy().ravel(), [0.0, NAN, 0.0])
 
 
-def test_layers_are_compared_as_a_whole_and_heads_pair_by_pair():
+def test_layers_are_compared_as_unions_and_heads_pairwise():
     """Layer 0: sinks at 1, 2, 1. Layer 1: at 2, 1, 5. One pair of heads of three agrees, two positions of three do."""
     score = np.full((1, 1, 2, 3, 8), 0.25)
     for layer, positions in enumerate([(1, 2, 1), (2, 1, 5)]):
@@ -395,10 +395,10 @@ def test_the_centroid_lies_between_two_sinks_by_their_mass():
     track = built(score)
     assert motion.centroid(track, TopK(2))[0].to_numpy() == pytest.approx([3.0, 5.0])
     assert motion.temporal_variance(track, TopK(2)).item() == pytest.approx(1.0)
-    assert np.isnan(motion.temporal_variance(track.isel(step=0), TopK(2)).item())  # one step tells of no motion
+    assert np.isnan(motion.temporal_variance(track.isel(step=0), TopK(2)).item())  # a single step shows no motion
 
 
-def test_per_visible_query_late_keys_of_a_causal_model_weigh_more():
+def test_unit_visible_gives_late_keys_of_a_causal_model_more_weight():
     """Four queries see key 0 and two see key 2, so 8 and 4 are both 2 per query."""
     score = np.array([8.0, 0.5, 4.0, 0.1]).reshape(1, 1, 1, 1, 4)
     track = sinklens.SinkTrack(built(score).data.assign_attrs(causal=1))
@@ -407,8 +407,8 @@ def test_per_visible_query_late_keys_of_a_causal_model_weigh_more():
         same(motion.centroid(track, TopK(2), "visible", pooled).item(), 1.0)
 
 
-def test_pooling_finds_what_the_heads_share():
-    """Each of four heads has a sink of its own and all have one at 0; the mean over heads keeps the shared one."""
+def test_pooling_finds_the_sink_that_the_heads_share():
+    """Four heads have one distinct sink each and a common one at 0; the mean over heads keeps the common one."""
     score = np.full((1, 2, 2, 2, 30), 0.1)
     for head, position in enumerate((5, 9, 14, 20)):
         score[0, :, head // 2, head % 2, position] = 8.0
@@ -419,8 +419,8 @@ def test_pooling_finds_what_the_heads_share():
     assert motion.spatial_variance(track).item() < motion.spatial_variance(track, pooled=False).mean().item()
 
 
-def test_nothing_to_measure_is_nan_without_a_warning():
-    """One step, one head: no pair of steps, layers or heads. And a run whose only head attends to nothing."""
+def test_undefined_measures_are_nan_without_a_warning():
+    """One step, one head: no pair of steps, layers or heads. And a run whose only head is all zero."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one, none = numbers(path([2])), numbers(path([None, None, None]))
@@ -437,18 +437,21 @@ def test_nothing_to_measure_is_nan_without_a_warning():
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda found, exists: motion.overlap(found, exists, "pos"), r"along is step, layer or head; got 'pos'"),
+        (lambda found, exists: motion.overlap(found, exists, "pos"), r"along must be step, layer or head; got 'pos'"),
         (
             lambda found, exists: motion.overlap(found.isel(head=0), exists),
             r"found holds bool over batch, step, layer, p",
         ),
         (lambda found, exists: motion.lifetimes(found.astype(float), exists), r"found holds float64 .* must hold bool"),
         (lambda found, exists: motion.lifetimes(found, exists * 1), r"exists holds int64 .* existing\(track\)"),
-        (lambda found, exists: motion.static_sinks(found.isel(step=[0]), exists), r"not of the same track, or not of"),
+        (
+            lambda found, exists: motion.static_sinks(found.isel(step=[0]), exists),
+            r"do not belong to the same track, or to",
+        ),
         (lambda found, exists: motion.static_sinks(found, xr.concat([exists] * 2, "batch")), r"take the same rows"),
     ],
 )
-def test_sinks_that_do_not_belong_together_are_refused(ask, text):
+def test_sinks_that_do_not_belong_together_are_rejected(ask, text):
     track = path([1, 2, 3])
     with pytest.raises(TrackError, match=text):
         ask(track.detect(), motion.existing(track))
@@ -479,12 +482,12 @@ def test_the_table_holds_the_means_of_the_measures(kind, seed, tmp_path):
 
 @pytest.fixture(scope="module")
 def tracks(tiny_llada, tiny_llama):
-    """Of the diffusion model and its autoregressive twin, on the same problems."""
+    """Tracks of the diffusion model and its autoregressive twin, on the same problems."""
     prompts = [problem.prompt for problem in held_out(8)]
     return [sinklens.generate(model, prompts).sinks for model in (tiny_llada, tiny_llama)]
 
 
-def test_sinks_move_in_the_diffusion_model_and_stay_in_its_autoregressive_twin(tracks):
+def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tracks):
     diffusion, autoregressive = (motion.motion_table(track) for track in tracks)
     assert (diffusion["static_share"] < autoregressive["static_share"]).all()
     assert diffusion["jump_share"].mean() > 3 * autoregressive["jump_share"].mean()
@@ -507,7 +510,7 @@ def test_the_strongest_key_and_the_lives_of_a_real_run_agree_with_the_track(trac
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["diffusion", "autoregressive"])
-def test_a_prompt_moves_its_sinks_alike_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
+def test_the_motion_of_a_prompt_is_the_same_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
     model, together = (tiny_llada, tiny_llama)[number], tracks[number]
     table, steps = motion.motion_table(together), []
     for row in (0, 3):
@@ -515,11 +518,11 @@ def test_a_prompt_moves_its_sinks_alike_alone_and_in_a_batch(tracks, tiny_llada,
         assert alone.data.sizes["pos"] < together.data.sizes["pos"]
         assert numbers(alone) == pytest.approx(table.loc[row].to_dict(), rel=1e-4, nan_ok=True)
         steps.append(alone.steps)
-    assert (min(steps) < together.steps) == together.causal  # there is an end to wait behind
+    assert (min(steps) < together.steps) == together.causal  # some rows end and wait
 
 
-def test_lives_and_shares_of_a_batch_are_those_of_its_rows_alone(tracks, tiny_llama):
-    """Each measure by itself, of rows that end at different steps."""
+def test_lives_and_shares_of_a_batch_equal_those_of_single_rows(tracks, tiny_llama):
+    """Each measure separately, for rows that end at different steps."""
     together = tracks[1]
     found, exists = together.detect(), motion.existing(together)
     lives = motion.lifetimes(found, exists)
@@ -539,14 +542,17 @@ def test_lives_and_shares_of_a_batch_are_those_of_its_rows_alone(tracks, tiny_ll
 @pytest.mark.parametrize(
     ("found_of", "text"),
     [
-        (lambda found: found.isel(layer=[0]), "are not of the same track, or not of the same part of it"),
+        (lambda found: found.isel(layer=[0]), "do not belong to the same track, or to the same part of it"),
         (lambda found: found.isel(layer=0, head=0), "found holds bool over batch, step, pos; it must hold bool over"),
         (lambda found: found.astype(float), "found holds float64 over"),
-        (lambda found: found.isel(step=slice(1, None)), "are not of the same track, or not of the same part of it"),
-        (lambda found: found.to_numpy(), r"found is a DataArray, as track.detect\(...\) gives it; got ndarray"),
+        (
+            lambda found: found.isel(step=slice(1, None)),
+            "do not belong to the same track, or to the same part of it",
+        ),
+        (lambda found: found.to_numpy(), r"found must be a DataArray, as track.detect\(...\) returns it; got ndarray"),
     ],
 )
-def test_jumps_refuse_sinks_that_are_not_of_the_track(found_of, text):
+def test_jumps_reject_sinks_of_another_track(found_of, text):
     track = made(False).track
     with pytest.raises(TrackError, match=text):
         motion.jumps(track, found_of(track.detect()))

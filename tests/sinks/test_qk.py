@@ -18,7 +18,7 @@ from sinklens.tasks.word_problems import held_out
 def naive(query, key, scale, sees):
     """Every variable of `decompose` by loops over plain numbers; `sees(i, j)` is whether query i may see key j.
 
-    ``from_rest`` is the covariance that it is said to be, not what the other two leave.
+    ``from_rest`` is computed as the documented covariance, not as the remainder of the other two.
     """
     query, key = query.double().tolist(), key.double().tolist()
 
@@ -72,8 +72,8 @@ def columns(dataset, j):
 
 
 @pytest.mark.parametrize("order", ["all", "causal", "ragged"])
-def test_the_factors_are_those_of_naive_loops(order):
-    """Ragged: random visibility, in which nothing sees key 2 and query 1 sees one key alone."""
+def test_the_factors_match_naive_loops(order):
+    """Ragged: random visibility, where no query sees key 2 and query 1 sees a single key."""
     query, key = torch.randn(6, 4) * 3, torch.randn(6, 4)
     key[4] = 0
     seen = torch.ones(6, 6, dtype=torch.bool)
@@ -89,7 +89,7 @@ def test_the_factors_are_those_of_naive_loops(order):
 
 
 def test_a_long_key_in_a_common_direction_is_explained_by_its_length():
-    """Five times as long as the others, cosine 1 like theirs: nothing is left for the direction."""
+    """Five times as long as the others, with the same cosine of 1: the direction contributes nothing."""
     direction = torch.tensor([0.6, 0.8, 0.0])
     key = direction.repeat(5, 1)
     key[3] *= 5
@@ -102,15 +102,15 @@ def test_a_long_key_in_a_common_direction_is_explained_by_its_length():
 
 
 def test_a_key_along_all_queries_is_explained_by_its_direction():
-    """All keys have length 3; the others stand across the queries."""
+    """All keys have length 3; the others are orthogonal to the queries."""
     key = torch.tensor([[0.0, 3.0, 0.0], [3.0, 0.0, 0.0], [0.0, 0.0, -3.0]])
     found = columns(decompose(torch.tensor([[2.0, 0.0, 0.0]] * 4), key, 1.0), 1)
     assert (found["key_norm_ratio"], found["cosine_excess"]) == pytest.approx((1, 1))
     assert (found["from_key_norm"], found["from_cosine"], found["from_rest"]) == pytest.approx((0, 6, 0))
 
 
-def test_a_key_wins_by_the_others_alone_where_their_longer_ones_point_away():
-    """Key 0 is average in length and cosine: 4 and 0, as the others 1 and 7 at cosine 1 and -1 are on average."""
+def test_a_key_can_win_because_the_longer_of_the_others_point_away():
+    """Key 0 is average in length and cosine: 4 and 0, the means of the others, 1 and 7 at cosine 1 and -1."""
     key = torch.tensor([[0.0, 4.0], [1.0, 0.0], [-7.0, 0.0]])
     found = columns(decompose(torch.tensor([[1.0, 0.0]]), key, 1.0), 0)
     assert (found["score_excess"], found["from_rest"]) == pytest.approx((3, 3))
@@ -128,7 +128,7 @@ def test_only_causal_order_gives_keys_different_queries():
 
 
 class Planted:
-    """A model of one layer and head whose queries and keys are given."""
+    """A model of one layer and head with given queries and keys."""
 
     def __init__(self, query: Tensor, key: Tensor, causal: bool = False) -> None:
         self.query, self.key = query, key
@@ -159,8 +159,8 @@ def test_a_reason_names_the_planted_cause():
     assert planted_reason(torch.tensor([[0.01, 0.0]] * 3), away, position=0).chief == "rest"
 
 
-def test_a_sink_of_few_queries_is_said_to_be_one():
-    """Query 0 looks at key 0 alone, query 1 is twice as strongly against it: a large share, a low mean score."""
+def test_a_sink_of_few_queries_is_reported_as_such():
+    """Query 0 attends only to key 0, query 1 opposes it twice as strongly: a large share, a low mean score."""
     query = torch.tensor([[30.0, 0.0], [-60.0, 0.0]])
     key = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     reason = planted_reason(query, key, position=0)
@@ -169,7 +169,7 @@ def test_a_sink_of_few_queries_is_said_to_be_one():
     assert reason.share == pytest.approx(0.5, abs=1e-6)
 
 
-def test_being_seen_by_all_queries_is_no_cause():
+def test_visibility_to_all_queries_is_not_reported_as_a_cause():
     """Under causal order equal keys get unequal shares: (1 + 1/2 + 1/3) / 3 for the first."""
     reason = planted_reason(torch.randn(3, 2), torch.ones(3, 2), causal=True)
     assert (reason.position, reason.chief) == (0, "uniform")
@@ -183,7 +183,7 @@ def test_a_reason_reads_as_one_line():
     reason = planted_reason(torch.tensor([[2**0.5, 0.0]] * 4), long)
     share = math.exp(5) / (math.exp(5) + 3 * math.e)
     assert str(reason) == (
-        f"position 2 (token 2) receives {share:.1%} of head 0.0 at step 0 (uniform 25.0%), chiefly because its key is "
+        f"position 2 (token 2) receives {share:.1%} of head 0.0 at step 0 (uniform 25.0%), mainly because its key is "
         f"longer: |k| 5.00 × the other keys', cosine +1.00 (others +1.00), score +5.00 (others +1.00)"
     )
     assert "(token 2, '\\n') receives" in str(replace(reason, text="\n"))
@@ -220,7 +220,7 @@ def test_why_explains_the_scores_of_a_pass_in_plain_torch(architecture, causal):
 
 
 def padded_run(model, prompt, real):
-    """A run's canvases, real positions and nothing else: answers of 4 behind `prompt`, one decided per step."""
+    """Only the canvases and real positions of a run: answers of 4 after `prompt`, one decided per step."""
     causal = model.config.is_causal
     answer = torch.full((len(prompt), 5, 4), -1 if causal else 60)
     for step in range(1, 5):
@@ -251,11 +251,11 @@ def test_the_share_is_that_of_the_run_s_track(name, request):
         ({"head": -7}, r"head -7 does not exist; this run has 6, 0 to 5"),
         ({"row": 2}, r"row 2 does not exist; this run has 2, 0 to 1"),
         ({"position": 11}, r"position 11 does not exist; this run has 11, 0 to 10"),
-        ({"position": 2}, r"position 2 is padding or not decoded yet at this step; it has 3 to 8"),
-        ({"position": 9}, r"position 9 is padding or not decoded yet at this step; it has 3 to 8"),
+        ({"position": 2}, r"position 2 is padding or not decoded yet at this step; choose 3 to 8"),
+        ({"position": 9}, r"position 9 is padding or not decoded yet at this step; choose 3 to 8"),
     ],
 )
-def test_a_place_that_the_run_does_not_have_is_refused(places, text):
+def test_a_place_that_does_not_exist_in_the_run_is_rejected(places, text):
     model = shared_model("llama", True)
     run = padded_run(model, random_ids(length=7), left_padding(length=7, padded=3))
     with pytest.raises(TrackError, match=text):

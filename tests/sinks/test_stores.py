@@ -1,4 +1,4 @@
-"""Recordings on disk: equal to those in memory, whole at every moment, and as large as they are said to be."""
+"""Recordings on disk: equal to those in memory, complete at every moment, and of the documented size."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ QUANTITIES = ["values", "stream", "outputs"]
 
 
 def assert_equal(track, expected, steps=None, rtol=0.0):
-    """`track` is the first `steps` steps of `expected`; unmask_step aside where it is a part."""
+    """`track` is the first `steps` steps of `expected`; except unmask_step for a part."""
     assert set(track.data.data_vars) == set(expected.data.data_vars)
     for name, values in expected.data.data_vars.items():
         if "step" in values.dims:
@@ -46,7 +46,7 @@ def assert_equal(track, expected, steps=None, rtol=0.0):
 
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0.0), ("float16", 1e-3)])
-def test_a_run_on_disk_is_the_run_in_memory(request, tmp_path, model, dtype, rtol):
+def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, model, dtype, rtol):
     model = request.getfixturevalue(model)
     kept = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES)).sinks
     record = Record(QUANTITIES, to=tmp_path / "run.zarr", dtype=dtype)
@@ -61,7 +61,7 @@ def test_a_run_on_disk_is_the_run_in_memory(request, tmp_path, model, dtype, rto
 
 
 def test_a_massive_activation_is_recorded_in_full(tiny_llada, tmp_path):
-    """A stream a hundred thousand times as large is beyond float16; what is recorded of it is kept in float32."""
+    """A stream a hundred thousand times as large exceeds float16; its variables are kept in float32."""
 
     def swell(value, hook):
         return value * 1e5
@@ -79,7 +79,7 @@ def test_a_massive_activation_is_recorded_in_full(tiny_llada, tmp_path):
         np.testing.assert_array_equal(opened.data[name], kept.data[name])
 
 
-def test_a_store_is_found_again_from_another_folder(tiny_llada, tmp_path, monkeypatch):
+def test_a_store_is_found_after_changing_the_working_directory(tiny_llada, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     run = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=2, record_sinks=Record(to="run.zarr"))
@@ -89,20 +89,20 @@ def test_a_store_is_found_again_from_another_folder(tiny_llada, tmp_path, monkey
 
 @pytest.mark.parametrize("to", [None, "run.zarr"])
 def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch, to):
-    """Arrays of earlier steps that are alive when a step is handed over: at most those being written, or all."""
-    handed, alive = [], []
+    """Arrays of earlier steps that are alive when a step is appended: at most those being written, or all."""
+    appended, alive = [], []
     kind = MemoryStore if to is None else ZarrStore
     append = kind.append
 
     def watch(self, step):
-        alive.append(sum(array() is not None for array in handed))
+        alive.append(sum(array() is not None for array in appended))
         append(self, step)
-        handed.extend(weakref.ref(array) for array in step.values())
+        appended.extend(weakref.ref(array) for array in step.values())
 
     monkeypatch.setattr(kind, "append", watch)
     record = Record(QUANTITIES, to=None if to is None else tmp_path / to)
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
-    variables = len(handed) // 5
+    variables = len(appended) // 5
     assert variables == 10
     if to is None:
         assert alive == [variables * step for step in range(5)]
@@ -127,7 +127,7 @@ ATTRS = {"model": "hand-made", "prompt_length": 1}
 
 
 def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
-    """1 MB a step: after three steps, ten more take less than one of them."""
+    """At 1 MB a step, ten more steps after the first three take less memory than one step."""
     store = ZarrStore(tmp_path / "run.zarr", AXES, 40, "float32")
     noise = np.random.default_rng(0)
     tracemalloc.start()
@@ -148,7 +148,7 @@ def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
     assert grown < 5e5
 
 
-def test_a_step_has_the_size_that_is_said_of_it(tmp_path):
+def test_a_step_has_the_documented_size(tmp_path):
     """LLaDA-8B at 1,024 positions in float16: 2.1 MB for the scores, against 2.1 GB for full patterns in bfloat16."""
     layers, heads, length, steps = 32, 32, 1024, 2
     store = ZarrStore(tmp_path / "run.zarr", AXES, steps, "float16")
@@ -168,8 +168,8 @@ def test_a_step_has_the_size_that_is_said_of_it(tmp_path):
 
 
 def recorded(path, steps=4):
-    """What a run does with a store; yields after every finished step."""
-    store = ZarrStore(path, AXES, steps + 1, "float32")  # planned for one more than there will be
+    """Use a store as a run does; yields after every finished step."""
+    store = ZarrStore(path, AXES, steps + 1, "float32")  # planned for one step more than will run
     real = np.array([[True] * 4])
     for step in range(steps):
         store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"is_real": real})
@@ -181,8 +181,8 @@ def recorded(path, steps=4):
     yield steps
 
 
-def test_a_run_killed_at_any_write_leaves_the_steps_it_had_finished(tmp_path, monkeypatch):
-    """Every write in turn is the one that does not happen any more."""
+def test_a_run_killed_at_any_write_leaves_its_finished_steps(tmp_path, monkeypatch):
+    """Interrupt at every write in turn."""
     outcomes = []
     for number in range(1, 1000):
         path, done = tmp_path / f"{number}.zarr", 0
@@ -196,7 +196,9 @@ def test_a_run_killed_at_any_write_leaves_the_steps_it_had_finished(tmp_path, mo
                 assert SinkTrack.open(path).finished
                 break
         if done == 0:
-            with pytest.raises(TrackError, match=r"does not exist|is no sink track|holds no step|no sink track's Zarr"):
+            with pytest.raises(
+                TrackError, match=r"does not exist|is not a sink track|holds no step|not the Zarr store"
+            ):
                 SinkTrack.open(path)
             continue
         track = SinkTrack.open(path)
@@ -212,13 +214,13 @@ def test_a_run_killed_at_any_write_leaves_the_steps_it_had_finished(tmp_path, mo
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_llada):
-    """The run that the tests below break off: 8 steps of three prompts."""
+def complete(tiny_llada):
+    """The complete run that the tests below interrupt: 8 steps of three prompts."""
     return sinklens.generate(tiny_llada, PROMPTS, gen_length=8, record_sinks=Record(["values"]))
 
 
-def broken_off(model, step, record=False):
-    """The run `whole`, stopped in mid-step."""
+def interrupted(model, step, record=False):
+    """The run `complete`, stopped in mid-step."""
     with sinklens.trace(model, PROMPTS, gen_length=8, record_sinks=record) as t:
         for _ in t.steps[step]:
             t["blocks.2.hook_resid_pre"]
@@ -226,7 +228,7 @@ def broken_off(model, step, record=False):
     return t
 
 
-def test_a_process_killed_in_mid_step_leaves_the_steps_before(tiny_llada, whole, tmp_path):
+def test_a_process_killed_in_mid_step_leaves_the_steps_before(tiny_llada, complete, tmp_path):
     code = f"""
 import json, os, pathlib, signal, sinklens, time
 from sinklens.sinks import Record
@@ -234,7 +236,7 @@ store = pathlib.Path(r"{tmp_path / "run.zarr"}") / "zarr.json"
 def kill(value, hook):
     if hook.step == 5:
         while json.loads(store.read_text())["attributes"]["steps_written"] < 5:
-            time.sleep(0.01)  # step 4 is on its way to the disk
+            time.sleep(0.01)  # step 4 is being written
         os.kill(os.getpid(), signal.SIGKILL)
 sinklens.generate("tiny-llada", {PROMPTS!r}, gen_length=8, hooks=[("blocks.2.hook_resid_pre", kill)],
                   record_sinks=Record(["values"], to=r"{tmp_path / "run.zarr"}"))
@@ -243,19 +245,19 @@ sinklens.generate("tiny-llada", {PROMPTS!r}, gen_length=8, hooks=[("blocks.2.hoo
     assert done.returncode == -9, done.stderr[-1500:]
     track = SinkTrack.open(tmp_path / "run.zarr")
     assert (track.steps, track.finished) == (5, False)
-    assert_equal(track, whole.sinks, steps=5)
-    expected = broken_off(tiny_llada, 5).unmask_step.numpy()
+    assert_equal(track, complete.sinks, steps=5)
+    expected = interrupted(tiny_llada, 5).unmask_step.numpy()
     assert expected.max() == 5
     assert expected[0, 0] == -1
     np.testing.assert_array_equal(track.data["unmask_step"], expected)
     assert "unfinished" in repr(track)
-    assert whole.sinks.data.attrs["settings"] == track.data.attrs["settings"]
+    assert complete.sinks.data.attrs["settings"] == track.data.attrs["settings"]
     saved = SinkTrack.open(track.save(tmp_path / "again.nc"))
     assert (saved.steps, saved.finished) == (5, False)
     np.testing.assert_array_equal(saved.data["unmask_step"], expected)
 
 
-def test_an_autoregressive_run_that_was_killed_knows_what_it_had_decoded(tiny_llama, tmp_path):
+def test_a_killed_autoregressive_run_keeps_its_decoded_tokens(tiny_llama, tmp_path):
     def fail(value, hook):
         if hook.step == 3:
             raise Killed
@@ -272,18 +274,18 @@ def test_an_autoregressive_run_that_was_killed_knows_what_it_had_decoded(tiny_ll
     assert (track.data["unmask_step"].isel(pos=slice(0, track.prompt_length)) == -1).all()
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada, whole, tmp_path):
+def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada, complete, tmp_path):
     def fill(value, hook):
         if hook.step == 3:
             while json.loads((tmp_path / "run.zarr" / "zarr.json").read_text())["attributes"]["steps_written"] < 3:
-                time.sleep(0.01)  # step 2 is on its way to the disk
+                time.sleep(0.01)  # step 2 is being written
             limit.__enter__()
 
     limit = disk_full_beyond(500)
     record = Record(["values"], to=tmp_path / "run.zarr")
-    told = r"could not write to .*run\.zarr: .*too large.*The 3 steps before this one are whole and open with"
+    message = r"could not write to .*run\.zarr: .*too large.*The 3 steps before this one are complete; open them with"
     try:
-        with pytest.raises(SinklensError, match=told):
+        with pytest.raises(SinklensError, match=message):
             sinklens.generate(
                 tiny_llada, PROMPTS, gen_length=8, hooks=[("blocks.2.hook_resid_pre", fill)], record_sinks=record
             )
@@ -291,10 +293,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
         limit.__exit__(None, None, None)
     track = SinkTrack.open(tmp_path / "run.zarr")
     assert (track.steps, track.finished) == (3, False)
-    assert_equal(track, whole.sinks, steps=3)
+    assert_equal(track, complete.sinks, steps=3)
 
 
-def test_where_nothing_can_be_written_the_first_step_says_so(tmp_path):
+def test_an_unwritable_place_is_reported_at_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     store = ZarrStore(tmp_path / "file" / "run.zarr", AXES, 4, "float32")
     with pytest.raises(
@@ -304,18 +306,18 @@ def test_where_nothing_can_be_written_the_first_step_says_so(tmp_path):
         store.append(small_step(0)), store.flush()
 
 
-def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, whole, tmp_path):
-    t = broken_off(tiny_llada, 3, Record(["values"], to=tmp_path / "run.zarr"))
+def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, complete, tmp_path):
+    t = interrupted(tiny_llada, 3, Record(["values"], to=tmp_path / "run.zarr"))
     for track in (t.sinks, SinkTrack.open(tmp_path / "run.zarr")):
         assert (track.steps, track.finished) == (3, True)
-        assert_equal(track, whole.sinks, steps=3)
+        assert_equal(track, complete.sinks, steps=3)
         np.testing.assert_array_equal(track.data["unmask_step"], t.unmask_step)
     assert (t.unmask_step == 3).any()
 
 
 def test_a_run_stopped_in_its_first_step_has_no_track_and_no_store(tiny_llada, tmp_path):
     for record in (True, Record(to=tmp_path / "run.zarr")):
-        assert broken_off(tiny_llada, 0, record).sinks is None
+        assert interrupted(tiny_llada, 0, record).sinks is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -332,7 +334,7 @@ def test_a_run_that_ends_early_has_only_the_steps_that_ran(tiny_llada, tmp_path,
         assert_equal(SinkTrack.open(tmp_path / to), run.sinks)
 
 
-def test_a_store_has_no_dataset_before_its_first_step_and_takes_no_taken_place(tmp_path):
+def test_a_store_has_no_dataset_before_its_first_step_and_needs_a_free_path(tmp_path):
     assert MemoryStore(AXES).dataset() is None
     assert ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32").dataset() is None
     (tmp_path / "run.zarr").write_text("")
@@ -340,7 +342,7 @@ def test_a_store_has_no_dataset_before_its_first_step_and_takes_no_taken_place(t
         ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32")
 
 
-def test_a_later_description_takes_the_place_of_an_earlier_one(tmp_path):
+def test_a_later_description_replaces_an_earlier_one(tmp_path):
     for store in (MemoryStore(AXES), ZarrStore(tmp_path / "run.zarr", AXES, 1, "float32")):
         for real in (False, True):
             store.describe(ATTRS | {"seed": int(real)}, {"is_real": np.full((1, 4), real)})
@@ -354,7 +356,7 @@ def test_a_later_description_takes_the_place_of_an_earlier_one(tmp_path):
 def test_a_step_is_written_while_the_next_is_computed_and_no_more_than_one_waits(tmp_path, monkeypatch):
     store, may_write, write = ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32"), Event(), ZarrStore._append
     monkeypatch.setattr(ZarrStore, "_append", lambda self, step: may_write.wait(30) and write(self, step))
-    store.append(small_step(0))  # comes back at once
+    store.append(small_step(0))  # returns immediately
     second = Thread(target=lambda: store.append(small_step(1)))
     second.start()
     second.join(0.3)
@@ -389,11 +391,13 @@ def test_plain_xarray_opens_a_recording_without_a_warning(tmp_path, stopped):
             assert data["score"].sel(step=[2, 3]).isnull().all()
 
 
-def test_a_run_replaces_an_earlier_recording_only_where_that_is_asked_for(tiny_llada, tmp_path):
+def test_a_run_replaces_an_earlier_recording_only_with_overwrite(tiny_llada, tmp_path):
     path = tmp_path / "run.zarr"
     first = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3, record_sinks=Record(to=path)).sinks
     path_of_first = first.trajectory(0, 0).tolist()
-    with pytest.raises(SettingError, match=r"run\.zarr exists already; a run replaces .* overwrite=True"):
+    with pytest.raises(
+        SettingError, match=r"run\.zarr already exists; choose another path, or replace .*overwrite=True"
+    ):
         Record(to=path)
     with pytest.raises(SinklensError, match="contains the mask token"):
         sinklens.generate(tiny_llada, [[1]], record_sinks=Record(to=path, overwrite=True))
@@ -407,14 +411,14 @@ def test_a_run_replaces_an_earlier_recording_only_where_that_is_asked_for(tiny_l
 def test_overwrite_replaces_nothing_but_a_track(tmp_path):
     (tmp_path / "mine.zarr").mkdir()
     (tmp_path / "mine.zarr" / "thesis.txt").write_text("all of it")
-    with pytest.raises(SettingError, match=r"mine\.zarr exists and is not a sink track; choose another place"):
+    with pytest.raises(SettingError, match=r"mine\.zarr exists and is not a sink track; choose another path"):
         Record(to=tmp_path / "mine.zarr", overwrite=True)
     with pytest.raises(SettingError, match="is not a sink track"):
         ZarrStore(tmp_path / "mine.zarr", AXES, 4, "float32", overwrite=True)
     assert (tmp_path / "mine.zarr" / "thesis.txt").read_text() == "all of it"
 
 
-def test_a_kill_while_a_recording_is_replaced_leaves_the_earlier_one_aside(tmp_path, monkeypatch):
+def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, monkeypatch):
     """The next run that records there puts it back before it does anything else."""
 
     def record(step, **kwargs):
@@ -431,6 +435,6 @@ def test_a_kill_while_a_recording_is_replaced_leaves_the_earlier_one_aside(tmp_p
         patch.setattr("zarr.open_group", kill)
         record(1, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == [".run.old.zarr"]
-    with pytest.raises(SettingError, match=r"run\.zarr exists already"):
+    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
         record(2)
     assert SinkTrack.open(tmp_path / "run.zarr").data.attrs["seed"] == 0

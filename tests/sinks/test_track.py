@@ -1,4 +1,4 @@
-"""Sink tracks: units, ranks and places against hand-made patterns, and a run's own patterns against its track."""
+"""Sink tracks: units, ranks and indices against hand-made patterns, and tracks of runs against their patterns."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectiona
 
 @both_kinds
 @pytest.mark.parametrize("unit", ["sum", "fraction", "percent", "visible"])
-def test_every_unit_is_its_definition_on_the_full_pattern(causal, unit):
-    """Loops over queries: all that exist, or those that can see the key; a head that attends to nothing has zeros."""
+def test_every_unit_matches_its_definition_on_the_full_pattern(causal, unit):
+    """Loops over queries: all that exist, or those that can see the key; an all-zero head has zeros."""
     track, pattern, there = made(causal)
     scores = track.scores(unit)
     assert scores.dims == ("batch", "step", "layer", "head", "pos")
@@ -34,14 +34,14 @@ def test_every_unit_is_its_definition_on_the_full_pattern(causal, unit):
     assert (scores.isel(layer=-1, head=-1).fillna(0) == 0).all()
 
 
-def test_units_are_shares_of_the_whole():
+def test_units_are_shares_of_all_attention():
     track = planted(MOVING)
     np.testing.assert_allclose(track.scores("fraction").to_numpy()[0, 0, 0, 0], [0.05, 0.8, 0.075, 0.075], rtol=1e-6)
     np.testing.assert_allclose(track.scores("percent").sum("pos").to_numpy(), 100.0, rtol=1e-6)
 
 
-def test_under_causal_attention_the_last_key_is_seen_by_itself_alone():
-    """Of four queries with uniform attention to what they see, column sums fall by what sees them."""
+def test_under_causal_attention_only_the_last_query_sees_the_last_key():
+    """For four queries with uniform attention over visible keys, column sums fall with the number of queries."""
     pattern = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
     track = planted([pattern.sum(0)], causal=1)
     np.testing.assert_allclose(track.scores("visible").to_numpy().ravel(), [25 / 48, 13 / 36, 7 / 24, 1 / 4], rtol=1e-6)
@@ -51,7 +51,7 @@ def test_under_causal_attention_the_last_key_is_seen_by_itself_alone():
     )
 
 
-def test_top_k_ranks_and_the_trajectory_follows_the_strongest():
+def test_top_ranks_keys_and_the_trajectory_follows_the_strongest():
     track = planted(MOVING)
     assert track.top(2).to_numpy()[0, 0, 0, 0].tolist() == [1, 2]
     assert track.trajectory(0, 0).tolist()[:2] == [1, 2]
@@ -59,14 +59,14 @@ def test_top_k_ranks_and_the_trajectory_follows_the_strongest():
     assert found.tolist() == [False, True, True, False]
 
 
-def test_ranks_behind_the_last_position_that_exists_are_empty():
-    """Neither padding nor what is not decoded yet may be named as a strong key."""
+def test_ranks_after_the_last_existing_position_are_empty():
+    """Neither padding nor undecoded positions may appear as strong keys."""
     track = planted([[9.0, 0.5, 2.5, np.nan], [9.0, 1.5, 1.0, 0.5]], real=[False, True, True, True])
     assert track.top(4).to_numpy()[0, :, 0, 0].tolist() == [[2, 1, -1, -1], [1, 2, 3, -1]]
 
 
 @both_kinds
-def test_ranks_are_those_of_a_sorted_list(causal):
+def test_ranks_match_a_sorted_list(causal):
     track, pattern, there = made(causal, seed=3)
     top, sums = track.top(LENGTH).to_numpy(), pattern.sum(-2)
     for b, t, layer, h in np.ndindex(*top.shape[:4]):
@@ -75,7 +75,7 @@ def test_ranks_are_those_of_a_sorted_list(causal):
         assert top[b, t, layer, h].tolist() == ranked + [-1] * (LENGTH - len(ranked))
 
 
-def test_a_head_that_attends_to_nothing_has_no_strongest_key():
+def test_a_head_with_an_all_zero_pattern_has_no_strongest_key():
     """Not position 0, which would look like a sink at the start token."""
     track = planted([[0.0, 0.0, 0.0, 0.0], [0.2, 0.3, 3.2, 0.3]])
     assert track.trajectory(0, 0).tolist() == [-1, 2]
@@ -85,41 +85,47 @@ def test_a_head_that_attends_to_nothing_has_no_strongest_key():
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda track: track.top(0), r"k lies between 1 and 4"),
-        (lambda track: track.top(5), r"k lies between 1 and 4"),
-        (lambda track: track.detect(TopK(5)), r"k lies between 1 and 4"),
+        (lambda track: track.top(0), r"k must be between 1 and 4"),
+        (lambda track: track.top(5), r"k must be between 1 and 4"),
+        (lambda track: track.detect(TopK(5)), r"k must be between 1 and 4"),
         (lambda track: track.trajectory(1, 0), r"layer 1 does not exist; this track has 1, 0 to 0"),
         (lambda track: track.trajectory(0, 0, batch=2), r"batch 2 does not exist"),
         (lambda track: track.isel(step=3), r"step 3 does not exist; this track has 3, 0 to 2"),
         (lambda track: track.isel(step=[0, -4]), r"step -4 does not exist"),
-        (lambda track: track.isel(step=True), r"step is a whole number, 0 to 2; got True"),
-        (lambda track: track.isel(step=1.7), r"step is a whole number, 0 to 2; got 1.7"),
-        (lambda track: track.isel(step="1"), r"step is a whole number, 0 to 2; got '1'"),
-        (lambda track: track.isel(step=np.array([True, False, True])), r"step is a whole number, 0 to 2; got True"),
-        (lambda track: track.isel(layer=[]), r"layer=\[\] holds no layer of this track, which has 1; name one"),
+        (lambda track: track.isel(step=True), r"step must be an integer from 0 to 2; got True"),
+        (lambda track: track.isel(step=1.7), r"step must be an integer from 0 to 2; got 1.7"),
+        (lambda track: track.isel(step="1"), r"step must be an integer from 0 to 2; got '1'"),
+        (
+            lambda track: track.isel(step=np.array([True, False, True])),
+            r"step must be an integer from 0 to 2; got True",
+        ),
+        (
+            lambda track: track.isel(layer=[]),
+            r"layer=\[\] selects no layer of this track, which has 1; select at least one",
+        ),
         (
             lambda track: track.isel(step=slice(3, 9)),
-            r"step=slice\(3, 9, None\) holds no step of this track, which has 3",
+            r"step=slice\(3, 9, None\) selects no step of this track, which has 3",
         ),
-        (lambda track: track.trajectory(0.0, 0), r"layer is a whole number, 0 to 0; got 0.0"),
-        (lambda track: track.trajectory(0, False), r"head is a whole number, 0 to 0; got False"),
+        (lambda track: track.trajectory(0.0, 0), r"layer must be an integer from 0 to 0; got 0.0"),
+        (lambda track: track.trajectory(0, False), r"head must be an integer from 0 to 0; got False"),
         (
             lambda track: track.isel(step=[1, 2]).isel(step=2),
-            r"step 2 does not .* It is a part of a track, with steps \[1, 2\]",
+            r"step 2 does not .* It is part of a track and holds steps \[1, 2\]",
         ),
-        (lambda track: track.top(True), r"k lies between 1 and 4, the number of positions; got True"),
+        (lambda track: track.top(True), r"k must be between 1 and 4, the number of positions; got True"),
         (SinkTrack.concat, r"concat takes a list of tracks"),
         (lambda track: SinkTrack.concat([track, "track"]), r"concat takes a list of tracks"),
-        (lambda track: track.isel(pos=0), r"a track is cut along batch, step, layer or head; got 'pos'"),
+        (lambda track: track.isel(pos=0), r"a track can be cut along batch, step, layer or head; got 'pos'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_wrong_question_is_refused(ask, text):
+def test_an_invalid_query_is_rejected(ask, text):
     with pytest.raises(TrackError, match=text):
         ask(planted(MOVING))
 
 
-def test_a_part_of_a_track_is_that_part_and_keeps_its_numbers():
+def test_a_part_of_a_track_holds_that_part_and_keeps_its_indices():
     track = made(True).track
     part = track.isel(step=[0, -1], head=np.int64(2), layer=slice(1, None), batch=1)
     assert dict(part.data["score"].sizes) == {"batch": 1, "step": 2, "layer": 1, "head": 1, "pos": LENGTH}
@@ -132,7 +138,7 @@ def test_a_part_of_a_track_is_that_part_and_keeps_its_numbers():
     )
 
 
-def test_what_was_recorded_of_padding_is_left_out_and_the_rest_is_not():
+def test_only_values_recorded_on_padding_are_masked():
     track, _, there = made(False)
     needed = track.need("value_norm", "stream_channel", "stream_median")
     for name in ("value_norm", "stream_channel"):
@@ -142,7 +148,7 @@ def test_what_was_recorded_of_padding_is_left_out_and_the_rest_is_not():
     np.testing.assert_array_equal(needed["stream_median"], track.data["stream_median"])
 
 
-def test_a_track_is_built_of_known_variables_only():
+def test_a_track_is_built_from_known_variables_only():
     arrays = [
         np.zeros((1, 2, 1, 1, 3), np.float32),
         *[np.zeros((1, 2, 3))] * 3,
@@ -150,14 +156,14 @@ def test_a_track_is_built_of_known_variables_only():
         np.zeros((1, 3)),
     ]
     with pytest.raises(
-        TrackError, match=r"value_norms: no such variable; known: value_norm, stream_peak, .*output_rank"
+        TrackError, match=r"unknown variables value_norms; known: value_norm, stream_peak, .*output_rank"
     ):
         build_track(*arrays, {"prompt_length": 1}, value_norms=np.zeros((1, 2, 1, 1, 3)))
-    with pytest.raises(TrackError, match=r"no sink track: it lacks score, is_real"):
+    with pytest.raises(TrackError, match=r"not a sink track: it lacks score, is_real"):
         SinkTrack(build_track(*arrays, {"prompt_length": 1}).data.drop_vars(["score", "is_real"]))
 
 
-def test_a_track_gives_its_variables_by_name():
+def test_a_track_returns_its_variables_by_name():
     track = made(False, unlike=["value_norm"]).track
     assert track["score"].identical(track.data["score"])
     assert track["step"].to_numpy().tolist() == [0, 1, 2]
@@ -169,7 +175,7 @@ def test_a_track_gives_its_variables_by_name():
         track["value_norm"]
 
 
-def test_a_dataset_of_a_track_is_its_own():
+def test_to_dataset_returns_an_independent_copy():
     track = made(False).track
     data = track.to_dataset()
     assert data.identical(track.data)
@@ -190,7 +196,7 @@ def run(request):
 
 
 def full_patterns(run, step):
-    """Every layer's pattern [batch, head, query, key] of what a step worked on, from a pass of its own."""
+    """Every layer's pattern [batch, head, query, key] for the canvas of a step, from a separate pass."""
     causal = run.sinks.causal
     length = run.prompt_length + step if causal else run.canvas.shape[2]
     _, cache = run.model.run_with_cache(
@@ -201,7 +207,7 @@ def full_patterns(run, step):
     return [cache[f"blocks.{layer}.attn.hook_pattern"].double().numpy() for layer in range(run.model.cfg.n_layers)]
 
 
-def test_measures_of_full_patterns_and_of_the_track_are_equal(run):
+def test_measures_of_full_patterns_and_of_the_track_agree(run):
     """Ā, Eq. 3, α, the sink rate and top-k from the naive definitions, with left padding and with a growing text."""
     assert len(set(run.real.sum(1).tolist())) > 1
     step = run.steps_run // 2
@@ -254,7 +260,7 @@ def test_masked_and_committed_follow_the_canvas(run):
     np.testing.assert_array_equal(data["unmask_step"].to_numpy(), run.unmask_step.numpy())
 
 
-def test_every_axis_has_its_numbers(run):
+def test_every_axis_has_its_indices(run):
     for axis in ("batch", "step", "layer", "head", "pos"):
         numbers = np.arange(run.sinks.data.sizes[axis])
         np.testing.assert_array_equal(run.sinks.data[axis], numbers)

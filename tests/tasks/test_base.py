@@ -1,4 +1,4 @@
-"""What all tasks share: answers end at the task's stop texts, and completions are judged by running them."""
+"""All tasks: answers end at the task's stop texts, and completions are judged by running them."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ def test_an_answer_ends_before_the_first_of_the_stop_texts(text, kept):
     assert cut(text, ()) == text
 
 
-def test_only_running_a_completion_up_to_its_stop_text_decides_whether_it_is_right():
+def test_a_completion_is_judged_only_by_running_it_up_to_its_stop_text():
     task = Doubling()
     (sample,) = task.samples()
     exec(program(task, sample, "    return x * 2\n\ndef other():\n    raise SystemExit\n"), {})
@@ -52,9 +52,9 @@ def test_only_running_a_completion_up_to_its_stop_text_decides_whether_it_is_rig
 
 
 @pytest.mark.parametrize("held_out", [word_problems.held_out, partial(skills.held_out, "copy")])
-def test_only_held_out_problems_are_given_as_such(held_out):
+def test_no_more_than_the_held_out_problems_are_returned(held_out):
     most = len(held_out())
     assert len(held_out(0)) == 0
     for size in (-1, most + 1):
-        with pytest.raises(TaskError, match=rf"{most} problems are held out, and those beyond .* got {size}\."):
+        with pytest.raises(TaskError, match=rf"give 0 to {most} held-out problems, .* got {size}\."):
             held_out(size)

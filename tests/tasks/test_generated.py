@@ -27,9 +27,9 @@ def test_distinct_items_keep_their_order_and_their_first_occurrence():
 
 
 def test_a_training_set_leaves_out_held_out_identities_and_keeps_repetitions():
-    made = training_set(stream, last_digit, [11, 12], seed=30, held_out_seed=7, size=6)
-    assert made == [30, 30, 33, 33, 34, 34]
-    assert made == [number for number in islice(stream(30), 10) if number % 10 not in (1, 2)]
+    found = training_set(stream, last_digit, [11, 12], seed=30, held_out_seed=7, size=6)
+    assert found == [30, 30, 33, 33, 34, 34]
+    assert found == [number for number in islice(stream(30), 10) if number % 10 not in (1, 2)]
 
 
 def test_the_held_out_seed_cannot_be_trained_on():

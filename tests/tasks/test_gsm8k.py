@@ -1,4 +1,4 @@
-"""GSM8K: awkward answers are read as the harness reads them, and prompts are its prompts."""
+"""GSM8K: awkward answers are read like the harness reads them, and the prompts equal the harness's."""
 
 import json
 import random
@@ -64,7 +64,7 @@ def test_numbers_are_found_in_awkward_answers(text, strictly, flexibly):
         ("..", "."),
     ],
 )
-def test_what_is_compared_has_no_commas_dollars_or_final_stop(number, compared):
+def test_numbers_are_compared_without_commas_dollar_signs_and_final_stop(number, compared):
     assert normal(number) == compared
 
 
@@ -89,14 +89,14 @@ def test_what_is_compared_has_no_commas_dollars_or_final_stop(number, compared):
         ("gsm8k-cot-zeroshot", "strict", " First 2, then 3. The answer is 5.", True),
     ],
 )
-def test_verdicts(folder, style, extractor, text, right):
+def test_verdicts_depend_on_style_and_extractor(folder, style, extractor, text, right):
     task = Gsm8k(folder, style, 0, extractor)
     sample = task.samples()[0]
     assert task.verdict(sample, text) is right
     assert task.verdict(sample, sample.reference)
 
 
-def test_a_negative_number_with_commas_is_right_in_any_writing(folder):
+def test_a_negative_number_is_right_with_and_without_commas(folder):
     for extractor in ("strict", "flexible"):
         task = Gsm8k(folder, shots=0, extractor=extractor)
         sample = task.samples()[1]
@@ -104,7 +104,7 @@ def test_a_negative_number_with_commas_is_right_in_any_writing(folder):
         assert not task.verdict(sample, " #### 1200")
 
 
-def test_five_examples_are_drawn_for_each_problem_and_a_limit_changes_none(folder):
+def test_five_examples_are_drawn_for_each_problem_regardless_of_the_limit(folder):
     prompts = [sample.prompt for sample in Gsm8k(folder).samples()]
     rng = random.Random(1234)
     for number, prompt in enumerate(prompts):
@@ -127,12 +127,12 @@ def test_chain_of_thought_examples_are_the_first_of_a_file(folder):
     shown = "".join(f"Q: Shown {i}?\nA: Thus {i}. The answer is {i}.\n\n" for i in range(8))
     assert first == f"{shown}Q: Test 0?\nA:"
     assert second == f"{shown}Q: Test 1?\nA:"
-    with pytest.raises(TaskError, match=r"takes its examples from a file; give one as `examples`.* or shots=0"):
+    with pytest.raises(TaskError, match=r"reads its examples from a file; pass one as `examples`.* or set shots=0"):
         Gsm8k(folder, "gsm8k-cot").samples()
 
 
-def test_examples_and_settings_that_cannot_be_had_are_refused(folder):
-    with pytest.raises(TaskError, match="20 examples were asked for and there are 8; give fewer shots"):
+def test_too_many_examples_and_invalid_settings_are_refused(folder):
+    with pytest.raises(TaskError, match="shots is 20, but there are only 8 examples; give fewer shots"):
         Gsm8k(folder, shots=20).samples()
     with pytest.raises(TaskError, match="shots is -1; give 0 or more, or None for 5"):
         Gsm8k(folder, shots=-1)
@@ -144,7 +144,7 @@ def test_examples_and_settings_that_cannot_be_had_are_refused(folder):
 
 @pytest.mark.parametrize("extractor", ["strict", "flexible"])
 @pytest.mark.parametrize("style", ["gsm8k", "gsm8k-cot"])
-def test_the_published_answers_score_one(shared, style, extractor):
+def test_all_published_answers_are_right_and_altered_ones_wrong(shared, style, extractor):
     task = Gsm8k(shared / "data" / "gsm8k", style, 0, extractor)
     samples = task.samples()
     assert len(samples) == len({sample.id for sample in samples}) == 1319
@@ -153,7 +153,7 @@ def test_the_published_answers_score_one(shared, style, extractor):
     assert not any(task.verdict(sample, text) for sample, text in zip(samples, spoiled, strict=True))
 
 
-def test_a_published_prompt_checked_by_hand(shared):
+def test_a_published_prompt_is_as_checked_by_hand(shared):
     samples = Gsm8k(shared / "data" / "gsm8k").samples(2)
     assert samples[0].prompt.count("Question: ") == samples[0].prompt.count("\nAnswer: ") + 1 == 6
     assert samples[0].prompt.endswith("make every day at the farmers' market?\nAnswer:")

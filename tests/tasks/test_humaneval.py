@@ -1,4 +1,4 @@
-"""HumanEval: prompts and programs are put together as the harness does, and completions end where they should."""
+"""HumanEval: prompts and programs are assembled as in the harness, and completions end with the function."""
 
 import json
 
@@ -25,7 +25,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_program_goes_on_from_the_prompt_and_calls_the_check(file):
+def test_a_program_continues_the_prompt_and_calls_the_check(file):
     task = HumanEval(file)
     (sample,) = task.samples()
     assert (sample.id, sample.prompt, sample.opening) == ("humaneval/7", RECORD["prompt"], "")
@@ -57,7 +57,7 @@ def test_a_completion_ends_with_the_function(file, text, kept):
     assert kept + "\n" in program(task, task.samples()[0], text)
 
 
-def test_the_instruct_style_opens_the_answer_with_the_function_and_ends_it_with_the_block(file):
+def test_in_the_instruct_style_the_answer_begins_with_the_signature_and_ends_with_the_code_block(file):
     task = find_task("humaneval-instruct", path=file)
     (sample,) = task.samples()
     assert sample.prompt == (
@@ -75,16 +75,18 @@ def test_an_unknown_style_is_refused(file):
         HumanEval(file, "chat")
 
 
-def test_records_that_would_be_one_sample_are_refused(tmp_path):
+def test_records_that_would_share_a_sample_id_are_refused(tmp_path):
     path = tmp_path / "merged.jsonl"
     path.write_text("".join(json.dumps(RECORD | {"task_id": name}) + "\n" for name in ("a/0", "a/1", "b/0")))
     for limit in (None, 1):
-        with pytest.raises(TaskError, match=r"task_id 'a/0' and 'b/0' both make the sample humaneval/0; .* anew"):
+        with pytest.raises(
+            TaskError, match=r"task_ids 'a/0' and 'b/0' both map to the sample humaneval/0; .* Renumber"
+        ):
             HumanEval(path).samples(limit)
 
 
 def passes(code):
-    """Whether a program runs to its end; only the published solutions and the line below are run here."""
+    """Whether a program runs without an error; only published solutions and the line in this file are run."""
     try:
         exec(compile(code, "program", "exec"), {"__name__": "program"})
     except Exception:  # noqa: BLE001 - each problem fails in its own way

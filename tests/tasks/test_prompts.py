@@ -1,4 +1,4 @@
-"""Prompts from files: what a line may hold, and what a bad one is called."""
+"""Prompts from files: what a line may contain, and the error for a bad line."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_prompts_are_read_from_text_and_from_json_lines(tmp_path):
     assert read_prompts(tmp_path / "a.jsonl", 1) == ["one\ntwo"]
 
 
-def test_a_prompts_file_may_begin_with_a_byte_order_mark_and_have_any_character_in_a_line(tmp_path):
+def test_a_byte_order_mark_is_skipped_and_a_line_may_contain_any_character(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\u2028and\x85a half\r\ntwo\x0c\n".encode())
     assert read_prompts(tmp_path / "a.txt") == ["one\u2028and\x85a half", "two\x0c"]
     (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "one\u2028two"}\r\n'.encode())
@@ -30,8 +30,8 @@ def test_a_prompts_file_may_begin_with_a_byte_order_mark_and_have_any_character_
         ("no.txt", None, r"could not read prompts from .*no.txt"),
         ("bytes.txt", b"\xff\xfe\x00", r"could not read prompts"),
         ("empty.txt", b"\n\n", r"holds no prompt; write one per line"),
-        ("bad.jsonl", b'{"prompt": "a"}\n{"text": "b"}', r"bad.jsonl, line 2: no JSON object with a 'prompt'"),
-        ("list.jsonl", b"[1]", r"list.jsonl, line 1: no JSON object"),
+        ("bad.jsonl", b'{"prompt": "a"}\n{"text": "b"}', r"bad.jsonl, line 2: expected a JSON object with a 'prompt'"),
+        ("list.jsonl", b"[1]", r"list.jsonl, line 1: expected a JSON object"),
         (
             "blank.jsonl",
             b'\n{"prompt": "a"}\n\n{"prompt": null}',
@@ -50,9 +50,9 @@ def test_a_file_without_prompts_is_refused(name, content, text, tmp_path):
         read_prompts(tmp_path / name)
 
 
-def test_json_lines_of_another_ending_are_not_read_as_text(tmp_path):
+def test_json_lines_with_another_extension_are_not_read_as_text(tmp_path):
     (tmp_path / "a.json").write_text('{"prompt": "one"}\n')
-    with pytest.raises(SinklensError, match=r"a.json holds JSON Lines, and would be read as plain text .*rename it"):
+    with pytest.raises(SinklensError, match=r"a.json contains JSON Lines but does not end in .jsonl.*rename it"):
         read_prompts(tmp_path / "a.json")
 
 
@@ -75,7 +75,7 @@ def test_samples_are_the_lines_of_the_file(tmp_path):
     assert find_task("prompts", path=tmp_path / "a.jsonl") == task
 
 
-def test_ids_are_compared_up_to_the_end_token_and_text_without_white_space_around(tmp_path):
+def test_ids_are_compared_up_to_the_end_token_and_text_without_surrounding_white_space(tmp_path):
     ids, text = write(
         tmp_path / "a.jsonl", {"prompt": [2], "expected": [260, 261, 1]}, {"prompt": "a", "expected": "b c"}
     ).samples()
@@ -97,27 +97,27 @@ def test_ids_are_compared_up_to_the_end_token_and_text_without_white_space_aroun
     ("line", "text"),
     [
         ("{", r"a.jsonl, line 3: not JSON \(.*\); write one object per line"),
-        ("[1]", r"line 3: no JSON object with a 'prompt' or a 'question'; got \[1\]"),
-        ({"expected": [1]}, r"line 3: no JSON object with a 'prompt' or a 'question'; its keys: expected"),
+        ("[1]", r"line 3: expected a JSON object with a 'prompt' or a 'question'; got \[1\]"),
+        ({"expected": [1]}, r"line 3: expected a JSON object with a 'prompt' or a 'question'; its keys: expected"),
         ({"prompt": [2]}, r"line 3: no 'expected'; write lines such as \{\"prompt\": \[2, 287, 28\], \"expected\""),
         ({"prompt": [2.5], "expected": [1]}, r"line 3: the prompt is \[2.5\]; give a text, or a list of token ids"),
         ({"prompt": [], "expected": [1]}, r"line 3: the prompt is \[\]"),
         ({"prompt": " ", "expected": [1]}, r"line 3: the prompt is \" \""),
         ({"prompt": [2], "expected": "5 "[:0]}, r"line 3: the expected answer is \"\""),
         ({"prompt": [2], "expected": {"ids": [1]}}, r"line 3: the expected answer is \{\"ids\": \[1\]\}"),
-        ({"prompt": [2], "expected": [1], "id": 7}, r"line 3: the id is 7; give a text, or leave it out"),
+        ({"prompt": [2], "expected": [1], "id": 7}, r"line 3: the id is 7; give a non-empty text, or omit it"),
     ],
 )
-def test_a_bad_line_is_named(line, text, tmp_path):
+def test_the_error_for_a_bad_line_names_it(line, text, tmp_path):
     task = write(tmp_path / "a.jsonl", {"prompt": [2], "expected": [1]}, "", line)
     with pytest.raises(SinklensError, match=text):
         task.samples()
 
 
-def test_a_file_that_is_no_json_lines_is_refused(tmp_path):
-    with pytest.raises(TaskError, match=r"the task prompts reads a file; give one \(--prompts FILE\)"):
+def test_the_task_needs_an_existing_json_lines_file(tmp_path):
+    with pytest.raises(TaskError, match=r"the task 'prompts' needs a file; give one \(--prompts FILE\)"):
         find_task("prompts").samples()
-    with pytest.raises(TaskError, match=r"a.txt is not called \*.jsonl; give a JSON Lines file with lines such as"):
+    with pytest.raises(TaskError, match=r"a.txt does not end in .jsonl; give a JSON Lines file with lines such as"):
         write(tmp_path / "a.txt", {"prompt": [2], "expected": [1]}).samples()
     with pytest.raises(SinklensError, match=r"could not read prompts from .*no.jsonl"):
         Prompts(tmp_path / "no.jsonl").samples()

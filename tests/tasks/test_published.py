@@ -1,4 +1,4 @@
-"""Data of published tasks: what a file must hold, and what happens without a network."""
+"""Data of published tasks: what a file must contain, and the error without a network."""
 
 import gzip
 
@@ -34,13 +34,13 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
         ("[1]\n", r"line 1 has no text in question, answer"),
     ],
 )
-def test_a_file_of_another_form_is_refused(tmp_path, content, message):
+def test_a_file_in_another_format_is_refused(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(TaskError, match=message):
         read_file(tmp_path / "a.jsonl", ("question", "answer"))
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE.encode())
     assert read_file(tmp_path / "a.jsonl", ("question",)) == [{"question": "Q?"}]
 
@@ -48,32 +48,36 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl is not UTF-8 \(.*; write it anew as UTF-8, or"),
-        ("a.jsonl", gzip.compress(LINE.encode()), r"a\.jsonl is not UTF-8 \(.*or unpack it first"),
-        ("a.jsonl.gz", LINE.encode(), r"a\.jsonl\.gz cannot be read \(Not a gzipped file.*Fetch it again"),
+        ("a.jsonl", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl is not UTF-8 \(.*; save it as UTF-8, or"),
+        ("a.jsonl", gzip.compress(LINE.encode()), r"a\.jsonl is not UTF-8 \(.*or unzip it first"),
+        ("a.jsonl.gz", LINE.encode(), r"a\.jsonl\.gz cannot be read \(Not a gzipped file.*Download it again"),
         ("a.jsonl.gz", gzip.compress(LINE.encode())[:-12], r"a\.jsonl\.gz cannot be read \(.*it may be truncated"),
-        ("a.jsonl.gz", gzip.compress(LINE.encode())[:10] + b"\xff" * 30, r"a\.jsonl\.gz cannot be read \(.*Fetch it"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINE.encode())[:10] + b"\xff" * 30,
+            r"a\.jsonl\.gz cannot be read \(.*Download it",
+        ),
     ],
-    ids=["latin-1", "packed", "not packed", "cut", "damaged"],  # packed bytes hold the time
+    ids=["latin-1", "zipped", "not zipped", "truncated", "damaged"],  # explicit, as zipped bytes contain the time
 )
-def test_a_file_whose_bytes_are_no_text_is_refused(tmp_path, name, content, message):
+def test_a_file_that_is_not_text_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TaskError, match=message):
         read_file(tmp_path / name, ("question",))
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_the_error_for_a_missing_file_names_it(tmp_path):
     with pytest.raises(TaskError, match=r"there is no file .*none\.jsonl; give a JSON Lines file with the fields a"):
         read_file(tmp_path / "none.jsonl", ("a",))
-    with pytest.raises(TaskError, match=r"holds none of test\.jsonl, test\.jsonl\.gz; give the file itself"):
+    with pytest.raises(TaskError, match=r"contains none of test\.jsonl, test\.jsonl\.gz; give the file itself"):
         find_task("gsm8k", path=tmp_path).samples()
-    with pytest.raises(TaskError, match=r"holds none of HumanEval\.jsonl"):
+    with pytest.raises(TaskError, match=r"contains none of HumanEval\.jsonl"):
         find_task("humaneval", path=tmp_path).samples()
     assert choose(tmp_path / "x.jsonl", ("test.jsonl",)) == tmp_path / "x.jsonl"
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "humaneval"])
-def test_without_a_network_a_file_is_asked_for(name, monkeypatch):
+def test_the_error_without_a_network_suggests_a_local_file(name, monkeypatch):
     import datasets
 
     def fail(*_, **__):
@@ -81,7 +85,7 @@ def test_without_a_network_a_file_is_asked_for(name, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        TaskError, match=r"openai/.* could not be fetched from the hub \(ConnectionError\); give a local"
+        TaskError, match=r"openai/.* could not be downloaded from the hub \(ConnectionError\); give a local"
     ):
         find_task(name).samples()
 
@@ -89,12 +93,12 @@ def test_without_a_network_a_file_is_asked_for(name, monkeypatch):
 def test_rows_of_the_hub_are_read_once_and_checked(monkeypatch):
     import datasets
 
-    asked = []
+    requests = []
     rows = [{"question": "Q?", "answer": "#### 1"}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *where, split: asked.append((*where, split)) or rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *where, split: requests.append((*where, split)) or rows)
     monkeypatch.setattr(published, "read_hub", read_hub)
     source = HubSet("someone/sums", "main", "test")
     assert read_hub(source, ("question", "answer")) == rows == read_hub(source, ("question", "answer"))
-    assert asked == [("someone/sums", "main", "test")]
+    assert requests == [("someone/sums", "main", "test")]
     with pytest.raises(TaskError, match=r"someone/sums, row 0 has no text in solution; the task reads solution"):
         read_hub(source, ("solution",))

@@ -1,4 +1,4 @@
-"""Tasks by name: each is found, and what is not there is named."""
+"""Tasks by name: each task is found, and the error for an unknown name or setting names it."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_every_name_finds_its_task(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("tiny-", "skill-"))])
-def test_generated_tasks_have_samples_of_their_own(name):
+def test_generated_tasks_have_distinct_samples(name):
     task = find_task(name)
     samples = task.samples()
     assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == len(samples) >= 200
@@ -29,7 +29,7 @@ def test_generated_tasks_have_samples_of_their_own(name):
         task.samples(-1)
 
 
-def test_tiny_gsm_is_judged_by_the_number_behind_the_first_mark():
+def test_tiny_gsm_is_judged_by_the_number_after_the_first_marker():
     task = find_task("tiny-gsm")
     sample = task.samples(1)[0]
     number = int(sample.reference.split("#### ")[1])
@@ -45,7 +45,7 @@ def test_settings_reach_the_task(tmp_path):
     assert task != find_task("gsm8k-cot", path=tmp_path, shots=0)
 
 
-def test_what_is_not_there_is_named():
+def test_errors_for_unknown_tasks_and_settings_name_them():
     with pytest.raises(TaskError, match=r"no task is called 'gsm8k_cot'; known: tiny-gsm, .* Nearest: gsm8k-cot"):
         find_task("gsm8k_cot")
     with pytest.raises(TaskError, match=r"the task 'tiny-code' has no setting 'shots'; its settings: none"):

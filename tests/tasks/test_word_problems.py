@@ -50,13 +50,13 @@ def test_numbers_and_vocabulary_words_are_single_tokens(problems):
 
 
 def test_the_shipped_tokenizer_is_the_one_that_training_produces(tiny_llada):
-    made = train_tokenizer()
-    assert made.get_vocab() == tiny_llada.tokenizer.get_vocab()
-    ids = made(held_out(1)[0].prompt).input_ids
+    trained = train_tokenizer()
+    assert trained.get_vocab() == tiny_llada.tokenizer.get_vocab()
+    ids = trained(held_out(1)[0].prompt).input_ids
     assert ids == tiny_llada.tokenizer(held_out(1)[0].prompt).input_ids
-    assert ids[0] == made.convert_tokens_to_ids(START)
-    assert made.decode(ids[1:]) == held_out(1)[0].prompt
-    assert (made.eos_token, made.mask_token) == (END, MASK)
+    assert ids[0] == trained.convert_tokens_to_ids(START)
+    assert trained.decode(ids[1:]) == held_out(1)[0].prompt
+    assert (trained.eos_token, trained.mask_token) == (END, MASK)
 
 
 @pytest.mark.parametrize(

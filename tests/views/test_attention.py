@@ -1,4 +1,4 @@
-"""CircuitsVis's attention heads as a document of their own."""
+"""CircuitsVis's attention heads as a self-contained document."""
 
 import html
 import json
@@ -56,12 +56,12 @@ def test_the_view_holds_the_pattern_and_its_tokens(run):
     assert given["attentionHeadNames"] == [f"Head {head}" for head in range(6)]
 
 
-def test_the_upper_triangle_is_hidden_for_causal_models_alone(run, causal):
+def test_the_upper_triangle_is_hidden_only_for_causal_models(run, causal):
     assert props(attention(run, step=0, layer=0))["maskUpperTri"] is False
     assert props(attention(causal, step=0, layer=0))["maskUpperTri"] is True
 
 
-def test_heads_can_be_chosen(run):
+def test_a_selection_of_heads_can_be_shown(run):
     some = props(attention(run, step=9, layer=2, heads=[4, -6]))
     every = props(attention(run, step=9, layer=2))
     assert some["attention"] == [every["attention"][4], every["attention"][0]]
@@ -88,13 +88,13 @@ def test_circuitsvis_gets_no_more_cells_than_it_draws_in_a_second(heads, positio
     assert block == 1 or heads * (-(-positions // (block - 1))) ** 2 > CELLS
 
 
-def test_a_large_view_says_what_its_cells_are():
+def test_a_large_view_says_how_many_positions_a_cell_covers():
     view = AttentionView(random_pattern(8, 100), [f"t{n}" for n in range(100)], range(8), False, "planted", first=5)
     assert "each cell the largest of 2 \\u00d7 2 positions" in view.document
     assert props(view)["tokens"][:2] == ["5–6", "7–8"]
 
 
-def test_text_of_tokens_cannot_end_the_block_it_lies_in():
+def test_token_text_cannot_close_its_script_element():
     view = AttentionView(random_pattern(1, len(HOSTILE)), HOSTILE, [0], False, "</script><b>", height=300)
     assert props(view)["tokens"] == HOSTILE
     for text in ("<img", "</script><b>"):
@@ -112,12 +112,12 @@ def test_text_of_tokens_cannot_end_the_block_it_lies_in():
         ({"step": 0, "layer": 0, "heads": []}, r"heads is empty"),
     ],
 )
-def test_a_wrong_question_is_refused(run, ask, text):
+def test_an_index_out_of_range_is_rejected(run, ask, text):
     with pytest.raises(TrackError, match=text):
         attention(run, **ask)
 
 
-def test_saving_where_nothing_can_be_written_says_so(run, tmp_path):
+def test_saving_to_an_unwritable_path_raises(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
         attention(run, step=0, layer=0).save(tmp_path / "file" / "heads.html")
@@ -125,7 +125,7 @@ def test_saving_where_nothing_can_be_written_says_so(run, tmp_path):
 
 
 @pytest.mark.browser
-def test_a_saved_view_draws_every_head_and_asks_nobody(run, browser, tmp_path):
+def test_a_saved_view_draws_every_head_without_the_network(run, browser, tmp_path):
     browser.open(attention(run, step=9, layer=2).save(tmp_path / "heads.html"))
     assert browser.js("return document.querySelectorAll('#heads canvas').length") == 7
     assert "step 9, layer 2" in browser.text("note")
@@ -136,13 +136,13 @@ def test_a_saved_view_draws_every_head_and_asks_nobody(run, browser, tmp_path):
         "return [...document.querySelectorAll('#heads canvas')].map(c => new Set(new Uint32Array("
         "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)"
     )
-    assert min(inked) > 10  # every one of them shows many shades
+    assert min(inked) > 10  # each of them shows many shades
     assert browser.requests() == [(tmp_path / "heads.html").as_uri()]
     assert browser.complaints() == []
 
 
 @pytest.mark.browser
-def test_several_views_live_on_one_notebook_page(run, browser, tmp_path):
+def test_several_views_work_on_one_notebook_page(run, browser, tmp_path):
     views = [attention(run, step=9, layer=2), attention(run, step=3, layer=1, heads=[1, 5])]
     page = "<!doctype html><meta charset='utf-8'><body data-drawn='1'>" + "".join(view._repr_html_() for view in views)
     (tmp_path / "page.html").write_text(page)
@@ -157,7 +157,7 @@ def test_several_views_live_on_one_notebook_page(run, browser, tmp_path):
 
 
 @pytest.mark.browser
-def test_hostile_tokens_are_drawn_and_nothing_in_them_runs(browser, tmp_path):
+def test_hostile_tokens_are_drawn_as_text_and_not_executed(browser, tmp_path):
     title = "<img src=x onerror='window.bad=1'>"
     view = AttentionView(random_pattern(2, len(HOSTILE)), HOSTILE, [0, 1], False, title)
     browser.open(view.save(tmp_path / "hostile.html"))

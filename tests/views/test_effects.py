@@ -1,4 +1,4 @@
-"""Figures of effects: what is written into them, their scales, and what they say where there is nothing."""
+"""Figures of effects: their labels, their scales, and what they show without data."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ def _close():
 
 
 def table(**columns):
-    """One line per value of the first column, its estimate in the middle of its interval."""
+    """One row per value of the first column, its estimate in the middle of its interval."""
     frame = DataFrame(columns)
     return frame.assign(low=frame["estimate"] - 0.1, high=frame["estimate"] + 0.1)
 
 
-def test_a_small_map_has_its_numbers_and_a_large_one_its_colours():
+def test_a_small_map_shows_numbers_and_a_large_one_only_colours():
     rows, columns = ("layer", [0, 1]), ("head", [0, 1, 2])
     ax = effects.effect_map(np.array([[0.0, 0.5, np.nan], [-0.001, 1.0, 2.0]]), rows=rows, columns=columns, label="KL")
     assert [text.get_text() for text in ax.texts] == ["0.00", "0.50", "0.00", "1.00", "2.00"]
@@ -33,7 +33,7 @@ def test_a_small_map_has_its_numbers_and_a_large_one_its_colours():
     assert large.images[0].get_clim() == (-1, 1)
 
 
-def test_every_model_has_a_line_of_maps_and_a_scale_of_its_own():
+def test_every_model_has_a_row_of_maps_with_its_own_scale():
     lines = [
         (m, way, n, h, v) for m, v in (("a", 1.0), ("b", 8.0)) for way in ("x", "y") for n in (0, 1) for h in (0, 1)
     ]
@@ -44,14 +44,14 @@ def test_every_model_has_a_line_of_maps_and_a_scale_of_its_own():
     assert [ax.images[0].get_clim()[1] for ax in maps] == [1, 1, 8, 8]
 
 
-def test_a_model_that_was_not_measured_is_told():
+def test_a_model_that_was_not_measured_is_labelled_so():
     lines = [("a", "number", layer, step, np.nan) for layer in (0, 1) for step in (0, 1)]
     frame = DataFrame(lines, columns=["model", "group", "layer", "step", "estimate"])
     (ax,) = effects.patch_maps(frame, {"number": "the number"}).axes
     assert ax.texts[0].get_text() == "not measured"
 
 
-def test_infinity_stands_behind_the_largest_number():
+def test_infinity_is_drawn_after_the_largest_number():
     frame = table(model=["a"] * 3, measure=["kl"] * 3, width=[2, 8, np.inf], estimate=[3.0, 2.0, 0.0])
     (ax,) = effects.doubling_curves(frame, "width", {"kl": "KL"}, "width").axes
     assert ax.lines[0].get_xdata().tolist() == [2, 8, 16]
@@ -59,7 +59,7 @@ def test_infinity_stands_behind_the_largest_number():
     assert ax.get_xscale() == "log"
 
 
-def test_kinds_have_a_curve_each_in_the_panel_of_their_model_and_measure():
+def test_each_kind_has_a_curve_in_the_panel_of_its_model_and_measure():
     lines = [(m, q, n, k, 1.0) for m in "ab" for q in ("kl", "right") for n in (2, 4) for k in ("x", "y")]
     frame = DataFrame(lines, columns=["model", "measure", "keys", "kind", "estimate"]).assign(low=0.5, high=1.5)
     kinds, meanings = {"x": "strongest", "y": "random"}, {"right": "right", "kl": "KL", "other": "not in the table"}
@@ -74,17 +74,17 @@ def test_kinds_have_a_curve_each_in_the_panel_of_their_model_and_measure():
         assert [text.get_text() for text in ax.get_legend().get_texts()] == ["strongest", "random"]
 
 
-def test_confidence_is_shown_over_all_and_by_step_for_two_kinds_of_keys():
+def test_confidence_is_shown_overall_and_by_step_for_two_kinds_of_keys():
     keys = {"x": "strongest key", "y": "steady key", "z": "random key"}
     lines = [("a", measure, pick, -0.2) for measure in ("change", "rest") for pick in keys]
-    whole = DataFrame(lines, columns=["model", "measure", "pick", "estimate"]).assign(low=-0.3, high=-0.1)
+    frame = DataFrame(lines, columns=["model", "measure", "pick", "estimate"]).assign(low=-0.3, high=-0.1)
     halves = ("change_attended_step", "change_rest_step")
     lines = [("a", measure, pick, step, -0.2) for measure in halves for pick in keys for step in range(3)]
     steps = DataFrame(lines, columns=["model", "measure", "pick", "step", "estimate"]).assign(low=-0.3, high=-0.1)
-    figure = effects.confidence_changes(whole, steps, {"change": "change", "rest": "rest"}, keys)
+    figure = effects.confidence_changes(frame, steps, {"change": "change", "rest": "rest"}, keys)
     assert [ax.get_title() for ax in figure.axes] == ["a", "strongest key masked", "steady key masked"]
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list(keys.values())
-    nothing = effects.confidence_changes(whole.assign(estimate=np.nan), steps, {}, keys)
+    nothing = effects.confidence_changes(frame.assign(estimate=np.nan), steps, {}, keys)
     assert "one position is decided at a time" in nothing.axes[0].texts[0].get_text()
 
 

@@ -56,27 +56,27 @@ def test_the_most_moving_head_is_the_one_that_moves(planted):
     assert stillest_head(planted) == (0, 0)
 
 
-def test_a_head_whose_sink_moves_is_shown_before_one_whose_strongest_key_does():
-    """Head 0 has a sink that moves once; head 1 has none, and its largest score moves at every step."""
+def test_a_head_whose_sink_moves_ranks_above_one_whose_strongest_key_moves():
+    """Head 0 has a sink that moves once; head 1 has no sink, and its largest score moves at every step."""
     score = np.full((1, 4, 1, 2, 8), 0.5, dtype=np.float32)
     for step, (sink, key) in enumerate(zip((1, 1, 5, 5), (0, 4, 2, 3), strict=True)):
         score[0, step, 0, 0, sink], score[0, step, 0, 1, key] = 9, 2
     track = planted_track(score)
     assert most_moving_head(track) == (0, 0)
     marks = [line for line in sink_path(track, 0, 0).get_lines() if line.get_marker() == "o"]
-    assert [len(line.get_xdata()) for line in marks] == [4, 0]  # all are full
+    assert [len(line.get_xdata()) for line in marks] == [4, 0]  # all filled
     marks = [line for line in sink_path(track, 0, 1).get_lines() if line.get_marker() == "o"]
-    assert [len(line.get_xdata()) for line in marks] == [4, 4]  # all are hollow
+    assert [len(line.get_xdata()) for line in marks] == [4, 4]  # all hollow
 
 
-def test_of_equally_moving_heads_the_stronger_is_shown():
+def test_ties_between_moving_heads_go_to_the_stronger():
     score = with_sinks([[[1, 2, 3]], [[1, 2, 3]]])
     score[0, :, 0, 1] *= 2
     assert stillest_head(planted_track(score)) == (0, 1)
     assert most_moving_head(planted_track(score)) == (0, 1)
 
 
-def test_the_path_drawn_out_is_that_of_the_head_asked_for(planted):
+def test_the_highlighted_path_is_that_of_the_requested_head(planted):
     ax = sink_path(planted, 0, 1)
     highlighted = next(line for line in ax.get_lines() if line.get_label() == "layer 0, head 1")
     assert highlighted.get_xdata().tolist() == [0, 1, 2, 3]
@@ -86,7 +86,7 @@ def test_the_path_drawn_out_is_that_of_the_head_asked_for(planted):
     assert white.T.tolist() == (~planted.data["masked"].to_numpy()[0]).tolist()
 
 
-def test_the_map_shows_the_scores_and_marks_the_strongest(planted):
+def test_the_map_shows_the_scores_and_marks_the_strongest_keys(planted):
     ax = sink_map(planted, layer=0, head=1)
     np.testing.assert_allclose(ax.get_images()[0].get_array(), planted.scores()[0, :, 0, 1])
     assert ax.get_lines()[0].get_xdata().tolist() == [0, 4, 2, 3]
@@ -94,7 +94,7 @@ def test_the_map_shows_the_scores_and_marks_the_strongest(planted):
     np.testing.assert_allclose(mean.get_images()[0].get_array(), planted.scores()[0].mean(("layer", "head")))
 
 
-def test_axes_are_labelled_and_given_back(planted):
+def test_axes_are_labelled_and_returned(planted):
     ax = sink_map(planted)
     assert planted.plot(layer=0, head=0, ax=ax) is ax
     assert "position" in ax.get_xlabel()
@@ -108,7 +108,7 @@ def colour_bar(ax):
     return " ".join(bars[-1].get_ylabel().split())
 
 
-def test_a_map_says_which_score_it_shows():
+def test_a_map_names_the_unit_of_its_scores():
     track = planted_track([[[[[1.0, 0.9, 0.8, 1.6, 0.7]]]]], causal=True)
     ax = sink_map(track)
     assert colour_bar(ax) == "attention received, column sum (uniform = 1)"
@@ -117,13 +117,13 @@ def test_a_map_says_which_score_it_shows():
     np.testing.assert_allclose(ax.get_images()[0].get_array()[0], [0.2, 0.225, 0.8 / 3, 0.8, 0.7], rtol=1e-6)
 
 
-def test_a_map_of_some_steps_counts_them_as_the_run_does(planted):
+def test_a_map_of_some_steps_uses_the_step_numbers_of_the_run(planted):
     ax = sink_map(planted, 0, 1, steps=slice(2, 4))
     np.testing.assert_allclose(ax.get_images()[0].get_array(), planted.scores()[0, 2:, 0, 1])
     assert ax.yaxis.get_major_formatter()(0, 0) == "2"
 
 
-def test_steps_that_a_row_does_not_have_are_blank():
+def test_steps_missing_from_a_row_are_blank():
     score = np.concatenate([with_sinks([[[2]], [[3]]])] * 2)
     score[1, 1] = np.nan
     with warnings.catch_warnings():
@@ -133,21 +133,21 @@ def test_steps_that_a_row_does_not_have_are_blank():
     np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [2, np.nan])
 
 
-def test_one_life_of_a_sink_is_framed_where_it_is():
+def test_the_life_of_a_sink_is_framed_at_its_place():
     score = with_sinks([[[2]], [[2]], [[7]], [[2]], [[2]]])
     ax = sink_life(planted_track(score), 0, 0, pos=7, start=2, around=1)
     frame = ax.patches[0]
-    assert (frame.get_x(), frame.get_y()) == (6.5, 0.5)  # the second of the steps shown
+    assert (frame.get_x(), frame.get_y()) == (6.5, 0.5)  # the second step shown
     assert frame.get_height() == 1
-    assert "is a sink at step 2 alone" in ax.get_title()
+    assert "is a sink only at step 2" in ax.get_title()
     assert "from step 2 to 4" in sink_life(planted_track(score), 0, 0, pos=7, start=2, length=3).get_title()
 
 
 AWKWARD = {1: "<mask>", 3: "$\\frac{", 4: "\n\n", 5: " a_b", 6: "_c$", 7: "中", 8: " ", 9: "x" * 40, 10: "\x1b"}
 
 
-def test_awkward_tokens_are_named_as_they_are():
-    """Two dollar signs make no formula, and a letter that the font lacks is told by its number."""
+def test_awkward_tokens_are_shown_verbatim():
+    """Two dollar signs do not start a formula, and a character missing from the font is shown by its code point."""
     ids = np.array([[[3, 4, 5, 6, 7, 8, 9, 10, 1, -1]]])
     track = planted_track(with_sinks([[[2]]]), token_id=ids, words=AWKWARD)
     names = ["\\$\\frac{", "⏎⏎", "a_b", " _c\\$", "U+4E2D", "␣", "x" * 15 + "…", "\\x1b", "░", "░"]
@@ -160,7 +160,7 @@ def test_awkward_tokens_are_named_as_they_are():
     assert "token" in ax.get_xlabel()
 
 
-def test_padding_has_no_name_and_other_ids_may_name_the_positions():
+def test_padding_has_no_label_and_other_ids_can_label_the_positions():
     real = [[False] + [True] * 9]
     track = planted_track(with_sinks([[[2]]]), real=real, words={5: "five", 6: "six"})
     assert token_labels(track) == ["", *["five"] * 9]
@@ -169,7 +169,7 @@ def test_padding_has_no_name_and_other_ids_may_name_the_positions():
 
 
 @pytest.mark.parametrize("length", [30, 100, 512])
-def test_no_more_names_than_fit_and_the_strongest_among_them(length):
+def test_labels_are_limited_to_those_that_fit_and_include_the_strongest(length):
     _, (ax,) = panels(1)
     ax.set_xlim(0, length)
     weight = np.zeros(length)
@@ -184,13 +184,13 @@ def test_no_more_names_than_fit_and_the_strongest_among_them(length):
 
 
 @pytest.mark.parametrize(("size", "most"), [((11, 4), 88), ((4, 11), 32)])
-def test_as_many_names_as_the_axis_is_long(size, most):
+def test_the_number_of_labels_follows_the_length_of_the_axis(size, most):
     _, (ax,) = panels(1, size=size)
     token_ticks(ax.xaxis, ["t"] * 300)
     assert most / 2 < len(ax.get_xticks()) <= most
 
 
-def test_names_of_models_are_no_formulas_and_are_in_the_legend():
+def test_model_names_appear_verbatim_in_the_legend():
     assert short("/models/_a$b$") == r" _a\$b\$"
     table = pd.DataFrame(
         {"model": ["_a$b$", "c"], "at": [1.0, 1.0], "estimate": [1.0, 2.0], "low": [0.5, 1.5], "high": [1.5, 2.5]}
@@ -214,7 +214,7 @@ def interval_lines():
     )
 
 
-def test_dots_stand_at_the_estimates_and_bars_at_the_intervals():
+def test_dots_are_at_the_estimates_and_bars_span_the_intervals():
     ax = interval_dots(interval_lines(), "measure", names={"x": "the x"}, line=0.3)
     dots, ends, (bars,) = ax.containers[0]
     assert dots.get_xdata().tolist() == [0.2, 0.4]
@@ -225,7 +225,7 @@ def test_dots_stand_at_the_estimates_and_bars_at_the_intervals():
     assert ax.get_lines()[-1].get_xdata() == [0.3, 0.3]
 
 
-def test_a_table_without_lines_gives_empty_axes():
+def test_an_empty_table_gives_empty_axes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert interval_dots(interval_lines().head(0), "measure").get_yticklabels() == []
@@ -260,8 +260,8 @@ def test_a_pattern_is_sorted_into_unmasked_and_masked_queries():
     assert [bar.get_height() for bar in ax.patches] == [1, 2, 3, 4]
 
 
-def test_a_figure_is_drawn_into_the_axes_it_is_given(planted):
-    """And a colour bar beside them is all that is added."""
+def test_a_figure_is_drawn_into_the_given_axes(planted):
+    """Only a colour bar is added beside them."""
     figure, axes = panels(3)
     assert len(figure.axes) == 4
     for draw in (
@@ -272,7 +272,7 @@ def test_a_figure_is_drawn_into_the_axes_it_is_given(planted):
         assert draw(axes[0]) is axes[0]
 
 
-def test_the_terminal_shows_a_line_per_step_and_tokens_as_they_are(tiny_llada):
+def test_the_terminal_shows_a_line_per_step_and_tokens_verbatim(tiny_llada):
     run = sinklens.generate(tiny_llada, "Question: [red]Tom[/red] has 2 apples. [/]\nAnswer:")
     text = io.StringIO()
     terminal.show(tiny_llada, run, Console(file=text, width=300, highlight=False))
@@ -304,7 +304,10 @@ def test_problem_texts_fit_the_shipped_models_context(tiny_llada):
 @pytest.mark.parametrize(
     ("draw", "text"),
     [
-        (lambda track: figures.sink_map(track, steps=slice(9, 12)), "holds no step of this track; it has 3, 0 to 2"),
+        (
+            lambda track: figures.sink_map(track, steps=slice(9, 12)),
+            "selects no step of this track; it has 3 steps, 0 to 2",
+        ),
         (
             lambda track: figures.sink_map(track, 0, 0, tokens=np.array([1, 2])),
             "tokens has 2 ids for 9 positions; give run",
@@ -332,16 +335,16 @@ def test_problem_texts_fit_the_shipped_models_context(tiny_llada):
         (lambda track: layer_head_map(np.ones((2, 2)), "m", unit="x"), "unit is one of sum, percent, .*; got 'x'"),
         (
             lambda track: figures.grouped_pattern(np.ones((3, 3)), np.array([True]), ["a", "b", "c"]),
-            "masked has an entry per query and labels one per key; got 1 and 3 for a pattern of 3 × 3",
+            "masked needs one entry per query and labels one per key; got 1 and 3 for a pattern of 3 × 3",
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(draw, text):
+def test_invalid_input_of_figures_is_rejected(draw, text):
     with pytest.raises(SinklensError, match=text):
         draw(made(False).track)
 
 
-def test_a_part_of_a_track_is_drawn_under_the_numbers_of_its_run():
+def test_a_part_of_a_track_keeps_the_numbers_of_its_run():
     track = made(False).track.isel(step=[0, 2], layer=1, head=[2], batch=1)
     for ax in (figures.sink_map(track, 0, 0), figures.sink_path(track, -1, -1)):
         ax.figure.canvas.draw()

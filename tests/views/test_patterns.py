@@ -1,4 +1,4 @@
-"""Patterns of a finished run: computed again, taken from the run, or refused."""
+"""Patterns of a finished run: recomputed, taken from the run, or rejected."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def prompts(count=3):
 
 @pytest.fixture(scope="module")
 def padded(tiny_llada):
-    """Three prompts of different lengths, and the patterns of two places as the run had them."""
+    """Three prompts of different lengths, with the patterns of two places recorded during the run."""
     return sinklens.generate(tiny_llada, prompts(), record_sinks=Record(patterns=PLACES))
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_a_pattern_computed_again_is_the_one_the_run_had(name):
-    """Also where a key/value cache meant that the run computed only its last row."""
+def test_a_recomputed_pattern_equals_the_one_of_the_run(name):
+    """Also with a key/value cache, where the run computed only the last row."""
     model = sinklens.load(name)
     kept = sinklens.generate(model, prompts(), record_sinks=Record(patterns=PLACES))
     again = sinklens.generate(model, prompts())
@@ -40,7 +40,7 @@ def test_a_pattern_computed_again_is_the_one_the_run_had(name):
                 torch.testing.assert_close(pattern.sum(-1), torch.ones(pattern.shape[:2]))
 
 
-def test_padding_and_positions_to_come_are_left_out(padded, tiny_llama):
+def test_padding_and_positions_not_yet_reached_are_excluded(padded, tiny_llama):
     assert {tuple(pattern_at(padded, 3, 1, row).shape) for row in range(3)} == {
         (6, int(padded.real[row].sum()), int(padded.real[row].sum())) for row in range(3)
     }
@@ -51,7 +51,7 @@ def test_padding_and_positions_to_come_are_left_out(padded, tiny_llama):
         assert not pattern.triu(1).any()
 
 
-def test_several_layers_of_a_step_cost_one_pass(padded, tiny_llada):
+def test_several_layers_of_a_step_share_one_pass(padded, tiny_llada):
     passes = []
     handle = tiny_llada.tree.hf.model.embed_tokens.register_forward_hook(lambda *given: passes.append(1))
     together = patterns_at(padded, 7, [0, 2, -1])
@@ -62,14 +62,14 @@ def test_several_layers_of_a_step_cost_one_pass(padded, tiny_llada):
         torch.testing.assert_close(pattern, pattern_at(padded, 7, layer), atol=2e-6, rtol=0)
 
 
-def test_a_trace_is_taken_like_its_generation(tiny_llada):
+def test_a_trace_is_accepted_like_its_generation(tiny_llada):
     with sinklens.trace(tiny_llada, prompts(1)[0]) as t:
         for step in t.steps:
             pass
     torch.testing.assert_close(pattern_at(t, -1, -1), pattern_at(t.generation, 23, 3))
 
 
-def test_a_run_changed_by_hooks_is_refused_unless_it_recorded_the_pattern(tiny_llada):
+def test_a_run_changed_by_hooks_is_rejected_unless_it_recorded_the_pattern(tiny_llada):
     def blind(pattern, hook):
         pattern[:, 2] = 0
         return pattern
@@ -79,7 +79,7 @@ def test_a_run_changed_by_hooks_is_refused_unless_it_recorded_the_pattern(tiny_l
     assert pattern_at(run, 0, 0).shape[0] == 6  # below the change nothing differs
     for layer in (1, 3):
         with pytest.raises(
-            TrackError, match=rf"step 4, layer {layer} cannot be .*Record\(patterns=\[\(4, {layer}\)\]\)"
+            TrackError, match=rf"step 4, layer {layer} cannot be recomputed.*Record\(patterns=\[\(4, {layer}\)\]\)"
         ):
             pattern_at(run, 4, layer)
     kept = sinklens.generate(tiny_llada, prompts(1), hooks=hooks, record_sinks=Record(patterns=[(4, 1)]))
@@ -87,8 +87,8 @@ def test_a_run_changed_by_hooks_is_refused_unless_it_recorded_the_pattern(tiny_l
     assert pattern_at(kept, 4, 1)[1].any()
 
 
-def test_masking_one_sink_is_seen_in_every_type():
-    """The share of attention that rounding moves is below the limit, that of a masked sink above it."""
+def test_masking_one_sink_is_detected_in_every_dtype():
+    """Rounding moves a share of attention below the limit, a masked sink one above it."""
     for dtype in ("float32", "float16", "bfloat16"):
         model = sinklens.load("tiny-llada", dtype=dtype)
         run = sinklens.generate(model, prompts(1), steps=4)
@@ -101,7 +101,7 @@ def test_masking_one_sink_is_seen_in_every_type():
             return mask
 
         changed = sinklens.generate(model, prompts(1), steps=4, hooks=[(f"blocks.{layer}.attn.hook_attn_mask", masked)])
-        with pytest.raises(TrackError, match=r"of the attention of head 4 lay elsewhere"):
+        with pytest.raises(TrackError, match=r"of the attention of head 4 differs"):
             pattern_at(changed, 1, layer)
 
 
@@ -121,14 +121,14 @@ def test_rounding_over_many_layers_is_allowed(dtype):
         ({"step": 0, "layer": 0, "row": 3}, r"batch 3 does not exist"),
     ],
 )
-def test_a_place_outside_the_run_is_refused(padded, ask, text):
+def test_a_place_outside_the_run_is_rejected(padded, ask, text):
     with pytest.raises(TrackError, match=text):
         pattern_at(padded, **ask)
 
 
-def test_without_scores_or_without_a_run_it_says_so(tiny_llada):
+def test_a_run_without_scores_or_another_object_is_rejected(tiny_llada):
     bare = sinklens.generate(tiny_llada, prompts(1), record_sinks=False)
     with pytest.raises(TrackError, match=r"recorded no sink scores .* record_sinks=True"):
         pattern_at(bare, 0, 0)
-    with pytest.raises(SinklensError, match=r"a run is needed: .* got str"):
+    with pytest.raises(SinklensError, match=r"expected a run: .* got str"):
         pattern_at("run", 0, 0)

@@ -1,4 +1,4 @@
-"""The report: what is in the page, what it weighs, and what a reader sees who works its controls."""
+"""The report: the contents of the page, its size, and what a reader sees when using its controls."""
 
 import base64
 import json
@@ -29,7 +29,7 @@ HOSTILE = [
     " ", "\n", "\t", "${7*7}", "{{data}}", "\\u003c", "░", "日本", "\U0001f600",
 ]  # fmt: skip
 WIDTHS = (360, 1440)
-SHOTS = os.environ.get("SINKLENS_SCREENSHOTS")  # a folder: screenshots stay there
+SHOTS = os.environ.get("SINKLENS_SCREENSHOTS")  # a folder to keep screenshots in
 
 
 def planted(
@@ -45,7 +45,7 @@ def planted(
     spread=1.0,
     patterns=True,
 ):
-    """A page's material from random patterns, with the scores that belong to them; half the answer is decided late."""
+    """A page's material from random patterns, with matching scores; half of the answer is decided late."""
     rng = np.random.default_rng(seed)
     length = prompt + answer
     words = words or [f" w{number}" for number in range(length)]
@@ -83,7 +83,7 @@ def planted(
 
 @pytest.fixture(scope="module")
 def padded(tiny_llada):
-    """Two prompts; the first is the shorter, so its row begins with padding."""
+    """Two prompts; the first is shorter, so its row begins with padding."""
     prompts = sorted(
         (problem.prompt for problem in held_out(12)), key=lambda text: len(tiny_llada.tokenizer(text).input_ids)
     )
@@ -104,11 +104,11 @@ def chunk_of(text, name, dtype):
     return np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=dtype)
 
 
-# What is in the page
+# Contents of the page
 
 
 def test_numbers_are_those_of_the_track(padded):
-    """Strongest keys, sinks, counts and the layer × head map against the track's own answers."""
+    """Strongest keys, sinks, counts and the layer × head map against those of the track."""
     track = padded.sinks.isel(batch=0)
     numbers = Numbers(track, padded.canvas[0].numpy())
     first = numbers.first
@@ -130,7 +130,7 @@ def test_numbers_are_those_of_the_track(padded):
     assert numbers.layers_by_motion()[0] == numbers.most_moving(range(4))[0]
 
 
-def test_a_head_that_attends_to_nothing_has_no_strongest_key():
+def test_a_head_without_attention_has_no_strongest_key():
     given = planted()
     given.track.data["score"][0, 2, 1, 0] = 0.0
     path = Numbers(given.track, given.canvas).path
@@ -139,7 +139,7 @@ def test_a_head_that_attends_to_nothing_has_no_strongest_key():
 
 
 @pytest.mark.parametrize(("coarse", "dtype"), [(False, np.uint16), (True, np.uint8)])
-def test_maps_keep_scores_as_closely_as_the_page_says(monkeypatch, coarse, dtype):
+def test_maps_store_scores_with_the_stated_precision(monkeypatch, coarse, dtype):
     if coarse:
         monkeypatch.setattr("sinklens.views.report_data.FINE", 0)
     given = planted(spread=2.0)
@@ -175,7 +175,7 @@ def test_attention_in_the_page_is_the_pattern(padded, page):
         assert (np.abs(read - exact) <= np.sqrt(exact) / 255 + 1 / 255**2).all()
 
 
-def test_nothing_in_the_page_can_be_taken_for_markup():
+def test_no_text_in_the_page_is_parsed_as_markup():
     words = HOSTILE
     text = build(planted(prompt=10, answer=10, words=words))
     info = info_of(text)
@@ -186,7 +186,7 @@ def test_nothing_in_the_page_can_be_taken_for_markup():
     assert text.count("<img") == 0
 
 
-def test_the_page_allows_its_own_scripts_and_no_fetching(page):
+def test_the_page_allows_only_its_scripts_and_no_fetching(page):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page.read_text())[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
@@ -204,7 +204,7 @@ def test_without_a_tokenizer_ids_are_shown():
     assert all(re.fullmatch(r"⟨\d+⟩", word) for word in given["vocabulary"][2:])
 
 
-def test_a_run_that_stopped_early_says_so(tiny_llada):
+def test_the_page_of_a_run_that_stopped_early_says_so(tiny_llada):
     with sinklens.trace(tiny_llada, held_out(1)[0].prompt) as t:
         for step in t.steps:
             if step == 5:
@@ -215,7 +215,7 @@ def test_a_run_that_stopped_early_says_so(tiny_llada):
     assert [f"{ran} of 24", "steps"] in given["facts"]
 
 
-def test_recorded_patterns_are_the_default_and_a_changed_run_says_why_it_has_none(tiny_llada):
+def test_recorded_patterns_are_the_default_and_the_page_of_a_changed_run_explains_missing_ones(tiny_llada):
     def blind(pattern, hook):
         pattern[:, 2] = 0
         return pattern
@@ -232,46 +232,46 @@ def test_recorded_patterns_are_the_default_and_a_changed_run_says_why_it_has_non
     assert [(step, layer) for step, layer, _ in places] == [(2, 1), (7, 3)]
 
 
-def test_layers_below_a_change_are_in_the_page_and_it_says_why_the_others_are_not(tiny_llada):
+def test_the_page_holds_layers_below_a_change_and_explains_the_missing_ones(tiny_llada):
     def blind(pattern, hook):
         pattern[:, 2] = 0
 
     hooks = [("blocks.1.attn.hook_pattern", blind)]
     changed = material(sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=hooks))
-    assert Numbers(changed.track, changed.canvas).most_moving(range(4))[0] == 0, "else this shows nothing"
+    assert Numbers(changed.track, changed.canvas).most_moving(range(4))[0] == 0, "otherwise the test shows nothing"
     given = info_of(build(changed))
     assert {layer for _, layer, _ in given["attention"]["places"]} == {0}
-    assert any(note.startswith("The attention of other layers is not in this page: ") for note in given["notes"])
+    assert any(note.startswith("This page does not hold the attention of other layers: ") for note in given["notes"])
 
 
-# What it weighs
+# Size of the page
 
 
-def test_layers_are_added_while_they_fit_the_most_moving_first():
+def test_layers_are_added_while_they_fit_starting_with_the_most_moving():
     given = planted(layers=4, heads=8, prompt=60, answer=60)
-    whole = len(build(given))
+    full = len(build(given))
     order = Numbers(given.track, given.canvas).layers_by_motion()
     seen = []
     for share in (1.0, 0.9, 0.75):
-        text = build(given, budget_mb=(whole * share + 60_000) / 1e6)
+        text = build(given, budget_mb=(full * share + 60_000) / 1e6)
         layers = list(dict.fromkeys(layer for _, layer, _ in info_of(text)["attention"]["places"]))
-        assert len(text) <= whole * share + 60_000
+        assert len(text) <= full * share + 60_000
         assert sorted(layers) == sorted(order[: len(layers)])
-        told = f"the attention of {4 - len(layers)} more layers was left out"
-        assert any(told in note for note in info_of(text)["notes"]) == (len(layers) < 4)
+        expected = f"the attention of {4 - len(layers)} more layers was left out"
+        assert any(expected in note for note in info_of(text)["notes"]) == (len(layers) < 4)
         seen.append(len(layers))
     assert seen[0] == 4
     assert 1 <= seen[2] < 4
 
 
-def test_positions_are_put_together_when_one_layer_does_not_fit_and_the_page_says_so():
+def test_positions_are_merged_if_one_layer_does_not_fit_and_the_page_says_so():
     given = planted(steps=4, layers=1, heads=8, prompt=60, answer=60)
-    whole = len(build(given))
-    text = build(given, budget_mb=(whole - 250_000) / 1e6)
+    full = len(build(given))
+    text = build(given, budget_mb=(full - 250_000) / 1e6)
     info = info_of(text)
     block = info["attention"]["block"]
     assert block > 1
-    assert any(f"{block} × {block} positions make one cell" in note for note in info["notes"])
+    assert any(f"each cell covers {block} × {block} positions" in note for note in info["notes"])
     step, layer, side = info["attention"]["places"][1]
     assert side == -(-120 // block)
     small = chunk_of(text, f"pattern-{step}-{layer}", np.uint8).reshape(8, side, side)
@@ -279,21 +279,21 @@ def test_positions_are_put_together_when_one_layer_does_not_fit_and_the_page_say
     assert small[3, 2, 1] == exact[3, 2 * block : 3 * block, block : 2 * block].max()
 
 
-def test_long_runs_lose_layers_and_then_steps_and_the_page_says_so():
+def test_pages_of_long_runs_drop_layers_then_steps_and_say_so():
     given = planted(steps=60, layers=3, heads=8, prompt=40, answer=40, patterns=False)
-    whole = len(build(given))
+    full = len(build(given))
     layer = 1.02 * len(re.search(r'id="chunk-scores-0">(.*?)</script>', build(given))[1])  # and its sinks
-    fewer = info_of(build(given, budget_mb=(whole - layer) / 1e6))
+    fewer = info_of(build(given, budget_mb=(full - layer) / 1e6))
     assert len(fewer["held"]) < 3
-    assert any(f"score maps of {len(fewer['held'])} of 3 layers" in note for note in fewer["notes"])
-    text = build(given, budget_mb=(whole - 2.2 * layer) / 1e6)
+    assert any(f"it holds score maps of {len(fewer['held'])} of 3 layers" in note for note in fewer["notes"])
+    text = build(given, budget_mb=(full - 2.2 * layer) / 1e6)
     fewest = info_of(text)
     assert len(fewest["held"]) == 1
     assert len(fewest["steps"]) < 60
     assert {0, 59} <= set(fewest["steps"])
     assert any(f"{len(fewest['steps'])} of 60 steps are shown" in note for note in fewest["notes"])
     committed = chunk_of(text, "committed", np.uint8)
-    assert committed.sum() == 40  # every decision is marked in the step shown after it
+    assert committed.sum() == 40  # every decision is marked in the next step shown
 
 
 @pytest.mark.parametrize(
@@ -309,12 +309,12 @@ def test_long_runs_lose_layers_and_then_steps_and_the_page_says_so():
         ({"layers": [4]}, TrackError, r"layer 4 does not exist; this track has 4"),
     ],
 )
-def test_what_cannot_be_had_is_refused(ask, kind, text):
+def test_unavailable_steps_layers_and_budgets_are_rejected(ask, kind, text):
     with pytest.raises(kind, match=text):
         build(planted(layers=4, heads=32, prompt=100, answer=100), **ask)
 
 
-def test_bad_input_leaves_no_file(padded, tiny_llada, tmp_path):
+def test_invalid_input_leaves_no_file(padded, tiny_llada, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
         report(padded, tmp_path / "file" / "report.html")
@@ -360,7 +360,7 @@ def shown_step(browser):
 
 
 def where(browser):
-    """Position that the sentence names, as the run counts it."""
+    """Position named by the sentence, as counted by the run."""
     return int(re.search(r"goes to position (\d+)", browser.text("sentence"))[1])
 
 
@@ -371,7 +371,7 @@ def opened(browser, page):
 
 
 @pytest.mark.browser
-def test_the_page_opens_offline_without_a_word_in_the_console(opened, page):
+def test_the_page_opens_offline_with_an_empty_console(opened, page):
     opened.js("document.getElementById('circuits').scrollIntoView()")
     opened.wait("return document.getElementById('circuits').dataset.shown")
     assert opened.requests() == [page.as_uri()]
@@ -381,7 +381,7 @@ def test_the_page_opens_offline_without_a_word_in_the_console(opened, page):
 
 
 @pytest.mark.browser
-def test_the_header_tells_prompt_answer_and_facts(opened, padded, tiny_llada):
+def test_the_header_shows_prompt_answer_and_facts(opened, padded, tiny_llada):
     prompt = tiny_llada.tokenizer.decode(
         padded.canvas[0, 0, : padded.prompt_length][padded.real[0, : padded.prompt_length]]
     )
@@ -444,7 +444,7 @@ def score_in(text):
 
 
 @pytest.mark.browser
-def test_layer_and_head_are_chosen_by_select_by_map_and_by_keys(opened, padded):
+def test_layer_and_head_can_be_chosen_by_menu_map_and_keyboard(opened, padded):
     track = padded.sinks
     scores = track.scores().to_numpy()[0]
 
@@ -476,14 +476,14 @@ def test_layer_and_head_are_chosen_by_select_by_map_and_by_keys(opened, padded):
 
 
 @pytest.mark.browser
-def test_the_heat_map_tells_a_cell_and_goes_to_its_step(opened, padded):
+def test_the_heat_map_describes_a_cell_and_goes_to_its_step(opened, padded):
     layer, head = most_moving_head(padded.sinks, 0)
     scores, first = padded.sinks.scores().to_numpy()[0, :, layer, head], int(padded.real[0].int().argmax())
     for step, at in ((0, 0), (13, 20), (23, scores.shape[1] - first - 1)):
         opened.point("heat", step, at)
-        told = opened.text("heat-readout")
-        assert told.startswith(f"step {step}, position {at + first} ")
-        assert score_in(told) == pytest.approx(scores[step, at + first], abs=0.006)
+        readout = opened.text("heat-readout")
+        assert readout.startswith(f"step {step}, position {at + first} ")
+        assert score_in(readout) == pytest.approx(scores[step, at + first], abs=0.006)
         assert shown_step(opened) != step or step == 0
     opened.point("heat", 17, 5, click=True)
     assert shown_step(opened) == 17
@@ -494,18 +494,18 @@ def test_the_heat_map_tells_a_cell_and_goes_to_its_step(opened, padded):
 
 
 @pytest.mark.browser
-def test_a_token_tells_its_score_and_in_how_many_heads_it_is_a_sink(opened, padded):
+def test_a_token_shows_its_score_and_in_how_many_heads_it_is_a_sink(opened, padded):
     layer, head = most_moving_head(padded.sinks, 0)
     first = int(padded.real[0].int().argmax())
     heads = padded.sinks.detect().to_numpy()[0].sum(axis=(1, 2))
     opened.click("forward")
     for at in (3, 30):
         opened.js(f"document.querySelector('.tok[data-at=\"{at}\"]').click()")
-        told = opened.text("token-readout")
+        readout = opened.text("token-readout")
         score = padded.sinks.scores().to_numpy()[0, 1, layer, head, at + first]
-        assert told.startswith(f"position {at + first} ")
-        assert score_in(told) == pytest.approx(score, abs=0.006)
-        assert f"a sink in {heads[1, at + first]} of 24 heads" in told
+        assert readout.startswith(f"position {at + first} ")
+        assert score_in(readout) == pytest.approx(score, abs=0.006)
+        assert f"a sink in {heads[1, at + first]} of 24 heads" in readout
 
 
 @pytest.mark.browser
@@ -533,10 +533,10 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
         strong = np.unravel_index(exact.argmax(), exact.shape)
         for query, key in (strong, (3, 7)):
             opened.point("pattern", int(query), int(key))
-            told = opened.text("pattern-readout")
-            assert told.startswith(f"query {query + first} ")
-            assert f"gives key {key + first} " in told
-            value = 0.0 if "under" in told else float(told.rpartition(" ")[2])
+            readout = opened.text("pattern-readout")
+            assert readout.startswith(f"query {query + first} ")
+            assert f"gives key {key + first} " in readout
+            value = 0.0 if "under" in readout else float(readout.rpartition(" ")[2])
             assert value == pytest.approx(exact[query, key], abs=float(np.sqrt(exact[query, key])) / 255 + 0.001)
         scores = padded.sinks.scores().to_numpy()[0, step, layer, head]
         best = np.argsort(-np.nan_to_num(scores), kind="stable")[:12]
@@ -544,7 +544,7 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
 
 
 def drawn(browser, label):
-    """Head names in CircuitsVis's frame once it shows `label`, and which is shown large."""
+    """Head names in CircuitsVis's frame once it shows `label`, and the head shown at full size."""
     browser.js("document.getElementById('circuits').scrollIntoView()")
     browser.wait(f"return document.getElementById('circuits').dataset.shown === '{label}'")
     assert len(browser.driver.find_elements("css selector", "#circuits iframe")) == 1
@@ -564,7 +564,7 @@ def label_of(browser):
 
 
 @pytest.mark.browser
-def test_circuitsvis_draws_the_heads_of_the_step_and_layer_chosen(opened):
+def test_circuitsvis_draws_the_heads_of_the_chosen_step_and_layer(opened):
     every = [f"Head {head}" for head in range(6)]
     opened.choose("attention-step", 8)
     opened.choose("attention-layer", 1)
@@ -602,7 +602,7 @@ def test_an_autoregressive_run_shows_positions_as_they_appear(browser, tiny_llam
 
 
 @pytest.mark.browser
-def test_hostile_text_shows_as_itself_and_nothing_in_it_runs(browser, tmp_path):
+def test_hostile_text_is_shown_verbatim_and_not_executed(browser, tmp_path):
     given = planted(prompt=len(HOSTILE), answer=len(HOSTILE), words=HOSTILE)
     file = tmp_path / "hostile.html"
     file.write_text(build(given))
@@ -649,7 +649,7 @@ def test_a_page_without_attention_patterns_says_why(browser, tmp_path):
     file = tmp_path / "bare.html"
     file.write_text(build(planted(patterns=False)))
     browser.open(file)
-    assert "No attention patterns were asked for" in browser.text("attention-text")
+    assert "No attention patterns were requested" in browser.text("attention-text")
     assert not browser.driver.find_element("id", "attention-choice").is_displayed()
     assert browser.complaints() == []
 
@@ -657,7 +657,7 @@ def test_a_page_without_attention_patterns_says_why(browser, tmp_path):
 @pytest.mark.browser
 @pytest.mark.parametrize("kind", ["sharp", "random"])
 def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path, kind):
-    """32 heads × 512 positions × 4 steps of attention: sharp as trained heads are, and the worst case."""
+    """32 heads × 512 positions × 4 steps of attention: as sharp as in trained heads, and the worst case."""
     given = planted(steps=8, layers=2, heads=32, prompt=384, answer=128, spread=5.0 if kind == "sharp" else 1.0)
     began = time.monotonic()
     text = build(given)
@@ -677,8 +677,8 @@ def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path,
     )
     names, _ = drawn(browser, label_of(browser))
     assert len(names) == 32
-    assert browser.js("return gap") < 1000  # CircuitsVis draws in its own frame, the page stays usable
-    assert "make one cell" in browser.text("circuits-note")
+    assert browser.js("return gap") < 1000  # CircuitsVis draws in a separate frame, the page stays usable
+    assert "Each cell covers" in browser.text("circuits-note")
     took = browser.js("return performance.getEntriesByName('circuitsvis')[0].duration")
     print(
         f"\n{kind}: {len(text) / 1e6:.1f} MB, built in {built:.1f} s; first view {first_view:.0f} ms, heads {took:.0f}"
@@ -686,7 +686,7 @@ def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path,
     for width in WIDTHS:
         browser.size(width)
         time.sleep(0.5)
-        browser.js("document.getElementById('circuits').scrollIntoView()")  # a frame out of sight does not draw
+        browser.js("document.getElementById('circuits').scrollIntoView()")  # an invisible frame does not draw
         browser.wait("return !document.querySelector('#circuits.busy')")
         assert browser.js("return document.documentElement.scrollWidth") <= width  # innerWidth grows with the page
         if SHOTS:

@@ -1,11 +1,11 @@
-// The attention of one step and layer: one head drawn here in full, all heads drawn by CircuitsVis in a frame.
-// The frame is a document of its own (heads.html): it draws without holding up this page, and taking it away frees
-// all that CircuitsVis made.
+// The attention of one step and layer: one head drawn here at full size, all heads drawn by CircuitsVis in a frame.
+// The frame is a separate document (heads.html): it draws without blocking this page, and removing it frees
+// everything that CircuitsVis created.
 
 const shown = { step: null, layer: null, head: 0, map: null, frame: null, ready: false };
 const places = info.attention.places; // [step, layer, side]: side is the number of positions or blocks along an edge
 const BLOCK = info.attention.block;
-const TOP = 6; // room above the map for its first number
+const TOP = 6; // space above the map for its first number
 
 const placeNow = () => places.find(([step, layer]) => step === shown.step && layer === shown.layer);
 const weight = (head, query, key) => (shown.map[(head * shown.side + query) * shown.side + key] / 255) ** 2;
@@ -51,9 +51,9 @@ function drawPattern() {
   const size = shown.cell * side, brush = sized(canvas, 34 + size + 2, TOP + size + 22);
   remember(canvas, { left: 34, top: TOP, cell: shown.cell, high: shown.cell });
   const row = new Float32Array(side * side);
-  let most = 0;
-  for (let at = 0; at < row.length; at++) { row[at] = weight(head, 0, at); most = Math.max(most, row[at]); }
-  shown.most = most || 1;
+  let peak = 0;
+  for (let at = 0; at < row.length; at++) { row[at] = weight(head, 0, at); peak = Math.max(peak, row[at]); }
+  shown.most = peak || 1;
   const cells = image(side, side, (query, key) => (info.causal && key > query ? null : attentionLevel(row[query * side + key] / shown.most)));
   brush.imageSmoothingEnabled = false;
   brush.drawImage(cells, 34, TOP, size, size);
@@ -78,7 +78,7 @@ function pointPattern(event) {
 
 function listKeys() {
   const step = pageStep(), { layer, head } = shown, list = byId("keys");
-  if (!has(layer)) return write(list, make("li", "The scores of this layer are not in this page."));
+  if (!has(layer)) return write(list, make("li", "This page does not hold the scores of this layer."));
   const order = Array.from({ length: P }, (_, at) => at).filter((at) => exists(step, at)).sort((a, b) => scoreAt(step, b, layer, head) - scoreAt(step, a, layer, head));
   const most = scoreAt(step, order[0], layer, head) || 1;
   write(list, ...order.slice(0, 12).map((at) => {
@@ -91,7 +91,7 @@ function listKeys() {
   }));
 }
 
-// Which of the frame's heads is the chosen one.
+// Index of the chosen head among the heads in the frame.
 const headInFrame = () => (byId("circuits-heads").value === "one" ? 0 : shown.head);
 
 function showHead(head) {
@@ -101,7 +101,7 @@ function showHead(head) {
   else if (shown.frame) shown.frame.contentWindow.postMessage({ head }, "*");
 }
 
-// Choosing a head above takes the attention along, where it is in the page.
+// Choosing a head above also selects its attention, if the page holds it.
 function followHead() {
   if (!shown.ready || view.layer === ALL) return;
   const head = view.head === ALL ? shown.head : view.head;
@@ -114,7 +114,7 @@ function followHead() {
 
 // ---- all heads, by CircuitsVis
 
-// At most `info.attention.cells` cells: neighbours put together, each block showing its largest value.
+// At most `info.attention.cells` cells: neighbouring positions are merged into blocks that show their largest value.
 function forCircuits() {
   const heads = byId("circuits-heads").value === "one" ? [shown.head] : Array.from({ length: H }, (_, head) => head);
   const { side } = shown, most = Math.max(1, Math.floor(Math.sqrt(info.attention.cells / heads.length))), block = Math.ceil(side / most);
@@ -152,11 +152,11 @@ async function drawCircuits() {
   frame.setAttribute("sandbox", "allow-scripts");
   frame.srcdoc = info.frame;
   const began = performance.now();
-  shown.talk = ({ data: said, source }) => {
-    if (source !== frame.contentWindow || !said) return;
-    if (said.sinklens === "ready") source.postMessage({ script: shown.script, props, head: headInFrame() }, "*");
-    if (said.sinklens === "height") frame.style.height = `${Math.min(4000, said.height)}px`;
-    if (said.sinklens !== "drawn") return;
+  shown.talk = ({ data: message, source }) => {
+    if (source !== frame.contentWindow || !message) return;
+    if (message.sinklens === "ready") source.postMessage({ script: shown.script, props, head: headInFrame() }, "*");
+    if (message.sinklens === "height") frame.style.height = `${Math.min(4000, message.height)}px`;
+    if (message.sinklens !== "drawn") return;
     frame.className = "";
     if (old) old.remove();
     shown.frame = frame;
@@ -164,8 +164,8 @@ async function drawCircuits() {
     byId("circuits").dataset.shown = `${shown.step}/${shown.layer}/${byId("circuits-heads").value}`;
     performance.measure("circuitsvis", { start: began, end: performance.now() });
     byId("circuits-note").textContent = `Step ${shown.step}, layer ${shown.layer}; darkest is ${props.maxValue.toPrecision(2)}.`
-      + (wide === 1 && info.first ? ` CircuitsVis counts positions from the first token, ${info.first} here.` : "")
-      + (wide > 1 ? ` ${wide} × ${wide} positions make one cell, which shows the largest of them: CircuitsVis would take long over every one.` : "");
+      + (wide === 1 && info.first ? ` CircuitsVis counts positions from the first token, which is position ${info.first} here.` : "")
+      + (wide > 1 ? ` Each cell covers ${wide} × ${wide} positions and shows the largest value, since CircuitsVis is slow with many cells.` : "");
   };
   byId("circuits-note").textContent = "Drawing…";
   byId("circuits").append(frame);
@@ -191,8 +191,8 @@ function startAttention() {
   const begin = () => {
     shown.ready = true;
     showAttention().then(() => performance.mark("attention")).catch(fail);
-    new IntersectionObserver((seen, watcher) => {
-      if (!seen.some((entry) => entry.isIntersecting)) return;
+    new IntersectionObserver((entries, watcher) => {
+      if (!entries.some((entry) => entry.isIntersecting)) return;
       watcher.disconnect();
       shown.near = true;
       drawCircuitsSoon();

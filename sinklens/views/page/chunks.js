@@ -1,4 +1,4 @@
-// Reads what the page carries: JSON blocks, and typed arrays that were deflated and written in base64.
+// Reads the data in the page: JSON blocks, and typed arrays, deflated and in base64.
 
 const byId = (id) => document.getElementById(id);
 

@@ -18,8 +18,8 @@ function ramp() {
   }));
 }
 
-// Colour of a score, of which `peak` is the largest: (score / peak)^γ, with γ such that 1, uniform attention, is pale
-// whatever the peak.
+// Colour of a score, with `peak` the largest: (score / peak)^γ, with γ such that 1, uniform attention, is pale for any
+// peak.
 const UNIFORM = 0.2;
 const gamma = (peak) => clamp(Math.log(UNIFORM) / Math.log(1 / Math.max(peak, 1.01)), 0.4, 1.6);
 const level = (score, peak) => clamp(Math.round(255 * (score / peak) ** gamma(peak)), 0, 255);
@@ -30,7 +30,7 @@ function shade(score, peak) {
   return { css: `rgb(${r} ${g} ${b})`, text: light > 140 ? "#14181d" : "#ffffff" };
 }
 
-// A canvas of so many CSS pixels, sharp on any screen.
+// Sets the size of a canvas in CSS pixels, sharp on any screen.
 function sized(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
@@ -44,14 +44,14 @@ function sized(canvas, width, height) {
   return brush;
 }
 
-// Places of an axis to put a number at: `size` places on `length` pixels, counted from `first`, at round numbers.
+// Positions of an axis to label: `size` positions on `length` pixels, counted from `first`, at round numbers.
 function ticks(size, length, room, first = 0) {
   const most = Math.max(1, Math.floor(length / room));
   const step = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000].find((n) => size / n <= most) || size;
   return Array.from({ length: size }, (_, at) => at).filter((at) => (first + at) % step === 0);
 }
 
-// A second surface of the same size and scale, for what does not change from step to step.
+// A second surface of the same size and scale, for everything that does not change from step to step.
 function behind(canvas, brush) {
   const base = new OffscreenCanvas(canvas.width, canvas.height), copy = base.getContext("2d");
   copy.setTransform(brush.getTransform());
@@ -83,7 +83,7 @@ function image(rows, columns, valueAt) {
   return canvas;
 }
 
-// Where the cells are, for scripts that point at them.
+// Records where the cells are, for scripts that hover over them.
 function remember(canvas, { left, top, cell, high }) { canvas.dataset.cells = [left, top, cell, high].join(" "); }
 
 const widthOf = (canvas) => canvas.parentElement.clientWidth;
@@ -243,7 +243,7 @@ function outlineGrid(brush) {
 function gridReadout(layer, head) {
   const line = byId("grid-readout");
   if (layer === ALL) return write(line, `Shown: ${whose()}. Layers run down, heads across.`);
-  if (!has(layer)) return write(line, `Layer ${layer} is too much for this page; its scores are not in it.`);
+  if (!has(layer)) return write(line, `Layer ${layer} did not fit into this page; its scores are not included.`);
   if (head === ALL) return write(line, `Shown: ${whose()}.`);
   write(line, "layer ", strong(layer), ", head ", strong(head), ": strongest key receives ", strong(short(data.strength[layer * H + head])), ` on average; it moves ${count(moves(layer, head), "time")}`);
 }
@@ -296,7 +296,7 @@ function drawPath() {
   for (const at of ticks(P, path.height, 22, info.first)) brush.fillText(numberOf(at), path.left - 8, path.y(at) + 4);
   brush.textAlign = "center";
   for (const step of ticks(T, path.width, 34)) brush.fillText(info.steps[step], path.x(step), path.top + path.height + 14);
-  byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}, a full mark where it is a sink, hollow where it is none; grey: every head${info.causal ? "" : "; shaded: not decided"}.`;
+  byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}, filled mark: a sink, hollow: not a sink; grey: every head${info.causal ? "" : "; shaded: undecided"}.`;
   canvas.setAttribute("aria-label", `Position of the strongest key at each step, ${whose()}`);
   paintPath();
 }
@@ -354,11 +354,11 @@ const pathStep = (event) => clamp(Math.round(((placeIn(event)[0] - path.left) / 
 
 function pathReadout(step) {
   const at = strongestAt(step), line = byId("path-readout");
-  if (at === null) return write(line, "step ", strong(info.steps[step]), ": no strongest key, the head attends to nothing");
+  if (at === null) return write(line, "step ", strong(info.steps[step]), ": no strongest key, all attention is zero");
   write(line, "step ", strong(info.steps[step]), ": position ", strong(numberOf(at)), " ", quoted(textAt(step, at)), ", ", strong(short(scoreAt(step, at))));
 }
 
-// ---- all of them
+// ---- all figures
 
 function drawPointer() {
   paintHeat();

@@ -1,29 +1,29 @@
-// Draws CircuitsVis's AttentionHeads, either from numbers in this document or from those a page around it sends.
+// Draws CircuitsVis's AttentionHeads, from numbers in this document or from those that the parent page sends.
 
 const COLORS = { positiveColor: "#123f73", negativeColor: "#d94801" };
 
 function drawHeads(props, note) {
   byId("note").textContent = note || "";
-  const wanted = props.attention.length + 1; // a small map for each head, and the large one
+  const wanted = props.attention.length + 1; // a small map per head, and the large one
   CircuitsVis.render("heads", CircuitsVis.AttentionHeads, { ...props, minValue: -props.maxValue, ...COLORS });
-  return new Promise((resolve) => { // in a frame that is out of sight this waits until it is seen
-    const look = () => {
-      if (document.querySelectorAll("#heads canvas").length < wanted) setTimeout(look, 20);
+  return new Promise((resolve) => { // in an invisible frame this waits until the frame becomes visible
+    const check = () => {
+      if (document.querySelectorAll("#heads canvas").length < wanted) setTimeout(check, 20);
       else requestAnimationFrame(() => requestAnimationFrame(resolve));
     };
-    look();
+    check();
   });
 }
 
-// As if head number `head` had been clicked: it is shown large.
+// Shows head `head` at full size, as if it had been clicked.
 function lockHead(head) {
   const map = document.querySelectorAll("#heads canvas")[head];
   if (head !== lockHead.last && map) map.click();
   lockHead.last = head;
 }
-lockHead.last = 0; // CircuitsVis begins with the first
+lockHead.last = 0; // CircuitsVis starts with the first head
 
-function tellHeight() {
+function sendHeight() {
   const height = Math.ceil(document.documentElement.getBoundingClientRect().height);
   parent.postMessage({ sinklens: "height", height }, "*");
 }
@@ -43,8 +43,8 @@ async function startHeads() {
     runScript(data.script);
     await drawHeads(data.props, "");
     document.body.dataset.drawn = "1";
-    tellHeight();
-    new ResizeObserver(tellHeight).observe(byId("heads"));
+    sendHeight();
+    new ResizeObserver(sendHeight).observe(byId("heads"));
     parent.postMessage({ sinklens: "drawn" }, "*");
     lockHead(data.head);
   });

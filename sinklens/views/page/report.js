@@ -1,8 +1,8 @@
-// The report: what is chosen (step, layer, head), the controls that choose it, and the canvas of tokens.
-// Numbers come from the page: `info` (JSON) and chunks. Texts of the model are set as text, never as markup.
+// The report: the selection (step, layer, head), its controls, and the canvas of tokens.
+// Numbers come from the page: `info` (JSON) and chunks. Model text is set as text, never as markup.
 
 const ALL = -1; // as layer: the mean over all heads of all layers; as head: the mean over the heads of the layer
-const MISSING = 0, MASK = 1; // places in the vocabulary: a position that does not exist yet, the mask
+const MISSING = 0, MASK = 1; // indices in the vocabulary: a position that does not exist yet, the mask
 
 const info = readJson("info");
 const view = { step: 0, layer: ALL, head: ALL, position: null, playing: null };
@@ -52,7 +52,7 @@ function isSink(step, at, layer = view.layer, head = view.head) {
   return (layers.get(layer).sinks[bit >> 3] >> (7 - (bit & 7))) & 1;
 }
 
-// Position of the strongest key; null where the head attends to nothing.
+// Position of the strongest key; null where all attention is zero.
 function strongestAt(step, layer = view.layer, head = view.head) {
   const column = layer === ALL ? 0 : head === ALL ? 1 + layer : 1 + L + layer * H + head;
   const at = data.path[step * (1 + L + L * H) + column];
@@ -75,7 +75,7 @@ async function choose(layer, head) {
   if (!has(layer)) return false;
   const wanted = (view.asked = `${layer}/${head}`);
   await loadLayer(layer);
-  if (view.asked !== wanted) return true; // another choice came meanwhile
+  if (view.asked !== wanted) return true; // the selection has changed in the meantime
   Object.assign(view, { layer, head: layer === ALL ? ALL : head });
   byId("layer").value = layer;
   byId("head").value = view.head;
@@ -184,7 +184,7 @@ function buildTokens() {
   byId("tokens").addEventListener("click", pointAt);
 }
 
-// Room for the longest token that ever stands here, so that the text keeps still while it fills in.
+// Width of the longest token at this position in any step, so that the text does not shift while it fills in.
 function widest(at) {
   let most = 1;
   for (let step = 0; step < T; step++) most = Math.max(most, info.vocabulary[tokenAt(step, at)].length);
@@ -210,12 +210,12 @@ function drawTokens() {
   });
 }
 
-// Everything there is to say about a position at the step shown.
+// Description of a position at a step, by default the step shown.
 function describe(at, step = view.step) {
   const token = quoted(textAt(step, at) || "…"), place = ["position ", strong(numberOf(at)), " ", token];
   if (!exists(step, at)) return [...place, committed(step, at) ? " is added in this step" : " does not exist yet"];
   const score = scoreAt(step, at), share = (100 * score) / existing(step);
-  const state = committed(step, at) ? ", decided in this step" : tokenAt(step, at) === MASK ? ", not decided yet" : "";
+  const state = committed(step, at) ? ", decided in this step" : tokenAt(step, at) === MASK ? ", undecided" : "";
   const heads = data.heads[step * P + at];
   return [...place, " receives ", strong(short(score)), ` (${short(share)} % of all attention)`,
     isSink(step, at) ? ", a sink" : "", `; a sink in ${heads} of ${count(L * H, "head")}`, state];
@@ -239,11 +239,11 @@ function sentence() {
   }
   const state = info.causal ? `${count(existing(step), "position exists", "positions exist")} when it begins. ` : `${count(open, "position is", "positions are")} undecided when it begins. `;
   const start = [strong(`Step ${info.steps[step]}. `), state];
-  if (at === null) return [...start, `${who[0].toUpperCase()}${who.slice(1)} attends to nothing.`];
+  if (at === null) return [...start, `${who[0].toUpperCase()}${who.slice(1)} has no attention at all.`];
   const score = scoreAt(step, at), where = strong(`position ${numberOf(at)}`);
   where.className = "where";
   return [...start, `In ${who}, most attention goes to `, where, " ", quoted(info.vocabulary[data.entered[step * P + at]]),
-    ` which receives ${short(score)} times its uniform share, ${short((100 * score) / existing(step))} % of all attention. `,
+    `, which receives ${short(score)} times its uniform share, ${short((100 * score) / existing(step))} % of all attention. `,
     sinks === 0 ? "No position is a sink." : `${count(sinks, "position is a sink", "positions are sinks")}.`];
 }
 

@@ -1,4 +1,4 @@
-// Draws the first view, then what can wait.
+// Draws the first view, then everything that can wait.
 
 async function start() {
   buildHeader();

@@ -1,7 +1,7 @@
-"""Programs that mean harm: none hurts the system, none passes. Each runs under every set of layers that stands alone.
+"""Hostile programs neither harm the system nor pass. Each runs under every set of layers that must suffice alone.
 
 "all" is what users get where namespaces are allowed; "namespaces" leaves out the filter and Landlock, so that forks and
-sockets are really made; "process" is the level without namespaces.
+sockets are actually created; "process" is the level without namespaces.
 """
 
 import os
@@ -23,7 +23,7 @@ from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
 from sinklens.evaluation.sandbox import run as sandbox
 
 TIGHT = Limits(seconds=5, memory_mb=128, processes=8, file_mb=4, output_kb=16)
-SHORT = Limits(seconds=0.7, memory_mb=96, processes=8)  # for what never ends by itself
+SHORT = Limits(seconds=0.7, memory_mb=96, processes=8)  # for programs that never end
 TEST = (
     "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6\n    assert not candidate(-1)\n"
 )
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(available_isolation().level == "none", reason=st
 
 @cache
 def isolation(name):
-    """What a set of layers gives here, or why it cannot be had; the layers to skip are set."""
+    """The isolation of a set of layers on this system, or why it is not available; assumes skipped layers are set."""
     level, _ = LAYERS[name]
     try:
         return sandbox._probe(level)
@@ -46,7 +46,7 @@ def isolation(name):
 
 
 def skip_layers(monkeypatch, name):
-    """Run without the layers that `LAYERS` names, to see that the others hold alone."""
+    """Skip the layers that `LAYERS` names, to test that the others suffice alone."""
     settings = sandbox._settings
     skipped = {"skipped_layers": LAYERS[name][1]}
     monkeypatch.setattr(sandbox, "_settings", lambda *given: settings(*given) | skipped)
@@ -65,7 +65,7 @@ def layers(request, monkeypatch):
 
 
 def hostile(source, limits=TIGHT, test=TEST):
-    """Outcome of a program; source without a function ``f`` runs inside one that then returns what is right."""
+    """Outcome of a program; source without a function ``f`` runs inside one that then returns the right value."""
     body = textwrap.dedent(source)
     if "def f(" not in body:
         body = "def f(x):\n" + textwrap.indent(body, "    ") + "\n    return x + 1\n"
@@ -75,7 +75,7 @@ def hostile(source, limits=TIGHT, test=TEST):
     return outcome
 
 
-def test_the_honest_program_passes(layers):
+def test_an_honest_program_passes(layers):
     assert hostile("pass").passed
 
 
@@ -87,7 +87,7 @@ def test_the_honest_program_passes(layers):
     ["while True: pass", "import time; time.sleep(60)", "import re\nre.match('(a+)+$', 'a' * 40 + 'b')"],
     ids=["busy", "asleep", "in one call"],
 )
-def test_an_endless_program_runs_out_of_time(layers, source):
+def test_an_endless_program_times_out(layers, source):
     outcome = hostile(source, SHORT)
     assert outcome.status == "timeout"
     assert outcome.exit_code is None
@@ -107,7 +107,7 @@ def test_a_fork_bomb_ends_with_its_sandbox(layers):
     assert hostile(source, SHORT).status == "timeout"
 
 
-def test_threads_without_end_reach_a_limit(layers):
+def test_endless_threads_reach_a_limit(layers):
     source = """
         import threading, time
         try:
@@ -136,7 +136,7 @@ def test_filling_memory_ends_at_the_limit(layers, source, statuses):
     assert hostile(source, SHORT).status in statuses
 
 
-def test_memory_that_no_limit_counts_is_not_to_be_had(layers):
+def test_memory_outside_the_limits_is_unavailable(layers):
     source = """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -175,7 +175,7 @@ def test_printing_gigabytes_ends_at_the_limit(layers, stream):
 # Reading and reaching
 
 
-def test_the_systems_files_are_out_of_reach(layers, tmp_path):
+def test_the_systems_files_are_inaccessible(layers, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the secret")
     paths = [secret, Path.home(), Path(__file__), "/etc/passwd", "/etc/shadow", "/proc/self/environ", "/proc/1/cmdline"]
@@ -190,12 +190,12 @@ def test_the_systems_files_are_out_of_reach(layers, tmp_path):
     out = hostile(source).stdout
     assert "the secret" not in out
     seen = [line.split()[1] for line in out.splitlines() if line.startswith("SEEN")]
-    # with nothing but namespaces a home that holds Python's library shows that one way down, and no file beside it
+    # with only namespaces, a home that contains Python's library shows the path to it, and no other file
     assert [path for path in seen if path != str(Path.home())] == []
     assert "['.ssh" not in out
 
 
-def test_nothing_is_written_outside_the_working_folder(layers, tmp_path):
+def test_files_outside_the_working_folder_are_not_written(layers, tmp_path):
     os.chmod(tmp_path, 0o777)
     marker = secrets.token_hex(8)
     places = [tmp_path, Path.home(), "/tmp", "/dev/shm", "/var/tmp", Path(os.__file__).parent, "/"]
@@ -216,7 +216,7 @@ def test_nothing_is_written_outside_the_working_folder(layers, tmp_path):
     assert not [place for place in places if (Path(place) / marker).exists()]
 
 
-def test_the_environment_holds_no_secret(layers, monkeypatch):
+def test_the_environment_contains_no_secret(layers, monkeypatch):
     monkeypatch.setenv("SINKLENS_TEST_TOKEN", "the secret")
     outcome = hostile("import os\nprint(dict(os.environ), open('/proc/self/environ').read())")
     assert "the secret" not in outcome.stdout + outcome.stderr
@@ -225,7 +225,7 @@ def test_the_environment_holds_no_secret(layers, monkeypatch):
     assert "HOME" not in outcome.stdout
 
 
-def test_a_listener_on_this_machine_hears_nothing(layers, tmp_path):
+def test_a_listener_on_this_machine_gets_no_connection(layers, tmp_path):
     path = str(tmp_path / "listener")
     with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(path)
@@ -254,7 +254,7 @@ def test_a_listener_on_this_machine_hears_nothing(layers, tmp_path):
         abstract.close()
 
 
-def test_parents_and_neighbours_cannot_be_killed(layers):
+def test_parent_and_sibling_processes_cannot_be_killed(layers):
     neighbour = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         source = f"""
@@ -292,7 +292,7 @@ def wait_until(condition, seconds=10.0):
     return condition()
 
 
-def test_a_daemon_that_is_left_behind_is_gone_afterwards(monkeypatch):
+def test_a_daemon_does_not_survive_its_program(monkeypatch):
     skip_layers(monkeypatch, "namespaces")  # else it cannot be made in the first place
     if available_isolation().level != "namespaces":
         pytest.skip(str(available_isolation()))
@@ -453,7 +453,7 @@ def test_a_forgery_never_passes(layers, name):
     assert outcome.status in ("failed", "exited", "killed", "timeout")
 
 
-def test_a_test_that_swallows_everything_does_not_pass_a_program_that_is_gone(layers):
+def test_a_test_that_catches_everything_does_not_pass_a_program_that_has_ended(layers):
     test = textwrap.dedent("""
         def check(candidate):
             for value in range(3):
@@ -466,7 +466,7 @@ def test_a_test_that_swallows_everything_does_not_pass_a_program_that_is_gone(la
     assert hostile("raise ValueError", test=test).passed  # as that test has it
 
 
-def test_the_tests_are_nowhere_in_the_programs_process(layers):
+def test_the_programs_process_does_not_contain_the_tests(layers):
     answer = secrets.token_hex(16)
     source = """
         import ctypes, gc, os, sys

@@ -1,4 +1,4 @@
-"""A program passes if and only if the tests ran to their end and held; isolation is told, and refused when too weak."""
+"""A program passes only if all tests ran and passed; isolation is reported, and refused when it is too weak."""
 
 import ast
 import gzip
@@ -32,7 +32,7 @@ def run(program, test=TEST, name="add", limits=SMALL, **options):
     return run_program(program, test, name, limits=limits, require="process", **options)
 
 
-def test_limits_say_what_is_out_of_range():
+def test_errors_for_limits_say_what_is_out_of_range():
     assert Limits() == Limits(10.0, 512, 16, 16, 64)
     with pytest.raises(SettingError, match=r"Limits\(memory_mb=8\) is out of range; give 64 or more"):
         Limits(memory_mb=8)
@@ -45,7 +45,7 @@ def test_an_unknown_requirement_is_refused():
         run_program(RIGHT, TEST, "add", require="nothing")
 
 
-def test_isolation_weaker_than_asked_for_is_refused_and_says_why(monkeypatch):
+def test_isolation_weaker_than_required_is_refused_with_the_reason(monkeypatch):
     weak = Isolation("process", ("resource limits",), ("namespaces: unshare: Operation not permitted",))
     monkeypatch.setattr(sandbox, "available_isolation", lambda: weak)
     with pytest.raises(SinklensError, match=r"process: resource limits; not namespaces: unshare.*require='process'"):
@@ -53,7 +53,7 @@ def test_isolation_weaker_than_asked_for_is_refused_and_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])
-def test_other_systems_run_nothing_and_say_what_is_missing(monkeypatch, platform, name):
+def test_other_systems_run_no_program_and_report_what_is_missing(monkeypatch, platform, name):
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(sandbox, "available_isolation", available_isolation.__wrapped__)
     assert sandbox.available_isolation().level == "none"
@@ -64,7 +64,7 @@ def test_other_systems_run_nothing_and_say_what_is_missing(monkeypatch, platform
 @pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("setpriv"), reason="root and setpriv needed"
 )
-def test_without_the_right_to_make_namespaces_the_weaker_level_is_found_and_the_reason_told():
+def test_without_permission_for_namespaces_the_weaker_level_and_the_reason_are_reported():
     code = "from sinklens.evaluation.sandbox import available_isolation; print(available_isolation())"
     command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", code]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -76,7 +76,7 @@ def test_without_the_right_to_make_namespaces_the_weaker_level_is_found_and_the_
 @pytest.mark.skipif(
     not shutil.which("unshare") or available_isolation().level != "namespaces", reason="user namespaces needed"
 )
-def test_an_ordinary_user_gets_namespaces_too():
+def test_an_unprivileged_user_also_gets_namespaces():
     code = f"""
         from sinklens.evaluation.sandbox import available_isolation, run_program
         print(available_isolation())
@@ -89,7 +89,7 @@ def test_an_ordinary_user_gets_namespaces_too():
 
 
 @NEED_SANDBOX
-def test_the_outcome_tells_what_happened_and_what_was_in_force():
+def test_the_outcome_records_what_happened_and_the_isolation():
     right = run(f"print('loading')\n{RIGHT}")
     assert right == Outcome("passed", "", 0, "loading\n", "", right.seconds, right.isolation)
     assert right.passed
@@ -125,7 +125,7 @@ def test_a_program_that_cannot_be_loaded_or_raises_fails_with_its_error(program,
 
 
 @NEED_SANDBOX
-def test_tests_may_use_helpers_the_functions_own_name_keywords_tolerance_and_expected_errors():
+def test_tests_may_use_helpers_the_functions_name_keywords_tolerances_and_expected_errors():
     program = "def root(x, *, power=2):\n    if x < 0: raise ValueError('negative')\n    return x ** (1 / power)\n"
     test = """
         import math
@@ -144,7 +144,7 @@ def test_tests_may_use_helpers_the_functions_own_name_keywords_tolerance_and_exp
 
 
 @NEED_SANDBOX
-def test_the_programs_own_version_of_a_helper_is_not_the_one_that_tests_use():
+def test_tests_do_not_use_the_programs_version_of_a_helper():
     test = "def check(candidate):\n    assert encode(candidate('b')) == 'b'\n"
     helpers = "def encode(s): return chr(ord(s) + 1)\n"
     assert run("def decode(s): return chr(ord(s) - 1)\n", test, "decode", helpers=helpers).passed
@@ -162,13 +162,13 @@ def test_the_programs_own_version_of_a_helper_is_not_the_one_that_tests_use():
         ("def check(candidate):\n    candidate(len, 2)", "a builtin_function_or_method cannot be passed"),
     ],
 )
-def test_tests_that_cannot_run_are_an_error_and_no_verdict(test, detail):
+def test_tests_that_cannot_run_raise_an_error_instead_of_a_verdict(test, detail):
     with pytest.raises(SinklensError, match=f"fail to run regardless of the program: .*{detail}.*helpers="):
         run(RIGHT, test)
 
 
 @NEED_SANDBOX
-def test_runs_are_the_same_every_time():
+def test_repeated_runs_give_the_same_outcome():
     program = (
         "import random\ndef add(a, b):\n    print(random.random(), list({'x', 'y', 'z', 'w'}))\n    return a + b\n"
     )
@@ -178,7 +178,7 @@ def test_runs_are_the_same_every_time():
 
 
 @NEED_SANDBOX
-def test_nothing_is_left_behind(monkeypatch, tmp_path):
+def test_no_files_or_processes_are_left_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
     for program in (RIGHT, "open('kept', 'w').write('x' * 1000)\n" + RIGHT, "def add(a, b): 1 / 0\n"):
@@ -188,7 +188,7 @@ def test_nothing_is_left_behind(monkeypatch, tmp_path):
 
 
 def descendants(pid):
-    """Processes below one, as they are now."""
+    """The current descendants of a process."""
     parents = {}
     for place in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -204,7 +204,7 @@ def descendants(pid):
 
 
 @NEED_SANDBOX
-def test_sandboxed_processes_end_with_a_parent_that_is_killed(tmp_path):
+def test_sandboxed_processes_end_when_their_parent_is_killed(tmp_path):
     code = """
         from sinklens.evaluation.sandbox import Limits, run_program
         test = "def check(candidate): candidate()"
@@ -226,7 +226,7 @@ def test_sandboxed_processes_end_with_a_parent_that_is_killed(tmp_path):
 
 
 @NEED_SANDBOX
-def test_a_verdict_without_the_checkers_key_counts_for_nothing():
+def test_a_verdict_without_the_checkers_key_is_ignored():
     with ExitStack() as stack:
         nobody = stack.enter_context(start_child("nobody", {}, {}, pipe(stack), capture=False))
         watch = sandbox._Watch(nobody, nobody, Limits(), "the key")
@@ -286,14 +286,14 @@ def assert_solutions_pass_and_others_fail(tasks):
 
 
 @NEED_SANDBOX
-def test_canonical_solutions_of_humaneval_pass_and_with_other_results_fail(humaneval):
+def test_canonical_solutions_of_humaneval_pass_and_fail_with_altered_results(humaneval):
     chosen = {f"HumanEval/{number}" for number in (0, 10, 32, 33, 38, 50, 53, 87, 129, 162)}  # helpers, random, tuples
     assert_solutions_pass_and_others_fail([task for task in humaneval if task["task_id"] in chosen])
 
 
 @NEED_SANDBOX
 @pytest.mark.slow
-def test_all_canonical_solutions_of_humaneval_pass_and_with_other_results_fail(humaneval):
+def test_all_canonical_solutions_of_humaneval_pass_and_fail_with_altered_results(humaneval):
     assert len(humaneval) == 164
     assert_solutions_pass_and_others_fail(humaneval)
 
@@ -318,7 +318,7 @@ class Mutate(ast.NodeTransformer):
 
 
 def naive_verdict(task, program):
-    """Program and tests together in one plain process, as HumanEval's own script does; for programs we know only."""
+    """Program and tests in one plain process, as in HumanEval's script; only for programs known to be harmless."""
     code = f"import sys; sys.set_int_max_str_digits(0)\n{program}\n{task['test']}\ncheck({task['entry_point']})\n"
     try:
         command = [sys.executable, "-S", "-c", f"exec({code!r}, {{}})"]

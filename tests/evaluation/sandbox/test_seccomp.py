@@ -1,4 +1,4 @@
-"""The filter's numbers are the kernel's, and its program, run by hand, forbids what it should on both machines."""
+"""The filter's numbers match the kernel's, and its program forbids what it should on both machines."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ ME = os.getpid()
 
 
 def run(machine, name, *arguments, shared_files=True, architecture=None):
-    """What the filter answers to a call, by the manual of the packet-filter machine; an errno by name."""
+    """The filter's answer to a call, interpreted according to the manual of the packet filter; errnos by name."""
     column, own = ARCHITECTURES[machine]
     number = name if isinstance(name, int) else CALLS[name][column]
     data = struct.pack("<iIQ6Q", number, architecture or own, 0, *arguments, *[0] * (6 - len(arguments)))
@@ -47,7 +47,7 @@ def run(machine, name, *arguments, shared_files=True, architecture=None):
 
 
 @pytest.mark.parametrize(("column", "header"), list(enumerate(HEADERS)), ids=MACHINES)
-def test_the_numbers_are_those_of_the_kernels_headers(column, header):
+def test_the_numbers_match_the_kernels_headers(column, header):
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed")
     listed = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text())
@@ -60,7 +60,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(column, header):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_processes_sockets_and_other_processes_are_out_of_reach(machine):
+def test_new_processes_sockets_and_access_to_other_processes_are_forbidden(machine):
     thread = CLONE_THREAD | 0x3D0F00
     assert run(machine, "clone", 17) == "EAGAIN"  # a new process
     assert run(machine, "clone", thread) == ALLOW
@@ -92,7 +92,7 @@ def test_reading_and_writing_are_allowed_and_another_instruction_set_is_killed(m
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_files_are_changed_by_name_only_in_a_tree_of_ones_own(machine):
+def test_files_are_changed_by_name_only_in_a_private_tree(machine):
     assert "fchmodat" in ON_SHARED_FILES
     assert "fanotify_init" not in ON_SHARED_FILES
     for name in ON_SHARED_FILES:
@@ -101,7 +101,7 @@ def test_files_are_changed_by_name_only_in_a_tree_of_ones_own(machine):
             assert run(machine, name, shared_files=False) == ALLOW
 
 
-def test_a_machine_the_filter_does_not_know_is_named(monkeypatch):
+def test_the_error_for_an_unknown_machine_names_it(monkeypatch):
     monkeypatch.setattr(seccomp, "ARCHITECTURES", {"sparc": (0, 2)})
     with pytest.raises(UnavailableError, match="the filter knows sparc, this is"):
         filter_calls(shared_files=True)

@@ -1,4 +1,4 @@
-"""Values cross the pipe unchanged and in built-in types; whatever else comes is refused, never executed."""
+"""Values cross the pipe unchanged and as built-in types; anything else is refused and never executed."""
 
 import json
 import math
@@ -35,8 +35,8 @@ class EqualNumber(int):
     __hash__ = int.__hash__
 
 
-def there(value):
-    """`value` as it arrives."""
+def received(value):
+    """`value` after crossing the pipe."""
     return decode(json.loads(json.dumps(encode(value))))
 
 
@@ -46,58 +46,58 @@ def there(value):
      (), (1,), (1, (2,)), {}, {1: "a", "1": None, (1, 2): [True]}, set(), {1, "a"}, frozenset({(1,)}), range(1, 9, 2)],
     ids=lambda value: f"{value!s:.20}" if not isinstance(value, str | int | set) else type(value).__name__,
 )  # fmt: skip
-def test_a_plain_value_arrives_as_it_was(value):
-    arrived = there(value)
+def test_a_plain_value_arrives_unchanged(value):
+    arrived = received(value)
     assert arrived == value
     assert type(arrived) is type(value)
 
 
-def test_what_equality_cannot_tell_arrives_too():
-    assert math.isnan(there(math.nan))
-    assert math.copysign(1, there(-0.0)) == -1
-    assert [type(item) for item in there([1, True, 1.0])] == [int, bool, float]
-    assert list(there({3: 0, 1: 0, 2: 0})) == [3, 1, 2]
-    assert there({1: 2}.keys()) == {1}
-    assert there({1: 2}.keys()) != [1]
+def test_differences_that_equality_ignores_are_preserved():
+    assert math.isnan(received(math.nan))
+    assert math.copysign(1, received(-0.0)) == -1
+    assert [type(item) for item in received([1, True, 1.0])] == [int, bool, float]
+    assert list(received({3: 0, 1: 0, 2: 0})) == [3, 1, 2]
+    assert received({1: 2}.keys()) == {1}
+    assert received({1: 2}.keys()) != [1]
 
 
-def test_a_subclass_arrives_as_what_it_derives_from_and_loses_its_own_equality():
+def test_a_subclass_arrives_as_its_built_in_base_and_loses_its_equality():
     assert EqualNumber(1) == 2
-    assert there(EqualNumber(1)) != 2
+    assert received(EqualNumber(1)) != 2
     pair = namedtuple("pair", "a b")
     for value, plain in ((pair(1, 2), (1, 2)), (Counter("aa"), {"a": 2}), (OrderedDict(a=1), {"a": 1})):
-        assert there(value) == plain
-        assert type(there(value)) is type(plain)
+        assert received(value) == plain
+        assert type(received(value)) is type(plain)
 
 
-def test_an_iterator_arrives_as_one_and_equals_no_list():
-    assert there(map(abs, [-1, 2])) != [1, 2]
-    assert tuple(there(map(abs, [-1, 2]))) == (1, 2)
-    endless = there(iter(int, 1))
+def test_an_iterator_arrives_as_an_iterator_and_does_not_equal_a_list():
+    assert received(map(abs, [-1, 2])) != [1, 2]
+    assert tuple(received(map(abs, [-1, 2]))) == (1, 2)
+    endless = received(iter(int, 1))
     assert isinstance(endless, Opaque)
-    assert isinstance(there(iter(range(ITERATOR_LIMIT + 1))), Opaque)
+    assert isinstance(received(iter(range(ITERATOR_LIMIT + 1))), Opaque)
 
 
-def test_anything_else_arrives_as_a_thing_that_equals_nothing_but_is_as_true_as_it_was():
-    thing = there(EqualsAll())
+def test_any_other_object_arrives_as_a_placeholder_with_its_truth_value_that_equals_nothing():
+    thing = received(EqualsAll())
     assert isinstance(thing, Opaque)
     assert thing != 1
     assert thing
-    assert there([EqualsAll()]) != [1]
+    assert received([EqualsAll()]) != [1]
     falsy = type("Falsy", (), {"__bool__": lambda self: False})()
-    assert not there(falsy)
-    assert repr(there(len)) == "<a builtin_function_or_method>"
+    assert not received(falsy)
+    assert repr(received(len)) == "<a builtin_function_or_method>"
 
 
-def test_an_argument_without_a_plain_form_is_refused_and_named():
+def test_an_argument_without_a_plain_form_is_refused_by_name():
     with pytest.raises(UnsendableError, match="a function cannot be passed to a program"):
         encode([1, [lambda: 0]], strict=True)
     with pytest.raises(UnsendableError, match="a Opaque cannot") as caught:
-        encode(there(len), strict=True)
+        encode(received(len), strict=True)
     assert isinstance(caught.value.value, Opaque)
 
 
-def test_a_value_that_holds_itself_is_refused():
+def test_a_value_that_contains_itself_is_refused():
     value: list[object] = []
     value.append(value)
     with pytest.raises(RecursionError, match="recursion"):
@@ -111,12 +111,12 @@ def test_a_value_that_holds_itself_is_refused():
      ["bytes", "xyz"], ["complex", "1"], ["opaque"], {"tag": "int"}, [["int"], 1]],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_plain_form_is_malformed(data):
+def test_data_without_a_plain_form_are_malformed(data):
     with pytest.raises(MalformedError, match="not a plain value"):
         decode(data)
 
 
-def test_depth_without_end_is_malformed():
+def test_excessive_nesting_is_malformed():
     data: object = None
     for _ in range(5000):
         data = ["list", [data]]
@@ -135,7 +135,7 @@ def ends():
             continue
 
 
-def test_frames_come_out_as_they_went_in(ends):
+def test_frames_arrive_unchanged(ends):
     send(ends[1], [1, "a"])
     send(ends[1], None)
     assert receive(ends[0]) == [1, "a"]
@@ -145,7 +145,7 @@ def test_frames_come_out_as_they_went_in(ends):
         receive(ends[0])
 
 
-def test_a_frame_is_refused_before_it_is_read_if_it_is_too_long(ends):
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read(ends):
     os.write(ends[1], struct.pack(">I", FRAME_LIMIT + 1))
     with pytest.raises(MalformedError, match=f"{FRAME_LIMIT + 1} bytes was announced; {FRAME_LIMIT} are allowed"):
         receive(ends[0])
@@ -154,7 +154,7 @@ def test_a_frame_is_refused_before_it_is_read_if_it_is_too_long(ends):
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000], ids=["cut", "no text", "deep"])
-def test_a_frame_that_is_no_json_is_malformed(ends, body):
+def test_a_frame_that_is_not_json_is_malformed(ends, body):
     os.set_blocking(ends[1], False)
     sent = os.write(ends[1], struct.pack(">I", min(len(body), 60_000)) + body[:60_000])
     assert sent >= 5
