@@ -141,7 +141,7 @@ def defined_names() -> set[str]:
 
 def listed() -> dict[str, tuple[str, str, str]]:
     """Library, file and contract test by name, from the table on the design page."""
-    text = (ROOT / "docs" / "design.md").read_text().split("## What is private elsewhere", 1)[1]
+    text = (ROOT / "docs" / "design.md").read_text().split("## Private names of dependencies", 1)[1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
     return {
         name: (library, file.strip("`"), test.strip("`"))
