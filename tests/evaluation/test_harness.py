@@ -210,6 +210,8 @@ def test_tasks_that_compare_likelihoods_are_refused(words, tiny_llada):
 
 
 def test_a_tasks_length_and_temperature_apply_unless_the_models_arguments_set_them(tiny_llada, monkeypatch):
+    from sinklens.evaluation import harness
+
     used = []
     real = sinklens.generate
 
