@@ -25,7 +25,7 @@ from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.tree import HookTree, Sizes
 from sinklens.passes import SinglePasses
 from sinklens.selfcheck import check as run_check
-from sinklens.tokens import ModuleMethods, TokenMethods
+from sinklens.tokens import ModuleMethods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ Silent failure: a diffusion model predicts the tokens behind its masks. On a pro
 about a next token; sinklens warns about this once per model.
 """
 
-import sys
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,7 +187,7 @@ def _with_mask(mask: Tensor | None) -> dict[str, Tensor]:
 
 def _warn(message: str) -> None:
     """Issue a warning for the calling line, skipping the frames of `BETWEEN`."""
-    frame = sys._getframe()
+    frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame = frame.f_back
     warnings.warn_explicit(message, PromptWarning, frame.f_code.co_filename, frame.f_lineno)

@@ -5,12 +5,10 @@ import re
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from building import random_hf
 from contracts import FILES, HOME, ROOT, relied_on, uses
 from torch import nn
-from transformer_lens import HookedRootModule
-from transformer_lens.hook_points import HookPoint
 
 PYTHONS = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and os: public despite their names
 
@@ -69,35 +67,33 @@ def test_accelerate_keeps_the_forward_it_wraps():
     remove_hook_from_module(module)
 
 
+def test_accelerate_keeps_its_hook_on_the_module():
+    module = nn.Linear(2, 2)
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    with relied_on("accelerate", "_hf_hook, which names the device where a module computes"):
+        assert module.__dict__["_hf_hook"].execution_device == "cpu"
+    remove_hook_from_module(module)
+
+
+def test_the_fused_operators_of_a_gpu_return_a_log_sum_exp():
+    query = torch.randn(1, 1, 2, 8)
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ):
+        with relied_on("torch", f"aten.{name} (..., logsumexp, ...), and torch._fused_sdp_choice, which chooses one"):
+            schema = getattr(torch.ops.aten, name).default._schema
+            assert schema.returns[1].name in ("logsumexp", "log_sumexp")
+            assert isinstance(torch._fused_sdp_choice(query, query, query), int)
+
+
 def test_transformers_lists_tied_weights_and_says_which_attention_runs():
     hf = random_hf()
     with relied_on("transformers", "PreTrainedModel._tied_weights_keys and config._attn_implementation"):
         assert "lm_head.weight" in hf._tied_weights_keys
         hf.set_attn_implementation("sdpa")
         assert hf.config._attn_implementation == "sdpa"
-
-
-def test_transformer_lens_puts_hooks_on_through_one_method():
-    class Tree(HookedRootModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.point = HookPoint()
-            self.setup()
-            self.enabled = []
-
-        def _enable_hook(self, name, hook, dir):
-            self.enabled.append((name, dir))
-            super()._enable_hook(name, hook, dir)
-
-        def forward(self, x):
-            return self.point(x)
-
-    with relied_on(
-        "transformer_lens", "HookedRootModule._enable_hook, which every hook of run_with_hooks goes through"
-    ):
-        tree = Tree()
-        assert tree.run_with_hooks(1, fwd_hooks=[("point", lambda value, hook: value + 1)]) == 2
-        assert tree.enabled == [("point", "fwd")]
 
 
 # The table

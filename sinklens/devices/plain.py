@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 MASK = 1
 ANSWER = 32  # positions to decide
@@ -31,7 +31,7 @@ def random_llada(
     )  # fmt: skip
     config.is_causal = False
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
     return _bidirectional(model)
 
 
@@ -40,7 +40,7 @@ def twin(model: LlamaForCausalLM, attention: str = "sdpa") -> LlamaForCausalLM:
     config: Any = copy.deepcopy(model.config)
     first = next(model.parameters())
     with torch.device("meta"):
-        other = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=first.dtype)
+        other = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=first.dtype)
     other.load_state_dict(model.state_dict(), assign=True)
     rotary: Any = type(other.model.rotary_emb)
     other.model.rotary_emb = rotary(config=config).to(first.device)

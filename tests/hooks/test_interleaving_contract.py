@@ -224,11 +224,13 @@ def test_a_root_asks_its_class_how_invokes_make_a_batch():
 
 
 def test_a_wrapped_module_keeps_the_forward_it_runs_where_it_can_be_replaced(root):
-    from nnsight.intervention.source import STATE
+    from nnsight.intervention.source import STATE, Controller
 
-    with nnsight("source.STATE, State.body, .original, .sourced and .compiled"):
+    with nnsight("source.STATE, source.Controller, State.routes, .body, .original, .sourced and .compiled"):
         module = root._module
         state = module.__dict__[STATE]
+        assert isinstance(module.__dict__["forward"], Controller)
+        assert [route[0]() for route in state.routes] == [root.interleaver]
         assert state.original is state.body is Doubling.forward
         assert (state.sourced, state.compiled) == (False, None)
         state.body = state.original = lambda module, x: x * 5
