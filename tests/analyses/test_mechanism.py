@@ -92,7 +92,7 @@ def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):
 
 
 def test_dreams_sampler_has_no_left_to_right_order():
-    model = SimpleNamespace(record=SimpleNamespace(sampler="dream"), checkpoint=SimpleNamespace(defaults={}))
+    model = SimpleNamespace(family_record=SimpleNamespace(sampler="dream"), checkpoint=SimpleNamespace(defaults={}))
     found = orders(model, {"gen_length": 6, "alg": "topk_margin", "steps": 2})
     assert found["confidence"] == {"gen_length": 6, "steps": 6, "alg": "topk_margin"}
     assert found["random"]["alg"] == "origin"
