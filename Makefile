@@ -11,25 +11,28 @@ STAMP := .venv/finished
 SEVERAL := --numprocesses auto --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow check format train bench gpu notebooks docs
+.PHONY: help demo test slow check check-rest format train bench gpu notebooks docs
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(STAMP)  ## trace the shipped models and draw their sinks
 	$(BIN)/sinklens demo $(ARGS)
 
-test: $(STAMP)  ## run the tests, without the slow ones (ARGS="-k name" to choose)
+test: $(STAMP)  ## run the tests that take minutes in all (ARGS="-k name" to choose)
 	$(BIN)/pytest $(SEVERAL) $(ARGS)
 
 slow: $(STAMP)  ## run the slow tests alone
 	$(BIN)/pytest -m slow $(ARGS)
 
-check: $(STAMP)  ## check format, lint, types, tests and the wheel: everything that must pass
+check: test check-rest  ## check everything: format, lint, types, all tests but the slow ones, documentation, wheel
+
+check-rest: $(STAMP)  ## what `make check` does after `make test`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/check_types.py
-	$(BIN)/pytest $(SEVERAL)
+	$(BIN)/pytest $(SEVERAL) -m "extended and not slow"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python scripts/check_wheel.py
 
 format: $(STAMP)  ## format the code and fix what the linter can

@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+TESTS = Path(__file__).resolve().parent
+EXTENDED = (  # files and folders that `make test` leaves to `make check`: real processes, training, studies, documents
+    "analyses", "cli/test_studies.py", "devices/test_check.py", "devices/test_ray_gpus.py", "evaluation/sandbox",
+    "evaluation/test_distributed.py", "evaluation/test_harness.py", "evaluation/test_runner.py",
+    "experiments/test_sweeps.py", "hooks/test_column_sums_triton.py", "hooks/test_fused.py", "test_benchmarks.py",
+    "test_docs.py", "test_tutorials.py", "views/test_report.py", "zoo",
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what belongs to `make check` alone, before the markers select."""
+    for item in items:
+        place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        if place.startswith(EXTENDED) or item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session")
