@@ -175,7 +175,7 @@ def test_visibility_to_all_queries_is_not_reported_as_a_cause():
     assert (reason.position, reason.chief) == (0, "uniform")
     assert reason.share == pytest.approx(11 / 18)
     assert reason.uniform == pytest.approx(11 / 18)
-    assert "no more than if all keys were alike" in str(reason)
+    assert "no more than if all keys were equal" in str(reason)
 
 
 def test_a_reason_reads_as_one_line():
