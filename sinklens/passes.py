@@ -56,6 +56,8 @@ class SinglePasses(TokenMethods, Root):
         Raises:
             PromptError: the prompt is invalid or longer than the context.
         """
+        if not self.handover.running:
+            self._refuse_edits("a plain call")
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
         return super().__call__(ids, hook=hook, **_with_mask(mask), **options)
 

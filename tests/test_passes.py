@@ -7,7 +7,7 @@ import torch
 from building import random_hf, random_ids, random_model
 
 import sinklens
-from sinklens.errors import PromptWarning
+from sinklens.errors import PromptWarning, SinklensError
 from sinklens.model import load
 from sinklens.sinks import qk
 
@@ -149,3 +149,15 @@ def test_passes_with_masks_and_internal_passes_do_not_warn():
             t["blocks.1.attn.hook_pattern"].clone()
     assert (run.canvas[0, -1] != model.mask_token_id).all()
     qk.why(model, run, step=-1, layer=0, head=0)
+
+
+def test_a_plain_call_of_a_model_with_edits_is_rejected():
+    model = sinklens.load(random_hf("llama", causal=True))
+    ids = random_ids()
+    with model.edit(inplace=True):
+        model.blocks[1].hook_resid_post.output[:] = 0
+    with model.trace(ids):
+        edited = model.output.save()
+    assert not torch.equal(edited, model.tree(ids))
+    with pytest.raises(SinklensError, match=r"carries edits of model\.edit\(\).*a plain call would"):
+        model(ids)

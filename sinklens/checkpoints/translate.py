@@ -72,7 +72,19 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
             f"{where}: config.json does not describe a {family.architecture} model: {reason}"
         ) from error
     made.is_causal = family.causal
+    _check_defaults(config, made, family, where)
     return made
+
+
+def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
+    """A key that config.json leaves out gets transformers' default, which the family must be able to express too."""
+    for key, allowed in family.required.items():
+        if key not in config and key in made.__dict__ and made.__dict__[key] not in allowed:
+            expected = " or ".join(repr(value) for value in allowed)
+            raise CheckpointError(
+                f"{where}: config.json has no {key}, and transformers' default for {family.architecture} is "
+                f"{made.__dict__[key]!r}; the {family.name} family can express only {expected}. Set it in config.json."
+            )
 
 
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:

@@ -28,6 +28,7 @@ from sinklens.runs.intervention import (
     RunContext,
     place_mask,
     refuse,
+    refuse_empty,
     whole_numbers,
     within,
 )
@@ -99,11 +100,17 @@ class PatchHooks(Intervention):
     source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        refuse_empty(self)
         count = 0 if self.positions is None else len(whole_numbers("position", self.positions))
         if self.source_positions is not None and len(self.source_positions) != count:
             raise SettingError(
                 f"source_positions and positions must have the same length; got {len(self.source_positions)} and "
                 f"{count}."
+            )
+        if not isinstance(self.source, Mapping) or not all(isinstance(step, int) for step in self.source):
+            raise SettingError(
+                f"source maps steps to caches: pass the .caches of Activations, or what t.cache(...) returned; got "
+                f"{type(self.source).__name__}. For the cache of a single pass write source={{0: cache}}."
             )
         if not len(self.source):
             raise SettingError("source holds no step; run the model that fills it first.")

@@ -132,18 +132,21 @@ class Intervention(ABC):
 
     def chosen_layers(self, model: "Model") -> list[int]:
         """The layers as indices from 0."""
+        refuse_empty(self)
         return within("layer", self.layers, model.cfg.n_layers)
 
     def chosen_heads(self, model: "Model") -> list[int]:
         """The heads as indices from 0."""
+        refuse_empty(self)
         return within("head", self.heads, model.cfg.n_heads)
 
     def step_test(self, run: RunContext | None) -> Callable[[int | None], bool]:
         """A test for whether a step is selected; outside a run there are no steps, and its argument is None.
 
         Raises:
-            SettingError: `steps` is set, but there is no run.
+            SettingError: `steps` is set, but there is no run; or it is empty.
         """
+        refuse_empty(self)
         if self.steps is None:
             return lambda step: True
         if run is None:
@@ -177,6 +180,8 @@ def whole_numbers(kind: str, chosen: Sequence[int]) -> list[int]:
     """
     if isinstance(chosen, int):
         raise SettingError(f"{kind}s must be a list of integers; write {kind}s=[{chosen}].")
+    if isinstance(chosen, slice):
+        raise SettingError(f"{kind}s must be a list of integers; for a slice write {kind}s=range(start, stop).")
     if isinstance(chosen, Iterator):
         raise SettingError(
             f"{kind}s must be a list of integers, because it is read more than once; a {type(chosen).__name__} can be "

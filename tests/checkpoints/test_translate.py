@@ -278,3 +278,16 @@ def test_a_config_without_a_model_type_is_rejected(config):
 def test_the_error_for_an_unknown_family_names_the_nearest():
     with pytest.raises(CheckpointError, match=r"no family is called 'a2d-qwen4'; known: llada, .*Nearest: a2d-qwen"):
         family_named("a2d-qwen4")
+
+
+def test_a_default_of_transformers_that_the_family_cannot_express_is_rejected_too(families):
+    from sinklens.checkpoints import Family, register
+    from sinklens.hooks import Architecture
+
+    known = Family("mist", ("mist",), "mistral", "llada", "no", required={"sliding_window": (None,)}, mask_token_id=3)
+    register(known, Architecture())
+    sizes = {"model_type": "mist", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9}
+    assert translate({**sizes, "sliding_window": None}, known, "here").sliding_window is None
+    with pytest.raises(CheckpointError, match=r"no sliding_window, and transformers' default for mistral is 4096"):
+        translate(sizes, known, "here")

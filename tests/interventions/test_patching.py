@@ -6,8 +6,9 @@ from building import KINDS, random_ids, shared_model
 from transformer_lens import ActivationCache
 from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
+import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.interventions import Activations, FreezePattern, PatchHooks, WindowAttention
+from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
 from sinklens.runs.caches import StepCaches
 
 WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
@@ -289,3 +290,22 @@ def test_freezing_without_an_earlier_pattern_is_rejected(worded):
         FreezePattern(at=0).hooks_for(worded())
     with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
         watch(worded(), [LONG], [FreezePattern(at=4)])
+
+
+def test_a_source_that_does_not_map_steps_to_caches_is_rejected(tiny_llada, unchecked):
+    _, cache = tiny_llada.run_with_cache("Question: 1", names_filter="blocks.0.hook_resid_pre")
+    kept = Activations(names="blocks.0.hook_resid_pre")
+    run = sinklens.generate(tiny_llada, "Question: 1", hooks=[kept], gen_length=2)
+    for source in (cache, kept, run):
+        with pytest.raises(SettingError, match=r"source maps steps to caches: pass the \.caches.*\{0: cache\}"):
+            PatchHooks(source=source)
+    assert PatchHooks(source=kept.caches).source.keys() == {0, 1}
+
+
+def test_empty_restrictions_and_slices_are_rejected_by_every_intervention(tiny_llada):
+    source = {0: {"blocks.0.hook_resid_pre": torch.zeros(1)}}
+    for name in ("steps", "layers"):
+        with pytest.raises(SettingError, match=f"{name} is empty, so PatchHooks would change nothing"):
+            sinklens.generate(tiny_llada, "Question: 1", hooks=PatchHooks(source=source, **{name: []}), gen_length=2)
+    with pytest.raises(SettingError, match=r"for a slice write steps=range\(start, stop\)"):
+        sinklens.generate(tiny_llada, "Question: 1", hooks=AblateHeads(steps=slice(1, 3)), gen_length=2)
