@@ -133,7 +133,7 @@ def linear_at_the_end():
     hf = random_hf(dtype=torch.float64)
     hf.model.norm = Unchanged(hf.model.norm)
     hf.model.layers[-1].mlp.down_proj.weight.data.zero_()
-    return sinklens.load(hf)
+    return sinklens.load(hf, check=False)  # the self-check finds that the last norm is not one
 
 
 GIVEN_THE_OTHER = ["attn.hook_pattern", "attn.hook_v"]  # their product is linear in each; along a path both change

@@ -302,7 +302,7 @@ def test_a_source_that_does_not_map_steps_to_caches_is_rejected(tiny_llada, unch
     assert PatchHooks(source=kept.caches).source.keys() == {0, 1}
 
 
-def test_empty_restrictions_and_slices_are_rejected_by_every_intervention(tiny_llada):
+def test_empty_restrictions_and_slices_are_rejected_by_every_intervention(tiny_llada, unchecked):
     source = {0: {"blocks.0.hook_resid_pre": torch.zeros(1)}}
     for name in ("steps", "layers"):
         with pytest.raises(SettingError, match=f"{name} is empty, so PatchHooks would change nothing"):
