@@ -82,7 +82,7 @@ DENOISE = (
     PointSpec("hook_canvas", "batch pos", "token ids entering the step; editing remasks or forces tokens"),
     PointSpec("hook_logits", "batch pos vocab", "logits of the token at each position; watching computes all of them"),
     PointSpec("hook_candidates", "batch pos", "proposed token ids"),
-    PointSpec("hook_confidence", "batch pos", "confidence of each candidate; -inf where there is none"),
+    PointSpec("hook_confidence", "batch pos", "confidence of each candidate; -inf where nothing is proposed"),
     PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
 )
 

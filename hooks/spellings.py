@@ -22,7 +22,7 @@ class ByPoint(dict[str, Value]):
     """A dictionary whose keys are names of hook points and whose look-ups accept every spelling.
 
     Attributes:
-        resolve: returns the name of the point that a spelling means; raises `HookNameError` if there is none.
+        resolve: returns the name of the point that a spelling means; raises `HookNameError` for an unknown one.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class SinglePasses(TokenMethods, Root):
         Args:
             input_ids: a prompt: text, texts, token ids, or a tokenizer's output. Padding stays in place.
             attention_mask: for token ids: 1 on real tokens, 0 on padding.
-            prepend_bos: for text: True adds a start token if there is none, False removes the tokenizer's.
+            prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
             padding_side: "left"; no other value is supported.
             hook: in a trace block, whether the block sees this pass.
             **options: arguments of `HookTree.forward`, which rejects unknown ones.

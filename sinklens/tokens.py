@@ -1,7 +1,7 @@
 """TransformerLens's tokenization methods, and the methods of `torch.nn.Module` that return the module.
 
 `Model` inherits both classes. Unlike in TransformerLens, no method adds a start token by default: text gets the special
-tokens that the checkpoint's tokenizer adds. ``prepend_bos=True`` adds a start token if there is none,
+tokens that the checkpoint's tokenizer adds. ``prepend_bos=True`` adds a missing start token,
 ``prepend_bos=False`` removes the tokenizer's, and no text begins with two.
 
 Silent failure: if the tokenizer adds a start token, a fragment of a longer text gets one too. Pass
@@ -61,7 +61,7 @@ class TokenMethods:
                 length, or a tokenizer's output.
             chat_template: True formats a text prompt as one user turn with the tokenizer's template; a string is used
                 as the template.
-            prepend_bos: for text: True adds a start token if there is none, False removes the tokenizer's.
+            prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
             gen_length: number of mask tokens to append to each prompt; only for diffusion models.
 
         Raises:
@@ -124,7 +124,7 @@ class TokenMethods:
 
         Args:
             prompt: text, texts, or ids.
-            prepend_bos: for text: True adds a start token if there is none, False removes the tokenizer's.
+            prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
             padding_side: "left"; no other value is supported.
             move_to_device: return ids on the model's device; otherwise on the CPU.
             truncate: keep only the first tokens of a text longer than the context, as TransformerLens does by default.

@@ -130,7 +130,7 @@ class SinklensLM(LM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The chat template in use, for the results; "" if there is none."""
+        """The chat template in use, for the results; "" without one."""
         return str(self.tokenizer.chat_template or "")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -231,7 +231,7 @@ def _dataset(
 
 @torch.no_grad()
 def _read(model: "Model", stream: Float[Tensor, "pos d_model"], final: Int[Tensor, " pos"], top_k: int) -> _Reading:
-    """The lens at every position of `stream`, whose final tokens are `final` (-1 where there is none)."""
+    """The lens at every position of `stream`, whose final tokens are `final` (-1 where the run left no token)."""
     parts = []
     size = max(1, CHUNK // model.cfg.d_vocab)
     for start in range(0, max(1, len(stream)), size):

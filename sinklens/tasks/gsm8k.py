@@ -179,7 +179,7 @@ class Gsm8k(Task):
 
 
 def strict(text: str, ending: re.Pattern[str] = STYLES["gsm8k"].ending) -> str | None:
-    """The number of the first `ending` in `text`; None if there is none.
+    """The number of the first `ending` in `text`; None if it has no such number.
 
     >>> strict("16 - 7 = 9 eggs, so $18.\\n#### 18 dollars")
     '18'
@@ -189,7 +189,7 @@ def strict(text: str, ending: re.Pattern[str] = STYLES["gsm8k"].ending) -> str |
 
 
 def flexible(text: str) -> str | None:
-    """The last number in `text`; None if there is none.
+    """The last number in `text`; None if it has no such number.
 
     A number is two or more of the characters ``$0-9.,``, or digits, with or without a minus sign; ``$5`` counts, and so
     does ``..``, as in the harness.
