@@ -188,9 +188,10 @@ def _caches(model: Model) -> str:
 
 
 def _read_only(model: Model) -> str:
-    ids, _ = _ids(model)
+    ids, real = _ids(model)
+    double = (SCORES.format(1), lambda value, hook: value * 2)
     try:
-        model.run_with_hooks(ids, fwd_hooks=[(SCORES.format(1), lambda value, hook: value * 2)])
+        model.run_with_hooks(ids, attention_mask=real, fwd_hooks=[double])
     except ReadOnlyHookError:
         return "refused"
     raise AssertionError("the edit was accepted")

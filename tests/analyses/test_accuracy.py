@@ -41,7 +41,7 @@ def test_a_truncated_answer_counts_as_wrong(tiny_llada):
 def test_a_model_without_a_tokenizer_and_an_invalid_number_of_problems_are_rejected(monkeypatch, capsys):
     with pytest.raises(PromptError, match=r"came without a tokenizer, and the held-out problems are text"):
         measure(shared_model(), held_out(1))
-    for number, text in (("501", "500 problems are held out"), ("0", "accuracy needs at least one problem")):
+    for number, text in (("501", "give 0 to 500 held-out problems"), ("0", "accuracy needs at least one problem")):
         monkeypatch.setattr("sys.argv", ["accuracy", "tiny-llama", "--problems", number])
         with pytest.raises(SystemExit, match="1"):
             main()
