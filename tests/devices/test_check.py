@@ -49,7 +49,7 @@ def test_stopping_a_part_also_stops_its_child_processes():
     wait = "time.sleep(600)"
     code = f"child = subprocess.Popen([sys.executable, '-c', 'import time; {wait}'])\nsay(str(child.pid))\n{wait}"
     found = []
-    run_part(PART, [sys.executable, "-c", SCRIPT + code], 5.0, found.append)
+    run_part(PART, [sys.executable, "-c", SCRIPT + code], 15.0, found.append)
     child = int(found[1].what)
     gone = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert gone, "the child process of the part is still running"
