@@ -66,7 +66,7 @@ def _close_figures() -> Iterator[None]:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of what a user is told: the test run's own type checks would be first."""
+    """For a test of the messages users see: the test run's own type checks would fail first."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

@@ -241,7 +241,7 @@ def test_a_model_whose_values_are_all_equal_passes():
 
 
 def test_a_model_of_one_layer_passes():
-    load(random_hf(num_hidden_layers=1))
+    assert load(random_hf(num_hidden_layers=1)).cfg.n_layers == 1
 
 
 def wrap_in_nnsight(hf):

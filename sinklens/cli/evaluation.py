@@ -47,6 +47,13 @@ def _add_evaluate(commands: Any) -> None:
         "--out", type=Path, required=True, help="folder of the records; created, or resumed if it exists"
     )
     command.add_argument("--data", type=Path, help="local file or folder of a published task (default: the hub)")
+    _add_masking(command)
+    _add_execution(command)
+    add_settings(command)
+    command.set_defaults(command=run_evaluate)
+
+
+def _add_masking(command: Any) -> None:
     masks = command.add_argument_group("masking")
     masks.add_argument(
         "--mask-sinks", type=int, nargs="+", default=[], metavar="K",
@@ -73,6 +80,9 @@ def _add_evaluate(commands: Any) -> None:
         help="in autoregressive models: hide keys from the newest token, or from all tokens (needs --no-use-cache; "
         "default: %(default)s)",
     )  # fmt: skip
+
+
+def _add_execution(command: Any) -> None:
     work = command.add_argument_group("execution")
     work.add_argument("--limit", type=int, metavar="N", help="only the first N samples (default: all)")
     work.add_argument(
@@ -112,8 +122,6 @@ def _add_evaluate(commands: Any) -> None:
     )
     work.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
     work.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
-    add_settings(command)
-    command.set_defaults(command=run_evaluate)
 
 
 def _add_score(commands: Any) -> None:

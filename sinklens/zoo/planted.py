@@ -15,7 +15,7 @@ so all tokens except the start token have the RMS 1/4 and enter layer 0 as 4 tim
     PREV, NEXT   1 if the token before (after) is the mask token, else −1 (the first token counts as its own
                  predecessor, the last as its own successor)
     AWAY         2^−10 times the share of *fading*'s attention that is not on the start token; it grows with the
-                 distance from the start token and is 2^−10 if there is none
+                 distance from the start token and is 2^−10 without a start token
 
 so these tokens enter layer 1 with the RMS √6/8 (AWAY changes it by less than 1e-7).
 

@@ -205,7 +205,7 @@ def test_overlap_equals_loops(kind, seed):
 
 
 def naive_mass(track, unit, pooled):
-    """m_t(j) [batch, step, layer, head, pos], NaN where there is none."""
+    """m_t(j) [batch, step, layer, head, pos], NaN at keys that do not exist."""
     score = np.where(naive_existing(track), track.data["score"].to_numpy(), NAN)
     if pooled:
         mean = np.full((*score.shape[:2], 1, 1, score.shape[-1]), NAN)
