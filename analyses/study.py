@@ -175,9 +175,13 @@ class Study(ABC):
         with units:
             left = [number for number in range(len(prompts)) if number not in units.done]
             report(model.name, len(units.done), len(prompts))
-            for numbers in batches(prompts, left, self.batch if self.together else 1):
-                units.add(numbers, self.measure(model, [prompts[number] for number in numbers], settings))
-                report(model.name, len(units.done), len(prompts))
+            try:
+                for numbers in batches(prompts, left, self.batch if self.together else 1):
+                    units.add(numbers, self.measure(model, [prompts[number] for number in numbers], settings))
+                    report(model.name, len(units.done), len(prompts))
+            except KeyboardInterrupt:  # possibly while units are being written
+                report(model.name, units.kept(), len(prompts))
+                raise
             return units.dataset()
 
     def _manifest(

@@ -66,6 +66,10 @@ class Units:
     def done(self) -> set[int]:
         return set(self._found)
 
+    def kept(self) -> int:
+        """The number of finished prompts on disk, or in memory without a folder."""
+        return len(self.done if self._run is None else self._run.done())
+
     def add(self, numbers: Sequence[int], measured: xr.Dataset) -> None:
         """Store the measurements of the prompts with the indices `numbers`, along ``prompt``.
 

@@ -133,17 +133,19 @@ def evaluate(
     with ExitStack() as stack:
         writers = [stack.enter_context(Writer(run.begin(), shard[0])) for run in plan.runs]
         work = plan.missing()  # after locking: no other process is writing these shards
-        done = [len(plan.samples) - sum(len(b.samples) for b in work if b.condition is c) for c in conditions]
-        for place, condition in enumerate(conditions):
-            if progress is not None:
-                progress(condition, done[place], len(plan.samples))
-        for finished, records in engine.carry_out(plan.job, work) if work else ():
-            place = plan.place(finished.condition)
-            for record in records:
-                writers[place].add(record)
-            done[place] += len(records)
-            if progress is not None:
-                progress(conditions[place], done[place], len(plan.samples))
+        done = plan.finished()
+        _report(plan, done, progress)
+        try:
+            for finished, records in engine.carry_out(plan.job, work) if work else ():
+                place = plan.place(finished.condition)
+                for record in records:
+                    writers[place].add(record)
+                done[place] += len(records)
+                if progress is not None:
+                    progress(conditions[place], done[place], len(plan.samples))
+        except KeyboardInterrupt:  # possibly in the middle of a batch
+            _report(plan, plan.finished(), progress)
+            raise
     return plan.runs
 
 
@@ -223,6 +225,11 @@ class _Plan:
     def place(self, condition: Condition) -> int:
         return next(place for place, planned in enumerate(self.conditions) if planned == condition)
 
+    def finished(self) -> list[int]:
+        """The number of samples with a record on disk, for each condition."""
+        samples = {sample.id for sample in self.samples}
+        return [len(samples & run.done()) for run in self.runs]
+
     def missing(self) -> list[Batch]:
         """Units without a record, condition by condition."""
         found: list[Batch] = []
@@ -235,6 +242,12 @@ class _Plan:
             waits = run.what["settings"].get("threshold") is not None  # and interventions would see these steps
             found += batches(condition, left, 1 if waits and condition.hooks else self.batch)
         return found
+
+
+def _report(plan: "_Plan", done: Sequence[int], progress: Report | None) -> None:
+    if progress is not None:
+        for condition, number in zip(plan.conditions, done, strict=True):
+            progress(condition, number, len(plan.samples))
 
 
 def _plan(
