@@ -34,7 +34,7 @@ from sinklens.analyses.intervals import interval_table, verdict
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
-from sinklens.sampling import AutoregressiveSettings, LladaSettings, settings_for
+from sinklens.sampling import AutoregressiveSettings, DreamSettings, LladaSettings, settings_for
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def orders(model: "Model", settings: Mapping[str, Any]) -> dict[str, dict[str, A
             "position": {**plain, "remasking": "low_confidence", "block_length": 1},
             "random": {**plain, "remasking": "random"},
         }
+    if not isinstance(defaults, DreamSettings):
+        return {"confidence": plain}
     by_confidence = "entropy" if defaults.alg == "origin" else defaults.alg
     return {"confidence": {**plain, "alg": by_confidence}, "random": {**plain, "alg": "origin"}}
 

@@ -35,7 +35,7 @@ from sinklens.analyses.units import Units, batches, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.model import load
-from sinklens.sampling.settings import BY_SAMPLER, settings_for
+from sinklens.sampling.registry import find_sampler, settings_for
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.versions import versions
@@ -254,7 +254,7 @@ def _names(models: Sequence["Model"]) -> list[str]:
 
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """For each model, the settings that its sampler has; a setting that no model has is an error."""
-    known = [{entry.name for entry in fields(BY_SAMPLER[model.family_record.sampler])} for model in models]
+    known = [set(find_sampler(model.family_record.sampler).setting_names()) for model in models]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of the package
     ("errors", "memory", "progress", "atomic", "versions"),
     ("hooks",),
-    ("checkpoints",),
     ("sampling",),
+    ("checkpoints",),
     ("model", "passes", "tokens", "prompts", "fingerprint", "selfcheck"),
     ("sinks",),
     ("identity",),

@@ -10,9 +10,7 @@ Limitation: a config value that the translation cannot express raises an error t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Sampler = Literal["llada", "dream", "autoregressive"]
 Required = Mapping[str, tuple[str | int | None, ...]]
 
 
@@ -24,7 +22,7 @@ class Family:
         name: short name, as in `Model.family`.
         model_types: values of ``model_type`` in config.json that identify this family.
         architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
-        sampler: the sampler that generates with it.
+        sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
         causal: whether queries see only earlier keys.
         shift: whether the logits at position i predict the token at i + 1.
         config_names: the family's config key -> transformers' key. If empty, config.json already uses transformers'
@@ -42,7 +40,7 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     architecture: str
-    sampler: Sampler
+    sampler: str
     verified: str
     causal: bool = False
     shift: bool = False
@@ -51,6 +49,11 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     mask_token_id: int | None = None
     eot_token_id: int | None = None
+
+    @property
+    def attention(self) -> str:
+        """The attention that the family was trained with: "causal" or "bidirectional"."""
+        return "causal" if self.causal else "bidirectional"
 
 
 _LLADA_CONFIG = {

@@ -10,11 +10,11 @@ know the shipped families and those of entry points.
 """
 
 from importlib.metadata import entry_points
-from typing import get_args
 
-from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family, Sampler
-from sinklens.errors import CheckpointError
+from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
+from sinklens.sampling.registry import find_sampler
 
 GROUP = "sinklens.families"
 
@@ -49,8 +49,10 @@ def register(family: Family, architecture: Architecture | None = None) -> None:
 def _validate(family: Family) -> None:
     if isinstance(family.model_types, str) or not family.model_types:
         raise CheckpointError(f"model_types must be a tuple of names, such as ('newdlm',); got {family.model_types!r}.")
-    if family.sampler not in get_args(Sampler):
-        raise CheckpointError(f"sampler {family.sampler!r} is not one of {', '.join(get_args(Sampler))}.")
+    try:
+        find_sampler(family.sampler)
+    except SettingError as error:
+        raise CheckpointError(f"{error} Add one with sinklens.sampling.register.") from error
     if family.name in (known.name for known in FAMILIES):
         raise CheckpointError(
             f"a family called {family.name!r} already exists with another record; choose another name, or start a new "

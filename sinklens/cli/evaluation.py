@@ -244,11 +244,9 @@ def _check_limit(task: "Task", limit: int | None) -> None:
 
 def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], queries: str) -> None:
     """Reject settings that none of the models has; they would silently have no effect."""
-    from dataclasses import fields
-
     from sinklens.checkpoints import family_of
     from sinklens.checkpoints.files import find_checkpoint, read_config
-    from sinklens.sampling.settings import BY_SAMPLER
+    from sinklens.sampling.registry import find_sampler
 
     if not given and queries != "all":
         return
@@ -257,7 +255,7 @@ def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], querie
         raise SinklensError(
             f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."
         )
-    known = {entry.name for sampler in samplers for entry in fields(BY_SAMPLER[sampler])}
+    known = {name for sampler in samplers for name in find_sampler(sampler).setting_names()}
     for name in given:
         if name not in known:
             raise SinklensError(

@@ -6,7 +6,8 @@ from typing import Any, get_args, get_origin
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add a flag for every sampler setting."""
-    from sinklens.sampling.settings import Settings, setting_help
+    from sinklens.sampling.registry import setting_help
+    from sinklens.sampling.settings import Settings
 
     group = command.add_argument_group(
         "sampler settings (which apply depends on the model; defaults of the checkpoint replace those listed here)"
@@ -25,11 +26,13 @@ def _default(name: str) -> str:
     """The samplers' defaults in brackets; empty where the meaning explains the default."""
     from dataclasses import fields
 
-    from sinklens.sampling.settings import BY_SAMPLER, setting_help
+    from sinklens.sampling.registry import SAMPLERS, setting_help
 
     if "default" in setting_help(name):
         return ""
-    values = [entry.default for kind in BY_SAMPLER.values() for entry in fields(kind) if entry.name == name]
+    values = [
+        entry.default for sampler in SAMPLERS.values() for entry in fields(sampler.settings) if entry.name == name
+    ]
     words = {None: "off", True: "yes", False: "no"}
     texts = [words[value] if value is None or isinstance(value, bool) else str(value) for value in values]
     return f" (default: {', '.join(dict.fromkeys(texts))})"

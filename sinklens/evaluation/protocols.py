@@ -11,12 +11,12 @@ what its authors or the study published, as far as they state it; `note` lists w
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sampling.settings import BY_SAMPLER
+from sinklens.sampling import SAMPLERS
 from sinklens.tasks import NAMES, Task, find_task
 
 
@@ -80,7 +80,7 @@ class EvalProtocol:
         Raises:
             SettingError: a setting that no sampler has.
         """
-        known = {sampler: {entry.name for entry in fields(kind)} for sampler, kind in BY_SAMPLER.items()}
+        known = {name: set(sampler.setting_names()) for name, sampler in SAMPLERS.items()}
         everything = sorted(set().union(*known.values()))
         for name in given:
             if name not in everything:

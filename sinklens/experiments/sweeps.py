@@ -33,7 +33,7 @@ from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext
 from sinklens.runs.result import Generation
-from sinklens.sampling import AnySettings, AutoregressiveSettings, LladaSettings, settings_for
+from sinklens.sampling import AutoregressiveSettings, SamplerSettings, settings_for
 
 if TYPE_CHECKING:
     from sinklens.runs.denoising import Hooks
@@ -122,7 +122,7 @@ def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(*model.encode(prompts), strict=True)]
 
 
-def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool = False) -> int:
+def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: bool = False) -> int:
     """Upper estimate, in bytes, of the memory that one row takes during a run.
 
     It counts the hidden states of a pass, one layer's MLP and explicit map, and logits; under guidance twice that.
@@ -143,7 +143,7 @@ def bytes_per_row(model: Model, length: int, settings: AnySettings, replay: bool
     if replay:
         logits += (1 if causal else length) * cfg.d_vocab * item
         kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
-    passes = 2 if isinstance(settings, LladaSettings) and settings.cfg_scale > 0 else 1
+    passes = 2 if getattr(settings, "cfg_scale", 0.0) > 0 else 1
     return passes * (stream + maps + logits + cache) + kept
 
 

@@ -28,7 +28,7 @@ from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of
-from sinklens.sampling import LladaSettings, settings_for
+from sinklens.sampling import sampler_of, settings_for
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.loop import Listener, Trajectory, build_trajectory, run
 from sinklens.sampling.state import State
@@ -90,7 +90,7 @@ class Denoising:
     @property
     def guided(self) -> bool:
         """Whether a pass has unconditional rows after the conditional ones."""
-        return isinstance(self.settings, LladaSettings) and self.settings.cfg_scale > 0
+        return getattr(self.settings, "cfg_scale", 0.0) > 0
 
     def _check_prompt(self, ids: Tensor, real: Tensor) -> None:
         mask = self.model.mask_token_id
@@ -331,6 +331,7 @@ class Denoising:
             "family": self.model.family,
             "causal": int(self.model.config.is_causal),
             "attention": normalizer_name(self.model.config),
+            "sampler": sampler_of(self.settings).name,
             "settings": json.dumps(settings),
             "seed": self.seed,
             "prompt_length": self.state.prompt_length,

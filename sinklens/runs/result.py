@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
-from sinklens.sampling import AnySettings
+from sinklens.sampling import SamplerSettings
 from sinklens.sinks.track import SinkTrack
 
 
@@ -94,7 +94,7 @@ class Generation:
     real: Bool[Tensor, "batch pos"]
     prompt_length: int
     answers: tuple[Answer, ...]
-    settings: AnySettings
+    settings: SamplerSettings
     seed: int
     sinks: SinkTrack | None
     single: bool

@@ -1,23 +1,26 @@
 """The samplers: LLaDA's, Dream's and left-to-right decoding. Each is a loop over one function per decision."""
 
+from sinklens.sampling.registry import SAMPLERS, Sampler, make_settings, register, sampler_of, settings_for
 from sinklens.sampling.settings import (
-    BY_SAMPLER,
-    AnySettings,
     AutoregressiveSettings,
     DreamSettings,
     LladaSettings,
+    RunSettings,
+    SamplerSettings,
     Settings,
-    make_settings,
-    settings_for,
 )
 
 __all__ = [
-    "BY_SAMPLER",
-    "AnySettings",
+    "SAMPLERS",
     "AutoregressiveSettings",
     "DreamSettings",
     "LladaSettings",
+    "RunSettings",
+    "Sampler",
+    "SamplerSettings",
     "Settings",
     "make_settings",
+    "register",
+    "sampler_of",
     "settings_for",
 ]

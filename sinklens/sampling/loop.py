@@ -14,15 +14,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.sampling import autoregressive, dream, llada
-from sinklens.sampling.settings import AnySettings, AutoregressiveSettings, DreamSettings, LladaSettings
-from sinklens.sampling.state import Sampler, State
-
-SAMPLERS: dict[type, Sampler] = {
-    LladaSettings: llada.denoise,  # type: ignore[dict-item]
-    DreamSettings: dream.denoise,  # type: ignore[dict-item]
-    AutoregressiveSettings: autoregressive.denoise,  # type: ignore[dict-item]
-}
+from sinklens.sampling.registry import sampler_of
+from sinklens.sampling.settings import AutoregressiveSettings, SamplerSettings
+from sinklens.sampling.state import State
 
 
 @runtime_checkable
@@ -59,7 +53,7 @@ class Trajectory:
 
 def run(
     state: State,
-    settings: AnySettings,
+    settings: SamplerSettings,
     listeners: Sequence[Listener] = (),
     keep: list[Tensor] | None = None,
 ) -> Trajectory:
@@ -80,7 +74,7 @@ def run(
         _check_replay(state, settings, state.replay)
     step = -1
     with torch.no_grad():
-        for step, _ in enumerate(SAMPLERS[type(settings)](state, settings)):
+        for step, _ in enumerate(sampler_of(settings).begin(state, settings)):
             if step > 0:
                 _finish(step - 1, state, listeners, canvases)
             if state.replay is not None and step >= state.replay.shape[1] - 1:
@@ -120,7 +114,7 @@ def unmask_steps(
     return last.masked_fill(~real, -1)
 
 
-def _check_replay(state: State, settings: AnySettings, replay: Tensor) -> None:
+def _check_replay(state: State, settings: SamplerSettings, replay: Tensor) -> None:
     batch, canvases, length = replay.shape
     if (batch, length) != tuple(state.canvas.shape):
         raise SettingError(

@@ -5,20 +5,18 @@ does not have is an error and never ignored: otherwise ``alg`` given to LLaDA wo
 """
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError
 
 Remasking = Literal["low_confidence", "random"]
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
 class Settings(TypedDict, total=False):
-    """All sampler settings, for type checkers; which ones apply depends on the model's family."""
+    """All sampler settings, for type checkers; which ones apply depends on the sampler."""
 
     gen_length: int
     steps: int
@@ -37,30 +35,60 @@ class Settings(TypedDict, total=False):
     use_cache: bool
 
 
-def _require(condition: bool, text: str) -> None:
+class RunSettings(Settings, total=False):
+    """The settings of a run: those of its sampler, and the sampler."""
+
+    sampler: str
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """Base class of the settings of a sampler: a frozen dataclass that is validated on creation.
+
+    Attributes:
+        gen_length: number of answer positions.
+        steps: largest number of steps of a run.
+    """
+
+    if TYPE_CHECKING:  # fields or properties of the subclasses
+
+        @property
+        def gen_length(self) -> int: ...
+        @property
+        def steps(self) -> int: ...
+
+
+def require(condition: bool, text: str) -> None:
     if not condition:
         raise SettingError(text)
 
 
-def _require_integer(name: str, value: object) -> None:
+def require_integer(name: str, value: object) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    _require(valid, f"{name} must be an integer of at least 1; got {value!r}.")
+    require(valid, f"{name} must be an integer of at least 1; got {value!r}.")
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _require_nonnegative(name: str, value: float) -> None:
-    _require(_is_finite(value) and value >= 0, f"{name} must be a finite number of at least 0; got {value!r}.")
+def require_nonnegative(name: str, value: float) -> None:
+    require(is_finite(value) and value >= 0, f"{name} must be a finite number of at least 0; got {value!r}.")
 
 
 def _divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
+def check_truncation(temperature: float, top_p: float | None, top_k: int | None) -> None:
+    require_nonnegative("temperature", temperature)
+    require(top_p is None or (is_finite(top_p) and 0 < top_p <= 1), f"top_p must be in (0, 1]; got {top_p!r}.")
+    if top_k is not None:
+        require_integer("top_k", top_k)
+
+
 @dataclass(frozen=True)
-class LladaSettings:
+class LladaSettings(SamplerSettings):
     """LLaDA's sampler (Nie et al., 2502.09992, and its reference code).
 
     Attributes:
@@ -88,42 +116,42 @@ class LladaSettings:
     confidence_eos_eot_inf: bool = False
 
     def __post_init__(self) -> None:
-        _require_integer("gen_length", self.gen_length)
+        require_integer("gen_length", self.gen_length)
         object.__setattr__(
             self, "block_length", self.block_length or (32 if self.gen_length % 32 == 0 else self.gen_length)
         )
         object.__setattr__(self, "steps", self.steps or self.gen_length)
-        _require_integer("block_length", self.block_length)
-        _require_integer("steps", self.steps)
-        _require(
+        require_integer("block_length", self.block_length)
+        require_integer("steps", self.steps)
+        require(
             self.gen_length % self.block_length == 0,
             f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
             f"choose one of {_divisors(self.gen_length)}.",
         )
         blocks = self.gen_length // self.block_length
-        _require(
+        require(
             self.steps % blocks == 0,
             f"steps {self.steps} cannot be divided among {blocks} blocks (gen_length {self.gen_length} / "
             f"block_length {self.block_length}); give a multiple of {blocks} up to {self.gen_length}.",
         )
-        _require(
+        require(
             self.steps <= self.gen_length,
             f"steps {self.steps} is more than gen_length {self.gen_length}: each step commits at least one token.",
         )
-        _require_nonnegative("temperature", self.temperature)
-        _require_nonnegative("cfg_scale", self.cfg_scale)
+        require_nonnegative("temperature", self.temperature)
+        require_nonnegative("cfg_scale", self.cfg_scale)
         allowed = ("low_confidence", "random")
-        _require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
-        _require(
+        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+        require(
             self.remasking != "random" or self.threshold is None,
             "remasking 'random' does not use confidences; leave threshold out or choose remasking 'low_confidence'.",
         )
         if self.threshold is not None:
-            _require_nonnegative("threshold", self.threshold)
+            require_nonnegative("threshold", self.threshold)
 
 
 @dataclass(frozen=True)
-class DreamSettings:
+class DreamSettings(SamplerSettings):
     """Dream's sampler (Ye et al., 2508.15487, and its reference code).
 
     Attributes:
@@ -150,27 +178,27 @@ class DreamSettings:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        _require_integer("gen_length", self.gen_length)
+        require_integer("gen_length", self.gen_length)
         object.__setattr__(self, "steps", self.steps or self.gen_length)
-        _require_integer("steps", self.steps)
+        require_integer("steps", self.steps)
         allowed = ("origin", "maskgit_plus", "topk_margin", "entropy")
-        _require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
-        _require(0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
-        _require(
+        require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
+        require(0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
+        require(
             self.alg != "origin" or self.threshold is None,
             "alg 'origin' does not use confidences; leave threshold out or choose another alg.",
         )
-        _require(
-            self.threshold is None or _is_finite(self.threshold),
+        require(
+            self.threshold is None or is_finite(self.threshold),
             f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
         )
         if self.alg_temp is not None:
-            _require_nonnegative("alg_temp", self.alg_temp)
-        _check_truncation(self.temperature, self.top_p, self.top_k)
+            require_nonnegative("alg_temp", self.alg_temp)
+        check_truncation(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)
-class AutoregressiveSettings:
+class AutoregressiveSettings(SamplerSettings):
     """Left-to-right decoding; a step decodes one token.
 
     Attributes:
@@ -188,94 +216,10 @@ class AutoregressiveSettings:
     use_cache: bool = True
 
     def __post_init__(self) -> None:
-        _require_integer("gen_length", self.gen_length)
-        _check_truncation(self.temperature, self.top_p, self.top_k)
+        require_integer("gen_length", self.gen_length)
+        check_truncation(self.temperature, self.top_p, self.top_k)
 
     @property
     def steps(self) -> int:
         """Number of steps: one per token."""
         return self.gen_length
-
-
-AnySettings = LladaSettings | DreamSettings | AutoregressiveSettings
-BY_SAMPLER: dict[str, type[AnySettings]] = {
-    "llada": LladaSettings,
-    "dream": DreamSettings,
-    "autoregressive": AutoregressiveSettings,
-}
-
-
-def setting_help(name: str) -> str:
-    """Help text for a setting: the samplers that have it, and the description in the first one's docstring."""
-    owners = [sampler for sampler, kind in BY_SAMPLER.items() if name in {field.name for field in fields(kind)}]
-    entries = re.split(r"\n {8}(?! )", BY_SAMPLER[owners[0]].__doc__ or "")
-    texts = [entry.partition(":") for entry in entries if name in entry.partition(":")[0].split(", ")]
-    return f"[{', '.join(owners)}] {' '.join(texts[0][2].split())}" if texts else f"[{', '.join(owners)}]"
-
-
-def _check_truncation(temperature: float, top_p: float | None, top_k: int | None) -> None:
-    _require_nonnegative("temperature", temperature)
-    _require(top_p is None or (_is_finite(top_p) and 0 < top_p <= 1), f"top_p must be in (0, 1]; got {top_p!r}.")
-    if top_k is not None:
-        _require_integer("top_k", top_k)
-
-
-def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> AnySettings:
-    """The settings of a run.
-
-    Args:
-        sampler: a key of `BY_SAMPLER`.
-        given: the user's settings; None means the default. 0 does not mean None: ``gen_length=0`` is an error.
-        defaults: the checkpoint's settings. Passing ``gen_length`` resets ``steps`` and ``block_length`` to the
-            sampler's defaults, since the checkpoint's values only fit its own ``gen_length``.
-
-    Raises:
-        SettingError: a setting is unknown, belongs to another sampler, or is out of range.
-    """
-    kind = BY_SAMPLER[sampler]
-    known = [field.name for field in fields(kind)]
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name in chosen:
-        if name in known:
-            continue
-        owners = [other for other, cls in BY_SAMPLER.items() if name in [field.name for field in fields(cls)]]
-        hint = (
-            f"it belongs to the {' and '.join(owners)} sampler{'s' * (len(owners) > 1)}."
-            if owners
-            else f"no sampler has it.{nearest(name, known)}"
-        )
-        raise SettingError(
-            f"{name} is not a setting of the {sampler} sampler: {hint} Its settings: {', '.join(known)}."
-        )
-    for name in ("gen_length", "steps", "block_length"):
-        if name in chosen:
-            _require_integer(name, chosen[name])
-    kept = dict(defaults)
-    if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
-        kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
-    try:
-        return kind(**{**kept, **chosen})
-    except TypeError as error:
-        raise SettingError(f"a setting has the wrong type: {error}. Given: {dict(chosen)}.") from error
-
-
-@runtime_checkable
-class Sampled(Protocol):
-    """A model whose family names a sampler, and whose checkpoint may bring settings of its own."""
-
-    @property
-    def family_record(self) -> Any:
-        """Everything known of the family."""
-
-    @property
-    def checkpoint(self) -> Any:
-        """What was loaded."""
-
-
-def settings_for(model: Sampled, given: Mapping[str, Any]) -> AnySettings:
-    """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
-
-    Raises:
-        SettingError: see `make_settings`.
-    """
-    return make_settings(model.family_record.sampler, given, model.checkpoint.defaults)

@@ -5,9 +5,7 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -117,10 +115,3 @@ def _guided(logits: list[Tensor], scale: float) -> Tensor:
         return logits[0]
     conditional, unconditional = logits
     return unconditional + (scale + 1) * (conditional - unconditional)
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """A sampler: yields before every step and runs the step when resumed."""
-
-    def __call__(self, state: State, settings: object) -> Iterator[None]: ...

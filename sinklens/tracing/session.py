@@ -27,7 +27,7 @@ from sinklens.runs.denoising import Denoising, Hooks, refuse_shape
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.result import Generation, Replayable
-from sinklens.sampling import Settings
+from sinklens.sampling import RunSettings
 from sinklens.sinks.record import Record
 from sinklens.tracing.steps import Steps, StepServer
 
@@ -42,7 +42,7 @@ def trace(
     record_sinks: bool | Record = True,
     replay: Replayable | Tensor | None = None,
     progress: bool | None = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[RunSettings],
 ) -> "Trace":
     """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
 
@@ -73,7 +73,8 @@ def trace(
         progress: show a progress bar; by default on a terminal, after a few seconds.
         **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
             `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing
-            ``gen_length`` resets the checkpoint's ``steps`` and ``block_length``.
+            ``gen_length`` resets the checkpoint's ``steps`` and ``block_length``. ``sampler`` chooses another sampler
+            than the family's, by name (`sampling.SAMPLERS`).
 
     Raises:
         PromptError: the prompt is empty, too long, contains the mask token, or is text for a model without a tokenizer.
@@ -94,7 +95,7 @@ def generate(
     record_sinks: bool | Record = True,
     replay: Replayable | Tensor | None = None,
     progress: bool | None = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[RunSettings],
 ) -> Generation:
     """Run denoising without a block.
 

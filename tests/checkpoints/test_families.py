@@ -9,7 +9,7 @@ from layouts import ARCHITECTURES, causal, llada_names, public_weights
 from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named
 from sinklens.checkpoints.files import rename
 from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
-from sinklens.sampling import BY_SAMPLER
+from sinklens.sampling import SAMPLERS
 
 LLADAS = ["llada", "mmada"]
 
@@ -25,7 +25,7 @@ def test_no_model_type_belongs_to_two_families():
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_family_has_hook_points_and_a_sampler(family):
     assert family.architecture in WITH_POINTS
-    assert family.sampler in BY_SAMPLER
+    assert family.attention in SAMPLERS[family.sampler].attention
     assert family.causal == causal(family.name) == (family.sampler == "autoregressive")
 
 

@@ -13,7 +13,8 @@ import pytest
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
 from sinklens.cli.app import _parser, main
-from sinklens.sampling.settings import Settings, setting_help
+from sinklens.sampling.registry import setting_help
+from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt

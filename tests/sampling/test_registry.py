@@ -1,0 +1,89 @@
+"""The registry of samplers: a new one runs like the built-in ones, and one that does not fit is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.hooks.points import at
+from sinklens.sampling import SAMPLERS, LladaSettings, Sampler, SamplerSettings, register, sampler_of
+from sinklens.sampling.registry import find_sampler
+
+
+@dataclass(frozen=True)
+class RightToLeft(SamplerSettings):
+    """Fills one position per step, from the right.
+
+    Attributes:
+        gen_length: number of answer positions.
+    """
+
+    gen_length: int = 8
+
+    @property
+    def steps(self) -> int:
+        return self.gen_length
+
+
+def from_the_right(state, settings):
+    for _ in range(settings.steps):
+        yield
+        canvas = state.begin_step()
+        where = torch.zeros_like(canvas, dtype=torch.bool)
+        where[:, -1 - state.steps_done] = True
+        tokens = state.logits(canvas, where).argmax(-1)
+        proposed, _ = state.propose(where, tokens, canvas)
+        commit = at(state.tree.denoise.hook_commit, where)
+        state.end_step(torch.where(commit, proposed, canvas))
+
+
+@pytest.fixture
+def right_to_left():
+    sampler = Sampler("right-to-left", RightToLeft, from_the_right)
+    register(sampler)
+    yield sampler
+    del SAMPLERS["right-to-left"]
+
+
+def test_a_registered_sampler_runs_with_its_settings_and_records_sinks(tiny_llada, right_to_left):
+    run = sinklens.generate(tiny_llada, "2 + 3", sampler="right-to-left", gen_length=4)
+    assert run.settings == RightToLeft(4)
+    assert run.unmask_step[0, run.prompt_length :].tolist() == [3, 2, 1, 0]
+    assert run.sinks.data.attrs["sampler"] == "right-to-left"
+    assert run.sinks.data.sizes["step"] == 4
+
+
+def test_dreams_sampler_runs_a_llada_model(tiny_llada):
+    run = sinklens.generate(tiny_llada, "2 + 3", sampler="dream", gen_length=4, alg="topk_margin")
+    assert sampler_of(run.settings).name == "dream"
+    assert run.answers[0].masks == 0
+
+
+def test_a_sampler_for_other_attention_is_refused(tiny_llada, tiny_llama):
+    with pytest.raises(SettingError, match=r"autoregressive sampler fits causal attention, but llada models .* choose"):
+        sinklens.generate(tiny_llada, "2 + 3", sampler="autoregressive")
+    with pytest.raises(SettingError, match="llada sampler fits bidirectional attention, but llama models"):
+        sinklens.generate(tiny_llama, "2 + 3", sampler="llada")
+
+
+def test_an_unknown_sampler_is_refused_with_the_known_ones(tiny_llada):
+    with pytest.raises(SettingError, match=r"no sampler is called 'lada'; known: llada, .* Nearest: llada"):
+        sinklens.generate(tiny_llada, "2 + 3", sampler="lada")
+
+
+def test_a_setting_of_another_sampler_is_refused(tiny_llada, right_to_left):
+    with pytest.raises(
+        SettingError, match="alg is not a setting of the right-to-left sampler: it belongs to the dream"
+    ):
+        sinklens.generate(tiny_llada, "2 + 3", sampler="right-to-left", alg="entropy")
+
+
+def test_names_and_settings_classes_are_unique(right_to_left):
+    register(right_to_left)  # the same record again
+    with pytest.raises(SettingError, match="a sampler called 'right-to-left' already exists"):
+        register(Sampler("right-to-left", RightToLeft, "other:steps"))
+    with pytest.raises(SettingError, match="RightToLeft belongs to the sampler 'right-to-left'"):
+        register(Sampler("another", RightToLeft, from_the_right))
+    assert find_sampler("llada").settings is LladaSettings
