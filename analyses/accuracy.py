@@ -1,6 +1,10 @@
 """How many of the held-out word problems does a model answer exactly?
 
     python -m sinklens.analyses.accuracy tiny-llada tiny-llama
+    python -m sinklens.analyses.accuracy tiny-llada tiny-llama --ranges [--out FILE.csv]
+
+The first form uses the held-out problems, the second one-step problems with numbers inside and outside of the ranges
+that the shipped models were trained on (`sinklens.tasks.word_problems.RANGES`).
 
 A problem counts as right if the number after ``####`` is correct. The interval is Wilson's, 95 %. Answers that are
 empty or still hold masks count as wrong and are reported.
@@ -9,13 +13,17 @@ empty or still hold masks count as wrong and are reported.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation import statistics
 from sinklens.model import load
-from sinklens.tasks.word_problems import Problem, held_out, read_answer
+from sinklens.tasks.word_problems import RANGES, Problem, held_out, in_range, read_answer
 from sinklens.tracing import generate
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,56 @@ def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **setting
     return Accuracy(sum(r for r, _ in tally.values()), len(ordered), empty, masked, dict(sorted(tally.items())))
 
 
+def by_range(models: Sequence[Any], size: int = 50) -> "DataFrame":
+    """Accuracy by kind of one-step problem and range of its two numbers.
+
+    Args:
+        size: problems per kind and range; fewer where no more are distinct.
+
+    Returns:
+        One row per model, kind and range: "model", "kind", "low", "high", "right", "total" and Wilson's 95 % interval,
+        "share", "share_low", "share_high".
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for model in map(load, models):
+        for kind, ranges in RANGES.items():
+            for low, high in ranges:
+                found = measure(model, in_range(kind, low, high, size))
+                ends = found.interval
+                rows.append([model.name, kind, low, high, found.right, found.total, found.share, *ends])
+    columns = ["model", "kind", "low", "high", "right", "total", "share", "share_low", "share_high"]
+    return DataFrame(rows, columns=columns)
+
+
 def main() -> None:
     """Print the accuracy of each model named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m sinklens.analyses.accuracy", description=__doc__)
     parser.add_argument("models", nargs="+", help="names or folders, as sinklens.load takes them")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems (default 500)")
+    parser.add_argument("--ranges", action="store_true", help="problems by the size of their numbers (default: no)")
+    parser.add_argument("--size", type=int, default=50, help="with --ranges: problems per range (default 50)")
+    parser.add_argument("--out", type=Path, help="with --ranges: CSV file for the table")
     options = parser.parse_args()
     try:
+        if options.ranges:
+            _print_ranges(options.models, options.size, options.out)
+            return
         _print(options.models, held_out(options.problems))
     except SinklensError as error:
         parser.exit(1, f"sinklens: {error}\n")
+
+
+def _print_ranges(models: Sequence[str], size: int, out: Path | None) -> None:
+    if size < 1:
+        raise SettingError(f"--size must be at least 1; got {size}.")
+    table = by_range(models, size)
+    if out is not None:
+        table.to_csv(out, index=False, float_format="%.6g")
+    for row in table.itertuples():
+        score = statistics.Accuracy(row.right, row.total)
+        print(f"{row.model:18s} {row.kind:7s} {row.low:3d} to {row.high:3d}  {score}")
 
 
 def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:

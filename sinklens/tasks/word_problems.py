@@ -11,10 +11,11 @@ that the models were trained on. `tests/tasks` checks that every vocabulary word
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from sinklens.errors import TaskError
 from sinklens.tasks.base import check_held_out
 from sinklens.tasks.generated import first_distinct, training_set
 
@@ -74,8 +75,8 @@ def _cast(rng: random.Random) -> _Cast:
     return _Cast(who, pronoun.capitalize(), other, rng.choice(ITEMS), rng.choice(BOXES), rng.choice(WHEN))
 
 
-def _more(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a, b = rng.randint(1, 20), rng.randint(1, 20)
+def _more(rng: random.Random, c: _Cast, low: int = 1, high: int = 20) -> tuple[str, str, int]:
+    a, b = rng.randint(low, high), rng.randint(low, high)
     gain = rng.choice(GAINS)
     question = (
         f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {gain} {b} more. How many {c.item} does {c.who} have now?"
@@ -83,25 +84,25 @@ def _more(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
     return question, f"{c.who} has {a} + {b} = {a + b} {c.item}.", a + b
 
 
-def _fewer(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a = rng.randint(2, 20)
-    b = rng.randint(1, a - 1)
+def _fewer(rng: random.Random, c: _Cast, low: int = 1, high: int = 20) -> tuple[str, str, int]:
+    a = rng.randint(low + 1, high)
+    b = rng.randint(low, a - 1)
     question = (
         f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(LOSSES)} {b} of them. How many {c.item} are left?"
     )
     return question, f"{c.who} has {a} - {b} = {a - b} {c.item} left.", a - b
 
 
-def _groups(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
+def _groups(rng: random.Random, c: _Cast, low: int = 2, high: int = 9) -> tuple[str, str, int]:
+    a, b = rng.randint(low, high), rng.randint(low, high)
     question = (
         f"{c.when}{c.who} has {a} {c.box[0]}. Each {c.box[1]} holds {b} {c.item}. How many {c.item} are there in total?"
     )
     return question, f"There are {a} * {b} = {a * b} {c.item}.", a * b
 
 
-def _share(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
+def _share(rng: random.Random, c: _Cast, low: int = 2, high: int = 9) -> tuple[str, str, int]:
+    a, b = rng.randint(low, high), rng.randint(low, high)
     question = (
         f"{c.when}{c.who} shares {a * b} {c.item} equally among {a} friends. How many {c.item} does each friend get?"
     )
@@ -146,6 +147,20 @@ _TEMPLATES = {
     "together": _together,
 }
 KINDS = tuple(_TEMPLATES)
+_ONE_STEP: dict[str, Callable[..., tuple[str, str, int]]] = {
+    "more": _more,
+    "fewer": _fewer,
+    "groups": _groups,
+    "share": _share,
+}
+RANGES = {
+    "more": ((1, 7), (8, 20), (21, 40), (41, 120)),
+    "fewer": ((1, 7), (8, 20), (21, 40), (41, 120)),
+    "groups": ((2, 9), (10, 12), (13, 20)),
+    "share": ((2, 9), (10, 12), (13, 20)),
+}
+"""Ranges of the two numbers of a one-step problem, for `in_range`. Training has 1 to 20 for "more" and "fewer", and 2
+to 9 for "groups" and "share"; the other ranges are outside it."""
 
 
 def stream(seed: int) -> Iterator[Problem]:
@@ -165,6 +180,32 @@ def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
     """
     check_held_out(size, HELD_OUT_SIZE)
     return first_distinct(stream(HELD_OUT_SEED), attrgetter("question"), size)
+
+
+def in_range(kind: str, low: int, high: int, size: int) -> list[Problem]:
+    """The first `size` distinct problems of a one-step kind with both numbers from `low` to `high`.
+
+    In "share" the numbers are the friends and what each gets. Within the trained range, some of these problems may also
+    be in a training set.
+
+    Args:
+        kind: "more", "fewer", "groups" or "share".
+
+    Raises:
+        TaskError: `kind` has two steps or does not exist, or the range is empty.
+    """
+    if kind not in _ONE_STEP:
+        raise TaskError(f"in_range has the kinds {', '.join(_ONE_STEP)}; got {kind!r}.")
+    if not 1 <= low < high:
+        raise TaskError(f"low and high must satisfy 1 <= low < high; got {low} and {high}.")
+    rng = random.Random(f"{HELD_OUT_SEED} {kind} {low} {high}")
+
+    def problems() -> Iterator[Problem]:
+        while True:
+            question, work, result = _ONE_STEP[kind](rng, _cast(rng), low, high)
+            yield Problem(kind, question, f"{work}\n#### {result}", result)
+
+    return first_distinct(problems(), attrgetter("question"), size)
 
 
 def training(seed: int, size: int) -> list[Problem]:

@@ -5,9 +5,9 @@ import math
 import pytest
 from building import shared_model
 
-from sinklens.analyses.accuracy import Accuracy, main, measure
+from sinklens.analyses.accuracy import Accuracy, by_range, main, measure
 from sinklens.errors import PromptError
-from sinklens.tasks.word_problems import held_out, read_answer
+from sinklens.tasks.word_problems import RANGES, held_out, in_range, read_answer
 
 
 def test_wilsons_interval_matches_its_textbook_form():
@@ -46,6 +46,21 @@ def test_a_model_without_a_tokenizer_and_an_invalid_number_of_problems_are_rejec
         with pytest.raises(SystemExit, match="1"):
             main()
         assert f"sinklens: {text}" in capsys.readouterr().err
+
+
+def test_accuracy_by_range_counts_the_same_answers_as_measure(tiny_llama, tmp_path, monkeypatch, capsys):
+    table = by_range([tiny_llama], size=3)
+    assert [tuple(row) for row in table[["kind", "low", "high"]].to_numpy()] == [
+        (kind, *ends) for kind, ranges in RANGES.items() for ends in ranges
+    ]
+    row = table[(table.kind == "fewer") & (table.low == 8)].iloc[0]
+    expected = measure(tiny_llama, in_range("fewer", 8, 20, 3))
+    assert (row.right, row.total, row.share) == (expected.right, 3, expected.share)
+    out = tmp_path / "ranges.csv"
+    monkeypatch.setattr("sys.argv", ["accuracy", "tiny-llama", "--ranges", "--size", "3", "--out", str(out)])
+    main()
+    assert len(out.read_text().splitlines()) == len(table) + 1
+    assert "tiny-llama         fewer     8 to  20" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from sinklens.errors import TaskError
 from sinklens.tasks import word_problems
-from sinklens.tasks.word_problems import KINDS, held_out, read_answer, training
+from sinklens.tasks.word_problems import KINDS, RANGES, held_out, in_range, read_answer, training
 from sinklens.zoo.tokenizer import END, MASK, START, train_tokenizer
 
 
@@ -65,3 +66,24 @@ def test_the_shipped_tokenizer_is_the_one_that_training_produces(tiny_llada):
 )
 def test_the_first_number_after_the_marker_is_read(text, number):
     assert read_answer(text) == number
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_problems_in_a_range_have_both_numbers_in_it_and_a_correct_result(kind):
+    for low, high in RANGES[kind]:
+        problems = in_range(kind, low, high, 20)
+        assert len({problem.question for problem in problems}) == 20
+        for problem in problems:
+            a, b = (int(n) for n in re.findall(r"\d+", problem.question))
+            if kind == "share":
+                a, b = b, a // b
+            assert low <= min(a, b) <= max(a, b) <= high
+            expected = {"more": a + b, "fewer": a - b, "groups": a * b, "share": b}[kind]
+            assert problem.result == expected == int(problem.answer.rpartition("#### ")[2])
+
+
+def test_a_kind_with_two_steps_and_an_empty_range_are_refused():
+    with pytest.raises(TaskError, match="in_range has the kinds more, fewer, groups, share; got 'together'"):
+        in_range("together", 1, 20, 5)
+    with pytest.raises(TaskError, match="low and high must satisfy 1 <= low < high; got 9 and 2"):
+        in_range("more", 9, 2, 5)
