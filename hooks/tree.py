@@ -12,7 +12,7 @@ Pitfall: two trees over one transformers model would both tap it. Build one tree
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,11 @@ class Sizes:
     model_name: str
     device: torch.device
     dtype: torch.dtype
+    act_fn: str = "silu"
+    eps: float = 1e-6
     normalization_type: str = "RMS"
+    positional_embedding_type: str = "rotary"
+    default_prepend_bos: bool = False
     attn_only: bool = False
     final_rms: bool = True
     gated_mlp: bool = True
@@ -56,6 +60,20 @@ class Sizes:
     use_split_qkv_input: bool = False
     use_attn_in: bool = False
     use_hook_mlp_in: bool = False
+
+    @property
+    def attn_scale(self) -> float:
+        """Divisor of the attention scores, √d_head."""
+        return float(self.d_head**0.5)
+
+    @property
+    def d_vocab_out(self) -> int:
+        """Size of the logits' last axis."""
+        return self.d_vocab
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return asdict(self)
 
 
 class HookTree(ModelWeights, HookFront):
@@ -294,4 +312,6 @@ def _sizes(hf: PreTrainedModel) -> Sizes:
         model_name=getattr(config, "name_or_path", "") or config.model_type,
         device=device_of(hf.get_input_embeddings()),
         dtype=first.dtype,
+        act_fn=config.hidden_act,
+        eps=config.rms_norm_eps,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptWarning, SinklensError
 from sinklens.hooks.interleaving import Root
+from sinklens.hooks.partial_pass import check_return_type, returned
 from sinklens.prompts import Encoded, Prompt
 from sinklens.tokens import TokenMethods, refuse_right_padding
 
@@ -96,6 +97,22 @@ class SinglePasses(TokenMethods, Root):
         self._refuse_edits("run_with_hooks")
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
         return self.tree.run_with_hooks(ids, *args, **_with_mask(mask), **options)
+
+    def loss_fn(
+        self, logits: Tensor, tokens: Tensor, attention_mask: Tensor | None = None, per_token: bool = False
+    ) -> Tensor:
+        """The next-token loss of `logits` [batch, pos, vocab], as with ``return_type="loss"``.
+
+        Args:
+            tokens: the ids of the pass, [batch, pos].
+            attention_mask: 1 on real tokens, 0 on padding.
+            per_token: return the loss of each token [batch, pos - 1] instead of their mean.
+
+        Raises:
+            SettingError: a diffusion model, whose logits do not predict the next token.
+        """
+        check_return_type("loss", self.tree.hf.config.is_causal, stream_given=False)
+        return returned(logits, tokens, attention_mask, "loss", per_token)
 
     @contextmanager
     def hooks(self, *args: Any, **options: Any) -> Iterator["SinglePasses"]:

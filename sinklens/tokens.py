@@ -152,7 +152,7 @@ class TokenMethods:
     def to_str_tokens(
         self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None
     ) -> list[str] | list[list[str]]:
-        """The tokens of one text or one row of ids as separate strings; for several texts, one list per text.
+        """The tokens of one text, one row of ids or one id as separate strings; for several texts, one list per text.
 
         A row of ``run.canvas`` may contain -1, a position that does not exist yet; its string is "".
 
@@ -162,11 +162,10 @@ class TokenMethods:
         refuse_right_padding(padding_side)
         if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], str):
             return [self.to_str_tokens(str(text), prepend_bos) for text in prompt]
-        rows = (
-            [self.to_tokens(prompt, prepend_bos)[0].tolist()]
-            if isinstance(prompt, str)
-            else self.reader.id_rows(prompt)
-        )
+        if isinstance(prompt, str):
+            rows = [self.to_tokens(prompt, prepend_bos)[0].tolist()]
+        else:
+            rows = self.reader.id_rows(prompt if token_id(prompt) is None else [int(prompt)])
         tokenizer = self._require_tokenizer("to_str_tokens")
         if len(rows) != 1:
             raise PromptError(f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.")

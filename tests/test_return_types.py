@@ -31,6 +31,7 @@ def test_the_loss_of_text_equals_transformerlenss(bridge, per_token):
         model.run_with_hooks(TEXT, fwd_hooks=[], return_type="loss", loss_per_token=per_token),
         model.run_with_cache(TEXT, names_filter="hook_embed", return_type="loss", loss_per_token=per_token)[0],
         both,
+        model.loss_fn(bridge(ids), ids, per_token=per_token),
     ):
         assert_close(loss, expected)
     assert_close(logits, bridge(ids))
@@ -72,3 +73,5 @@ def test_a_pass_can_start_from_a_residual_stream(bridge):
 def test_a_diffusion_model_has_no_next_token_loss(tiny_llada, return_type):
     with pytest.raises(SettingError, match="next token"):
         tiny_llada(tiny_llada.to_canvas(TEXT), return_type=return_type)
+    with pytest.raises(SettingError, match="next token"):
+        tiny_llada.loss_fn(tiny_llada(tiny_llada.to_canvas(TEXT)), tiny_llada.to_canvas(TEXT))

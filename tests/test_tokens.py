@@ -44,6 +44,7 @@ def test_tokens_have_transformerlenss_text(model, bridge):
         assert model.to_string(given) == bridge.to_string(given)
     assert model.to_string(ids[0, 3]) == model.to_string(int(ids[0, 3])) == bridge.to_string(ids[0, 3])
     assert model.to_str_tokens(ids) == bridge.to_str_tokens(ids)
+    assert model.to_str_tokens(torch.tensor(5)) == bridge.to_str_tokens(torch.tensor(5))
     assert model.to_single_str_token(int(ids[0, 3])) == bridge.to_single_str_token(int(ids[0, 3]))
 
 

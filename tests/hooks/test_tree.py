@@ -244,6 +244,11 @@ def test_the_sizes_are_those_of_the_weights():
         len(layer.self_attn.k_proj.weight),
     )
     assert (cfg.n_layers, cfg.d_mlp) == (len(model.tree.hf.model.layers), len(layer.mlp.up_proj.weight))
+    assert cfg.attn_scale == pytest.approx(1 / layer.self_attn.scaling)
+    assert cfg.d_vocab_out == len(model.tree.hf.lm_head.weight)
+    assert cfg.eps == layer.input_layernorm.variance_epsilon
+    assert cfg.act_fn == model.config.hidden_act
+    assert cfg.to_dict()["n_layers"] == cfg.n_layers
 
 
 def test_a_model_without_parameters_is_refused():
