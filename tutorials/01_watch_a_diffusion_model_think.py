@@ -25,8 +25,9 @@ torch.set_num_threads(1)  # models this small gain nothing from more
 # %% [markdown]
 # ## Load and generate
 #
-# `tiny-llada` is a diffusion model in the format of LLaDA, trained on word problems. `load` also takes a name on the
-# Hugging Face hub, a folder, or a transformers model object; `sinklens models` lists the known families.
+# `tiny-llada` is a diffusion model in the format of LLaDA, trained on word problems with numbers up to 20, and answers
+# nothing else. `load` also takes a name on the Hugging Face hub, a folder, or a transformers model object; `sinklens
+# models` lists the known families.
 
 # %%
 model = sinklens.load("tiny-llada")

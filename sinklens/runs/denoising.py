@@ -27,7 +27,7 @@ from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
 from sinklens.runs.recorder import SinkRecorder, step_canvases
-from sinklens.runs.result import Answer, Generation, Replayable, canvases_of
+from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, with_prompts
 from sinklens.sampling import sampler_of, settings_for
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.loop import Listener, Trajectory, build_trajectory, run
@@ -77,10 +77,20 @@ class Denoising:
         self._vocabulary: dict[int, str] = {}
         self.hooks = self._resolve(entries)
         tokens = range(min(0, self.state.mask_id), model.cfg.d_vocab)
-        self.state.replay = None if replay is None else canvases_of(replay, tokens)
+        self.state.replay = None if replay is None else self._replayed(replay, tokens)
         self._canvases: list[Tensor] = []
         self._described = -1  # size of the vocabulary at the last `describe`
         self._recorder = self._make_recorder(record_sinks)
+
+    def _replayed(self, replay: "Replayable | Tensor", tokens: range) -> Tensor:
+        """The canvases to replay; those of a run with other prompts of the same lengths get this run's prompts."""
+        canvas, state = canvases_of(replay, tokens), self.state
+        fits = (
+            isinstance(replay, Generation)
+            and replay.prompt_length == state.prompt_length
+            and torch.equal(replay.real, state.real.cpu())
+        )
+        return with_prompts(canvas, replay, state.canvas) if fits else canvas  # type: ignore[arg-type]
 
     @property
     def rows(self) -> int:

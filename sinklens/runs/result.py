@@ -47,6 +47,23 @@ def canvases_of(replay: Replayable | Tensor, tokens: range) -> Int[Tensor, "batc
     return canvas.long()
 
 
+def with_prompts(
+    canvas: Int[Tensor, "batch step pos"], earlier: "Generation", start: Int[Tensor, "batch pos"]
+) -> Int[Tensor, "batch step pos"]:
+    """`canvas` of the run `earlier`, with the prompts of `start` in place of its own.
+
+    Prompt tokens that the earlier run changed on the way stay as it changed them.
+
+    Args:
+        start: the canvas that the replaying run begins with; its prompts have as many tokens as those of `earlier`.
+    """
+    length = earlier.prompt_length
+    prompt = canvas[:, :, :length]
+    kept = prompt == prompt[:, :1]
+    replaced = torch.where(kept, start[:, None, :length].to(canvas.device), prompt)
+    return torch.cat([replaced, canvas[:, :, length:]], dim=2)
+
+
 @dataclass(frozen=True)
 class Answer:
     """One row's answer.

@@ -244,8 +244,10 @@ Accuracy on held-out samples (greedy, one token per step), with 95 % intervals:
 |---|---|---|
 {table}
 
-Limits: the model knows only these templates and integers up to about 120. Prompts have the form
-`Question: …\\nAnswer:`; answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
+Limits: the model knows only these templates and the numbers of its training problems: 1 to 20 in sums and differences,
+2 to 9 in products and quotients. With larger numbers the shipped models are almost always wrong
+(`python -m sinklens.analyses.accuracy {recipe.name} --ranges`). Prompts have the form `Question: …\\nAnswer:`;
+answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
 
 ## Recipe (`sinklens train {recipe.name}`)
 {settings}

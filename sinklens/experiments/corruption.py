@@ -1,0 +1,79 @@
+"""Corrupted runs under control: another prompt on the canvases of an earlier run.
+
+A run of a corrupted prompt soon works on another canvas, because it decides other tokens. Its activations then carry
+the tokens that it has already decided, and a patch from it moves them along with the cause under study. `corrupted`
+changes the prompt and keeps the canvases, so that only the prompt differs, at every step.
+
+Pitfall: the answer of such a run is that of the earlier run, by construction. Compare logits, not texts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from sinklens.errors import PromptError
+from sinklens.model import Model
+from sinklens.runs.denoising import Hooks
+from sinklens.runs.result import Generation
+from sinklens.tracing import generate
+
+
+def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = (), **options: Any) -> Generation:
+    """Run the prompts of `base`, with some of their text replaced, on the canvases of `base`.
+
+        kept = Activations(names="attn.hook_z")
+        other = corrupted(base, {" 6": " 8"}, hooks=kept)
+        run = sinklens.generate(model, prompt, replay=base, hooks=PatchHooks(source=kept.caches))
+
+    Args:
+        base: a run.
+        changes: old text -> new text, with as many tokens each. Every occurrence of the old tokens in a prompt is
+            replaced; in a batch, prompts that lack them stay the same.
+        hooks: as in `sinklens.generate`.
+        **options: further keyword arguments of `sinklens.generate`, such as ``record_sinks``.
+
+    Returns:
+        The run. Its settings and seed are those of `base`.
+
+    Raises:
+        PromptError: an old text occurs in no prompt, has another number of tokens than the new one, or is empty.
+    """
+    model, real = base.model, base.real[:, : base.prompt_length]
+    ids = base.canvas[:, 0, : base.prompt_length]
+    for old, new in changes.items():
+        ids = _replaced(ids, model, old, new)
+    prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+    settings = {name: value for name, value in _settings(base).items() if name not in options}
+    return generate(model, prompts, seed=base.seed, replay=base, hooks=hooks, **settings, **options)
+
+
+def _settings(base: Generation) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from sinklens.sampling import sampler_of
+
+    given = {name: value for name, value in asdict(base.settings).items() if value is not None}
+    return {"sampler": sampler_of(base.settings).name, **given}
+
+
+def _replaced(ids: Int[Tensor, "batch pos"], model: Model, old: str, new: str) -> Int[Tensor, "batch pos"]:
+    """`ids` with the tokens of `old` replaced by those of `new`."""
+    before, after = (model.to_tokens(text, prepend_bos=False)[0].cpu() for text in (old, new))
+    if len(before) != len(after):
+        raise PromptError(
+            f"{old!r} has {len(before)} tokens ({model.to_str_tokens(before)}) and {new!r} has {len(after)} "
+            f"({model.to_str_tokens(after)}); positions stay aligned only if both have as many tokens."
+        )
+    windows = ids.unfold(1, len(before), 1) if len(before) <= ids.shape[1] else ids.new_zeros(len(ids), 0, len(before))
+    found = (windows == before).all(dim=-1).nonzero().tolist()
+    if not found:
+        raise PromptError(
+            f"{old!r} occurs in no prompt as the tokens {model.to_str_tokens(before)}; a leading space may be "
+            f"part of a token (see model.to_str_tokens)."
+        )
+    changed = ids.clone()
+    for row, start in found:
+        changed[row, start : start + len(after)] = after
+    return changed
