@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 LEGEND = (
-    "Brackets: 95 % intervals (Wilson; for differences, bootstrap over samples, where zero width means that all these "
-    "samples behave the same, not that others would). p: McNemar's exact test, two-sided, "
+    "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
     "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
     "many random keys masked, on the samples that both have. Shares of answers: empty; with masks left; without an "
     "end token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
