@@ -57,7 +57,7 @@ class Seeds(NamedTuple):
         return above if self.low > threshold else below
 
 
-def hierarchical(values: Sequence[Float[np.ndarray, " prompt"]], paired: bool = True, seed: int = 0) -> Seeds:
+def hierarchical(values: Sequence[Float[np.ndarray, " _"]], paired: bool = True, seed: int = 0) -> Seeds:
     """Mean over seeds and prompts with its 95 % hierarchical bootstrap interval.
 
     A resample draws seeds and prompts, both with replacement. With m_s the mean of seed s and θ their mean, k seeds,
@@ -141,7 +141,7 @@ def write_seeds(findings: Findings, out: Path, seed: int = 0) -> tuple["DataFram
 
 def _resampled(
     means: Float[np.ndarray, " seed"],
-    arrays: Sequence[Float[np.ndarray, " prompt"]],
+    arrays: Sequence[Float[np.ndarray, " _"]],
     paired: bool,
     rng: np.random.Generator,
 ) -> Float[np.ndarray, " resample"]:
