@@ -156,7 +156,7 @@ def _confirmed(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
     for (name, data), measure, way in product(measured.items(), MEASURES, WAYS):
         values = data[measure].sel(way=way).transpose("prompt", "layer", "head")
         effect = (-values if measure == "right" else values).isel(prompt=slice(0, None, 2)).mean("prompt")
-        layer, head = np.unravel_index(int(effect.fillna(-np.inf).argmax()), effect.shape)
+        layer, head = np.unravel_index(int(effect.fillna(-np.inf).to_numpy().argmax()), effect.shape)
         other = values.isel(prompt=slice(1, None, 2), layer=layer, head=head)
         nothing = other.sizes["prompt"] == 0
         column = np.full(1, np.nan) if nothing else other.to_numpy()
