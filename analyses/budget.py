@@ -49,6 +49,7 @@ KINDS = {
     "weakest": "weakest keys",
 }
 SHOWN = ("kl", "changed", "right")
+GAINS = {"changed": (-1, 1), "right": (-1, 1)}  # ranges of the differences between two kinds of keys
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Budget(Study):
         """``budget``: every measure by number and kind of keys; ``gain``: strongest minus random keys."""
         table = interval_table(measured, list(MEANINGS), self.seed)
         gain = {name: data.sel(kind="strongest") - data.sel(kind="random") for name, data in measured.items()}
-        tables = {"budget": table, "gain": interval_table(gain, list(MEANINGS), self.seed)}
+        tables = {"budget": table, "gain": interval_table(gain, list(MEANINGS), self.seed, GAINS)}
         return {name: rows.assign(meaning=rows["measure"].map(MEANINGS)) for name, rows in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":

@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.answers import is_right
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
 from sinklens.sinks import SinkTrack, motion
@@ -113,14 +113,17 @@ class Diagnose(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``signs``: every number with its threshold, the source of that, and a verdict; ``accuracy``: of `RUNS`."""
-        table = interval_table(measured, list(SIGNS), self.seed)
+        thresholds = {name: sign.threshold for name, sign in SIGNS.items()}
+        table = corrected(interval_table(measured, list(SIGNS), self.seed, null=thresholds))
         signs = [SIGNS[name] for name in table["measure"]]
         table = table.assign(**{name: [getattr(sign, name) for sign in signs] for name in Sign._fields})
         table["verdict"] = [
-            "" if np.isnan(row.threshold) else verdict(row.estimate, row.low, row.high, row.threshold, "warns", "clear")
+            ""
+            if np.isnan(row.threshold)
+            else verdict(row.estimate, row.low, row.high, row.threshold, "warns", "clear", row.p_holm)
             for row in table.itertuples()
         ]
-        first = ["model", "sign", "measure", "estimate", "low", "high", "threshold", "source", "verdict"]
+        first = ["model", "sign", "measure", "estimate", "low", "high", "threshold", "source", "p_holm", "verdict"]
         return {
             "signs": table[[*first, "prompts", "meaning"]],
             "accuracy": interval_table(measured, ["right"], self.seed),

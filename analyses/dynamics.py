@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.intervals import difference_table, interval_rows, interval_table, mean_interval, pooled
 from sinklens.analyses.study import SINK, Study
-from sinklens.sinks import SinkTrack, motion
+from sinklens.sampling import settings_for
+from sinklens.sinks import SinkTrack, motion, survival
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,6 +54,11 @@ MEANINGS = {
     "newest_jump_share": "jump_share of the newest query alone (autoregressive)",
     "newest_static_share": "static_share of the newest query alone (autoregressive)",
 }
+LIFETIMES = {
+    "observed": "mean length of all lives, also of those cut off by the end, in steps",
+    "restricted_mean": "Kaplan–Meier: steps that a sink lasts, of at most as many as the run has",
+    "median": "Kaplan–Meier: steps after which half of the sinks have ended",
+}
 DRAWN = ("jump_share", "sink_jump_share", "static_share", "one_step", "static_sinks", "overlap_step")
 
 
@@ -73,8 +79,10 @@ class Dynamics(Study):
     name: ClassVar[str] = "dynamics"
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """Every measure of `MEANINGS`, [prompt]."""
-        return motion_of(self.generate(model, prompts, settings).track)
+        """Every measure of `MEANINGS`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
+        track, steps = self.generate(model, prompts, settings).track, settings_for(model, dict(settings)).steps
+        ages = survival.life_table(track, ages=max(steps, track.steps))[["ended", "at_risk"]]
+        return motion_of(track).merge(ages.rename(batch="prompt").drop_vars("prompt"))
 
     def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
@@ -82,12 +90,16 @@ class Dynamics(Study):
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``motion``: means; ``differences``: each further model minus the first, paired by prompt."""
+        """``motion``: means; ``differences``: each further model minus the first, paired by prompt; ``lifetimes``: see
+        `lifetime_table`.
+        """
         tables = {
             "motion": interval_table(measured, list(MEANINGS), self.seed),
             "differences": difference_table(measured, list(MEANINGS), self.seed),
+            "lifetimes": lifetime_table(measured, self.seed),
         }
-        return {name: table.assign(meaning=table["measure"].map(MEANINGS)) for name, table in tables.items()}
+        meanings = MEANINGS | LIFETIMES
+        return {name: table.assign(meaning=table["measure"].map(meanings)) for name, table in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``map`` (Fig. 1), ``one-step`` (6b), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
@@ -131,6 +143,28 @@ def motion_of(track: SinkTrack) -> xr.Dataset:
         columns["newest_jump_share"] = motion.jumps(newest)["share"].mean(("layer", "head")).to_numpy()
         columns["newest_static_share"] = motion.static_share(newest).to_numpy()
     return xr.Dataset({name: ("prompt", columns[name]) for name in MEANINGS})
+
+
+def lifetime_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
+    """`LIFETIMES` of the lives of all prompts, with bootstrap intervals over prompts.
+
+    A median is NaN where fewer than half of the sinks have ended at the largest age; its interval is over the resamples
+    that have one.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for name, data in measured.items():
+        ended, at_risk = (data[part].fillna(0).transpose("prompt", "age").to_numpy() for part in ("ended", "at_risk"))
+        observed = mean_interval(data["lifetime"].to_numpy(), seed=seed)
+        found = {
+            "observed": observed,
+            "restricted_mean": pooled(survival.restricted_mean, [ended, at_risk], seed),
+            "median": pooled(survival.median_lifetime, [ended, at_risk], seed),
+        }
+        for measure, interval in found.items():
+            rows += interval_rows(name, measure, interval, {})
+    return DataFrame(rows)
 
 
 def newest_queries(track: SinkTrack) -> SinkTrack:

@@ -1,8 +1,15 @@
 """Estimates with intervals over prompts, and the tables that hold them.
 
-Intervals are 95 % percentile bootstrap intervals over prompts, because prompts were sampled, not steps or heads. There
-are two kinds of estimate: the *mean* over prompts of a per-prompt value (`bootstrap`), and a *pooled* estimate, a
-function of sums over prompts, such as all sinks on newlines divided by all sinks (`pooled`).
+Intervals are 95 % intervals over prompts, because prompts were sampled, not steps or heads. There are three kinds:
+
+- *Outcomes* take few values, e.g. right or wrong, or a difference of two of those: score intervals (`outcomes`;
+  Wilson's and Tango's), because a bootstrap of values near 0 or 1 is far too narrow, and has zero width at 0 of n.
+- *Means* of all other values have percentile bootstrap intervals (`bootstrap`). Zero width there means that these
+  prompts agree, not that all others would.
+- *Pooled* estimates are functions of sums over prompts, such as all sinks on newlines divided by all sinks; bootstrap
+  too (`pooled`).
+
+Several claims of one study are tested as one family, with Holm's correction (`judged`).
 
 Limitation: prompts from one template resemble each other, so an interval over them says little about other text.
 """
@@ -13,12 +20,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
+
+from sinklens.evaluation.statistics import holm, mcnemar, score_interval, score_p
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 RESAMPLES = 2000
+FLIPS = 20_000
+BATCH = 1000  # sign flips at a time
+LEVEL = 0.05
+
+# The smallest and largest value of every measure that is an outcome of one prompt, in steps of 1.
+RANGES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("right", "base", "changed", "kept", "told", "flipped", "all_right", "all_changed"), (0, 1)),
+    **dict.fromkeys(("cost", "masking_cost", "ordinary_cost", "cut_cost"), (-1, 1)),
+}
 
 
 class Interval(NamedTuple):
@@ -34,6 +52,22 @@ class Interval(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     prompts: np.ndarray
+
+
+def outcomes(values: Shaped[np.ndarray, "prompt *rest"], lowest: int, highest: int) -> Interval:
+    """Mean over prompts of integers with its 95 % score interval; NaN prompts are left out, entry by entry.
+
+    See `sinklens.evaluation.statistics.score_interval`: Wilson's interval of 0 and 1, Tango's of −1, 0 and 1.
+
+    Args:
+        lowest, highest: range of the possible values.
+    """
+    counts, possible = _counted(values, lowest, highest)
+    count = counts.sum(axis=-1)
+    with np.errstate(invalid="ignore"):
+        estimate = counts @ possible / count
+    low, high = (np.where(count > 1, bound, np.nan) for bound in score_interval(counts, possible.tolist()))
+    return Interval(estimate, np.minimum(low, estimate), np.maximum(high, estimate), count.astype(int))
 
 
 def bootstrap(values: Shaped[np.ndarray, "prompt *rest"], seed: int = 0) -> Interval:
@@ -86,15 +120,34 @@ def interval_rows(
     return rows
 
 
-def interval_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
-    """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``."""
+def interval_table(
+    measured: Mapping[str, xr.Dataset],
+    variables: Sequence[str],
+    seed: int = 0,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    null: float | Mapping[str, float] | None = None,
+) -> "DataFrame":
+    """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``.
+
+    Args:
+        ranges: smallest and largest value of the variables that are outcomes, in addition to `RANGES`. A variable with
+            other values, such as a share of heads, has a bootstrap interval.
+        null: adds a column ``p``, two-sided, for the hypothesis that the mean is `null` (one number, or one for each
+            variable; NaN for none); see `p_value`.
+    """
     from pandas import DataFrame
 
-    rows = []
+    known, rows = {**RANGES, **(ranges or {})}, []
     for model, data in measured.items():
         for name in variables:
             values = data[name].transpose("prompt", ...)
-            rows += interval_rows(model, name, bootstrap(values.to_numpy(), seed), _labels(values))
+            array, labels = values.to_numpy(), _labels(values)
+            found = interval_rows(model, name, mean_interval(array, known.get(name), seed), labels)
+            if null is not None:
+                columns, mean = array.reshape(len(array), -1).T, null[name] if isinstance(null, Mapping) else null
+                tested = (p_value(column, known.get(name), mean, seed) for column in columns)
+                found = [{**row, "p": p} for row, p in zip(found, tested, strict=True)]
+            rows += found
     return DataFrame(rows)
 
 
@@ -110,20 +163,106 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
     for model, data in others:
         for name in variables:
             values = data[name].transpose("prompt", ...) - start[name].transpose("prompt", ...)
-            rows += interval_rows(f"{model} − {first}", name, bootstrap(values.to_numpy(), seed), _labels(values))
+            low, high = RANGES.get(name, (0, 0))
+            known = (low - high, high - low) if name in RANGES else None
+            found = mean_interval(values.to_numpy(), known, seed)
+            rows += interval_rows(f"{model} − {first}", name, found, _labels(values))
     return DataFrame(rows, columns=None if rows else ["model", "measure", "estimate", "low", "high", "prompts"])
 
 
-def verdict(estimate: float, low: float, high: float, threshold: float, above: str, below: str) -> str:
+def mean_interval(
+    values: Shaped[np.ndarray, "prompt *rest"], possible: tuple[int, int] | None = None, seed: int = 0
+) -> Interval:
+    """`outcomes` if all values are integers in the range `possible`, else `bootstrap`."""
+    if _are_outcomes(values, possible):
+        assert possible is not None
+        return outcomes(values, *possible)
+    return bootstrap(values, seed)
+
+
+def p_value(
+    values: Float[np.ndarray, " prompt"], possible: tuple[int, int] | None = None, null: float = 0.0, seed: int = 0
+) -> float:
+    """Two-sided p value of the hypothesis that the mean over prompts is `null`.
+
+    NaN with fewer than two values, or if `null` is NaN.
+
+    Outcomes of −1, 0 and 1 (differences of paired verdicts) against 0: McNemar's exact test, the sign test of the
+    prompts that differ. Other outcomes: the score test that their interval inverts. All other values: the share of
+    `FLIPS` random changes of the signs of x − null whose mean is at least as far from 0; it assumes that x is
+    distributed symmetrically about `null`.
+
+    Args:
+        possible: range of the values if they are outcomes, as in `mean_interval`.
+    """
+    known = values[~np.isnan(values)]
+    if len(known) < 2 or np.isnan(null):
+        return float("nan")
+    if not _are_outcomes(values, possible):
+        return _flipped(known - null, seed)
+    assert possible is not None
+    if possible == (-1, 1) and null == 0:
+        return mcnemar(int((known < 0).sum()), int((known > 0).sum()))
+    counts, support = _counted(known, *possible)
+    return float(score_p(counts, support.tolist(), null))
+
+
+def judged(table: "DataFrame", above: str = "holds", below: str = "no", threshold: float = 0.0) -> "DataFrame":
+    """A table of claims that has a column ``p``, with ``p_holm`` (`corrected`) and ``verdict`` (see `verdict`)."""
+    table = corrected(table)
+    table["verdict"] = [
+        verdict(row.estimate, row.low, row.high, threshold, above, below, row.p_holm) for row in table.itertuples()
+    ]
+    return table
+
+
+def corrected(table: "DataFrame") -> "DataFrame":
+    """The table with ``p_holm``: ``p`` corrected by Holm's method over all rows of the model that have one."""
+    table = table.assign(p_holm=np.nan)
+    for _, family in table.groupby("model", sort=False):
+        tested = family["p"].dropna()
+        table.loc[tested.index, "p_holm"] = holm(tested.tolist())
+    return table
+
+
+def verdict(estimate: float, low: float, high: float, threshold: float, above: str, below: str, p: float = 0.0) -> str:
     """`above` or `below` if the entire interval lies on that side of `threshold`, else "undecided".
 
     "not measured" without an estimate; "undecided" without an interval.
+
+    Args:
+        p: corrected p value; above 0.05 the verdict is "undecided".
     """
     if np.isnan(estimate):
         return "not measured"
+    if p > LEVEL:
+        return "undecided"
     if low > threshold:
         return above
     return below if high <= threshold else "undecided"
+
+
+def _are_outcomes(values: np.ndarray, possible: tuple[int, int] | None) -> bool:
+    known = values[~np.isnan(values)]
+    if possible is None or not known.size:
+        return False
+    return bool(((known == known.round()) & (known >= possible[0]) & (known <= possible[1])).all())
+
+
+def _counted(values: np.ndarray, lowest: int, highest: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each integer of the range occurs over prompts, [*rest, value], and the integers."""
+    possible = np.arange(lowest, highest + 1)
+    return (np.asarray(values)[..., None] == possible).sum(axis=0).astype(np.float64), possible
+
+
+def _flipped(values: np.ndarray, seed: int) -> float:
+    """The share of random sign changes with a sum at least as far from 0, with the observed signs as one of them."""
+    rng, seen = np.random.default_rng(seed), abs(values.sum())
+    as_far = 1
+    for _ in range(FLIPS // BATCH):
+        signs = rng.integers(0, 2, size=(BATCH, len(values))) * 2 - 1
+        as_far += int((abs(signs @ values) >= seen * (1 - 1e-12)).sum())
+    return as_far / (FLIPS + 1)
 
 
 def _labels(values: xr.DataArray) -> dict[str, np.ndarray]:

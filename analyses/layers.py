@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.study import SINK, Study
 from sinklens.sinks import SinkTrack, Unit, motion
 
@@ -51,7 +51,7 @@ class Layers(Study):
         """``map``: Fig. 5; ``layers``: sinks per layer; ``trend``: the change from the first layer to the last, and
         whether the paper's claim "fewer, stronger in deep layers" holds.
         """
-        trend = interval_table(measured, [f"trend_{name}" for name in PER_LAYER], self.seed)
+        trend = corrected(interval_table(measured, [f"trend_{name}" for name in PER_LAYER], self.seed, null=0.0))
         names = trend["measure"].str.removeprefix("trend_")
         return {
             "map": interval_table(measured, list(UNITS.values()), self.seed),
@@ -60,7 +60,7 @@ class Layers(Study):
                 meaning=[f"{PER_LAYER[name]}: last layer minus first, along the fitted line" for name in names],
                 claim=[f"{CLAIMS[name]} in deep layers" for name in names],
                 verdict=[
-                    _holds(CLAIMS[name], row.estimate, row.low, row.high)
+                    _holds(CLAIMS[name], row.estimate, row.low, row.high, row.p_holm)
                     for name, row in zip(names, trend.itertuples(), strict=True)
                 ],
             ),
@@ -125,8 +125,8 @@ def trend(values: xr.DataArray) -> xr.DataArray:
     return (away * (values - values.mean("layer"))).sum("layer") / spread.where(spread > 0)
 
 
-def _holds(claim: str, estimate: float, low: float, high: float) -> str:
-    """Whether the interval of the trend lies on the claim's side of 0."""
+def _holds(claim: str, estimate: float, low: float, high: float, p: float) -> str:
+    """Whether the interval of the trend lies on the claim's side of 0, given its corrected p value."""
     if claim == "stronger":
-        return verdict(estimate, low, high, 0.0, above="holds", below="the other way")
-    return verdict(-estimate, -high, -low, 0.0, above="holds", below="the other way")
+        return verdict(estimate, low, high, 0.0, above="holds", below="the other way", p=p)
+    return verdict(-estimate, -high, -low, 0.0, above="holds", below="the other way", p=p)

@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
@@ -60,6 +60,9 @@ COSTS = {
     "kept": "share still answered right, of those right with nothing masked",
     "changed": "share of answers that change",
 }
+# Ranges of a difference of two costs: in one order, both are measured from the same unmasked answer; in two orders,
+# from two.
+ONE_PAIR, TWO_PAIRS = {"above": (-1, 1)}, {"above": (-2, 2)}
 
 
 @dataclass
@@ -239,7 +242,10 @@ def changes(compared: xr.Dataset, correlation: float) -> xr.Dataset:
 
 
 def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """Quantities that should be above 0 if the explanation holds, paired by prompt, each with a verdict."""
+    """Quantities that should be above 0 if the explanation holds, paired by prompt, with p values and verdicts.
+
+    All claims on a model are one family of tests (`intervals.judged`).
+    """
     from pandas import concat
 
     rows = []
@@ -247,20 +253,19 @@ def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
         difference, cost = data["difference"].sel(pick=pick), data["cost"].sel(pick=pick)
         excess = cost - data["cost"].sel(pick="random")
         quantities = {
-            "confidence falls more where the masked keys were attended to": -difference,
-            "… and more so than with random keys": data["difference"].sel(pick="random") - difference,
-            "masking costs more from left to right than by confidence": _further(cost, "position"),
-            "masking costs more in random order than by confidence": _further(cost, "random"),
-            "masking costs more than random keys, by confidence": excess.sel(order="confidence"),
-            "… from left to right": excess.sel(order="position"),
-            "… in random order": excess.sel(order="random"),
+            "confidence falls more where the masked keys were attended to": (-difference, {}),
+            "… and more so than with random keys": (data["difference"].sel(pick="random") - difference, {}),
+            "masking costs more from left to right than by confidence": (_further(cost, "position"), TWO_PAIRS),
+            "masking costs more in random order than by confidence": (_further(cost, "random"), TWO_PAIRS),
+            "masking costs more than random keys, by confidence": (excess.sel(order="confidence"), ONE_PAIR),
+            "… from left to right": (excess.sel(order="position"), ONE_PAIR),
+            "… in random order": (excess.sel(order="random"), ONE_PAIR),
         }
-        for claim, values in quantities.items():
+        for claim, (values, ranges) in quantities.items():
             part = xr.Dataset({"above": values.drop_vars(("pick", "order"), errors="ignore")})
-            rows.append(interval_table({name: part}, ["above"], seed).assign(measure=claim, pick=pick))
-    table = concat(rows, ignore_index=True)
-    table["verdict"] = [verdict(row.estimate, row.low, row.high, 0.0, "holds", "no") for row in table.itertuples()]
-    return table
+            table = interval_table({name: part}, ["above"], seed, ranges, null=0.0)
+            rows.append(table.assign(measure=claim, pick=pick))
+    return judged(concat(rows, ignore_index=True))
 
 
 def _further(cost: xr.DataArray, order: str) -> xr.DataArray:

@@ -20,7 +20,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import MEANINGS, each_prompt, effects, unchanged
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack
@@ -148,6 +148,4 @@ def _claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
     for name, data in measured.items():
         less = data[list(LESS)].sel(pick="strongest") - data[list(LESS)].sel(pick="random")
         excess[name] = less if bool((data["base"] > 0).any()) else less.assign(cost=less["cost"] * np.nan)
-    table = interval_table(excess, list(LESS), seed)
-    table["verdict"] = [verdict(row.estimate, row.low, row.high, 0.0, "holds", "no") for row in table.itertuples()]
-    return table
+    return judged(interval_table(excess, list(LESS), seed, null=0.0))

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 ROWS = 24
 WIDE = 400  # columns when writing to a file or a pipe, where nothing should wrap
 INTERVAL = ("estimate", "low", "high")
-LEGEND = "Brackets: 95 % bootstrap intervals over prompts."
+LEGEND = (
+    "Brackets: 95 % intervals over prompts; score intervals for outcomes (right, changed, cost) and their differences, "
+    "else bootstrap. p: two-sided, that the mean is 0 or the threshold (outcomes: McNemar's exact or the score test; "
+    "others: random signs); p_holm: corrected over all claims on a model."
+)
 
 
 def manifests(out: Path) -> list[dict[str, Any]]:

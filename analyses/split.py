@@ -29,7 +29,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.sinks import Record
 
@@ -115,11 +115,8 @@ class Split(Study):
             name: data.sel(split="masked", drop=True) - data.sel(split="random", drop=True)
             for name, data in means.items()
         }
-        differences = interval_table(excess, list(MEASURES), self.seed).assign(split="masked − random")
-        differences["verdict"] = [
-            verdict(row.estimate, row.low, row.high, 0.0, above="no", below="separate")
-            for row in differences.itertuples()
-        ]
+        differences = interval_table(excess, list(MEASURES), self.seed, null=0.0).assign(split="masked − random")
+        differences = judged(differences, above="no", below="separate")
         tables = {
             "split": concat([interval_table(means, list(MEASURES), self.seed), differences], ignore_index=True),
             "layers": interval_table(measured, list(MEASURES), self.seed),

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 LEGEND = (
-    "Brackets: 95 % intervals (Wilson; for differences, bootstrap over samples, where zero width means that all these "
-    "samples behave the same, not that others would). p: McNemar's exact test, two-sided, "
+    "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
     "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
-    "many random keys masked, on the samples that both have. Shares of answers: empty; with masks left; without an "
-    "end token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
+    "many random keys masked, on the samples that both have. Shares of answers: malformed, "
+    "i.e. not of the required form (right of formed: accuracy over the others); empty; with masks left; without an end "
+    "token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
 )
+IRREGULAR = ("empty", "masks left", "no end")
 ESCAPING = (
     "A key masked at one step receives no attention there, so it does not count as a sink and is not masked at the "
     "next: --of-unmasked adds conditions that mask the sinks of the unmasked run, at every step."
@@ -87,11 +88,14 @@ def _second_table(model: str, lines: Sequence["Line"]) -> Table:
 
 def _third_table(model: str, lines: Sequence["Line"]) -> Table:
     """Irregular answers, sinks and throughput."""
-    table = _table(f"{model}: its answers", ("empty", "masks left", "no end", "sinks/head", "samples/s", "guess"))
+    table = _table(
+        f"{model}: its answers", ("malformed", "right of formed", *IRREGULAR, "sinks/head", "samples/s", "guess")
+    )
     for line in lines:
         shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
         numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
-        table.add_row(_masked(line), *shares, *numbers)
+        formed = ("–", "–") if line.formed is None else (f"{line.malformed:.1%}", f"{line.formed.share:.3f}")
+        table.add_row(_masked(line), *formed, *shares, *numbers)
     return table
 
 

@@ -48,6 +48,11 @@ def add_analyse(commands: Any) -> None:
     analyse.add_argument(
         "--seed", type=natural, default=0, help="seed of the runs and of the intervals (default: %(default)s)"
     )
+    analyse.add_argument(
+        "--seeds", action="store_true",
+        help="the models are training runs that differ in their seed: also print and write every measure over all of "
+        "them, with an interval over seeds and prompts, and whether they agree in sign (default: no)",
+    )  # fmt: skip
     add_settings(analyse)
     analyse.set_defaults(command=run_analyse)
 
@@ -73,11 +78,16 @@ def run_analyse(options: argparse.Namespace) -> None:
     """`sinklens analyse`."""
     from sinklens.analyses import find
     from sinklens.analyses.printing import show
+    from sinklens.analyses.seeds import write_seeds
     from sinklens.evaluation.counting import Counts
 
     kind = find(options.name)
     out = options.out or Path(f"analyses-{kind.name}")
     prompts = _prompts(options)
+    if options.seeds and len(options.models) < 2:
+        raise SettingError(
+            f"--seeds compares training runs of one recipe; give at least two models, not {options.models[0]} alone."
+        )
     study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
     with Counts("prompts") as counts:
         try:
@@ -85,6 +95,10 @@ def run_analyse(options: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             counts.stop(out, options.call)
     show(out, findings.manifest)
+    if options.seeds:
+        table, file = write_seeds(findings, out, options.seed)
+        print(f"over {len(findings.measured)} seeds and {len(prompts)} prompts ({file}):")
+        print(table.round(3).to_string(index=False))
     print(f"{kind.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
     print("\n".join(f"  {file}" for file in findings.files))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sinklens.evaluation.runner import Estimate, estimate, evaluate
     from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
-    from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
+    from sinklens.evaluation.statistics import Accuracy, Paired, holm, mcnemar, paired, score_interval, score_p
     from sinklens.evaluation.tables import Line, frame, read_lines
 
 __all__ = [
@@ -39,10 +39,13 @@ __all__ = [
     "frame",
     "holm",
     "masking",
+    "mcnemar",
     "paired",
     "read_lines",
     "run_program",
     "score",
+    "score_interval",
+    "score_p",
 ]
 
 _MODULES = {
@@ -53,7 +56,7 @@ _MODULES = {
     "protocols": ("PROTOCOLS", "EvalProtocol"),
     "sandbox": ("Limits", "available_isolation", "run_program"),
     "scoring": ("score",),
-    "statistics": ("Accuracy", "Paired", "holm", "paired"),
+    "statistics": ("Accuracy", "Paired", "holm", "mcnemar", "paired", "score_interval", "score_p"),
     "tables": ("Line", "frame", "read_lines"),
 }
 

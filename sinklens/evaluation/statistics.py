@@ -1,7 +1,8 @@
 """Accuracy with intervals, and paired differences of two runs on the same samples.
 
 Verdicts are booleans, one per sample. Two runs are compared sample by sample: samples that both get right, or both
-wrong, carry no information about the difference.
+wrong, carry no information about the difference. Intervals of accuracies and of their differences are score intervals
+(`score_interval`), which keep their coverage near 0 and 1, where a bootstrap has zero width.
 
 Pitfall: overlapping intervals do not imply that the paired difference is zero. Look at the difference itself.
 """
@@ -11,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Shaped
 
 from sinklens.errors import SettingError
 
-RESAMPLES = 10_000
+Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
+HALVINGS = 45  # of a range of at most 4: the limits are exact to 1e-13
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Paired:
 
     Attributes:
         difference: accuracy of the second run minus that of the first.
-        low, high: 95 % percentile bootstrap interval over samples.
+        low, high: Tango's 95 % score interval, see `score_interval`.
         lost, gained: number of samples that only the first, or only the second, got right.
         p: McNemar's exact test, two-sided: the probability, if losing and gaining were equally likely, of a split of
             lost + gained at least as uneven as this one.
@@ -71,24 +73,116 @@ class Paired:
     total: int
 
 
-def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"], seed: int = 0) -> Paired:
+def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]) -> Paired:
     """Compare the verdicts of two runs on the same samples, in the same order.
 
     Raises:
         SettingError: there is no sample, or the numbers of samples differ.
     """
-    from scipy.stats import binomtest
-
     if len(base) != len(changed) or not len(base):
         raise SettingError(f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.")
-    lost, gained = int((base & ~changed).sum()), int((~base & changed).sum())
-    rng = np.random.default_rng(seed)
-    # The mean difference of a resample depends only on its numbers of lost and gained samples.
-    drawn = rng.multinomial(len(base), np.array([lost, gained, len(base) - lost - gained]) / len(base), RESAMPLES)
-    differences = (drawn[:, 1] - drawn[:, 0]) / len(base)
-    low, high = np.percentile(differences, [2.5, 97.5])
-    p = binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
-    return Paired((gained - lost) / len(base), float(low), float(high), lost, gained, float(p), len(base))
+    lost, gained, total = int((base & ~changed).sum()), int((~base & changed).sum()), len(base)
+    low, high = score_interval(np.array([lost, total - lost - gained, gained]), (-1, 0, 1))
+    return Paired((gained - lost) / total, float(low), float(high), lost, gained, mcnemar(lost, gained), total)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """McNemar's exact test, two-sided: the sign test of the discordant samples; 1 without any."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+
+
+def score_interval(
+    counts: Shaped[np.ndarray, "*rest value"], values: Sequence[int]
+) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+    """95 % score interval of the mean of a variable that takes few values, from how often each occurred.
+
+    The limits are the extreme θ with
+
+        n (m − θ)² ≤ z² Σ_v p̃_v(θ) (v − θ)²
+
+    n is the number of samples, m their mean, z = 1.96, and p̃(θ) the maximum-likelihood probabilities of the values v
+    among those with mean θ. With values (0, 1) this is Wilson's interval; with (−1, 0, 1), the differences of paired
+    verdicts, it is Tango's (Statistics in Medicine 17, 1998, 891–908). It never has zero width: where all n
+    differences are 0 the limits are ±z² / (n + z²), a little beyond the rule of three, ±3 / n. Coverage for
+    n = 25 to 500 is at least 0.93 (tests/evaluation/test_coverage.py).
+
+    Args:
+        counts: number of samples with each value.
+        values: every possible value in increasing order, whether it occurred or not.
+
+    Returns:
+        Lower and upper limits; NaN without samples.
+    """
+    shares, number, ascending = _shares(counts, values)
+    shape = np.shape(counts)[:-1]
+    low = -_upper_limit(shares[:, ::-1], number, -ascending[::-1])
+    return low.reshape(shape), _upper_limit(shares, number, ascending).reshape(shape)
+
+
+def score_p(
+    counts: Shaped[np.ndarray, "*rest value"], values: Sequence[int], null: float = 0.0
+) -> Float[np.ndarray, "*rest"]:
+    """Two-sided p value of the score test that the mean is `null`: the test that `score_interval` inverts.
+
+    NaN without samples.
+    """
+    from scipy.stats import norm
+
+    shares, number, ascending = _shares(counts, values)
+    mean = shares @ ascending
+    theta = np.full_like(mean, null)
+    above = _null_variance(shares, ascending, theta)
+    below = _null_variance(shares[:, ::-1], -ascending[::-1], -theta)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        distance = np.sqrt(number) * np.abs(mean - null) / np.sqrt(np.where(mean < null, above, below))
+    return np.where(mean == null, 1.0, 2 * norm.sf(distance)).reshape(np.shape(counts)[:-1])
+
+
+def _shares(
+    counts: np.ndarray, values: Sequence[int]
+) -> tuple[Float[np.ndarray, "entry value"], Float[np.ndarray, " entry"], Float[np.ndarray, " value"]]:
+    """Shares of each value, NaN without samples; the numbers of samples; and the values."""
+    flat = np.asarray(counts, dtype=np.float64).reshape(-1, len(values))
+    number = flat.sum(axis=1)
+    shares = np.divide(flat, number[:, None], out=np.full_like(flat, np.nan), where=number[:, None] > 0)
+    return shares, number, np.asarray(values, dtype=np.float64)
+
+
+def _upper_limit(
+    shares: Float[np.ndarray, "entry value"], number: Float[np.ndarray, " entry"], values: Float[np.ndarray, " value"]
+) -> Float[np.ndarray, " entry"]:
+    """The largest mean that the score test does not reject, by bisection between the observed mean and the maximum."""
+    mean = shares @ values
+    inside, outside = mean, np.full_like(mean, values[-1])
+    for _ in range(HALVINGS):
+        middle = (inside + outside) / 2
+        accepted = number * (mean - middle) ** 2 <= Z**2 * _null_variance(shares, values, middle)
+        inside, outside = np.where(accepted, middle, inside), np.where(accepted, outside, middle)
+    return np.where(np.isnan(mean), np.nan, inside)
+
+
+def _null_variance(
+    shares: Float[np.ndarray, "entry value"], values: Float[np.ndarray, " value"], theta: Float[np.ndarray, " entry"]
+) -> Float[np.ndarray, " entry"]:
+    """Variance of the values under the maximum-likelihood probabilities with mean `theta`, above the observed mean.
+
+    Lagrange: p̃_v = p̂_v / (1 − r (v − θ) / (v_max − θ)), where r in (0, 1) makes them sum to 1. Where no r does, because
+    v_max did not occur, r is 1 and v_max has the remaining probability.
+    """
+    offset = values - theta[:, None]
+    reach = np.maximum(offset[:, -1:], 1e-300)
+    low, high = np.zeros_like(theta), np.ones_like(theta)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            tilted = np.where(shares > 0, shares / (1 - middle[:, None] * offset / reach), 0.0)
+            beyond = tilted.sum(axis=1) > 1
+            low, high = np.where(beyond, low, middle), np.where(beyond, middle, high)
+        tilted = np.where(shares > 0, shares / (1 - low[:, None] * offset / reach), 0.0)
+    tilted[:, -1] += np.maximum(1 - tilted.sum(axis=1), 0.0)
+    return (tilted * offset**2).sum(axis=1)
 
 
 def holm(p_values: Mapping[str, float] | Sequence[float]) -> list[float]:

@@ -61,6 +61,9 @@ class Line:
         against_random: paired with the same number of random keys, masked in the same manner; None where this does not
             apply.
         chance: expected accuracy of a guess, in [0, 1].
+        malformed: share of answers that are not of the required form (`Task.malformed`); NaN if the task requires none,
+            or for records of version 0.1.
+        formed: accuracy over the other answers; None where `malformed` is NaN.
         empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
         per_second: samples per second of model time.
         sinks: sinks per head and step, by the paper's definition.
@@ -80,6 +83,8 @@ class Line:
     against_unmasked: Paired | None
     against_random: Paired | None
     chance: float
+    malformed: float
+    formed: Accuracy | None
     empty: float
     masks: float
     unended: float
@@ -248,6 +253,7 @@ def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
 def _line(name: str, read: _Read, against_unmasked: Paired | None, against_random: Paired | None) -> Line:
     what, condition, records = read.run.what, read.condition, list(read.records.values())
     seconds = sum(record["seconds"] for record in records)
+    formed = _formed(read)
 
     def mean(values: Iterable[float]) -> float:
         return float(np.mean(list(values)))
@@ -263,6 +269,8 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
         against_unmasked=against_unmasked,
         against_random=against_random,
         chance=mean(record["chance"] for record in records),
+        malformed=math.nan if formed is None else 1 - formed.total / len(records),
+        formed=formed,
         empty=mean(record["empty"] for record in records),
         masks=mean(record["masks"] > 0 for record in records),
         unended=mean(not record["ended"] for record in records),
@@ -272,6 +280,15 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
         paper=_published(what, condition),
         unscored=read.unscored,
     )
+
+
+def _formed(read: _Read) -> Accuracy | None:
+    """Accuracy over the answers of the required form; None unless every record says whether its answer is."""
+    malformed = {sample: record.get("malformed") for sample, record in read.records.items()}
+    if None in malformed.values():
+        return None
+    formed = [sample for sample, bad in malformed.items() if not bad]
+    return Accuracy(sum(read.verdicts.get(sample, False) for sample in formed), len(formed))
 
 
 def _published(what: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
@@ -308,6 +325,7 @@ def frame(lines: Sequence[Line]) -> "DataFrame":
             for name in ("difference", "low", "high", "lost", "gained", "p", "total"):
                 row[f"{kind}_{name}"] = math.nan if pair is None else getattr(pair, name)
         rows.append(row | {
+            "malformed": line.malformed, "right_of_formed": math.nan if line.formed is None else line.formed.share,
             "empty": line.empty, "masks": line.masks, "unended": line.unended, "per_second": line.per_second,
             "sinks": line.sinks, "devices": " ".join(line.devices), "paper": line.paper,
             "unscored": line.unscored,

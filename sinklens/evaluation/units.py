@@ -217,6 +217,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
         "unmask_step": run.unmask_step[row, where].tolist(),
         "text": text,
         "verdict": task.judge(sample, text, run.tokens[row, where].tolist()[: answer.tokens], run.model.eos_token_ids),
+        "malformed": task.malformed(sample, text),
         "empty": answer.empty,
         "ended": answer.ended,
         "masks": answer.masks,

@@ -324,7 +324,7 @@ def effect(model: Any, prompt: Any, hooks: Hooks, *, seed: int = 0, **settings: 
 
     Args:
         prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
-            `analyses.intervals.bootstrap` for its interval over them).
+            `analyses.intervals.mean_interval` for its interval over them).
         hooks: an intervention, or a list of interventions and (name, function) pairs.
         seed, **settings: as in `sinklens.generate`.
     """

@@ -4,6 +4,9 @@ A `Task` keeps every setting that can change a score (examples in the prompt, ho
 equal tasks have equal prompts and verdicts. A *verdict* is True or False if the text alone decides. It is None if a
 program has to run; `sinklens.evaluation.sandbox` runs programs, this package does not.
 
+An answer can also be *malformed*: not an answer of the required form. A model that has lost the form scores below
+chance, which does not show that it has lost the skill; tables list malformed answers separately.
+
 Pitfall: text after the answer must not be judged with it. `Task.stop` defines where an answer ends, and a verdict
 ignores everything after that, whether or not the generation was cut there.
 """
@@ -91,6 +94,13 @@ class Task(ABC):
     def verdict(self, sample: Sample, text: str) -> bool | None:
         """Whether `text` answers `sample` correctly; None if a program has to run to decide."""
 
+    def malformed(self, sample: Sample, text: str) -> bool | None:
+        """Whether `text` is not an answer of the required form at all, right or wrong; None if the task requires none.
+
+        By default, whether `extract` finds nothing.
+        """
+        return self.extract(text) is None
+
     def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
         """Like `verdict`, for tasks that may also look at token ids.
 
@@ -107,6 +117,9 @@ class CodeTask(Task):
 
     def verdict(self, sample: Sample, text: str) -> None:
         """Always None: the text does not decide, the completion has to run."""
+
+    def malformed(self, sample: Sample, text: str) -> None:
+        """Always None: whether a completion is a program is decided where it runs."""
 
     def extract(self, text: str) -> str:
         """The completion up to the first of `stop`."""

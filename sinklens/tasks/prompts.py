@@ -82,6 +82,9 @@ class Prompts(Task):
     def verdict(self, sample: Sample, text: str) -> bool:
         return self.extract(text) == self.extract(sample.reference)
 
+    def malformed(self, sample: Sample, text: str) -> None:
+        """Always None: an expected answer of free text or ids has no form."""
+
     def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool:
         if isinstance(sample, IdSample) and sample.expected is not None:
             return tuple(ids) == before_end(sample.expected, end_ids)

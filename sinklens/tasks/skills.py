@@ -10,11 +10,15 @@ ones never occur in training.
   and two others can give it to the last; only one person is on both lists, so neither end alone determines the answer.
 - *compose*: apply two named operations to a list, in the given order.
 
+An answer is *malformed* if it is not of the skill's form: words that occur in exercises (copy, compose), one of the
+alternatives that the question offers (compare), or "A to B to C" with three people (plan).
+
 *Chance* is the accuracy of a guess that does everything except the skill; `GUESSES` describes the guess of each skill.
 Pitfall: do not compare a score with 0 if guessing already reaches one half.
 """
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -202,5 +206,19 @@ class Skill(Task):
     def extract(self, text: str) -> str | None:
         return " ".join(text.split()) or None
 
+    def malformed(self, sample: Sample, text: str) -> bool:
+        """Whether the answer does not have the form of the skill; see the module."""
+        words = text.split()
+        if self.skill == "plan":
+            return len(words) != 5 or words[1::2] != ["to", "to"] or not set(words[::2]) <= set(PEOPLE)
+        if self.skill == "compare":
+            return len(words) != 1 or words[0] not in _alternatives(sample)
+        return not words or not set(words) <= {*ITEMS, *PEOPLE}
+
     def verdict(self, sample: Sample, text: str) -> bool:
         return self.extract(text) == self.extract(sample.reference)
+
+
+def _alternatives(sample: Sample) -> set[str]:
+    """The answers that a question of the skill "compare" offers: yes and no, or the people in it."""
+    return {"yes", "no"} if sample.kind == "true" else {*re.findall(r"\w+", sample.prompt)} & {*PEOPLE}

@@ -139,10 +139,10 @@ def test_an_answer_is_right_by_its_number_and_unknown_for_another_prompt():
 
 
 def test_verdicts_follow_threshold_and_interval():
-    values = {name: [0.0, 0.1, 0.05, 0.1] for name in SIGNS}
-    values |= {"masking_cost": [1.0, 0.0, 1.0, 1.0], "first_always": [0.8, 0.9, 0.7, 0.8], "cut_static": [0, 1, 0, 1.0]}
+    values = {name: [0.0, 0.1, 0.05, 0.1] * 4 for name in SIGNS}
+    values |= {"masking_cost": [1.0, 0, 1, 1] * 4, "first_always": [0.8, 0.9, 0.7, 0.8] * 4, "cut_static": [0, 1.0] * 8}
     data = xr.Dataset({name: ("prompt", np.array(value, dtype=float)) for name, value in values.items()})
-    data["right"] = (("prompt", "run"), np.ones((4, 4)))
+    data["right"] = (("prompt", "run"), np.ones((16, 4)))
     signs = Diagnose().tables({"planted": data})["signs"].set_index("measure")
     assert signs.loc["first_always", "verdict"] == "warns"
     assert signs.loc["first_four", "verdict"] == "clear"

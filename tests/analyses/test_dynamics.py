@@ -2,11 +2,21 @@
 
 import numpy as np
 import pytest
+import xarray as xr
 from planting import planted, with_sinks
 
 import sinklens
-from sinklens.analyses.dynamics import DRAWN, MEANINGS, Dynamics, Life, motion_of, newest_queries, shortest_life
-from sinklens.sinks import SinkTrack
+from sinklens.analyses.dynamics import (
+    DRAWN,
+    MEANINGS,
+    Dynamics,
+    Life,
+    lifetime_table,
+    motion_of,
+    newest_queries,
+    shortest_life,
+)
+from sinklens.sinks import SinkTrack, survival
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
@@ -29,6 +39,17 @@ def test_a_still_head_and_a_moving_head_have_the_planted_motion():
     assert found["lifetime"] == pytest.approx(8 / 5)
     assert found["overlap_step"] == 0.5
     assert np.isnan(found["newest_jump_share"])
+
+
+def test_lifetimes_of_all_prompts_are_pooled_and_count_censored_lives():
+    """Head 0 stays on 2 to the end; head 1 stays two steps on 3, then two on 4, the last of which is cut off."""
+    track = planted(with_sinks([[[2, 3]], [[2, 3]], [[2, 4]], [[2, 4]]]))
+    ages = survival.life_table(track)[["ended", "at_risk"]].rename(batch="prompt").drop_vars("prompt")
+    data = motion_of(track).merge(ages)
+    table = lifetime_table({"m": xr.concat([data, data], dim="prompt")}, seed=0).set_index("measure")["estimate"]
+    assert table["observed"] == pytest.approx((4 + 2 + 2) / 3)
+    assert table["restricted_mean"] == pytest.approx(1 + 1 + 0.5 + 0.5)  # at age 2 one of two lives at risk ends
+    assert table["median"] == 2
 
 
 def test_ties_for_the_shortest_life_go_to_the_sink_that_stands_out_most():

@@ -6,7 +6,7 @@ import xarray as xr
 
 import sinklens
 from sinklens.analyses.answers import unchanged
-from sinklens.analyses.heads import WAYS, Heads
+from sinklens.analyses.heads import WAYS, Heads, _confirmed
 from sinklens.experiments import effect, head_outputs
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks.word_problems import held_out, training
@@ -83,3 +83,26 @@ def test_the_table_names_the_head_with_the_largest_effect():
     assert table["right", "steady", "one, the strongest: 1.0"] == pytest.approx(1 / 3)
     assert table["kl", "steady", "one, mean over all"] == 0.5
     assert table["changed", "strongest", "all at once"] == 0.5
+
+
+def test_the_strongest_head_is_confirmed_on_prompts_that_did_not_pick_it():
+    """Effects are noise of mean 1: the maximum of 24 heads is far above 1, the same head on other prompts is not."""
+    rng = np.random.default_rng(5)
+    axes, places = ("prompt", "way", "layer", "head"), {"layer": range(4), "head": range(6), "way": list(WAYS)}
+    noise = rng.exponential(size=(60, len(WAYS), 4, 6))
+    coins = (rng.random((60, len(WAYS), 4, 6)) < 0.3).astype(float)
+    data = xr.Dataset({"kl": (axes, noise), "changed": (axes, coins), "right": (axes, coins)}, places)
+    found = _confirmed({"noise": data}, seed=0)
+    assert len(found) == 3 * len(WAYS)
+    assert set(found["prompts"]) == {30}
+    for row in found.itertuples():
+        values = data[row.measure].sel(way=row.way)
+        first = values[::2].mean("prompt")
+        assert float(first[row.layer, row.head]) == float(first.min() if row.measure == "right" else first.max())
+        assert row.estimate == pytest.approx(float(values[1::2].mean("prompt")[row.layer, row.head]))
+    assert (
+        found.set_index("measure").loc["kl", "estimate"].mean()
+        < 1.2
+        < float(noise[::2].mean(0).max(axis=(1, 2)).mean())
+    )
+    assert _confirmed({"noise": data.isel(prompt=[0])}, seed=0)["estimate"].isna().all()

@@ -1,8 +1,10 @@
 """Bootstrap intervals compared with loops that draw the same prompts, and tables of them."""
 
+import itertools
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
@@ -12,9 +14,13 @@ from sinklens.analyses.intervals import (
     difference_table,
     interval_rows,
     interval_table,
+    judged,
+    outcomes,
+    p_value,
     pooled,
     verdict,
 )
+from sinklens.evaluation.statistics import Accuracy, mcnemar, paired
 
 NAN = float("nan")
 
@@ -113,3 +119,55 @@ def test_rows_are_labelled_on_every_axis():
 )
 def test_a_verdict_requires_the_entire_interval_on_one_side(numbers, expected):
     assert verdict(*numbers, 0.5, "above", "below") == expected
+
+
+def test_outcomes_have_the_intervals_of_the_evaluation():
+    right = np.array([1.0, 1.0, 0.0, NAN, 1.0, 1.0])
+    found = outcomes(right, 0, 1)
+    assert (found.estimate, found.prompts) == (0.8, 5)
+    np.testing.assert_allclose([found.low, found.high], Accuracy(4, 5).interval)
+    base, changed = np.array([True] * 30 + [False] * 10), np.array([True] * 21 + [False] * 17 + [True] * 2)
+    pair, found = paired(base, changed), outcomes(changed.astype(float) - base, -1, 1)
+    np.testing.assert_allclose([found.estimate, found.low, found.high], [pair.difference, pair.low, pair.high])
+
+
+def test_no_loss_at_all_still_has_an_interval_in_a_table():
+    data = xr.Dataset({"cost": ("prompt", np.zeros(50)), "kl": ("prompt", np.zeros(50))})
+    table = interval_table({"m": data}, ["cost", "kl"]).set_index("measure")
+    assert table.loc["cost", ["low", "high"]].tolist() == pytest.approx([-0.0713, 0.0713], abs=1e-4)
+    assert table.loc["kl", ["low", "high"]].tolist() == [0, 0]  # not an outcome: no range is known
+    other = difference_table({"m": data, "n": data}, ["cost"])
+    assert other["low"].item() < 0 < other["high"].item()
+
+
+def test_a_share_of_heads_is_not_an_outcome():
+    values = np.array([0.25, 0.5, 0.0, 1.0])
+    table = interval_table({"m": xr.Dataset({"right": ("prompt", values)})}, ["right"])
+    expected = bootstrap(values)
+    assert table[["low", "high"]].to_numpy().tolist() == [[float(expected.low), float(expected.high)]]
+
+
+def test_the_p_value_of_a_mean_is_the_share_of_sign_changes_at_least_as_far_from_the_null():
+    values = np.array([0.9, -0.2, 0.4, 0.7, 0.1, 0.8, -0.1, 0.35]) + 2
+    sums = [abs(np.dot(signs, values - 2)) for signs in itertools.product((-1, 1), repeat=8)]
+    exact = np.mean(np.array(sums) >= abs((values - 2).sum()) - 1e-12)
+    assert p_value(values, null=2.0) == pytest.approx(exact, abs=0.005)
+    assert p_value(np.append(values, NAN), null=2.0) == p_value(values, null=2.0)
+    assert p_value(np.zeros(9)) == 1
+    assert np.isnan(p_value(np.array([1.0, NAN])))
+
+
+def test_the_p_value_of_paired_outcomes_is_mcnemars():
+    values = np.array([-1.0] * 3 + [1.0] * 11 + [0.0] * 20)
+    assert p_value(values, (-1, 1)) == mcnemar(3, 11)
+    assert p_value(values, (-1, 1), null=0.1) != mcnemar(3, 11)
+    doubled = values * 2
+    assert 0 < p_value(doubled, (-2, 2)) < 0.1
+
+
+def test_claims_are_corrected_over_each_models_own_claims():
+    rows = [("a", 0.04, 0.1, 0.3), ("a", 0.01, 0.2, 0.4), ("b", 0.04, 0.1, 0.3), ("b", NAN, NAN, NAN)]
+    table = pd.DataFrame([{"model": m, "p": p, "estimate": low, "low": low, "high": high} for m, p, low, high in rows])
+    found = judged(pd.concat([table, table.iloc[:1].assign(p=0.03)], ignore_index=True))
+    assert found["p_holm"].tolist()[:3] == pytest.approx([0.06, 0.03, 0.04])
+    assert found["verdict"].tolist() == ["undecided", "holds", "holds", "not measured", "undecided"]

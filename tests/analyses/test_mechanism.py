@@ -23,6 +23,7 @@ from sinklens.analyses.mechanism import (
     correlations,
     orders,
 )
+from sinklens.evaluation.statistics import holm
 from sinklens.interventions import MaskSinks
 from sinklens.tasks.word_problems import held_out
 
@@ -116,11 +117,12 @@ def test_every_cost_is_stored_under_its_order_pick_and_number(tiny_llada):
 
 
 def planted(difference, cost):
-    """Three identical prompts with planted values per [pick] and [order, pick]."""
-    rows = 3
+    """Forty prompts with planted means per [pick], and per [order, pick] an outcome with that mean."""
+    rows = 40
     base = np.full((rows, len(ORDERS)), 1.0)
     data = {name: (("prompt", "pick"), np.tile(difference, (rows, 1))) for name in CONFIDENCE}
-    costs = np.tile(np.array(cost)[:, :, None], (rows, 1, 1, len(TOP_K)))
+    lost = (np.arange(rows) + 0.5)[:, None, None] / rows < np.array(cost)
+    costs = np.tile(lost[..., None].astype(float), (1, 1, 1, len(TOP_K)))
     data |= dict.fromkeys(COSTS, (("prompt", "order", "pick", "top_k"), costs))
     data["base"] = (("prompt", "order"), base)
     return xr.Dataset(data, {"order": list(ORDERS), "pick": list(PICKS), "top_k": list(TOP_K)})
@@ -128,7 +130,7 @@ def planted(difference, cost):
 
 def test_verdicts_match_the_planted_effects():
     """Confidence falls only under steady masking; left to right costs more, random order does not."""
-    cost = [[0.1, 0.1, 0.1], [0.1, 0.6, 0.1], [0.1, 0.1, 0.3]]
+    cost = [[0.6, 0.1, 0.1], [0.1, 0.6, 0.1], [0.1, 0.1, 0.3]]
     table = claims({"planted": planted([0.1, -0.2, 0.0], cost)}, seed=0)
     rows = table.set_index(["measure", "pick"]).sort_index()
     falls = "confidence falls more where the masked keys were attended to"
@@ -139,7 +141,23 @@ def test_verdicts_match_the_planted_effects():
     assert rows.loc[(further, "steady"), "verdict"].tolist() == ["holds"] * len(TOP_K)
     assert rows.loc[(further, "strongest"), "verdict"].tolist() == ["no"] * len(TOP_K)
     assert rows.loc[("masking costs more in random order than by confidence", "steady"), "estimate"].tolist() == [0, 0]
+    assert rows.loc[("masking costs more in random order than by confidence", "steady"), "verdict"].tolist() == [
+        "undecided"
+    ] * len(TOP_K)
     assert rows.loc[("… in random order", "steady"), "estimate"].tolist() == pytest.approx([-0.2, -0.2])
+
+
+def test_the_claims_on_a_model_are_one_family():
+    """One claim alone would hold with p = 0.0156; among the others, corrected by Holm, it is undecided."""
+    cost = [[0.0, 0.0, 0.0], [0.0, 0.175, 0.0], [0.0, 0.0, 0.0]]  # 7 of 40 prompts lost
+    table = claims({"planted": planted([0.0, 0.0, 0.0], cost)}, seed=0)
+    further = table[(table["measure"] == "… from left to right") & (table["pick"] == "steady")]
+    assert further["p"].tolist() == pytest.approx([2 * 0.5**7] * len(TOP_K))
+    assert (further["low"] > 0).all()
+    assert further["p_holm"].min() > 0.05
+    assert set(further["verdict"]) == {"undecided"}
+    tested = table[table["p"].notna()]
+    np.testing.assert_allclose(tested["p_holm"], holm(tested["p"].tolist()))
 
 
 def test_an_autoregressive_model_has_only_costs_by_position(tiny_llama):

@@ -7,6 +7,7 @@ from tracks import made, planted
 
 from sinklens.analyses.answers import unchanged
 from sinklens.analyses.necessity import MEASURES, PARTS, PICKS, Necessity, StrongestKey
+from sinklens.evaluation.statistics import mcnemar
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean
@@ -75,17 +76,21 @@ def test_shares_count_heads_and_steps_and_sum_to_one(measured):
 
 
 def test_claims_compare_strongest_with_random_keys_in_the_same_places():
-    axes, size = ("prompt", "part", "pick"), (8, len(PARTS), len(PICKS))
+    """Every second prompt is lost with either key, but where the key is a sink only every fifth with a random key."""
+    axes, size = ("prompt", "part", "pick"), (80, len(PARTS), len(PICKS))
     data = xr.Dataset({name: (axes, np.zeros(size)) for name in MEASURES}, {"part": list(PARTS), "pick": list(PICKS)})
-    data["share"], data["base"] = (("prompt", "part"), np.ones(size[:2])), ("prompt", np.ones(8))
-    data["cost"].loc[{"part": "sink", "pick": "strongest"}] = 0.5 + 0.1 * np.arange(8) / 8
-    data["cost"].loc[{"part": "sink", "pick": "random"}] = 0.25
-    data["cost"].loc[{"part": "other"}] = 0.4
+    data["share"], data["base"] = (("prompt", "part"), np.ones(size[:2])), ("prompt", np.ones(80))
+    data["cost"].loc[{"part": "sink", "pick": "strongest"}] = np.arange(80) % 2
+    data["cost"].loc[{"part": "sink", "pick": "random"}] = np.arange(80) % 5 == 1
+    data["cost"].loc[{"part": "other"}] = (np.arange(80) % 2)[:, None]
     claims = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
-    assert claims.loc[("cost", "sink"), "estimate"] == pytest.approx(0.25 + 0.35 / 8)
+    assert claims.loc[("cost", "sink"), "estimate"] == pytest.approx(0.3)
+    assert claims.loc[("cost", "sink"), "p"] == pytest.approx(mcnemar(8, 32))
+    assert claims.loc[("cost", "sink"), "p_holm"] == pytest.approx(6 * mcnemar(8, 32))
     assert claims.loc[("cost", "sink"), "verdict"] == "holds"
-    assert claims.loc[("cost", "other"), "verdict"] == "no"
+    assert claims.loc[("cost", "other"), "verdict"] == "undecided"
+    assert claims.loc[("cost", "other"), "high"] == pytest.approx(1.959964**2 / (80 + 1.959964**2), rel=1e-5)
     assert claims.loc[("cost", "other"), "where"] == "where it is not a sink"
-    data["base"] = ("prompt", np.zeros(8))
+    data["base"] = ("prompt", np.zeros(80))
     nothing_to_lose = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
     assert nothing_to_lose.loc["cost", "verdict"].tolist() == ["not measured"] * 3

@@ -199,3 +199,21 @@ def test_missing_and_malformed_prompts_are_rejected(more, text, tmp_path, capsys
     Path("a.jsonl").write_text('{"prompt": "one"}\ntwo\n')
     assert main(["analyse", "layers", "tiny-llama", *more]) == 1
     assert text in capsys.readouterr().err
+
+
+def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
+    """Two models stand in for two seeds: every estimate over seeds is the mean of the models' estimates."""
+    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--number", "2", "--gen-length", "3", "--seeds"]
+    assert main([*call, "--out", str(tmp_path)]) == 0
+    assert "over 2 seeds and 2 prompts" in capsys.readouterr().out
+    table = pandas.read_csv(tmp_path / "layers-seeds.csv")
+    each = pandas.read_csv(tmp_path / "layers-trend.csv").groupby("measure")["estimate"].mean()
+    for row in table[table["measure"].isin(each.index)].itertuples():
+        assert row.estimate == pytest.approx(each[row.measure])
+        assert row.low < row.estimate < row.high
+    assert set(each.index) <= set(table["measure"])
+
+
+def test_one_seed_has_no_summary_over_seeds(capsys):
+    assert main(["analyse", "layers", "tiny-llama", "--seeds"]) == 1
+    assert "--seeds compares training runs of one recipe; give at least two models" in capsys.readouterr().err

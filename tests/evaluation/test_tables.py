@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ledgers import planted_run
+from ledgers import HAND, planted_run
 
 from sinklens.errors import LedgerError, SettingError
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.ledger import LedgerRun
-from sinklens.evaluation.statistics import holm, paired
+from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation.statistics import Accuracy, holm, paired
 from sinklens.evaluation.tables import PAPER, frame, read_lines
 
 UNMASKED, ONE, ONE_RANDOM, FIVE, FIVE_RANDOM = masking([1, 5], ["random"])
@@ -168,6 +168,22 @@ def test_a_ledger_without_finished_samples_is_refused_and_runs_without_records_a
     planted_run(ledger, {}, FIVE_RANDOM)
     assert len(LedgerRun.all(ledger)) == 5
     assert len(read_lines(ledger)) == 4
+
+
+def test_malformed_answers_are_listed_apart_from_wrong_ones(tmp_path):
+    """Of ten answers three are right, two wrong and five malformed: 0.3 right, but 0.6 of those that are answers."""
+    run = planted_run(tmp_path, {})
+    with Writer(run) as writer:
+        for number in range(10):
+            sample = {"sample": f"s{number}", "verdict": number < 3, "malformed": number >= 5, "text": ""}
+            writer.add(HAND | sample | {"seconds": 0.5, "sinks": {"per_head": 1.0}})
+    (line,) = read_lines(tmp_path)
+    assert (line.accuracy, line.malformed, line.formed) == (Accuracy(3, 10), 0.5, Accuracy(3, 5))
+    assert frame([line])[["malformed", "right_of_formed"]].to_numpy().tolist() == [[0.5, 0.6]]
+
+
+def test_records_of_version_0_1_have_no_share_of_malformed_answers(ledger):
+    assert all(math.isnan(line.malformed) and line.formed is None for line in read_lines(ledger))
 
 
 def test_the_frame_contains_every_number_and_nan_for_missing_ones(ledger):

@@ -67,6 +67,7 @@ def test_a_record_contains_what_the_run_did(tiny_llada):
     assert record["steps"] == run.steps_run
     assert (record["text"], record["empty"], record["ended"], record["masks"]) == (run.text, False, True, 0)
     assert record["verdict"] is TASK.verdict(SAMPLES[0], run.text)
+    assert record["malformed"] is TASK.malformed(SAMPLES[0], run.text) is False
     assert record["prompt_sha256"] == hashlib.sha256(SAMPLES[0].prompt.encode()).hexdigest()
     assert record["seconds"] > 0
     assert (record["device"], record["versions"]["sinklens"]) == ("cpu", sinklens.__version__)

@@ -10,7 +10,7 @@ import pytest
 
 from sinklens.errors import TaskError
 from sinklens.tasks import skills
-from sinklens.tasks.skills import SKILLS, Skill, held_out, training
+from sinklens.tasks.skills import PEOPLE, SKILLS, Skill, held_out, training
 from sinklens.zoo.corpus import ANSWER_LENGTH
 
 
@@ -178,6 +178,31 @@ def test_a_verdict_depends_only_on_the_words_and_their_order():
     assert task.verdict(sample, "\n" + "  ".join(words) + " ")
     for wrong in (" ".join([*words, "pens"]), " ".join(words[1:]), " ".join(words[::-1]), "", words[0].upper()):
         assert not task.verdict(sample, wrong)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_reference_answers_have_the_required_form_and_other_text_does_not(skill):
+    task = Skill(skill)
+    for sample in task.samples(50):
+        assert task.malformed(sample, sample.reference) is False
+        for text in ("", " #### 7", f"{sample.reference} 12", "the answer"):
+            assert task.malformed(sample, text) is True
+
+
+def test_a_wrong_answer_of_the_right_form_is_not_malformed():
+    two = next(sample for sample in Skill("compare").samples() if sample.kind == "two")
+    names = re.findall(r"(\w+) has \d", two.prompt)
+    assert [Skill("compare").malformed(two, name) for name in names] == [False, False]
+    assert sorted(Skill("compare").verdict(two, name) for name in names) == [False, True]
+    true = next(sample for sample in Skill("compare").samples() if sample.kind == "true")
+    assert [Skill("compare").malformed(true, text) for text in ("yes", "no", names[0])] == [False, False, True]
+    assert Skill("compare").malformed(two, "yes")
+    stranger = next(name for name in PEOPLE if name not in names)
+    assert Skill("compare").malformed(two, stranger)
+    plan = Skill("plan").samples()[0]
+    assert not Skill("plan").malformed(plan, " to ".join(PEOPLE[:3]))
+    assert Skill("plan").malformed(plan, " to ".join(PEOPLE[:2]))
+    assert not Skill("copy").malformed(Skill("copy").samples()[0], " ".join(PEOPLE[:2]))
 
 
 def test_the_error_for_an_unknown_skill_names_it_and_the_nearest():
