@@ -7,8 +7,10 @@ the same prompts, e.g. a diffusion model and its autoregressive twin. The figure
 2510.15731, Figs. 1, 6b, 7 and 8).
 
 Caveat: each step of an autoregressive run adds one query to the earlier ones, so the column sums of neighbouring steps
-share all other rows, and part of the stillness of its sinks is bookkeeping. The measures ``newest_…`` use the newest
-query alone; one query's strongest key moves more than that of a sum, so the truth lies between the two.
+share all other rows, and much of the stillness of its sinks is bookkeeping. Do not compare its rates with those of a
+diffusion model. Compare each with its null (`NULLS`, nulls.py): a pattern that does not change, revealed row by row.
+The measures ``fixed_…`` sum over the prompt's queries alone, ``newest_…`` use the newest query; one query's strongest
+key moves more than that of a sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.nulls import NULLS, against_nulls, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.sinks import SinkTrack, motion
 
@@ -53,7 +56,11 @@ MEANINGS = {
     "newest_jump_share": "jump_share of the newest query alone (autoregressive)",
     "newest_static_share": "static_share of the newest query alone (autoregressive)",
 }
-DRAWN = ("jump_share", "sink_jump_share", "static_share", "one_step", "static_sinks", "overlap_step")
+MEASURES = {**MEANINGS, **NULLS}
+DRAWN = (
+    "jump_share", "null_jump_share", "fixed_jump_share", "sink_jump_share", "null_sink_jump_share", "static_share",
+    "null_static_share", "fixed_static_share", "one_step", "static_sinks", "overlap_step",
+)  # fmt: skip
 
 
 class Life(NamedTuple):
@@ -73,8 +80,10 @@ class Dynamics(Study):
     name: ClassVar[str] = "dynamics"
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """Every measure of `MEANINGS`, [prompt]."""
-        return motion_of(self.generate(model, prompts, settings).track)
+        """`MEASURES`, [prompt]."""
+        record = fixed_queries(model, prompts, self.chat_template)
+        found = self.generate(model, prompts, settings, record_sinks=record)
+        return motion_of(found.track).merge(against_nulls(found.track, found.run))
 
     def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
@@ -82,12 +91,15 @@ class Dynamics(Study):
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``motion``: means; ``differences``: each further model minus the first, paired by prompt."""
+        """``motion``: means; ``null``: rates beside those of the null; ``differences``: each further model minus the
+        first, paired by prompt.
+        """
         tables = {
-            "motion": interval_table(measured, list(MEANINGS), self.seed),
-            "differences": difference_table(measured, list(MEANINGS), self.seed),
+            "motion": interval_table(measured, list(MEASURES), self.seed),
+            "null": null_table(measured, self.seed),
+            "differences": difference_table(measured, list(MEASURES), self.seed),
         }
-        return {name: table.assign(meaning=table["measure"].map(MEANINGS)) for name, table in tables.items()}
+        return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``map`` (Fig. 1), ``one-step`` (6b), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
@@ -96,10 +108,10 @@ class Dynamics(Study):
         from sinklens.views.labels import wrapped
 
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
-        shares, (ax,) = panels(1, size=(7, 3.5))
+        shares, (ax,) = panels(1, size=(7, 5.5))
         table = interval_table(measured, DRAWN, self.seed)
         label = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
-        interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=label)
+        interval_dots(table, "measure", ax, names=MEASURES).set(xlabel=label)
         return {
             "map": _maps(tracks),
             "one-step": _short_lives(tracks),
