@@ -57,6 +57,7 @@ MEANINGS = {
     "newest_static_share": "static_share of the newest query alone (autoregressive)",
 }
 MEASURES = {**MEANINGS, **NULLS}
+IN_TABLE = [name for name in MEASURES if not name.startswith("null_")]  # those have their own table
 DRAWN = (
     "jump_share", "null_jump_share", "fixed_jump_share", "sink_jump_share", "null_sink_jump_share", "static_share",
     "null_static_share", "fixed_static_share", "one_step", "static_sinks", "overlap_step",
@@ -91,13 +92,13 @@ class Dynamics(Study):
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``motion``: means; ``null``: rates beside those of the null; ``differences``: each further model minus the
-        first, paired by prompt.
+        """``motion``: means; ``null``: see `null_table`; ``differences``: each further model minus the first, paired by
+        prompt.
         """
         tables = {
-            "motion": interval_table(measured, list(MEASURES), self.seed),
+            "motion": interval_table(measured, IN_TABLE, self.seed),
             "null": null_table(measured, self.seed),
-            "differences": difference_table(measured, list(MEASURES), self.seed),
+            "differences": difference_table(measured, IN_TABLE, self.seed),
         }
         return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 COMPARED = ("jump_share", "sink_jump_share", "static_share")
+FIXED = ("jump_share", "static_share")
 SOURCES = ("measured", "null", "measured − null")
 NULLS = {
     "null_jump_share": "jump_share of the run's final pattern, masked causally and revealed row by row",
@@ -48,7 +49,7 @@ def against_nulls(track: SinkTrack, run: "Generation") -> xr.Dataset:
     fixed = SinkTrack(track.data.assign(score=track["fixed_score"]))
     nulls = [null_of(run, row) for row in range(len(run.canvas))]
     values = {f"null_{name}": np.array([rates(one)[name][0] for one in nulls]) for name in COMPARED}
-    values |= {f"fixed_{name}": rates(fixed)[name] for name in COMPARED if f"fixed_{name}" in NULLS}
+    values |= {f"fixed_{name}": rates(fixed)[name] for name in FIXED}
     return xr.Dataset({name: ("prompt", values[name]) for name in NULLS})
 
 
@@ -77,8 +78,15 @@ def null_of(run: "Generation", row: int) -> SinkTrack:
 
 
 def null_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """`COMPARED` as measured, of the null, and their difference, paired by prompt."""
-    return interval_table({name: beside_null(data) for name, data in measured.items()}, COMPARED, seed)
+    """`COMPARED` as measured, of the null, and their difference, paired by prompt; and with queries held fixed."""
+    from pandas import concat
+
+    tables = []
+    for name, data in measured.items():
+        fixed = xr.Dataset({one: data[f"fixed_{one}"] for one in FIXED})
+        held = interval_table({name: fixed}, FIXED, seed).assign(source="queries held fixed")
+        tables += [interval_table({name: beside_null(data)}, COMPARED, seed), held]
+    return concat(tables, ignore_index=True)
 
 
 def beside_null(data: xr.Dataset) -> xr.Dataset:

@@ -84,7 +84,7 @@ def strata(
         TrackError: `matched` names something other than step, state and position.
     """
     if isinstance(matched, str) or set(matched) - set(MATCHED_BY):
-        raise TrackError(f"matched must be a list that holds any of {', '.join(MATCHED_BY)}; got {matched!r}.")
+        raise TrackError(f"matched must be a list that holds any of step, state, position; got {matched!r}.")
     states, _ = set_codes(track, "state")
     step, position = np.arange(states.shape[1]), np.arange(states.shape[2]) - track.prompt_length
     every = {"step": step[:, None], "state": states, "position": position}
@@ -126,7 +126,7 @@ def matched_enrichment(
     number, _ = strata(track, matched)
     sinks = track.detect(detector).sum(("layer", "head")).to_numpy()
     exists = codes >= 0
-    a, n = counted(sinks[exists], codes[exists], number[exists], len(names))
+    a, n = _counted(sinks[exists], codes[exists], number[exists], len(names))
     b, m = a.sum(axis=0) - a, n.sum(axis=0) - n
     both = (n > 0) & (m > 0)
     columns = {
@@ -137,7 +137,7 @@ def matched_enrichment(
     return xr.Dataset({name: (by, value) for name, value in columns.items()}, coords={by: names})
 
 
-def counted(events: np.ndarray, codes: np.ndarray, number: np.ndarray, sets: int) -> tuple[np.ndarray, np.ndarray]:
+def _counted(events: np.ndarray, codes: np.ndarray, number: np.ndarray, sets: int) -> tuple[np.ndarray, np.ndarray]:
     """Events and places of each set in each stratum, [set, stratum] each."""
     size = int(number.max(initial=-1)) + 1
     place = codes.astype(np.int64) * size + number

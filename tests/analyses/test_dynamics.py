@@ -7,8 +7,8 @@ from planting import planted, with_sinks
 import sinklens
 from sinklens.analyses.dynamics import (
     DRAWN,
+    IN_TABLE,
     MEANINGS,
-    MEASURES,
     Dynamics,
     Life,
     motion_of,
@@ -81,7 +81,7 @@ def test_tables_and_figures_cover_both_models(tiny_llada, tiny_llama):
     study = Dynamics(settings={"gen_length": 8, "steps": 8})
     found = study.run([tiny_llada, tiny_llama], PROMPTS)
     table = found.tables["motion"].set_index(["model", "measure"])
-    assert set(table.loc["tiny-llada"].index) == set(MEASURES)
+    assert set(table.loc["tiny-llada"].index) == set(IN_TABLE)
     assert table.loc[("tiny-llada", "steps"), "estimate"] == 8
     assert np.isnan(table.loc[("tiny-llada", "newest_jump_share"), "estimate"])
     assert table.loc[("tiny-llama", "newest_jump_share"), "estimate"] >= 0
@@ -118,6 +118,7 @@ def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held
     table = measured.tables["null"].set_index(["measure", "source"])["estimate"]
     assert table["static_share", "measured"] == table["static_share", "null"] > 0.5
     assert table["static_share", "measured − null"] == 0
+    assert table["jump_share", "queries held fixed"] == 0
 
 
 def test_the_null_of_a_diffusion_run_is_that_of_its_finished_canvas(tiny_llada):
