@@ -28,11 +28,12 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
+from sinklens.analyses.intervals import Interval, interval_rows, interval_table
 from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
-from sinklens.analyses.strata import Matched, compare, correlation_within, two_groups
+from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
 from sinklens.analyses.study import Study
 from sinklens.sinks import SinkTrack, motion
+from sinklens.sinks.matching import ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,8 +173,10 @@ def landings(track: SinkTrack) -> tuple[Float[np.ndarray, "batch step pos"], Flo
 
 def within_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     """The row "within" of `ORDER`."""
-    flat = [data[name].to_numpy().reshape(data.sizes["prompt"], -1) for name in ("score_rank_at", "order_rank_at")]
-    return interval_rows(model, "within", correlation_within(*flat, seed), {})
+    score, order = (
+        data[name].to_numpy().reshape(data.sizes["prompt"], -1) for name in ("score_rank_at", "order_rank_at")
+    )
+    return interval_rows(model, "within", correlation_within(score, order, seed), {})
 
 
 def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
@@ -217,7 +220,7 @@ def age_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
 
 def _rate(parts: Sequence[np.ndarray], seed: int) -> Matched:
     """Landings / heads that could land, summed over everything."""
-    return Matched(Interval(*(value[0] for value in pooled(np.divide, parts, seed))), 1.0)
+    return Matched(stratified(lambda *sums: sums, ratio, parts, seed), 1.0)
 
 
 def _nothing(prompts: int, layers: int) -> xr.Dataset:

@@ -86,10 +86,10 @@ class MaskedSinks(Study):
         lens = logit_lens(model, run, steps=steps.tolist(), positions=range(first, first + length), row=row, top_k=1)
         data = track.data.isel(batch=0, step=slice(0, len(steps)), pos=answer)
         sinks = track.detect().isel(batch=0, step=slice(0, len(steps)), pos=answer).to_numpy()
-        decided = (lens["final_token"] != model.mask_token_id).to_numpy()
+        decided = lens["final_token"].to_numpy() != model.mask_token_id
         undecided = (data["masked"] & ~data["committed"]).to_numpy() & decided
         read = {
-            "named": (lens["token"].isel(rank=0) == lens["final_token"]).to_numpy().astype(np.float64),
+            "named": (lens["token"].isel(rank=0).to_numpy() == lens["final_token"].to_numpy()).astype(np.float64),
             "probability": lens["final_probability"].to_numpy(),
             "entropy": lens["entropy"].to_numpy(),
         }
@@ -138,7 +138,7 @@ def of_prompt(
         "value_ratio": _over_known(_inside(norm, sinks) / _inside(norm, others), (0, 2)),
     }
     at_sink = sinks.any(axis=2)  # [step, layer, pos]
-    at_other = undecided[:, None] & ~at_sink
+    at_other = np.logical_and(undecided[:, None], ~at_sink)
     for name, value in read.items():
         one, other = _inside(value, at_sink), _inside(value, at_other)
         both = np.where(np.isnan(one + other), np.nan, 1)
@@ -149,8 +149,8 @@ def of_prompt(
     place = np.arange(undecided.shape[1])
     values["partial"] = _over_known(partial_rank_correlation(strength, read["named"], place), 0)
     columns: dict[str, Any] = {name: ("layer", values[name]) for name in MEASURES}
-    for name, value in {"sink": at_sink, **read}.items():
-        known = np.where(undecided[:, None], value, np.nan).astype(np.float32)
+    for name, found in {"sink": at_sink.astype(np.float32), **read}.items():
+        known = np.where(undecided[:, None], found, np.nan).astype(np.float32)
         columns[f"{name}_at"] = (("layer", "step", "place"), known.transpose(1, 0, 2))
     coords = {"layer": np.arange(score.shape[1]), "step": np.arange(len(score)), "place": place}
     return xr.Dataset(columns, coords)

@@ -9,7 +9,7 @@ tokens in the same order, few strata remain; the tables report the share of the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -39,24 +39,27 @@ def stratified(
 ) -> Interval:
     """A statistic of sums over strata, with its 95 % percentile bootstrap interval over prompts.
 
+    ``prompts`` of the result counts those that contribute anything.
+
     Args:
         of_strata: takes the sum over prompts of each part, [..., stratum], and returns terms of the same shape.
         combine: takes each term summed over the strata, and returns the statistic.
         parts: what each prompt contributes to each stratum, without NaN.
     """
     number, strata = parts[0].shape
+    count = np.array(np.any([part.any(axis=1) for part in parts], axis=0).sum())
     drawn = np.random.default_rng(seed).multinomial(number, [1 / number] * number, size=RESAMPLES)
     weights = np.vstack([np.ones(number), drawn])  # the first row is the estimate
     if not strata:
-        return Interval(*(np.array(np.nan) for _ in range(3)), np.array(number))
-    totals = 0
+        return Interval(np.array(np.nan), np.array(np.nan), np.array(np.nan), count)
+    totals: Any = 0
     for start in range(0, strata, CHUNK):
         sums = [weights @ part[:, start : start + CHUNK].astype(np.float64) for part in parts]
         totals = totals + np.stack([term.sum(axis=-1) for term in of_strata(*sums)])
     values = combine(*totals)
     known = values[1:][~np.isnan(values[1:])]
     low, high = np.percentile(known, [2.5, 97.5], method="nearest") if number > 1 and len(known) else (np.nan, np.nan)
-    return Interval(np.asarray(values[0]), np.asarray(low), np.asarray(high), np.array(number))
+    return Interval(np.asarray(values[0]), np.asarray(low), np.asarray(high), count)
 
 
 def compare(parts: Parts, seed: int = 0, difference: bool = False) -> Matched:
@@ -81,7 +84,13 @@ def correlation_within(x: np.ndarray, y: np.ndarray, seed: int = 0) -> Interval:
     x, y = np.where(known, x, 0), np.where(known, y, 0)
     shared = known.sum(axis=0) > 1
     parts = [part[:, shared] for part in (known.astype(float), x, y, x * x, y * y, x * y)]
-    return stratified(_within, lambda xy, xx, yy: ratio(xy, np.sqrt(np.clip(xx * yy, 0, None))), parts, seed)
+    return stratified(_within, _correlation, parts, seed)
+
+
+def _correlation(xy: np.ndarray, xx: np.ndarray, yy: np.ndarray) -> np.ndarray:
+    """NaN where a quantity does not vary, e.g. in a resample of copies of one prompt."""
+    size = np.sqrt(np.clip(xx, 0, None) * np.clip(yy, 0, None))
+    return np.divide(xy, size, out=np.full(size.shape, np.nan), where=size > 1e-9)
 
 
 def _within(n: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray, xy: np.ndarray) -> Sequence:

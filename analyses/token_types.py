@@ -89,7 +89,7 @@ class TokenTypes(Study):
         table = tables["matched"]
         for by, ax in zip(SETS, axes, strict=True):
             rows = table[(table["by"] == by) & (table["matched"] == list(MATCHINGS[by])[-1])]
-            rows = rows[np.isfinite(rows["estimate"])]
+            rows = rows[rows["estimate"].notna() & ~np.isinf(rows[["estimate", "high"]]).any(axis=1)]
             interval_dots(rows, "set", ax, line=1.0)
             ax.set(xlabel=f"sinks relative to other places\nof the same {list(MATCHINGS[by])[-1]}", title=f"by {by}")
         preference.suptitle(f"Pooled over prompts, 95 % intervals; {SINK}", fontsize=9)

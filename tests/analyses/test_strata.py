@@ -74,6 +74,12 @@ def test_a_correlation_within_strata_ignores_differences_between_them():
     assert found.high < -0.8
 
 
+def test_resamples_of_one_prompt_have_no_correlation():
+    """Two prompts: half of the resamples draw one of them twice, and nothing varies in those."""
+    found = correlation_within(np.array([[0.1, 0.7], [0.3, 0.2]]), np.array([[0.4, 0.1], [0.2, 0.9]]))
+    assert -1 <= found.low <= found.high <= 1
+
+
 def test_two_groups_sum_events_and_places_where_each_group_is():
     events = xr.DataArray([[[1.0, 2.0], [np.nan, 4.0]]], dims=("prompt", "step", "place"))
     first = xr.DataArray([[[True, False], [True, False]]], dims=("prompt", "step", "place"))
