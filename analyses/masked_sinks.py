@@ -137,8 +137,8 @@ def of_prompt(
         "sinks": _mean(sinks.sum(-1), here.sum(-1), (0, 2)),
         "value_ratio": _over_known(_inside(norm, sinks) / _inside(norm, others), (0, 2)),
     }
-    at_sink = sinks.any(axis=2)  # [step, layer, pos]
-    at_other = np.logical_and(undecided[:, None], ~at_sink)
+    at_sink = np.asarray(sinks.any(axis=2))  # [step, layer, pos]
+    at_other: np.ndarray = undecided[:, None] & ~at_sink
     for name, value in read.items():
         one, other = _inside(value, at_sink), _inside(value, at_other)
         both = np.where(np.isnan(one + other), np.nan, 1)
