@@ -18,6 +18,8 @@ STUDIES = {
     "layers": ("layers", "Layers"),
     "token_types": ("token_types", "TokenTypes"),
     "split": ("split", "Split"),
+    "masked_sinks": ("masked_sinks", "MaskedSinks"),
+    "events": ("events", "Events"),
     "diagnose": ("diagnose", "Diagnose"),
     "heads": ("heads", "Heads"),
     "necessity": ("necessity", "Necessity"),

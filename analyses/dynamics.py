@@ -7,8 +7,10 @@ the same prompts, e.g. a diffusion model and its autoregressive twin. The figure
 2510.15731, Figs. 1, 6b, 7 and 8).
 
 Caveat: each step of an autoregressive run adds one query to the earlier ones, so the column sums of neighbouring steps
-share all other rows, and part of the stillness of its sinks is bookkeeping. The measures ``newest_…`` use the newest
-query alone; one query's strongest key moves more than that of a sum, so the truth lies between the two.
+share all other rows, and much of the stillness of its sinks is bookkeeping. Do not compare its rates with those of a
+diffusion model. Compare each with its null (`NULLS`, nulls.py): a pattern that does not change, revealed row by row.
+The measures ``fixed_…`` sum over the prompt's queries alone, ``newest_…`` use the newest query; one query's strongest
+key moves more than that of a sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.intervals import difference_table, interval_rows, interval_table, mean_interval, pooled
+from sinklens.analyses.nulls import NULLS, against_nulls, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.sampling import settings_for
 from sinklens.sinks import SinkTrack, motion, survival
@@ -59,7 +62,12 @@ LIFETIMES = {
     "restricted_mean": "Kaplan–Meier: steps that a sink lasts, of at most as many as the run has",
     "median": "Kaplan–Meier: steps after which half of the sinks have ended",
 }
-DRAWN = ("jump_share", "sink_jump_share", "static_share", "one_step", "static_sinks", "overlap_step")
+MEASURES = {**MEANINGS, **NULLS}
+IN_TABLE = [name for name in MEASURES if not name.startswith("null_")]  # those have their own table
+DRAWN = (
+    "jump_share", "null_jump_share", "fixed_jump_share", "sink_jump_share", "null_sink_jump_share", "static_share",
+    "null_static_share", "fixed_static_share", "one_step", "static_sinks", "overlap_step",
+)  # fmt: skip
 
 
 class Life(NamedTuple):
@@ -79,10 +87,13 @@ class Dynamics(Study):
     name: ClassVar[str] = "dynamics"
 
     def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
-        """Every measure of `MEANINGS`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
-        track, steps = self.generate(model, prompts, settings).track, settings_for(model, dict(settings)).steps
-        ages = survival.life_table(track, ages=max(steps, track.steps))[["ended", "at_risk"]]
-        return motion_of(track).merge(ages.rename(batch="prompt").drop_vars("prompt"))
+        """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
+        steps = settings_for(model, dict(settings)).steps
+        record = fixed_queries(model, prompts, self.chat_template)
+        found = self.generate(model, prompts, settings, record_sinks=record)
+        ages = survival.life_table(found.track, ages=max(steps, found.track.steps))[["ended", "at_risk"]]
+        measured = motion_of(found.track).merge(against_nulls(found.track, found.run))
+        return measured.merge(ages.rename(batch="prompt").drop_vars("prompt"))
 
     def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
@@ -90,15 +101,16 @@ class Dynamics(Study):
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``motion``: means; ``differences``: each further model minus the first, paired by prompt; ``lifetimes``: see
-        `lifetime_table`.
+        """``motion``: means; ``null``: see `null_table`; ``differences``: each further model minus the first, paired by
+        prompt; ``lifetimes``: see `lifetime_table`.
         """
         tables = {
-            "motion": interval_table(measured, list(MEANINGS), self.seed),
-            "differences": difference_table(measured, list(MEANINGS), self.seed),
+            "motion": interval_table(measured, IN_TABLE, self.seed),
+            "null": null_table(measured, self.seed),
+            "differences": difference_table(measured, IN_TABLE, self.seed),
             "lifetimes": lifetime_table(measured, self.seed),
         }
-        meanings = MEANINGS | LIFETIMES
+        meanings = MEASURES | LIFETIMES
         return {name: table.assign(meaning=table["measure"].map(meanings)) for name, table in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -108,10 +120,10 @@ class Dynamics(Study):
         from sinklens.views.labels import wrapped
 
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
-        shares, (ax,) = panels(1, size=(7, 3.5))
+        shares, (ax,) = panels(1, size=(7, 5.5))
         table = interval_table(measured, DRAWN, self.seed)
         label = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
-        interval_dots(table, "measure", ax, names=MEANINGS).set(xlabel=label)
+        interval_dots(table, "measure", ax, names=MEASURES).set(xlabel=label)
         return {
             "map": _maps(tracks),
             "one-step": _short_lives(tracks),

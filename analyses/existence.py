@@ -4,6 +4,10 @@
 
 Draws the histogram of scores (Rulli et al., 2510.15731, Figs. 3 and 9) and the share of positions that are not sinks
 against the threshold ε (Fig. 10), in every unit that ε could refer to, and counts what each detector finds.
+
+Beside each count stands the value norm at those sinks, relative to the median of the row. About 1 means that they are
+ordinary tokens that send a message, not the no-op sinks with near-zero values that explanations by a need to attend to
+nothing are about (sinklens/sinks/values.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +32,7 @@ from sinklens.sinks import (
     SmallValueNorm,
     Unit,
 )
+from sinklens.sinks.values import values_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +61,12 @@ DETECTORS: dict[str, Detector] = {
     "no-op": NoOp(),
     "broadcast": Broadcast(),
 }
+MEANINGS = {
+    "found": "share of positions that are sinks",
+    "heads": "share of heads and steps with a sink",
+    "value_ratio": "value norm at the sinks / median value norm of the row",
+    "no_op": "share of the sinks whose value norm is below 0.2 medians",
+}
 
 
 @dataclass
@@ -71,9 +82,10 @@ class Existence(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``thresholds``: the curves of Fig. 10; ``detectors``: what each detector finds."""
+        detectors = interval_table(measured, list(MEANINGS), self.seed)
         return {
             "thresholds": interval_table(measured, ["no_sink"], self.seed),
-            "detectors": interval_table(measured, ["found", "heads"], self.seed),
+            "detectors": detectors.assign(meaning=detectors["measure"].map(MEANINGS)),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -99,15 +111,19 @@ def sink_shares(track: SinkTrack) -> xr.Dataset:
 
     ``histogram`` [prompt, unit, bin]: share of positions whose score falls into the bin; ``no_sink`` [prompt, unit,
     epsilon]: share that are not sinks; ``found`` [prompt, detector]: share that the detector finds; ``heads`` [prompt,
-    detector]: share of (step, layer, head) with at least one sink.
+    detector]: share of (step, layer, head) with at least one sink; ``value_ratio`` and ``no_op`` [prompt, detector]:
+    see `sinklens.sinks.values.values_at`, NaN for a prompt without sinks.
     """
     found = [detector.detect(track) for detector in DETECTORS.values()]
+    values = [values_at(track, part) for part in found]
     return xr.Dataset(
         {
             "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in UNITS], axis=1)),
             "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in UNITS], axis=1)),
             "found": (("prompt", "detector"), np.stack([_share(track, part) for part in found], axis=1)),
             "heads": (("prompt", "detector"), np.stack([_heads(track, part) for part in found], axis=1)),
+            "value_ratio": (("prompt", "detector"), np.stack([part["value_ratio"] for part in values], axis=1)),
+            "no_op": (("prompt", "detector"), np.stack([part["no_op"] for part in values], axis=1)),
         },
         coords={"unit": list(UNITS), "bin": BINS[:-1], "epsilon": list(EPSILONS), "detector": list(DETECTORS)},
     )

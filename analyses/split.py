@@ -5,10 +5,17 @@
 A sink score is a sum over queries. Here the queries of every step are split into those still masked and the others
 (prompt and committed), and the scores computed within each group are compared (Rulli et al., 2510.15731, Fig. 6a):
 
-- ``jaccard``: overlap |A ∩ B| / |A ∪ B| of the two groups' sinks (ε over the mean, on the group's scores scaled so
-  that uniform attention is 1); steps and heads where neither group has a sink are skipped;
+- ``shared``: Σ_j min(a_j, b_j) of the two groups' mean attention, 1 minus their total variation distance. It needs no
+  sinks and no threshold, so it counts every step and head;
 - ``correlation``: Pearson's correlation of the two groups' scores over the keys;
-- ``same``: share of (step, layer, head) where both groups have the same strongest key.
+- ``same``: share of (step, layer, head) where both groups have the same strongest key;
+- ``jaccard``: overlap |A ∩ B| / |A ∪ B| of the two groups' sinks (ε over the mean, on the group's scores scaled so
+  that uniform attention is 1), which is undefined where neither group has a sink. ``jaccard_low`` and ``jaccard_high``
+  are its bounds: they count those steps and heads as 0 (nothing in common) and as 1 (they agree).
+
+Beside them stands what the overlap rests on: ``neither`` and ``one``, the shares of steps and heads where neither group
+has a sink and where only one has; and ``compared``, the share of steps at which both groups have members. The other
+steps have nothing to compare and are left out of all measures but this one.
 
 The control splits the same queries at random into groups of the same sizes. Most unmasked queries belong to the prompt,
 so this also splits left from right; the rows ``answer`` therefore split only the answer's queries, masked against
@@ -42,20 +49,35 @@ if TYPE_CHECKING:
 
 QUERIES = ("all", "answer")
 SPLITS = ("masked", "random")
-MEASURES = {
-    "jaccard": "Jaccard overlap of the two groups' sinks",
+LIKENESS = {
+    "shared": "attention that the two groups share, 1 − total variation distance",
+    "jaccard": "Jaccard overlap of the two groups' sinks, where at least one has a sink",
+    "jaccard_low": "the same, 0 where neither has a sink",
+    "jaccard_high": "the same, 1 where neither has a sink",
     "correlation": "correlation of the two groups' scores",
     "same": "share of heads and steps where both groups have the same strongest key",
 }
+COVERAGE = {
+    "neither": "share of heads and steps where neither group has a sink",
+    "one": "share of heads and steps where only one group has a sink",
+    "compared": "share of steps at which both groups have members",
+}
+MEASURES = {**LIKENESS, **COVERAGE}
 EPSILON = 3.0
 
 
 class Likeness(NamedTuple):
-    """Similarity of the attention of two groups of queries, [batch, head] each; see the module."""
+    """Similarity of the attention of two groups of queries, [batch, head] each, in the order of `MEASURES`."""
 
+    shared: Float[Tensor, "batch head"]
     jaccard: Float[Tensor, "batch head"]
+    jaccard_low: Float[Tensor, "batch head"]
+    jaccard_high: Float[Tensor, "batch head"]
     correlation: Float[Tensor, "batch head"]
     same: Float[Tensor, "batch head"]
+    neither: Float[Tensor, "batch head"]
+    one: Float[Tensor, "batch head"]
+    compared: Float[Tensor, "batch head"]
 
 
 @dataclass
@@ -115,8 +137,12 @@ class Split(Study):
             name: data.sel(split="masked", drop=True) - data.sel(split="random", drop=True)
             for name, data in means.items()
         }
-        differences = interval_table(excess, list(MEASURES), self.seed, null=0.0).assign(split="masked − random")
-        differences = judged(differences, above="no", below="separate")
+        likeness = interval_table(excess, list(LIKENESS), self.seed, null=0.0)
+        others = interval_table(excess, [name for name in MEASURES if name not in LIKENESS], self.seed).assign(
+            verdict=""
+        )
+        differences = concat([judged(likeness, above="no", below="separate"), others], ignore_index=True)
+        differences = differences.assign(split="masked − random")
         tables = {
             "split": concat([interval_table(means, list(MEASURES), self.seed), differences], ignore_index=True),
             "layers": interval_table(measured, list(MEASURES), self.seed),
@@ -129,12 +155,12 @@ class Split(Study):
         from sinklens.views.figures import panels
         from sinklens.views.labels import wrapped
 
-        likeness, axes = panels(len(MEASURES), columns=3, size=(5, 3.2))
+        likeness, axes = panels(len(LIKENESS), columns=3, size=(5, 3.2))
         table = self.tables(measured)["split"]
         rows = table[table["split"].isin(SPLITS)]
         rows = rows.assign(place=[f"{row.queries} queries, {row.split} split" for row in rows.itertuples()])
-        for measure, ax in zip(MEASURES, axes, strict=True):
-            interval_dots(rows[rows["measure"] == measure], "place", ax).set(xlabel=wrapped(MEASURES[measure], 36))
+        for measure, ax in zip(LIKENESS, axes, strict=True):
+            interval_dots(rows[rows["measure"] == measure], "place", ax).set(xlabel=wrapped(LIKENESS[measure], 36))
         return {"queries": _examples(list(measured), examples), "likeness": likeness}
 
 
@@ -234,13 +260,30 @@ def likeness(
     keys = real[:, None, :]
     defined = ~(one.isnan().any(-1) | other.isnan().any(-1))
     first, second = ((_over_others(part, keys) > epsilon) & keys for part in (one, other))
-    either = (first | second).sum(-1)
-    jaccard = torch.where(defined & (either > 0), (first & second).sum(-1) / either, torch.nan)
+    either, both = (first | second).sum(-1), (first & second).sum(-1)
+    jaccard = torch.where(either > 0, both / either, torch.nan)
+    strongest = [part.masked_fill(~keys, -torch.inf).argmax(-1) for part in (one, other)]
+    single = first.any(-1) != second.any(-1)
+    found = {
+        "shared": (torch.minimum(one, other) * keys).nan_to_num().sum(-1) / keys.sum(-1),
+        "jaccard": jaccard,
+        "jaccard_low": jaccard.nan_to_num(0.0),
+        "jaccard_high": jaccard.nan_to_num(1.0),
+        "correlation": _correlation(one, other, keys),
+        "same": (strongest[0] == strongest[1]).float(),
+        "neither": (either == 0).float(),
+        "one": single.float(),
+    }
+    return Likeness(
+        **{name: torch.where(defined, value, torch.nan) for name, value in found.items()}, compared=defined.float()
+    )
+
+
+def _correlation(one: Tensor, other: Tensor, keys: Bool[Tensor, "batch 1 key"]) -> Float[Tensor, "batch head"]:
+    """Pearson's correlation over the keys."""
     count = keys.sum(-1, keepdim=True)
     away, across = (torch.where(keys, part - (part * keys).sum(-1, keepdim=True) / count, 0.0) for part in (one, other))
-    correlation = (away * across).sum(-1) / (away.square().sum(-1) * across.square().sum(-1)).sqrt()
-    strongest = [part.masked_fill(~keys, -torch.inf).argmax(-1) for part in (one, other)]
-    return Likeness(jaccard, correlation, torch.where(defined, (strongest[0] == strongest[1]).float(), torch.nan))
+    return (away * across).sum(-1) / (away.square().sum(-1) * across.square().sum(-1)).sqrt()
 
 
 def _over_others(scores: Float[Tensor, "batch head key"], keys: Bool[Tensor, "batch 1 key"]) -> Tensor:

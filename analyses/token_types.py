@@ -9,7 +9,8 @@ sinks are masks, preferred or not.
 Numbers are pooled over prompts, so a prompt with many sinks counts more; intervals resample prompts and pool again.
 
 Limitation: a token at the same position of every prompt, such as the start token or the last colon, cannot be
-distinguished from that position; prompts of one form make any position look like a kind.
+distinguished from that position; prompts of one form make any position look like a kind. Matched by position, such a
+token has nothing to be compared with and drops out; ``matched_share`` is the share of the sinks that remain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,10 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
+from sinklens.analyses.strata import compare
 from sinklens.analyses.study import SINK, Study
 from sinklens.sinks import SinkTrack
-from sinklens.sinks.kinds import absorption, enrichment, frequency_table
+from sinklens.sinks.kinds import Kind, State, absorption, enrichment, frequency_table, set_codes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 SETS = ("kind", "state")
+ENUMS = {"kind": Kind, "state": State}
+MATCHINGS = {  # what places must share to be compared
+    "kind": {"nothing": (), "step": ("step",), "step, position": ("step", "place"),
+             "step, state, position": ("step", "state", "place")},
+    "state": {"nothing": (), "step": ("step",), "step, position": ("step", "place")},
+}  # fmt: skip
 SHOWN = 10  # tokens in the figure
 MEASURES = {
     "sink_share": "share of all sinks",
@@ -52,11 +60,14 @@ class TokenTypes(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``tokens``: Table 2, all tokens that are a sink at least once, most frequent first; ``kinds`` and ``states``:
-        `MEASURES` of each, and ``absorption``, the percentage of all attention that it receives.
+        `MEASURES` of each, and ``absorption``, the percentage of all attention that it receives; ``matched``: see
+        `matched_rows`.
         """
-        from pandas import concat
+        from pandas import DataFrame, concat
 
         tables = {"tokens": concat([_tokens(name, data, self.seed) for name, data in measured.items()])}
+        rows = [row for name, data in measured.items() for row in matched_rows(name, data, self.seed)]
+        tables["matched"] = DataFrame(rows)
         for by in SETS:
             parts = [_preference(name, data, by, self.seed) for name, data in measured.items()]
             received = interval_table(measured, [f"{by}_absorption"], self.seed).assign(measure="absorption")
@@ -64,7 +75,7 @@ class TokenTypes(Study):
         return tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``tokens``: the head of Table 2, a panel per model; ``enrichment``: kinds and states, matched by step."""
+        """``tokens``: the head of Table 2, a panel per model; ``enrichment``: kinds and states, matched."""
         from sinklens.views.charts import frequency_bars, interval_dots, nothing_to_show
         from sinklens.views.figures import panels
 
@@ -75,11 +86,12 @@ class TokenTypes(Study):
             frequency_bars(head, name, ax) if len(head) else nothing_to_show(ax, name, "no sinks")
         tokens.suptitle(f"Share of all sinks with 95 % intervals; {SINK}", fontsize=9)
         preference, axes = panels(len(SETS), size=(6, 4.5))
+        table = tables["matched"]
         for by, ax in zip(SETS, axes, strict=True):
-            table = tables[f"{by}s"]
-            rows = table[(table["measure"] == "matched") & table["estimate"].notna()]
-            interval_dots(rows, by, ax, line=1.0)
-            ax.set(xlabel="sinks relative to chance\nat the same steps (1: as by chance)", title=f"by {by}")
+            rows = table[(table["by"] == by) & (table["matched"] == list(MATCHINGS[by])[-1])]
+            rows = rows[rows["estimate"].notna() & ~np.isinf(rows[["estimate", "high"]]).any(axis=1)]
+            interval_dots(rows, "set", ax, line=1.0)
+            ax.set(xlabel=f"sinks relative to other places\nof the same {list(MATCHINGS[by])[-1]}", title=f"by {by}")
         preference.suptitle(f"Pooled over prompts, 95 % intervals; {SINK}", fontsize=9)
         return {"tokens": tokens, "enrichment": preference}
 
@@ -90,7 +102,9 @@ def sinks_by_token(track: SinkTrack) -> xr.Dataset:
     For ``by`` of `SETS`: ``{by}_sinks`` and ``{by}_positions`` [prompt, by], as `kinds.enrichment` counts them;
     ``{by}_expected``, the number of sinks expected there if those of each step fell on its positions at random;
     ``{by}_absorption``, percent of the attention, averaged over steps and layers. ``token_sinks`` and
-    ``token_positions`` [prompt, token]: counts per token, labelled by id, kind and text.
+    ``token_positions`` [prompt, token]: counts per token, labelled by id, kind and text. ``sinks_at`` [prompt, step,
+    place], sinks of all layers and heads at a place, and its codes ``kind_at`` and ``state_at``, NaN where none exists;
+    places count from the answer.
     """
     columns: dict[str, xr.DataArray] = {}
     for by in SETS:
@@ -102,7 +116,22 @@ def sinks_by_token(track: SinkTrack) -> xr.Dataset:
             f"{by}_absorption": received,
         }  # fmt: skip
     data = xr.Dataset(columns).rename(batch="prompt").drop_vars("prompt", errors="ignore").astype(np.float64)
-    return data.merge(_tokens_of_rows(track))
+    return data.merge(_tokens_of_rows(track)).merge(_places(track))
+
+
+def _places(track: SinkTrack) -> xr.Dataset:
+    """Sinks and codes of every place, for `matched_rows`."""
+    codes = {by: set_codes(track, by)[0] for by in SETS}
+    values = {"sinks_at": track.detect().sum(("layer", "head")).to_numpy()}
+    values |= {f"{by}_at": code for by, code in codes.items()}
+    steps, length = codes["state"].shape[1:]
+    return xr.Dataset(
+        {
+            name: (("prompt", "step", "place"), np.where(codes["state"] >= 0, value, np.nan).astype(np.float32))
+            for name, value in values.items()
+        },
+        coords={"step": np.arange(steps), "place": np.arange(length) - track.prompt_length},
+    )
 
 
 def _tokens_of_rows(track: SinkTrack) -> xr.Dataset:
@@ -161,6 +190,44 @@ def _preference(name: str, data: xr.Dataset, by: str, seed: int) -> "DataFrame":
     }
     labels = {by: data[by].to_numpy()}
     return DataFrame([row for measure, part in found.items() for row in interval_rows(name, measure, part, labels)])
+
+
+def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
+    """The risk ratio of each kind and state against the others, by what its places are matched.
+
+    ``matched``: what places of both must share. ``matched_share``: share of the set's sinks at places that have others
+    to compare with. A ratio is infinite where only other places have no sinks, and missing where neither has any.
+    """
+    rows = []
+    for by in SETS:
+        for name, axes in MATCHINGS[by].items():
+            sinks, places = counts_by_stratum(data, by, axes)
+            for code in ENUMS[by]:
+                if code >= 0 and places[:, code].any():
+                    others = [part.sum(axis=1) - part[:, code] for part in (sinks, places)]
+                    found, share = compare([sinks[:, code], places[:, code], *others], seed)
+                    labels = {"by": [by], "set": [code.name.lower()], "matched": [name]}
+                    found = Interval(*(part.reshape(1, 1, 1) for part in found))
+                    rows += [{**row, "matched_share": share} for row in interval_rows(model, "ratio", found, labels)]
+    return rows
+
+
+def counts_by_stratum(data: xr.Dataset, by: str, axes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Sinks and places of each set in each stratum, [prompt, set, stratum], where `axes` define the strata."""
+    codes = data[f"{by}_at"].to_numpy()
+    prompt, step, place = np.nonzero(~np.isnan(codes))
+    labels = {"step": step, "place": place, "state": data["state_at"].to_numpy()[prompt, step, place].astype(int)}
+    strata = np.zeros(len(prompt), dtype=np.int64)
+    for axis in axes:
+        strata = np.unique(strata * (labels[axis].max(initial=0) + 1) + labels[axis], return_inverse=True)[1]
+    sinks = data["sinks_at"].to_numpy()[prompt, step, place]
+    shape = (len(codes), sum(code >= 0 for code in ENUMS[by]), int(strata.max(initial=0)) + 1)
+    at = np.ravel_multi_index((prompt, codes[prompt, step, place].astype(int), strata), shape)
+    size = int(np.prod(shape))
+    return (
+        np.bincount(at, weights=sinks, minlength=size).reshape(shape),
+        np.bincount(at, minlength=size).reshape(shape).astype(np.float64),
+    )
 
 
 def _share(counts: np.ndarray) -> np.ndarray:

@@ -7,7 +7,9 @@ import numpy as np
 from sinklens.sinks import SinkTrack, build_track
 
 
-def planted(score, *, real=None, masked=None, token_id=None, prompt_length=1, causal=False, words=None) -> SinkTrack:
+def planted(
+    score, *, real=None, masked=None, committed=None, token_id=None, prompt_length=1, causal=False, words=None
+) -> SinkTrack:
     """A track from scores [batch, step, layer, head, pos]; all positions real and committed unless told.
 
     Args:
@@ -20,7 +22,7 @@ def planted(score, *, real=None, masked=None, token_id=None, prompt_length=1, ca
         score,
         np.zeros((batch, steps, length), dtype=np.int64) + 5 if token_id is None else np.asarray(token_id),
         places if masked is None else np.asarray(masked),
-        places,
+        places if committed is None else np.asarray(committed),
         np.ones((batch, length), dtype=bool) if real is None else np.asarray(real),
         np.full((batch, length), -1),
         {

@@ -8,7 +8,9 @@ Whether sinks prefer a kind needs a baseline: on a canvas full of masks most sin
 `enrichment` compares the share of a kind among the sinks with its share among the positions.
 
 Pitfall: the shares are pooled over the steps. Where early steps have both more masks and more sinks of any kind, masks
-look preferred although they are not at any single step; ``matched`` compares within each step instead.
+look preferred although they are not at any single step; ``matched`` compares within each step instead. Positions differ
+as well: most sinks are near the start of the prompt, where no masks are. `sinklens.sinks.matching` compares within
+steps, states and positions.
 """
 
 import re
@@ -152,7 +154,7 @@ def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch
     Raises:
         TrackError: an unknown `by`; or see `token_kinds`.
     """
-    codes, names = _sets(track, by)
+    codes, names = set_codes(track, by)
     received = track.scores().mean("head")
     parts = _per_set(received.fillna(0.0).to_numpy(), codes[:, :, None], len(names))
     percent = 100 * _ratio(parts, parts.sum(axis=-1, keepdims=True))
@@ -179,7 +181,7 @@ def enrichment(track: SinkTrack, detector: Detector | None = None, by: str = "ki
     Raises:
         TrackError: an unknown `by`; or see `token_kinds`.
     """
-    codes, names = _sets(track, by)
+    codes, names = set_codes(track, by)
     found = track.detect(detector)
     heads = found.sizes["layer"] * found.sizes["head"]
     sinks = _per_set(found.sum(("layer", "head")).to_numpy(), codes, len(names))
@@ -258,8 +260,12 @@ def _names(enum: type[IntEnum], missing: bool = False) -> list[str]:
     return [code.name.lower() for code in enum if missing or code >= 0]
 
 
-def _sets(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
-    """Codes [batch, step, pos] and the names of the codes 0, 1, …"""
+def set_codes(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
+    """Codes [batch, step, pos] of the kind or state of every place, −1 where missing, and the names of 0, 1, …
+
+    Raises:
+        TrackError: an unknown `by`; or see `token_kinds`.
+    """
     if by == "kind":
         return kinds(track).to_numpy(), _names(Kind)
     if by == "state":

@@ -8,6 +8,7 @@ from planting import planted, with_sinks
 import sinklens
 from sinklens.analyses.dynamics import (
     DRAWN,
+    IN_TABLE,
     MEANINGS,
     Dynamics,
     Life,
@@ -16,7 +17,8 @@ from sinklens.analyses.dynamics import (
     newest_queries,
     shortest_life,
 )
-from sinklens.sinks import SinkTrack, survival
+from sinklens.analyses.nulls import COMPARED, null_of
+from sinklens.sinks import SinkTrack, motion, survival
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
@@ -92,7 +94,7 @@ def test_tables_and_figures_cover_both_models(tiny_llada, tiny_llama):
     study = Dynamics(settings={"gen_length": 8, "steps": 8})
     found = study.run([tiny_llada, tiny_llama], PROMPTS)
     table = found.tables["motion"].set_index(["model", "measure"])
-    assert set(table.loc["tiny-llada"].index) == set(MEANINGS)
+    assert set(table.loc["tiny-llada"].index) == set(IN_TABLE)
     assert table.loc[("tiny-llada", "steps"), "estimate"] == 8
     assert np.isnan(table.loc[("tiny-llada", "newest_jump_share"), "estimate"])
     assert table.loc[("tiny-llama", "newest_jump_share"), "estimate"] >= 0
@@ -117,3 +119,37 @@ def test_positions_are_labelled_by_the_final_tokens(tiny_llada):
     example = study.example(tiny_llada, PROMPTS[0], {})
     run = sinklens.generate(tiny_llada, PROMPTS[0])
     assert example["final"][0].values.tolist() == run.tokens[0].tolist()
+
+
+def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held_fixed(tiny_llama):
+    measured = Dynamics(settings={"gen_length": 12}).run([tiny_llama], PROMPTS)
+    data = measured.measured["tiny-llama"]
+    for name in COMPARED:
+        np.testing.assert_allclose(data[f"null_{name}"], data[name], atol=1e-6)
+    assert data["fixed_jump_share"].values.tolist() == [0, 0]
+    assert data["fixed_static_share"].values.tolist() == [1, 1]
+    table = measured.tables["null"].set_index(["measure", "source"])["estimate"]
+    assert table["static_share", "measured"] == table["static_share", "null"] > 0.5
+    assert table["static_share", "measured − null"] == 0
+    assert table["jump_share", "queries held fixed"] == 0
+
+
+def test_the_null_of_a_diffusion_run_is_that_of_its_finished_canvas(tiny_llada):
+    """Compared with patterns of a single pass, for the row with padding, step by step."""
+    run = sinklens.generate(tiny_llada, PROMPTS, gen_length=8, steps=8)
+    row = int(run.real.sum(1).argmin())
+    track = null_of(run, row)
+    ids = run.tokens[row][run.real[row]]
+    _, cache = tiny_llada.run_with_cache(ids[None])
+    assert track.steps == 8
+    for layer in range(tiny_llada.cfg.n_layers):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].numpy()
+        for step in (0, 5, 7):
+            expected = np.zeros(pattern.shape[::2])
+            for query in range(len(ids) - 8 + step):
+                kept = pattern[:, query, : query + 1]
+                expected[:, : query + 1] += kept / kept.sum(-1, keepdims=True)
+            found = track.data["score"].to_numpy()[0, step, layer]
+            there = len(ids) - 8 + step
+            np.testing.assert_allclose(found[:, :there], expected[:, :there], atol=1e-4)
+    assert (motion.jumps(track)["pairs"] <= 7).all()

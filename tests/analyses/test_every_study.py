@@ -12,7 +12,7 @@ from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [*(problem.prompt for problem in held_out(2)), "Is $x_1$ a _b_ or \n\n $\\frac{ 中?\nAnswer:"]
 SETTINGS = {"gen_length": 6, "steps": 6, "block_length": 3, "threshold": 0.95}  # rows wait for others
-STUDIES = ("existence", "dynamics", "layers", "token_types", "split", "diagnose")
+STUDIES = ("existence", "dynamics", "layers", "token_types", "split", "masked_sinks", "events", "diagnose")
 NUMBERS = ["estimate", "low", "high"]
 
 

@@ -59,3 +59,24 @@ def test_the_curve_rises_with_the_threshold_and_figures_name_their_unit(tiny_lla
     ]  # fmt: skip
     drawn = figures["thresholds"].axes[0].get_lines()[0]
     np.testing.assert_allclose(drawn.get_ydata(), curve)
+
+
+def test_value_norms_stand_beside_every_count(real_track):
+    """Value norms at the sinks of each detector, from a loop."""
+    data = sink_shares(real_track)
+    norm, real = real_track.data["value_norm"].to_numpy(), real_track.data["is_real"].to_numpy()
+    for name in ("epsilon-over-mean (sum, 3)", "mean + 2 std, pooled", "no-op"):
+        found = DETECTORS[name].detect(real_track).to_numpy()
+        for row in range(2):
+            ratios = []
+            for place in np.ndindex(found.shape[1:4]):
+                median = np.median(norm[(row, *place)][real[row]])
+                ratios += list(norm[(row, *place)][found[(row, *place)]] / median)
+            one = data.sel(detector=name).isel(prompt=row)
+            if not ratios:
+                assert np.isnan(one["value_ratio"])
+                assert np.isnan(one["no_op"])
+            else:
+                assert float(one["value_ratio"]) == pytest.approx(np.mean(ratios), rel=1e-4)
+                assert float(one["no_op"]) == pytest.approx(np.mean(np.array(ratios) < 0.2))
+    assert data["value_ratio"].sel(detector="epsilon-over-mean (sum, 3)").notnull().all()

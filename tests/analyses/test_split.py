@@ -39,11 +39,39 @@ def test_separate_sinks_have_overlap_zero_and_shared_sinks_one():
     one[0, 3, [1, 2]] = other[0, 3, [2, 3]] = torch.tensor([5.0, 6.0])
     found = likeness(one, other, torch.ones(1, 8, dtype=torch.bool))
     np.testing.assert_allclose(found.jaccard, [[0, 1, np.nan, 1 / 3]], rtol=1e-6)
+    np.testing.assert_allclose(found.jaccard_low, [[0, 1, 0, 1 / 3]], rtol=1e-6)
+    np.testing.assert_allclose(found.jaccard_high, [[0, 1, 1, 1 / 3]], rtol=1e-6)
+    assert found.neither[0].tolist() == [0, 0, 1, 0]
+    assert found.one[0].tolist() == [0, 0, 0, 0]
     assert found.same[0].tolist() == [0, 1, 1, 0]
     for head in (0, 1, 3):
         expected = np.corrcoef(one[0, head], other[0, head])[0, 1]
         assert float(found.correlation[0, head]) == pytest.approx(expected, abs=1e-5)
     assert found.correlation[0, 2].isnan()
+
+
+def test_no_step_is_dropped_because_a_group_has_no_sink():
+    """Head 0: only one group has a sink. Head 1: neither has. Row 1 has no second group."""
+    one, other = torch.full((2, 2, 8), 0.5), torch.full((2, 2, 8), 0.5)
+    one[:, 0, 1] = 4.5
+    other[0, 0, 2] = 1.0
+    other[1] = torch.nan
+    found = likeness(one, other, torch.ones(2, 8, dtype=torch.bool))
+    np.testing.assert_allclose(found.jaccard, [[0, np.nan], [np.nan, np.nan]])
+    assert found.one[0].tolist() == [1, 0]
+    assert found.neither[0].tolist() == [0, 1]
+    np.testing.assert_allclose(found.shared, [[8 * 0.5 / 8, 8 * 0.5 / 8], [np.nan, np.nan]])
+    assert found.compared.tolist() == [[1, 1], [0, 0]]
+    for name in ("shared", "jaccard_low", "jaccard_high", "same", "neither", "one"):
+        values = getattr(found, name)
+        assert not values[0].isnan().any()
+        assert values[1].isnan().all()
+
+
+def test_shared_attention_is_one_minus_the_total_variation_distance():
+    one, other = (5 * torch.rand(1, 3, 5).softmax(-1) for _ in range(2))
+    found = likeness(one, other, torch.ones(1, 5, dtype=torch.bool))
+    torch.testing.assert_close(found.shared, 1 - (one - other).abs().sum(-1) / 2 / 5)
 
 
 def test_padding_is_not_a_key():
@@ -93,6 +121,9 @@ def test_the_hooks_agree_with_recorded_patterns(tiny_llada):
                 expected = len(sinks[0] & sinks[1]) / len(sinks[0] | sinks[1]) if sinks[0] | sinks[1] else np.nan
                 found = groups._found[2, 1][number]
                 np.testing.assert_allclose(float(found.jaccard[row, head]), expected, rtol=1e-5)
+                shared = torch.minimum(*scores).sum() / len(scores[0])
+                assert float(found.shared[row, head]) == pytest.approx(float(shared), abs=1e-4)
+                assert bool(found.neither[row, head]) == (not sinks[0] | sinks[1])
                 correlation = np.corrcoef(*[score.numpy() for score in scores])[0, 1]
                 assert float(found.correlation[row, head]) == pytest.approx(correlation, abs=1e-4)
 
@@ -102,7 +133,7 @@ def test_an_autoregressive_model_is_reported_without_masked_queries(tiny_llama, 
     found = study.run([tiny_llada, tiny_llama], PROMPTS)
     table = found.tables["split"]
     assert table[table["model"] == "tiny-llama"]["estimate"].isna().all()
-    assert set(table[table["model"] == "tiny-llama"]["verdict"].dropna()) == {"not measured"}
+    assert set(table[table["model"] == "tiny-llama"]["verdict"].dropna()) == {"not measured", ""}
     assert table[table["model"] == "tiny-llada"]["estimate"].notna().all()
     less = table[(table["split"] == "masked − random") & (table["model"] == "tiny-llada")]
     values = found.measured["tiny-llada"].mean("layer")

@@ -1,10 +1,12 @@
 """The token study on tokens whose share of the sinks is known."""
 
 import numpy as np
+import pandas
 import pytest
 from planting import planted, with_sinks
 
-from sinklens.analyses.token_types import TokenTypes, sinks_by_token
+from sinklens.analyses.token_types import TokenTypes, matched_rows, sinks_by_token
+from sinklens.sinks.matching import matched_enrichment
 from sinklens.tasks.word_problems import held_out
 
 WORDS = {1: "<mask>", 2: "<s>", 0: "<e>", 5: " a", 6: "\n", 7: " $x$_y"}
@@ -54,6 +56,50 @@ def test_shares_are_pooled_over_prompts_and_enrichment_is_against_positions():
     states = tables["states"].set_index(["measure", "state"])["estimate"]
     assert states["sink_share"].sum() == pytest.approx(1)
     assert tables["kinds"].query("measure == 'absorption'")["estimate"].sum() == pytest.approx(100)
+
+
+def many_rows(rows=150, seed=0):
+    """Random tokens; masks are sinks twice as often as words at the same place, and the prompt has most sinks."""
+    noise = np.random.default_rng(seed)
+    ids = noise.choice([1, 5, 6], (rows, 4, 12))
+    ids[:, :, :4] = 5
+    chance = np.where(np.arange(12) < 4, 0.6, np.where(ids == 1, 0.2, 0.1))
+    score = np.where(noise.random((rows, 4, 12)) < chance, 6, 0.1)[:, :, None, None]
+    real = np.ones((rows, 12), dtype=bool)
+    real[0, :2] = False
+    return planted(score, real=real, masked=ids == 1, token_id=ids, prompt_length=4, words=WORDS)
+
+
+def test_the_matched_table_equals_matched_enrichment_and_reverses_the_crude_verdict():
+    track = many_rows()
+    rows = pandas.DataFrame(matched_rows("planted", sinks_by_token(track), 0)).set_index(["by", "set", "matched"])
+    crude, matched = (rows.loc[("kind", "mask", name)] for name in ("nothing", "step, position"))
+    assert crude.high < 1 < matched.low
+    for name, axes in (("nothing", []), ("step", ["step"]), ("step, position", ["step", "position"])):
+        for by, label in (("kind", "mask"), ("kind", "newline"), ("state", "committed")):
+            expected = matched_enrichment(track, by=by, matched=axes).sel({by: label})
+            row = rows.loc[(by, label, name)]
+            assert row.estimate == pytest.approx(float(expected["ratio"]))
+            assert row.matched_share == pytest.approx(float(expected["matched_sinks"] / expected["sinks"]))
+    in_state = matched_enrichment(track, matched=["step", "state", "position"]).sel(kind="newline")
+    assert rows.loc[("kind", "newline", "step, state, position")].estimate == pytest.approx(float(in_state["ratio"]))
+    assert np.isnan(rows.loc[("kind", "mask", "step, state, position")].estimate)  # every masked place is a mask
+
+
+def test_matched_intervals_are_those_of_resampled_prompts():
+    """A prompt drawn twice counts twice: the interval equals that of tracks rebuilt from drawn rows."""
+    track = many_rows(rows=12)
+    row = next(
+        row for row in matched_rows("planted", sinks_by_token(track), 3)
+        if (row["set"], row["matched"]) == ("mask", "step, position")
+    )  # fmt: skip
+    noise, found = np.random.default_rng(9), []
+    for _ in range(300):
+        drawn = track.isel(batch=noise.integers(0, 12, 12))
+        found.append(float(matched_enrichment(drawn, matched=["step", "position"])["ratio"].sel(kind="mask")))
+    low, high = np.percentile(found, [2.5, 97.5])
+    assert row["low"] == pytest.approx(low, abs=0.12)
+    assert row["high"] == pytest.approx(high, rel=0.15)
 
 
 def test_a_token_missing_from_a_batch_counts_zero_there(tiny_llada):

@@ -1,0 +1,235 @@
+"""Do sinks predict which tokens are decided next, and do they jump to tokens that were just decided?
+
+    sinklens analyse events tiny-llada tiny-dream
+
+*Order.* At every step, over the undecided positions: the rank correlation of a position's score (column sum, mean over
+heads, and over layers) with the step that decides it. Below 0, strong keys are decided earlier. Both also depend on the
+position, so it is reported crude, with the position held fixed (partial correlation), and within strata: between
+prompts, at the same step and place in the answer.
+
+*Jumps.* A head's strongest key jumps at step t if it is another position than at step t − 1. The *landing rate* of a
+place is the number of heads that jump to it / the number of heads that could (those that were elsewhere). The *age* of
+an answer token at a step is the number of steps since the one that decided it: 1 where this is the first step that
+sees it, 0 or below where it is still masked. Reported are the landing rate at age 1 relative to that of other answer
+places, of all or of those decided earlier, crude and at the same step and place across prompts (strata.py); and the
+same for each age, which shows whether the jump comes with the decision, or with what precedes it.
+
+In an autoregressive model, step and place determine the age and the order, so nothing can be matched; all numbers are
+NaN.
+
+Caveat: correlations do not show that sinks cause the order. A key can be strong because its token is nearly certain.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Float
+
+from sinklens.analyses.intervals import Interval, interval_rows, interval_table
+from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
+from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
+from sinklens.analyses.study import Study
+from sinklens.sinks import SinkTrack, motion
+from sinklens.sinks.matching import ratio
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+ORDER = {
+    "correlation": "rank correlation of score and deciding step over the undecided positions of a step",
+    "partial": "the same with the position held fixed",
+    "within": "the same between prompts, at the same step and place",
+}
+LANDINGS = {
+    "rate_just": "landing rate at answer tokens decided by the previous step",
+    "rate_others": "landing rate at the places they are compared with",
+    "ratio": "ratio of the two rates",
+}
+AGES = tuple(range(-4, 7))
+PLACES = ("landed_at", "at_risk_at", "age_at", "score_rank_at", "order_rank_at")
+
+
+@dataclass
+class Events(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "events"
+
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+        """See `events_of`."""
+        if model.config.is_causal:
+            return _nothing(len(prompts), model.cfg.n_layers)
+        return events_of(self.generate(model, prompts, settings).track)
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``order``: `ORDER`; ``layers``: its first two by layer; ``landings``: `LANDINGS`; ``ages``: see
+        `age_rows`.
+        """
+        from pandas import DataFrame, concat
+
+        within = DataFrame([row for name, data in measured.items() for row in within_rows(name, data, self.seed)])
+        order = concat([interval_table(measured, ["correlation", "partial"], self.seed), within], ignore_index=True)
+        layers = interval_table(measured, ["correlation_layer", "partial_layer"], self.seed)
+        landings = DataFrame([row for name, data in measured.items() for row in landing_rows(name, data, self.seed)])
+        ages = DataFrame([row for name, data in measured.items() for row in age_rows(name, data, self.seed)])
+        return {
+            "order": order.assign(meaning=order["measure"].map(ORDER)),
+            "layers": layers.assign(meaning=layers["measure"].str.removesuffix("_layer").map(ORDER)),
+            "landings": landings.assign(meaning=landings["measure"].map(LANDINGS)),
+            "ages": ages,
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``ages``: landing rates by age; ``order``: the correlations."""
+        from sinklens.views.charts import curves, interval_dots
+        from sinklens.views.figures import panels
+        from sinklens.views.labels import wrapped
+
+        tables = self.tables(measured)
+        rates, axes = panels(2, size=(5.5, 3.6))
+        for (measure, label), ax in zip(
+            {"rate": "landing rate", "ratio": "relative to other ages\nat the same step and place"}.items(),
+            axes,
+            strict=True,
+        ):
+            rows = tables["ages"][tables["ages"]["measure"] == measure]
+            curves(rows.replace(np.inf, np.nan), "age", ax)  # infinite where only this age has landings
+            ax.set(xlabel="steps since the token was decided", ylabel=label)
+        order, (ax,) = panels(1, size=(7, 2.8))
+        names = {name: wrapped(meaning, 44) for name, meaning in ORDER.items()}
+        interval_dots(tables["order"], "measure", ax, names=names, line=0.0)
+        ax.set(xlabel="below 0: strong keys are decided earlier; 95 % intervals")
+        return {"ages": rates, "order": order}
+
+
+def events_of(track: SinkTrack) -> xr.Dataset:
+    """``correlation`` and ``partial`` [prompt], and with ``_layer`` [prompt, layer]: see `ORDER`, means over steps;
+    and, [prompt, step, place], NaN where undefined: ``landed_at`` and ``at_risk_at``, heads that jump to a place and
+    that could; ``age_at``; ``score_rank_at`` and ``order_rank_at``, ranks among the undecided positions of the step,
+    from 0 to 1.
+    """
+    answer = slice(track.prompt_length, None)
+    masked, committed = (track.data[name].isel(pos=answer).to_numpy() for name in ("masked", "committed"))
+    there = track.scores().isel(pos=answer).notnull().any(("layer", "head")).to_numpy()  # [batch, step, pos]
+    steps = np.arange(masked.shape[1])
+    decided = np.where(committed.any(axis=1), committed.argmax(axis=1), len(steps)).astype(np.float64)
+    age = np.where(there, steps[:, None] - decided[:, None], np.nan)
+    score = track.scores().isel(pos=answer).mean("head").to_numpy()  # [batch, step, layer, pos]
+    score = np.where((masked & there)[:, :, None], score, np.nan)
+    order = np.where(masked & there, decided[:, None], np.nan)
+    landed, at_risk = (value[..., answer] for value in landings(track))
+    values = {
+        "landed_at": np.where(there, landed, np.nan), "at_risk_at": np.where(there, at_risk, np.nan), "age_at": age,
+        "score_rank_at": ranks(score.mean(axis=2)), "order_rank_at": ranks(order),
+    }  # fmt: skip
+    columns: dict[str, Any] = {
+        name: (("prompt", "step", "place"), value.astype(np.float32)) for name, value in values.items()
+    }
+    for name, value, axes in (("", score.mean(axis=2), ("prompt",)), ("_layer", score, ("prompt", "layer"))):
+        columns |= {f"{kind}{name}": (axes, found) for kind, found in _orders(value, order).items()}
+    coords = {"step": steps, "place": np.arange(masked.shape[2]), "layer": np.arange(score.shape[2])}
+    return xr.Dataset(columns, coords)
+
+
+def _orders(score: np.ndarray, order: np.ndarray) -> dict[str, np.ndarray]:
+    """The first two of `ORDER`, means over the steps that have one, for scores [batch, step, (layer,) pos]."""
+    order = order if score.ndim == 3 else order[:, :, None]
+    found = {
+        "correlation": rank_correlation(score, order),
+        "partial": partial_rank_correlation(score, order, np.arange(score.shape[-1])),
+    }
+    known = {name: ~np.isnan(value) for name, value in found.items()}
+    return {
+        name: np.divide(
+            np.nan_to_num(value).sum(axis=1), known[name].sum(axis=1),
+            out=np.full(value.sum(axis=1).shape, np.nan), where=known[name].any(axis=1),
+        )
+        for name, value in found.items()
+    }  # fmt: skip
+
+
+def landings(track: SinkTrack) -> tuple[Float[np.ndarray, "batch step pos"], Float[np.ndarray, "batch step pos"]]:
+    """Heads whose strongest key jumps to a position at a step, and heads that could: those that were elsewhere.
+
+    Both are 0 where the step or the one before has no strongest key.
+    """
+    now = motion.strongest_key(track).to_numpy()
+    before = np.full_like(now, np.nan)
+    before[:, 1:] = now[:, :-1]
+    known = ~np.isnan(now + before)
+    landed, at_risk = (np.zeros((now.shape[0], now.shape[1], track.data.sizes["pos"])) for _ in range(2))
+    for pos in range(landed.shape[-1]):
+        elsewhere = known & (before != pos)
+        at_risk[..., pos] = elsewhere.sum(axis=(2, 3))
+        landed[..., pos] = (elsewhere & (now == pos)).sum(axis=(2, 3))
+    return landed, at_risk
+
+
+def within_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
+    """The row "within" of `ORDER`."""
+    score, order = (
+        data[name].to_numpy().reshape(data.sizes["prompt"], -1) for name in ("score_rank_at", "order_rank_at")
+    )
+    return interval_rows(model, "within", correlation_within(score, order, seed), {})
+
+
+def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
+    """`LANDINGS` by what is compared and matched.
+
+    ``others``: all other answer places, or only those decided earlier. ``matched``: nothing, or step and place.
+    ``matched_share``: share of the landings on just decided tokens that have others to compare with.
+    """
+    just, rows = data["age_at"] == 1, []
+    groups = {"all": data["age_at"].notnull() & ~just, "decided earlier": data["age_at"] > 1}
+    for others, second in groups.items():
+        parts = two_groups(data["landed_at"], data["at_risk_at"], just, second)
+        for matched in ("nothing", "step, position"):
+            used = parts if matched != "nothing" else [part.sum(axis=1, keepdims=True) for part in parts]
+            found = {"ratio": compare(used, seed)}
+            if matched == "nothing":
+                found |= {"rate_just": _rate(used[:2], seed), "rate_others": _rate(used[2:], seed)}
+            for measure, (interval, share) in found.items():
+                labels = {"others": [others], "matched": [matched]}
+                one = Interval(*(value.reshape(1, 1) for value in interval))
+                rows += [{**row, "matched_share": share} for row in interval_rows(model, measure, one, labels)]
+    return rows
+
+
+def age_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
+    """``rate``: landing rate of answer tokens by age; ``ratio``: relative to all other ages, at the same step and
+    place.
+    """
+    rows = []
+    for age in AGES:
+        parts = two_groups(data["landed_at"], data["at_risk_at"], data["age_at"] == age, data["age_at"].notnull())
+        parts[2:] = [every - part for every, part in zip(parts[2:], parts[:2], strict=True)]
+        sums = [part.sum(axis=1, keepdims=True) for part in parts[:2]]
+        for measure, found in (("rate", _rate(sums, seed)), ("ratio", compare(parts, seed))):
+            one = Interval(*(value.reshape(1) for value in found.found))
+            rows += [
+                {**row, "matched_share": found.share} for row in interval_rows(model, measure, one, {"age": [age]})
+            ]
+    return rows
+
+
+def _rate(parts: Sequence[np.ndarray], seed: int) -> Matched:
+    """Landings / heads that could land, summed over everything."""
+    return Matched(stratified(lambda *sums: sums, ratio, parts, seed), 1.0)
+
+
+def _nothing(prompts: int, layers: int) -> xr.Dataset:
+    """The variables of an autoregressive model."""
+    empty = np.full((prompts, 1, 1), np.nan, dtype=np.float32)
+    columns: dict[str, Any] = dict.fromkeys(PLACES, (("prompt", "step", "place"), empty))
+    columns |= {name: ("prompt", np.full(prompts, np.nan)) for name in ("correlation", "partial")}
+    columns |= {
+        f"{name}_layer": (("prompt", "layer"), np.full((prompts, layers), np.nan))
+        for name in ("correlation", "partial")
+    }
+    return xr.Dataset(columns, {"step": [0], "place": [0], "layer": np.arange(layers)})

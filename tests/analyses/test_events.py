@@ -1,0 +1,138 @@
+"""The events study on planted orders and jumps, with and without a confounding position."""
+
+import numpy as np
+import pandas
+import pytest
+from planting import planted
+from scipy.stats import spearmanr
+
+import sinklens
+from sinklens.analyses.events import Events, age_rows, events_of, landing_rows, landings, within_rows
+from sinklens.analyses.intervals import bootstrap
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+PROMPT, ANSWER = 3, 16
+
+
+def orders(rows, disorder, seed):
+    """The step that decides each answer position [row, pos]: left to right, out of order by about `disorder`."""
+    noise = np.random.default_rng(seed)
+    return np.argsort(np.argsort(np.arange(ANSWER) + disorder * noise.normal(size=(rows, ANSWER)), axis=1), axis=1)
+
+
+def track_of(order, score):
+    """A run that decides one answer position per step; `score` [row, step, head, answer position]."""
+    steps = np.arange(ANSWER)[:, None]
+    decided = np.pad(order, ((0, 0), (PROMPT, 0)), constant_values=-1)[:, None]
+    score = np.pad(score, ((0, 0), (0, 0), (0, 0), (PROMPT, 0)), constant_values=0.1)[:, :, None]
+    return planted(score, masked=decided >= steps, committed=decided == steps, prompt_length=PROMPT)
+
+
+def correlations(order, score):
+    data = events_of(track_of(order, score))
+    within = within_rows("planted", data, 0)[0]
+    return float(data["correlation"].mean()), bootstrap(data["partial"].to_numpy()), within
+
+
+def test_scores_that_know_the_order_predict_it_beyond_the_position():
+    order, noise = orders(30, 5, 0), np.random.default_rng(1)
+    score = np.exp(-0.3 * order + 0.2 * noise.normal(size=order.shape))[:, None, None].repeat(ANSWER, 1)
+    crude, partial, within = correlations(order, score)
+    assert crude < -0.9
+    assert partial.high < -0.8
+    assert within["high"] < -0.8
+
+
+def test_scores_that_know_only_the_position_do_not_predict_the_order_once_it_is_held_fixed():
+    order, noise = orders(60, 5, 2), np.random.default_rng(3)
+    score = np.exp(-0.3 * (np.arange(ANSWER) + 2 * noise.normal(size=order.shape)))[:, None, None].repeat(ANSWER, 1)
+    crude, partial, within = correlations(order, score)
+    assert crude < -0.4
+    assert abs(partial.estimate) < 0.1
+    assert within["low"] < 0 < within["high"]
+
+
+def test_the_correlation_is_scipy_s_mean_over_the_steps():
+    order, noise = orders(1, 4, 4), np.random.default_rng(5)
+    score = noise.exponential(size=(1, ANSWER, 2, ANSWER))
+    data = events_of(track_of(order, score))
+    expected = []
+    for step in range(ANSWER):
+        open_ = order[0] >= step
+        if open_.sum() >= 4:
+            expected.append(spearmanr(score[0, step].mean(0)[open_], order[0][open_]).statistic)
+    assert float(data["correlation"][0]) == pytest.approx(np.mean(expected), abs=1e-6)
+    assert float(data["correlation_layer"][0, 0]) == pytest.approx(np.mean(expected), abs=1e-6)
+
+
+def jumping(order, target, heads=4):
+    """Scores whose strongest key at each step is `target(row, step, head)`."""
+    score = np.full((len(order), ANSWER, heads, ANSWER), 0.1)
+    for row, step, head in np.ndindex(score.shape[:3]):
+        score[row, step, head, target(row, step, head)] = 6
+    return score
+
+
+def rows_of(order, score):
+    data = events_of(track_of(order, score))
+    table = pandas.DataFrame(landing_rows("planted", data, 0))
+    ages = pandas.DataFrame(age_rows("planted", data, 0))
+    return table.set_index(["measure", "others", "matched"]), ages.set_index(["measure", "age"])
+
+
+def test_jumps_onto_tokens_just_decided_are_found_at_matched_places():
+    order, noise = orders(40, 6, 6), np.random.default_rng(7)
+
+    def target(row, step, head):
+        just = np.flatnonzero(order[row] == step - 1)
+        return just[0] if len(just) and noise.random() < 0.5 else noise.integers(ANSWER)
+
+    table, ages = rows_of(order, jumping(order, target))
+    assert table.loc[("rate_just", "all", "nothing")].estimate == pytest.approx(0.53, abs=0.03)
+    assert table.loc[("rate_others", "all", "nothing")].estimate == pytest.approx(0.032, abs=0.01)
+    for others in ("all", "decided earlier"):
+        assert table.loc[("ratio", others, "step, position")].low > 5
+    assert ages["estimate"]["ratio"].idxmax() == 1
+    assert ages["estimate"]["ratio"][0] < 1
+
+
+def test_jumps_along_the_frontier_are_not_taken_for_jumps_onto_decided_tokens():
+    """Heads jump to position t − 1, which most rows have just decided, whether or not this row has."""
+    order = orders(80, 1.2, 8)
+    noise = np.random.default_rng(9)
+    score = jumping(order, lambda row, step, head: np.clip(step - 1 + noise.integers(-1, 2), 0, ANSWER - 1))
+    table, _ = rows_of(order, score)
+    crude, matched = (table.loc[("ratio", "all", name)] for name in ("nothing", "step, position"))
+    assert crude.low > 3
+    assert matched.low < 1 < matched.high
+    assert matched.matched_share > 0.5
+
+
+def test_landings_equal_a_loop_over_heads():
+    run = sinklens.generate("tiny-llada", PROMPTS, gen_length=6, steps=6)
+    landed, at_risk = landings(run.sinks)
+    strongest = run.sinks.top(1).to_numpy()[..., 0]
+    for row, step, pos in np.ndindex(landed.shape):
+        pairs = [
+            (strongest[row, step - 1, layer, head], strongest[row, step, layer, head])
+            for layer, head in np.ndindex(strongest.shape[2:])
+            if step > 0
+        ]
+        assert landed[row, step, pos] == sum(before != pos and now == pos for before, now in pairs)
+        assert at_risk[row, step, pos] == sum(before != pos for before, _ in pairs)
+
+
+def test_ages_of_a_run_follow_its_unmask_steps(tiny_llada, tiny_llama):
+    study = Events(settings={"gen_length": 8, "steps": 8})
+    found = study.run([tiny_llada, tiny_llama], PROMPTS)
+    run = sinklens.generate(tiny_llada, PROMPTS, gen_length=8, steps=8)
+    age = found.measured["tiny-llada"]["age_at"].to_numpy()
+    for row in range(2):
+        decided = run.unmask_step[row, run.prompt_length :].numpy()
+        np.testing.assert_array_equal(age[row], np.arange(8)[:, None] - decided)
+    table = found.tables["order"]
+    assert table[table["model"] == "tiny-llama"]["estimate"].isna().all()
+    assert found.tables["landings"].query("model == 'tiny-llama'")["estimate"].isna().all()
+    figures = study.figures(found.measured, found.examples)
+    assert sorted(figures) == ["ages", "order"]

@@ -1,0 +1,54 @@
+"""Value norms at sinks, against run_with_cache and a planted drain."""
+
+import numpy as np
+import pytest
+from tracks import planted
+
+import sinklens
+from sinklens.errors import TrackError
+from sinklens.sinks import Record, TopK
+from sinklens.sinks.values import value_over_median, values_at
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+
+
+def test_a_planted_drain_is_a_no_op_and_an_ordinary_value_is_not():
+    """Step 0: a sink with a value of 0.1 medians; step 1: one with 2 medians. Padding does not count."""
+    score = np.full((2, 6), 0.5)
+    score[0, 1], score[1, 3] = 6, 6
+    norm = np.ones((2, 6))
+    norm[0, 1], norm[1, 3], norm[:, 0] = 0.1, 2.0, 100
+    track = planted(score, real=[False] + [True] * 5, value_norm=norm)
+    found = values_at(track, track.detect())
+    assert found["sinks"].values.tolist() == [2]
+    assert found["value_ratio"].values == pytest.approx(1.05)
+    assert found["no_op"].values == pytest.approx(0.5)
+    nothing = values_at(track, track.detect() & False)
+    assert nothing["sinks"].values.tolist() == [0]
+    assert np.isnan(nothing["value_ratio"]).all()
+    assert np.isnan(nothing["no_op"]).all()
+
+
+def test_ratios_equal_those_of_the_values_in_a_cache(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS, record_sinks=Record(["values"]), gen_length=6, steps=3)
+    found = run.sinks.detect(TopK(2)).to_numpy()
+    ratio = value_over_median(run.sinks).to_numpy()
+    sums = values_at(run.sinks, run.sinks.detect(TopK(2)))
+    for row in range(2):
+        real, at_sinks = run.real[row], []
+        for step in range(3):
+            _, cache = tiny_llada.run_with_cache(run.canvas[row, step][real][None])
+            for layer in range(tiny_llada.cfg.n_layers):
+                norms = cache[f"blocks.{layer}.attn.hook_v"][0].norm(dim=-1).numpy()  # [pos, head]
+                expected = (norms / np.median(norms, axis=0)).T
+                np.testing.assert_allclose(ratio[row, step, layer][:, real], expected, rtol=1e-3)
+                at_sinks += list(expected[found[row, step, layer][:, real]])
+        assert float(sums["value_ratio"][row]) == pytest.approx(np.mean(at_sinks), rel=1e-3)
+        assert int(sums["sinks"][row]) == len(at_sinks)
+
+
+def test_a_track_without_values_says_how_to_record_them():
+    track = planted(np.ones((1, 4)))
+    with pytest.raises(TrackError, match=r"this track holds no value_norm. Record it during the run"):
+        values_at(track, track.detect())
