@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError
 from sinklens.interventions import Intervention, MaskSinks
+from sinklens.interventions.controls import Pick
 from sinklens.interventions.masking import Reach
-from sinklens.interventions.selection import Pick, Scope
+from sinklens.interventions.selection import Scope
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack

@@ -9,12 +9,14 @@ from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadO
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, WindowAttention
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
+from sinklens.interventions.values import AblateSinkValues
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, RunContext
 
 __all__ = [
     "AblateHeads",
     "AblateSinkAttention",
+    "AblateSinkValues",
     "Activations",
     "ForceTokens",
     "FreezePattern",
