@@ -126,3 +126,26 @@ class StrongestKeys(Detector):
         by_state = {name: (state == State[name.upper()]).to_numpy() for name in STATES}
         codes = kinds(part).to_numpy() if needs_text(self._names) else None
         return state.copy(data=in_only(self._names, by_state, codes))
+
+
+@dataclass(frozen=True)
+class Marked(Detector):
+    """The keys that a boolean variable of the track marks, for detectors that are slow to evaluate at every step.
+
+    ``mark(track, {"digits": StrongestKeys(only="digit")})`` returns the track with such variables; pass it as the
+    `source` of an intervention.
+
+    Attributes:
+        name: name of the variable.
+    """
+
+    name: str
+
+    def detect(self, track: TrackData) -> xr.DataArray:
+        """See `Detector.detect`."""
+        return track[self.name]
+
+
+def mark(track: SinkTrack, detectors: Mapping[str, Detector]) -> SinkTrack:
+    """`track` with one variable for each detector, which `Marked` reads."""
+    return SinkTrack(track.data.assign({name: detector.detect(track) for name, detector in detectors.items()}))
