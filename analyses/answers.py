@@ -8,7 +8,7 @@ Sinks are masked in two ways. Masking the *strongest* keys of the previous step 
 2510.15731, Sec. 4.3). But a masked key receives no attention, so at the next step it is not the strongest, another key
 is masked, and it is visible again: a lasting sink is masked at every other step. *Steady* masking takes the strongest
 keys of the unchanged run's previous step (in an autoregressive model, by column sums), and so hides a lasting sink at
-every step. The control is as many *random* keys: weaker than the unchanged run.s strongest, and drawn once per head
+every step. The control is as many *random* keys: weaker than the unchanged run's strongest, and drawn once per head
 and run, because sinks last too.
 
 Caveat: a differently worded answer can be just as right, and one changed digit makes it wrong. ``changed`` and

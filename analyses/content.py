@@ -3,9 +3,9 @@
     sinklens analyse content tiny-llada tiny-mmada tiny-dream --number 50
 
 A digit that an answer has to copy is attended to for its content, and is often a sink too (Rulli et al., 2510.15731,
-Eq. 3). This study masks, at every step, the strongest key of each *kind* of token (any, digit, not digit) in every head
-of the unchanged run's previous step, only where it is a sink, or only where it is not: a table of kind by sink. In each
-cell it changes the same heads and steps in further ways: only the *value* of the key is replaced by the row's mean
+Eq. 3). This study masks, at every step, the strongest key of each head of the unchanged run's previous step: every one;
+only those whose token is a digit, or is not; and of these only those that are a sink, or are not. In each cell of this
+table it changes the same heads and steps in further ways: only the *value* of the key is replaced by the row's mean
 value, its attention left alone (is the message missed, or the attention?); and other keys are masked or replaced as
 controls. The controls are weaker than the key that they stand for and are the same at every step.
 
@@ -58,12 +58,15 @@ class Content(Study):
     Attributes:
         kind: the kind of token that is compared with all others.
         top_k: number of strongest keys per head.
+        overall: whether these are the strongest of all keys, which are then split by kind; or the strongest of each
+            kind, so that every head loses `top_k` keys of it.
     """
 
     name: ClassVar[str] = "content"
     together: ClassVar[bool] = False
     kind: str = "digit"
     top_k: int = 1
+    overall: bool = True
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -94,7 +97,7 @@ class Content(Study):
 
     def keys(self, kind: str, part: Part) -> StrongestKeys:
         """The keys of one cell."""
-        return StrongestKeys(self.top_k, self.kinds[kind], part)
+        return StrongestKeys(self.top_k, self.kinds[kind], part, overall=self.overall)
 
     def interventions(self, track: SinkTrack, cell: str) -> dict[str, Any]:
         """One intervention per entry of `CHANGES`, on the keys that `track` marks as `cell`."""

@@ -7,7 +7,7 @@ pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.interventions.masking import KeepKeys, MaskSinks, WindowAttention
+from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
 from sinklens.interventions.values import AblateSinkValues
 from sinklens.runs.caches import StepCaches
@@ -25,6 +25,7 @@ __all__ = [
     "KeepKeys",
     "MaskSinks",
     "MaskedLogits",
+    "OnSinks",
     "PatchHooks",
     "Remask",
     "RunContext",

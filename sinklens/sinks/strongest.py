@@ -5,7 +5,7 @@ what its token says: a digit that an answer has to copy is attended to for its c
 so that a study can separate them. Names of states and kinds (``only=``) are as in `sinklens.interventions.MaskSinks`.
 
 Pitfall: the strongest digit of a head may be its fifth strongest key. Its rank among all keys, and how often it is a
-sink, differ between kinds; report the share of heads and steps concerned.
+sink, differ between kinds; with ``overall=True`` only keys of the same rank are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,6 +82,7 @@ class StrongestKeys(Detector):
         only: states or token kinds that may be taken, as in `MaskSinks`; none means all.
         part: "all" of them; only those that are a "sink", or only the "other" ones.
         sink: the definition of a sink.
+        overall: take the `k` strongest keys of any kind first, and of these the ones in `only`.
 
     Raises:
         SettingError: an unknown part or name, or fewer than one key.
@@ -91,6 +92,7 @@ class StrongestKeys(Detector):
     only: str | tuple[str, ...] = ()
     part: Part = "all"
     sink: Detector = field(default_factory=EpsilonOverMean)
+    overall: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer) or self.k < 1:
@@ -108,12 +110,13 @@ class StrongestKeys(Detector):
         """See `Detector.detect`."""
         score = track.scores()
         values = score.fillna(-np.inf).where((score > 0).any("pos"), -np.inf)
-        if self._names:
-            values = values.where(self._allowed(track), -np.inf)
+        allowed = self._allowed(track) if self._names else values > -np.inf
+        if not self.overall:
+            values = values.where(allowed, -np.inf)
         order = np.argsort(-values.to_numpy(), axis=-1, kind="stable")[..., : self.k]
         found = np.zeros(score.shape, dtype=bool)
         np.put_along_axis(found, order, True, axis=-1)
-        strongest = score.copy(data=found) & (values > -np.inf)
+        strongest = (score.copy(data=found) & (values > -np.inf) & allowed).transpose(*score.dims)
         if self.part == "all":
             return strongest
         sinks = self.sink.detect(track)

@@ -59,6 +59,7 @@ def test_the_strongest_keys_of_a_kind_have_that_kind(request, name, only, wanted
     prompts = [problem.prompt for problem in held_out(2)]
     track = sinklens.generate(model, prompts, gen_length=8, progress=False).sinks
     found, scores = StrongestKeys(2, only).detect(track).to_numpy(), track.scores().to_numpy()
+    overall = StrongestKeys(2, only, overall=True).detect(track).to_numpy()
     codes, state = kinds(track).to_numpy(), states(track).to_numpy()
     exists = state != State.MISSING
     for row, step, layer, head in np.ndindex(scores.shape[:4]):
@@ -67,6 +68,8 @@ def test_the_strongest_keys_of_a_kind_have_that_kind(request, name, only, wanted
         values = scores[row, step, layer, head]
         best = sorted(keys, key=lambda key, values=values: -values[key])[:2]
         assert found[row, step, layer, head].nonzero()[0].tolist() == sorted(best)
+        top = set(track.top(2).to_numpy()[row, step, layer, head].tolist())
+        assert set(overall[row, step, layer, head].nonzero()[0].tolist()) == top & set(keys)
 
 
 def test_only_of_an_intervention_also_leaves_out_kinds(tiny_llada):
