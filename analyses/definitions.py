@@ -82,7 +82,7 @@ class Definitions(Study):
         self, model: "Model", prompt: Any, settings: Mapping[str, Any], listed: Mapping[str, MaskSinks]
     ) -> xr.Dataset:
         """The measures of one reach; `listed` has names such as "first random 5"."""
-        labels = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
+        labels: dict[str, list[Any]] = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
         found = free_effects(self, model, prompt, settings, {"none": [], **listed})
         base = float(found["right"][0])
         places = {name: place for place, name in enumerate(listed, start=1)}
