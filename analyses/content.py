@@ -22,7 +22,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import AblateSinkValues, MaskSinks
 from sinklens.sinks import SinkTrack, StrongestKeys
@@ -138,7 +138,7 @@ def _share(track: SinkTrack, cell: str) -> float:
 
 
 def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFrame":
-    """Differences of costs, paired by prompt, each with a verdict on whether it is above 0.
+    """Differences of costs, paired by prompt: one family of claims on each model, each with a verdict (`judged`).
 
     A model without a right answer has nothing to lose: nothing is measured.
     """
@@ -149,10 +149,9 @@ def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFra
         cost = data["cost"] if bool((data["base"] > 0).any()) else data["cost"] * np.nan
         for claim, values in _differences(cost, kind).items():
             part = xr.Dataset({"above": values.drop_vars(("kind", "part", "change"), errors="ignore")})
-            rows.append(interval_table({model: part}, ["above"], seed).assign(measure=claim))
-    table = concat(rows, ignore_index=True)
-    table["verdict"] = [verdict(row.estimate, row.low, row.high, 0.0, "holds", "no") for row in table.itertuples()]
-    return table
+            table = interval_table({model: part}, ["above"], seed, {"above": (-1, 1)}, null=0.0)
+            rows.append(table.assign(measure=claim))
+    return judged(concat(rows, ignore_index=True))
 
 
 def _differences(cost: xr.DataArray, kind: str) -> dict[str, xr.DataArray]:

@@ -21,7 +21,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, is_right
-from sinklens.analyses.intervals import interval_table, verdict
+from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits, MaskSinks, WindowAttention
@@ -134,7 +134,5 @@ def interactions(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
         excess = (values.sel(pick="strongest") - values.sel(pick="random")).assign_coords(pick="excess")
         every = xr.concat([values, excess.expand_dims("pick")], dim="pick")
         found[model] = every.sel(window=list(WINDOWS)[1:]) - every.sel(window="none", drop=True)
-    table = interval_table(found, ["cost", "kl"], seed)
-    table = table[table["estimate"].notna()].reset_index(drop=True)
-    table["verdict"] = [verdict(row.estimate, row.low, row.high, 0.0, "more", "no") for row in table.itertuples()]
-    return table
+    table = interval_table(found, ["cost", "kl"], seed, {"cost": (-2, 2)}, null=0.0)
+    return judged(table[table["estimate"].notna()].reset_index(drop=True), above="more")

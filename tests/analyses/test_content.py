@@ -61,20 +61,21 @@ def test_every_head_can_lose_a_key_of_each_kind(tiny_llada):
 
 
 def test_claims_are_paired_differences_of_costs():
-    sizes = (8, len(KINDS), len(PARTS), len(CHANGES))
+    sizes = (40, len(KINDS), len(PARTS), len(CHANGES))
     data = xr.Dataset(
         {name: (("prompt", "kind", "part", "change"), np.zeros(sizes)) for name in MEASURES},
         {"kind": KINDS, "part": list(PARTS), "change": list(CHANGES)},
-    ).assign(base=("prompt", np.ones(8)))
-    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask"}] = 0.75 + 0.1 * np.arange(8) / 8
-    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = 0.5
-    data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = 0.25
+    ).assign(base=("prompt", np.ones(40)))
+    number = np.arange(40)
+    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask"}] = number < 32
+    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = number < 16
+    data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
     table = claims({"planted": data}, "digit", 0).set_index("measure")
-    assert table.loc["a digit that is a sink costs more than one that is none", "estimate"] == pytest.approx(0.54375)
+    assert table.loc["a digit that is a sink costs more than one that is none", "estimate"] == pytest.approx(0.55)
     assert table.loc["a digit that is a sink costs more than one that is none", "verdict"] == "holds"
     costs = table.loc["digit, where it is a sink: masking costs more than replacing the value"]
-    assert (costs["estimate"], costs["verdict"]) == (pytest.approx(0.29375), "holds")
-    assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.79375)
-    assert table.loc["another token that is a sink costs more than one that is none", "verdict"] == "no"
-    data["base"] = ("prompt", np.zeros(8))
+    assert (costs["estimate"], costs["verdict"]) == (pytest.approx(0.4), "holds")
+    assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.8)
+    assert table.loc["another token that is a sink costs more than one that is none", "verdict"] == "undecided"
+    data["base"] = ("prompt", np.zeros(40))
     assert set(claims({"planted": data}, "digit", 0)["verdict"]) == {"not measured"}
