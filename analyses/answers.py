@@ -8,7 +8,8 @@ Sinks are masked in two ways. Masking the *strongest* keys of the previous step 
 2510.15731, Sec. 4.3). But a masked key receives no attention, so at the next step it is not the strongest, another key
 is masked, and it is visible again: a lasting sink is masked at every other step. *Steady* masking takes the strongest
 keys of the unchanged run's previous step (in an autoregressive model, by column sums), and so hides a lasting sink at
-every step. As many *random* keys, drawn separately for every step and head, are the control.
+every step. The control is as many *random* keys: weaker than the unchanged run's strongest, and drawn once per head
+and run, because sinks last too.
 
 Caveat: a differently worded answer can be just as right, and one changed digit makes it wrong. ``changed`` and
 ``right`` are reported side by side, and a prompt whose answer is unknown has no ``right``.
@@ -57,7 +58,7 @@ def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSink
     return {
         "strongest": MaskSinks(top_k=top_k, **place),
         "steady": MaskSinks(top_k=top_k, source=track, **place),
-        "random": MaskSinks(top_k=top_k, pick="random", **place),
+        "random": MaskSinks(top_k=top_k, source=track, pick="random_rest", persistent=True, **place),
     }
 
 

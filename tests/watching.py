@@ -86,3 +86,13 @@ def hidden(keys: Tensor) -> Tensor:
 def unwatched(model: Model) -> bool:
     """Whether no hook is left on any point, and no step counts."""
     return not any(point.watched for point in model.tree.hook_points()) and model.tree.watch.step is None
+
+
+def masked_keys(watched, step):
+    """Keys that the last query of each layer, row and head ignores, by position counted from the row's first."""
+    pattern, real = watched.stacked("hook_pattern", step)[:, :, :, -1], watched.run.real[:, : watched.run.prompt_length]
+    pads = (~real).sum(dim=1).tolist()
+    return [
+        [[(head[pad:] == 0).nonzero()[:, 0].tolist() for head in row] for row, pad in zip(layer, pads, strict=True)]
+        for layer in pattern
+    ]

@@ -61,8 +61,19 @@ def _add_masking(command: Any) -> None:
         "masking, is always included (default: 0)",
     )  # fmt: skip
     masks.add_argument(
-        "--controls", nargs="+", default=[], choices=("random", "weakest"),
-        help="for each K, also mask as many other keys (default: no controls)",
+        "--controls", nargs="+", default=[], metavar="CONTROL",
+        help="for each K, also mask other keys in the same heads and steps: random (weaker than the strongest, the "
+        "same throughout a run), same_kind (of token), same_mass (of attention), nearest, permuted (over heads), "
+        "weakest, random_any (redrawn at every step, possibly among the strongest); default: no controls",
+    )  # fmt: skip
+    masks.add_argument(
+        "--kind", nargs="+", default=[], metavar="KIND",
+        help="only the K strongest keys of these token kinds, e.g. digit, or 'not digit' (default: all kinds)",
+    )  # fmt: skip
+    masks.add_argument(
+        "--part", default="all", choices=("all", "sink", "other"),
+        help="of these keys, only those that are a sink by the paper's definition, or only the others "
+        "(default: %(default)s)",
     )  # fmt: skip
     masks.add_argument(
         "--of-unmasked", action="store_true",
@@ -157,7 +168,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     protocol = _protocol(options)
     conditions = masking(
         options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
-        of_unmasked=options.of_unmasked, seed=options.seed,
+        of_unmasked=options.of_unmasked, kind=options.kind, part=options.part, seed=options.seed,
     )  # fmt: skip
     task = protocol.make_task(options.prompts or options.data)
     _check_limit(task, options.limit)
@@ -222,7 +233,9 @@ def _refuse_without_effect(options: argparse.Namespace) -> None:
     repeated = [name for name, number in Counter(options.models).items() if number > 1]
     if repeated:
         raise SinklensError(f"list each model once; {', '.join(repeated)} is listed several times.")
-    masks = {"controls": [], "of_unmasked": False, "scope": "head", "queries": "newest"}
+    masks = {
+        "controls": [], "of_unmasked": False, "kind": [], "part": "all", "scope": "head", "queries": "newest",
+    }  # fmt: skip
     ray = {"workers": None, "gpus_per_worker": None, "cpus_per_worker": 1, "address": None}
     for defaults, needs, met in (
         (masks, "--mask-sinks with a K above 0", any(options.mask_sinks)),

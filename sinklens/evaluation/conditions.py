@@ -14,15 +14,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, nearest
 from sinklens.interventions import Intervention, MaskSinks
-from sinklens.interventions.masking import Reach
-from sinklens.interventions.selection import Pick, Scope
+from sinklens.interventions.controls import DRAWN, Pick
+from sinklens.interventions.masking import OnSinks, Reach
+from sinklens.interventions.selection import Scope, as_tuple
+from sinklens.sinks.strongest import Part, StrongestKeys
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
 
-CONTROLS: tuple[Pick, ...] = ("random", "weakest")
+CONTROLS: dict[str, tuple[Pick, bool, str]] = {
+    "random": ("random_rest", True, "random key"),
+    "random_any": ("random", False, "random key of any strength"),
+    "weakest": ("weakest", False, "weakest key"),
+    "permuted": ("permuted", False, "key of another head"),
+    "same_mass": ("same_mass", True, "random key of the same mass"),
+    "same_kind": ("same_kind", True, "random key of the same kind"),
+    "nearest": ("nearest", False, "nearest key"),
+}
+"""Control -> the `pick` of `MaskSinks`, whether keys persist over the steps, and the name of one key."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Condition:
         hooks: interventions, in order; empty for the unmodified model.
         masked: keys masked per head (K), for tables and figures; None where this does not apply.
         pick: how those keys are chosen; "" if no keys are masked.
-        of_unmasked: run each batch unmasked first, and let `MaskSinks` take its keys from that run.
+        of_unmasked: run each batch unmasked first, and let `MaskSinks` and `AblateSinkValues` take keys from that run.
 
     Raises:
         SettingError: an intervention holds a value that its repr does not fully describe, such as a recorded run, or
@@ -69,7 +80,7 @@ class Condition:
         if not self.of_unmasked:
             return list(self.hooks)
         track = unmasked()
-        return [replace(hook, source=track) if isinstance(hook, MaskSinks) else hook for hook in self.hooks]
+        return [replace(hook, source=track) if isinstance(hook, OnSinks) else hook for hook in self.hooks]
 
 
 def _check_state_in_fields(hook: Intervention) -> None:
@@ -110,42 +121,68 @@ def masking(
     scope: Scope = "head",
     queries: Reach = "newest",
     of_unmasked: bool = False,
+    kind: str | Sequence[str] = (),
+    part: Part = "all",
     seed: int = 0,
 ) -> list[Condition]:
     """The study's conditions (Rulli et al., 2510.15731, Sec. 4.3): no masking, and K sinks masked for each K.
 
     Args:
         counts: values of K. "unmasked" is always included as the baseline.
-        controls: "random" and "weakest": for each K also mask the same number of other keys.
+        controls: for each K also mask other keys, in the same heads and steps, as many unless stated otherwise:
+            "random", random keys weaker than the strongest, drawn once per run, since sinks last too; "same_kind",
+            those with the same kinds of token; "same_mass", those that together receive the attention of the
+            strongest; "nearest", the nearest positions; "permuted", the strongest keys of another head; "weakest";
+            "random_any", drawn at every step and possibly among the strongest.
         scope, queries: as in `MaskSinks`.
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such
-            keys are masked at every step.
+            keys are masked at every step. Controls of the strongest keys then take those of the unmasked run.
+        kind: only the K strongest keys of these token kinds, e.g. "digit" or "not digit"; none means all.
+        part: "all" of these keys; only those that are a "sink" by the paper's definition, or only the "other" ones.
         seed: for random keys.
 
     Raises:
-        SettingError: a negative count or an unknown control.
+        SettingError: a negative count, or an unknown control, kind or part.
     """
     if any(count < 0 for count in counts):
         raise SettingError(f"counts of masked sinks must be 0 or more; got {', '.join(map(str, counts))}.")
     for control in controls:
         if control not in CONTROLS:
-            raise SettingError(f"a control masks {' or '.join(CONTROLS)} keys; got {control!r}.")
-    picks: list[Pick] = ["strongest", *(pick for pick in CONTROLS if pick in controls)]
+            raise SettingError(
+                f"a control is one of {', '.join(CONTROLS)}; got {control!r}.{nearest(control, CONTROLS)}"
+            )
     found = [UNMASKED]
     for count in sorted(set(counts) - {0}):
-        for pick in picks:
-            pick_seed = seed if pick == "random" else 0  # the other picks draw nothing
-            hook = MaskSinks(top_k=count, pick=pick, scope=scope, queries=queries, seed=pick_seed)
-            found.append(Condition(_name(count, pick, hook), (hook,), count, pick))
-            if pick == "strongest" and of_unmasked:
-                name = f"{_name(count, pick, hook)} of the unmasked run"
-                found.append(Condition(name, (hook,), count, "steady", of_unmasked=True))
+        plain: dict[str, Any] = {"top_k": count}
+        if kind or part != "all":
+            plain = {"top_k": None, "detector": StrongestKeys(count, as_tuple(kind), part)}
+        strongest = MaskSinks(**plain, scope=scope, queries=queries)
+        name = _name(count, "strongest key" if kind or part != "all" else "sink", strongest)
+        found.append(Condition(name, (strongest,), count, "strongest"))
+        if of_unmasked:
+            found.append(Condition(f"{name} of the unmasked run", (strongest,), count, "steady", of_unmasked=True))
+        found += [_control(count, name, strongest, of_unmasked, seed) for name in CONTROLS if name in controls]
     return found
 
 
-def _name(count: int, pick: Pick, hook: MaskSinks) -> str:
-    noun = {"strongest": "sink", "random": "random key", "weakest": "weakest key"}[pick]
-    suffixes = [f"one set per {hook.scope}"] * (hook.scope != "head") + ["for all queries"] * (hook.queries == "all")
+def _control(count: int, control: str, strongest: MaskSinks, of_unmasked: bool, seed: int) -> Condition:
+    pick, persistent, noun = CONTROLS[control]
+    drawn = pick in DRAWN or pick == "permuted"
+    hook = replace(strongest, pick=pick, persistent=persistent, seed=seed if drawn else 0)  # the others draw nothing
+    of_strongest = pick not in ("random", "weakest")
+    return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=of_unmasked and of_strongest)
+
+
+def _name(count: int, noun: str, hook: MaskSinks) -> str:
+    head, space, tail = noun.partition(" of ")
+    suffixes = [] if hook.detector is None else _restrictions(hook.detector)
+    suffixes += [f"one set per {hook.scope}"] * (hook.scope != "head") + ["for all queries"] * (hook.queries == "all")
     suffixes += [f"seed {hook.seed}"] * (hook.seed != 0)
-    return ", ".join([f"{count} {noun}{'s' if count > 1 else ''}", *suffixes])
+    return ", ".join([f"{count} {head}{'s' if count > 1 else ''}{space}{tail}", *suffixes])
+
+
+def _restrictions(keys: Any) -> list[str]:
+    """Which of the strongest keys, in words."""
+    where = {"all": [], "sink": ["where a sink"], "other": ["where no sink"]}[keys.part]
+    return [" or ".join(keys.only)] * bool(keys.only) + where

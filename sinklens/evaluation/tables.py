@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinklens.errors import LedgerError, SettingError
+from sinklens.evaluation.conditions import CONTROLS
 from sinklens.evaluation.ledger import LedgerRun, Record
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
@@ -46,7 +47,7 @@ PAPER = {
 }
 
 
-PICKS = ("", "strongest", "steady", "random", "weakest")  # in the order of a table
+PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
 
 def _masking_key(read: _Read) -> str:
     """The number of masked keys and all masking settings except which keys are picked."""
-    hooks = [re.sub(r"pick='\w*'|seed=\d+", "", hook) for hook in read.condition["hooks"]]
+    hooks = [re.sub(r"pick='\w*'|seed=\d+|persistent=\w+", "", hook) for hook in read.condition["hooks"]]
     return json.dumps([read.condition["masked"], hooks])
 
 

@@ -7,14 +7,16 @@ pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.interventions.masking import KeepKeys, MaskSinks, WindowAttention
+from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
+from sinklens.interventions.values import AblateSinkValues
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, RunContext
 
 __all__ = [
     "AblateHeads",
     "AblateSinkAttention",
+    "AblateSinkValues",
     "Activations",
     "ForceTokens",
     "FreezePattern",
@@ -23,6 +25,7 @@ __all__ = [
     "KeepKeys",
     "MaskSinks",
     "MaskedLogits",
+    "OnSinks",
     "PatchHooks",
     "Remask",
     "RunContext",

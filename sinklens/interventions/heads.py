@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.selection import Pick, Scope, Selection
+from sinklens.interventions.controls import Pick
+from sinklens.interventions.selection import Scope, Selection
 from sinklens.runs.intervention import Intervention, Pairs, Queries, QuerySpan, RunContext, layer_of, refuse_empty
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ class AblateSinkAttention(Intervention):
         mass: "spread" redistributes their attention over the other keys, row by row, in proportion; "drop" discards it,
             so that rows sum to less than 1.
         scope: as in `MaskSinks`, except "model", since later layers have not been computed yet.
-        pick: "strongest"; or as controls the same number of "random" or of the "weakest" keys of the same heads.
+        pick: "strongest"; or other keys of the same heads as a control, as in `MaskSinks` (except "same_kind", which
+            needs the tokens of an earlier step).
         seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
         positions: queries whose attention is changed.
     """
@@ -152,6 +154,8 @@ class AblateSinkAttention(Intervention):
             raise SettingError(f"mass must be 'spread' or 'drop'; got {self.mass!r}.")
         if self.scope == "model":
             raise SettingError("scope='model' needs the scores of all layers; use MaskSinks(same_step=True).")
+        if self.pick == "same_kind":
+            raise SettingError("pick='same_kind' needs the tokens of the step; use MaskSinks(same_step=True).")
         _ = self.selection
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:

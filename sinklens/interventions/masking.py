@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.interventions.controls import Pick
 from sinklens.interventions.previous_sinks import PreviousSinks, planned_steps
-from sinklens.interventions.selection import Pick, Scope, Selection, as_tuple
+from sinklens.interventions.selection import Scope, Selection, as_tuple
 from sinklens.runs.intervention import (
     Distances,
     Intervention,
@@ -66,11 +67,8 @@ def track_of(source: "SinkTrack | Generation | Literal['itself'] | None") -> Sin
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskSinks(Intervention):
-    """At step t, mask attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
-
-    The additive mask of the chosen keys is −∞, so under softmax the remaining attention of each query still sums to 1;
-    a query with no key left has an all-zero row. If a detector finds nothing, the run is unchanged, bit for bit.
+class OnSinks(Intervention):
+    """An intervention at step t on the sinks of step t − 1; the base of those that differ in what they do to them.
 
     Attributes:
         top_k: number of strongest keys per head; the paper masks 1, 5 and 10.
@@ -78,15 +76,20 @@ class MaskSinks(Intervention):
             `source`. It sees the chosen layers with all their heads.
         scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model" (averaged over the
             chosen layers too).
-        pick: "strongest"; or as controls the same number of "random" or of the "weakest" keys.
-        only: states ("prompt", "masked", "committed") or token kinds that may be masked.
+        pick: "strongest"; or other keys as a control: "weakest"; "random", by chance also the strongest; or keys that
+            are all weaker than the strongest: "random_rest"; "same_mass", random keys that together receive the same
+            attention; "same_kind", random keys with the same kinds of token; "nearest", the nearest positions; or
+            "permuted", the strongest keys of another head.
+        only: states ("prompt", "masked", "committed") or token kinds of the keys, any of them; "not digit", for
+            example, leaves out digits.
         same_step: use the sinks of step t itself, from an unmasked pass before it; doubles the work, diffusion only.
-        source: "itself", or another run of the same prompts, or its `sinks`: masks the sinks of that run at step t − 1
+        source: "itself", or another run of the same prompts, or its `sinks`: uses the sinks of that run at step t − 1
             (at step t with `same_step`), by its recorded column sums, and nothing at steps that it lacks for the run or
             for a row. A part of a track holds the steps listed in its ``step`` coordinate.
         seed: seed of random keys.
-        queries: in an autoregressive run, whether the keys are masked for the "newest" token or for "all".
-        positions: keys that may be masked.
+        persistent: draw random keys once per run instead of at every step, as controls of sinks that last.
+        queries: in an autoregressive run, whether the "newest" token or "all" tokens are affected.
+        positions: keys that may be chosen.
 
     Raises:
         SettingError: settings that exclude each other; a `top_k` above the number of positions, once the run reaches
@@ -101,6 +104,7 @@ class MaskSinks(Intervention):
     same_step: bool = False
     source: "SinkTrack | Generation | Literal['itself']" = ITSELF
     seed: int = 0
+    persistent: bool = False
     queries: str = "newest"
 
     def __post_init__(self) -> None:
@@ -112,7 +116,26 @@ class MaskSinks(Intervention):
     @property
     def selection(self) -> Selection:
         """How the keys are chosen."""
-        return Selection(self.top_k, self.detector, self.pick, self.scope, as_tuple(self.only), self.seed)
+        only = as_tuple(self.only)
+        return Selection(self.top_k, self.detector, self.pick, self.scope, only, self.seed, self.persistent)
+
+    def chosen(self, model: "Model", run: RunContext | None) -> PreviousSinks:
+        """The keys of one run."""
+        every_query = self.queries == "all"
+        return PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every_query)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSinks(OnSinks):
+    """At step t, mask attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
+
+    The additive mask of the chosen keys is −∞, so under softmax the remaining attention of each query still sums to 1;
+    a query with no key left has an all-zero row. If a detector finds nothing, the run is unchanged, bit for bit.
+
+    Attributes:
+        top_k, detector, scope, pick, only, same_step, source, seed, persistent, queries, positions: which keys, and for
+            which queries; see `OnSinks`.
+    """
 
     def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
@@ -120,12 +143,19 @@ class MaskSinks(Intervention):
         For a part of a track, those of the steps whose previous step is also in the part.
 
         Raises:
-            SettingError: for random keys, kinds or states, a source or `same_step`, which a track does not determine.
+            SettingError: for other controls than the weakest keys, kinds or states, a source or `same_step`, which a
+                track does not determine.
         """
-        if self.pick == "random" or self.only or track_of(self.source) is not None or self.same_step or track.causal:
+        if (
+            self.pick not in ("strongest", "weakest")
+            or self.only
+            or track_of(self.source) is not None
+            or self.same_step
+            or track.causal
+        ):
             raise SettingError(
                 "a track determines the masked keys only where they follow from its scores alone: not with random "
-                "keys, only=, source= or same_step=, and not in an autoregressive run."
+                "keys or other controls, only=, source= or same_step=, and not in an autoregressive run."
             )
         real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
         found = np.zeros(track.data["score"].shape, dtype=bool)
@@ -144,8 +174,7 @@ class MaskSinks(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        every_query = self.queries == "all"
-        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every_query)
+        chosen = self.chosen(model, run)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             found = chosen.at(hook, value)
@@ -167,8 +196,8 @@ class KeepKeys(Intervention):
     Attributes:
         top_k: number of keys kept per head.
         window: distance up to which every query sees its neighbours; 0 is the query itself.
-        pick: "strongest"; or as controls "random" or "weakest" keys.
-        scope, only, same_step, source, seed: as in `MaskSinks`.
+        pick: "strongest"; or other keys as a control, as in `MaskSinks`.
+        scope, only, same_step, source, seed, persistent: as in `MaskSinks`.
         positions: keys that may be kept because of their score.
     """
 
@@ -181,6 +210,7 @@ class KeepKeys(Intervention):
     same_step: bool = False
     source: "SinkTrack | Generation | Literal['itself']" = ITSELF
     seed: int = 0
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         _check_window(self.window)
@@ -190,7 +220,8 @@ class KeepKeys(Intervention):
     @property
     def selection(self) -> Selection:
         """How the keys are chosen."""
-        return Selection(self.top_k, self.detector, self.pick, self.scope, as_tuple(self.only), self.seed)
+        only = as_tuple(self.only)
+        return Selection(self.top_k, self.detector, self.pick, self.scope, only, self.seed, self.persistent)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
@@ -210,24 +241,44 @@ class KeepKeys(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAttention(Intervention):
-    """Query i sees only keys j with |i − j| ≤ width (and, in a causal model, none after it).
+    """Query i sees only keys j with i − left ≤ j ≤ i + right (and, in a causal model, none after it).
+
+    ``right=0`` alone makes a diffusion model attend causally, ``left=0`` alone only forwards.
 
     Attributes:
-        width: distance in positions, 0 or more.
+        width: distance in positions to both sides, 0 or more; instead of `left` and `right`.
+        left, right: distance to earlier and to later positions, 0 or more; None does not restrict that side.
         always: positions that every query also sees, e.g. the first four (StreamingLLM, 2309.17453); counted like
             `positions`, so without padding.
         positions: queries that are restricted.
+
+    Raises:
+        SettingError: neither `width` nor a side is given, or both; or `right` alone, in a causal model.
     """
 
-    width: int
+    width: int | None = None
+    left: int | None = None
+    right: int | None = None
     always: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         refuse_empty(self)
-        _check_window(self.width)
+        sides = [side for side in (self.left, self.right) if side is not None]
+        if (self.width is None) == (not sides):
+            raise SettingError(
+                f"pass either width, a distance to both sides, or left or right or both; got width={self.width}, "
+                f"left={self.left}, right={self.right}."
+            )
+        for size in sides if self.width is None else [self.width]:
+            _check_window(size)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
+        if bool(model.config.is_causal) and self.width is None and self.left is None:
+            raise SettingError(
+                f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
+                f"left=, or use a diffusion model."
+            )
         layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
         distances = Distances()
         always = None if run is None else place_mask(self.always, run.real)
@@ -239,10 +290,18 @@ class WindowAttention(Intervention):
             if rows is None:
                 return None
             free = place_mask(self.always, value.new_ones(1, keys).bool()) if always is None else always[:, :keys]
-            seen = (distance.abs() <= self.width) | free[:, None].to(value.device) | ~rows[:, :, None]
+            seen = self._within(distance) | free[:, None].to(value.device) | ~rows[:, :, None]
             return _without(value, seen[:, None], distance, heads, model, run)
 
         return [*distances.pairs(layers), *((f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers)]
+
+    def _within(self, distance: Int[Tensor, "query key"]) -> Bool[Tensor, "query key"]:
+        """Whether key − query is in the window."""
+        left, right = (self.left, self.right) if self.width is None else (self.width, self.width)
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        if left is not None:
+            inside &= distance >= -left
+        return inside if right is None else inside & (distance <= right)
 
 
 def _without(

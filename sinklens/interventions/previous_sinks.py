@@ -136,15 +136,18 @@ class PreviousSinks:
                     f"the same order."
                 )
 
-    def pairs(self, forbid: Callable[..., Any]) -> Pairs:
-        """All hooks: those that collect scores, and `forbid` on the mask of every chosen layer."""
+    def pairs(self, act: Callable[..., Any], point: str = "hook_attn_mask") -> Pairs:
+        """All hooks: those that collect scores, and `act` on an attention point of every chosen layer.
+
+        `at` takes a value of that point, which must have the axes batch, head, query and key.
+        """
         watching = self._source is None and not self._same_step
         found: Pairs = [("denoise.hook_canvas", self._begin)]
         for layer in self.layers:
             at = f"blocks.{layer}.attn"
             if self.causal:
                 found += [(f"{at}.hook_rot_q", self._keep_query), (f"{at}.hook_rot_k", self._keep_key)]
-            found.append((f"{at}.hook_attn_mask", forbid))
+            found.append((f"{at}.{point}", act))
             if watching and self.causal:
                 found.append((f"{at}.hook_attn_mask", self._last_row))
             elif watching:

@@ -1,4 +1,4 @@
-"""Which keys of a head an intervention takes: by score, by a detector, or at random as a control.
+"""Which keys of a head an intervention takes: by score, by a detector, or others as a control (controls.py).
 
 Everything here works on one step: scores [batch, head, key] of each layer, and the keys that may be taken. The heads of
 a layer or the complete model may share a set; scores are then averaged first.
@@ -12,28 +12,26 @@ import hashlib
 import json
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, TrackError, nearest
+from sinklens.errors import SettingError, TrackError
+from sinklens.interventions import controls
+from sinklens.interventions.controls import DRAWN, PICKS, Keys, Pick, Scores
 from sinklens.runs.intervention import RunContext
-from sinklens.sinks.kinds import Kind, kinds
+from sinklens.sinks.kinds import kinds
+from sinklens.sinks.strongest import check_only, in_only, needs_text
 from sinklens.sinks.track import SinkTrack, build_track, require_detector
 
 if TYPE_CHECKING:
     from sinklens.sinks.detectors import Detector
 
-Pick = Literal["strongest", "weakest", "random"]
 Scope = Literal["head", "layer", "model"]
-STATES = ("prompt", "masked", "committed")
-KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
-Scores = Float[Tensor, "batch head key"]
-Keys = Bool[Tensor, "batch head key"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,20 @@ class Selection:
     Attributes:
         top_k: number of keys per head; None if `detector` chooses them.
         detector: finds them in a one-step track; its strength is not used.
-        pick: "strongest", or as controls the same number of the "weakest" or of "random" keys.
+        pick: "strongest", or other keys as a control:
+            "weakest": as many of the weakest; "random": as many random keys, by chance also the strongest;
+            "random_rest": as many random keys that are weaker than all of the strongest;
+            "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
+            "same_kind": for each of the strongest a random key of that rest with the same kind of token;
+            "nearest": for each of the strongest the nearest position of that rest;
+            "permuted": the strongest keys of another head, the same head throughout the run.
         scope: one set per head, per layer, or for the model.
-        only: states ("prompt", "masked", "committed") or token kinds that may be taken.
+        only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
+            example, leaves out digits.
         seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
+        persistent: draw random keys once per run, not at every step: a key is replaced only while it may not be taken,
+            as when it becomes one of the strongest. In an autoregressive run keys of the prompt are taken first,
+            because only they exist at every step.
     """
 
     top_k: int | None
@@ -55,6 +63,7 @@ class Selection:
     scope: Scope
     only: tuple[str, ...]
     seed: int
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.detector is None):
@@ -63,16 +72,21 @@ class Selection:
             require_detector(self.detector)
         if self.top_k is not None and not _is_count(self.top_k):
             raise SettingError(f"top_k must be a number of keys, 0 or more; got {self.top_k}.")
-        if self.pick not in ("strongest", "weakest", "random"):
-            raise SettingError(f"pick must be 'strongest', 'weakest' or 'random'; got {self.pick!r}.")
+        if self.pick not in PICKS:
+            raise SettingError(f"pick must be one of {', '.join(PICKS)}; got {self.pick!r}.")
         if self.scope not in ("head", "layer", "model"):
             raise SettingError(f"scope must be 'head', 'layer' or 'model'; got {self.scope!r}.")
-        for name in self.only:
-            if name not in (*STATES, *KINDS):
-                raise SettingError(
-                    f"only= takes states or token kinds; {name!r} is neither. Known: {', '.join([*STATES, *KINDS])}."
-                    f"{nearest(name, [*STATES, *KINDS])}"
-                )
+        if self.pick == "permuted" and self.scope != "head":
+            raise SettingError(
+                f"pick='permuted' exchanges the sets of heads, but scope={self.scope!r} makes them equal; "
+                f"use scope='head'."
+            )
+        if self.persistent and self.pick not in DRAWN:
+            raise SettingError(
+                f"persistent=True is for random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
+                f"none at any step. Leave it out."
+            )
+        check_only(self.only)
 
     def choose(
         self,
@@ -107,19 +121,71 @@ class Selection:
         allowed = real if among is None else real & among
         if self.only:
             allowed = allowed & self._of_kind(pooled, _need(run), _need(canvas))
+        if self.detector is None and self.pick in ("strongest", "weakest", "random"):
+            number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
+            return self._plain(pooled, allowed, number, run, step)
+        found = self._found(pooled, allowed, run, canvas, step, track)
+        return found if self.pick == "strongest" else self._control(pooled, found, allowed, run, canvas, step)
+
+    def _plain(
+        self,
+        layers: dict[int, Scores],
+        allowed: Bool[Tensor, "batch key"],
+        number: Int[Tensor, "batch heads 1"],
+        run: RunContext | None,
+        step: int,
+    ) -> dict[int, Keys]:
+        """`number` keys of each head: the strongest, the weakest, or random ones."""
+        if self.pick != "random":
+            return self._picked_at_once(layers, allowed, number, run, step)
+        return {layer: self._picked(scores, allowed, number, run, step, layer) for layer, scores in layers.items()}
+
+    def _found(
+        self,
+        layers: dict[int, Scores],
+        allowed: Bool[Tensor, "batch key"],
+        run: RunContext | None,
+        canvas: "Int[Tensor, 'batch key'] | None",
+        step: int,
+        track: SinkTrack | None,
+    ) -> dict[int, Keys]:
+        """The strongest keys, or those of the detector, whatever `pick` is."""
         if self.detector is None:
             number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
-            if self.pick != "random":
-                return self._picked_at_once(pooled, allowed, number, run, step)
-            return {layer: self._picked(scores, allowed, number, run, step, layer) for layer, scores in pooled.items()}
-        detected = self._detected(pooled, _need(run), _need(canvas), track)
-        found = {layer: keys & allowed[:, None] for layer, keys in detected.items()}
-        if self.pick == "strongest":
-            return found
-        return {
-            layer: self._picked(scores, allowed, found[layer].sum(-1, keepdim=True), run, step, layer)
-            for layer, scores in pooled.items()
-        }
+            return replace(self, pick="strongest", persistent=False)._plain(layers, allowed, number, run, step)
+        detected = self._detected(layers, _need(run), _need(canvas), track)
+        return {layer: keys & allowed[:, None] for layer, keys in detected.items()}
+
+    def _control(
+        self,
+        layers: dict[int, Scores],
+        found: dict[int, Keys],
+        allowed: Bool[Tensor, "batch key"],
+        run: RunContext | None,
+        canvas: "Int[Tensor, 'batch key'] | None",
+        step: int,
+    ) -> dict[int, Keys]:
+        """The control of the strongest keys `found`."""
+        if self.pick == "permuted":
+            return controls.permuted(found, _need(run).row_keys, self.seed)
+        known = self._kinds(layers, _need(run), _need(canvas)) if self.pick == "same_kind" else None
+        taken = {}
+        for layer, scores in layers.items():
+            keys, number = found[layer], found[layer].sum(dim=-1, keepdim=True)
+            rest = controls.rest_of(scores, keys, allowed[:, None])
+            if self.pick in ("random", "weakest"):
+                taken[layer] = self._picked(scores, allowed, number, run, step, layer)
+            elif self.pick == "nearest":
+                taken[layer] = controls.nearest(scores, keys, rest)
+            else:
+                order = self._noise(scores, _need(run), step, layer)
+                if self.pick == "same_mass":
+                    taken[layer] = controls.same_mass(order, scores, keys, rest)
+                elif known is not None:
+                    taken[layer] = controls.same_kind(order, keys, rest, known)
+                else:
+                    taken[layer] = controls.largest(order, rest, number)
+        return taken
 
     def _pooled(self, layers: dict[int, Scores]) -> dict[int, Scores]:
         if self.scope == "head":
@@ -159,27 +225,27 @@ class Selection:
             scores = self._noise(scores, _need(run), step, layer)
         elif self.pick == "weakest":
             scores = -scores
-        scores = scores.masked_fill(~allowed[:, None], -torch.inf)
-        most = int(number.max())
-        if most == 0:
-            return torch.zeros_like(scores, dtype=torch.bool)
-        strongest = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]  # the first of ties
-        wanted = torch.arange(strongest.shape[-1], device=scores.device) < number
-        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, strongest, wanted.expand_as(strongest))
-        return taken & allowed[:, None] & attends
+        return controls.largest(scores, allowed[:, None], number) & attends
 
     def _noise(self, scores: Scores, run: RunContext, step: int, layer: int) -> Scores:
-        """Random scores, independent of padding and of the rest of the batch; `scope` says which heads share them."""
+        """Random scores, independent of padding and of the rest of the batch; `scope` says which heads share them.
+
+        Persistent ones are drawn for all positions of the run, so that those of a position never change.
+        """
         drawn = torch.zeros(scores.shape)
         rows, heads, keys = scores.shape
-        real = run.real[:, :keys].cpu()
+        known = run.real.cpu() if self.persistent else run.real[:, :keys].cpu()
         for row in range(rows):
-            place = (self.seed, step, 0 if self.scope == "model" else layer)
-            digest = hashlib.sha256(repr(place).encode()).digest()
+            place = ("run" if self.persistent else step, 0 if self.scope == "model" else layer)
+            digest = hashlib.sha256(repr((self.seed, *place)).encode()).digest()
             rng = np.random.default_rng([int.from_bytes(digest[:8], "little"), run.row_keys[row]])
             sets = 1 if self.scope != "head" else heads
-            noise = torch.from_numpy(rng.random((sets, int(real[row].sum()))).astype(np.float32))
-            drawn[row][:, real[row]] = noise.expand(heads, -1)
+            noise = torch.from_numpy(rng.random((sets, int(known[row].sum()))).astype(np.float32))
+            complete = torch.zeros(heads, known.shape[1])
+            complete[:, known[row]] = noise.expand(heads, -1)
+            if self.persistent and run.causal:
+                complete[:, run.prompt_length :] -= 1.0  # after the prompt's, which exist at every step
+            drawn[row] = complete[:, :keys]
         return drawn.to(scores.device)
 
     def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
@@ -226,18 +292,20 @@ class Selection:
         prompt = (torch.arange(canvas.shape[1], device=canvas.device) < run.prompt_length)[None]
         masked = canvas == run.mask_id
         states = {"prompt": prompt & ~masked, "masked": masked, "committed": ~prompt & ~masked}
-        keep = torch.zeros_like(masked)
-        for name in self.only:
-            if name in states:
-                keep = keep | states[name]
-        if any(name in KINDS for name in self.only):
-            try:
-                found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
-            except TrackError as error:
-                raise SettingError(f"only={list(self.only)} needs the text of tokens: {error}") from error
-            wanted = [int(kind) for kind in Kind if kind.name.lower() in self.only]
-            keep = keep | torch.from_numpy(np.isin(found, wanted)).to(canvas.device)
-        return keep
+        codes = self._kinds(layers, run, canvas).cpu().numpy() if needs_text(self.only) else None
+        keep = in_only(self.only, {name: places.cpu().numpy() for name, places in states.items()}, codes)
+        return torch.from_numpy(keep).to(canvas.device)
+
+    def _kinds(
+        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]
+    ) -> Int[Tensor, "batch key"]:
+        """The kind of each key's token."""
+        try:
+            found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
+        except TrackError as error:
+            reason = f"only={list(self.only)}" if self.only else f"pick={self.pick!r}"
+            raise SettingError(f"{reason} needs the text of tokens: {error}") from error
+        return torch.from_numpy(found).to(canvas.device)
 
 
 def _is_count(number: object) -> bool:
@@ -263,7 +331,9 @@ Needed = TypeVar("Needed")
 
 def _need(value: Needed | None) -> Needed:
     if value is None:
-        raise SettingError("detectors, only= and random keys need a run; use sinklens.trace or sinklens.generate.")
+        raise SettingError(
+            "detectors, only=, random keys and other controls need a run; use sinklens.trace or sinklens.generate."
+        )
     return value
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from sinklens.sinks.quantities import Quantity
     from sinklens.sinks.record import Record
+    from sinklens.sinks.strongest import StrongestKeys
     from sinklens.sinks.track import SinkTrack, Unit, build_track
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "SinkRate": "detectors",
     "SinkTrack": "track",
     "SmallValueNorm": "detectors",
+    "StrongestKeys": "strongest",
     "TopK": "detectors",
     "Unit": "track",
     "build_track": "track",
@@ -51,6 +53,7 @@ __all__ = [
     "SinkRate",
     "SinkTrack",
     "SmallValueNorm",
+    "StrongestKeys",
     "TopK",
     "Unit",
     "build_track",

@@ -159,7 +159,12 @@ PICKS = {
     "strongest": ("sinks", "o-"),
     "steady": ("sinks of the unmasked run", "D-."),
     "random": ("random keys", "s--"),
+    "random_any": ("random keys of any strength", "P--"),
     "weakest": ("weakest keys", "^:"),
+    "permuted": ("keys of another head", "v:"),
+    "same_mass": ("random keys of the same mass", "<:"),
+    "same_kind": ("random keys of the same kind", ">:"),
+    "nearest": ("nearest keys", "X:"),
 }
 SHARED = 3  # models per panel, and panels per row
 

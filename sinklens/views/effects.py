@@ -132,7 +132,7 @@ def _doubling(table: "DataFrame", along: str, ax: "Axes") -> None:
     end = 2 * max(finite, default=1.0)
     curves(table.assign(**{along: [min(float(number), end) for number in table[along]]}), along, ax)
     ax.set_xscale("log", base=2)
-    ax.set_xticks([min(number, end) for number in numbers], [f"{n:.0f}" if np.isfinite(n) else "all" for n in numbers])
+    ax.set_xticks([min(number, end) for number in numbers], [f"{n:g}" if np.isfinite(n) else "all" for n in numbers])
     ax.minorticks_off()
     ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
 
@@ -240,4 +240,24 @@ def start_curves(table: "DataFrame") -> "Figure":
         curves(rows.assign(model=names), "start", ax)
         ax.set(xlabel="share of steps before the number is patched", title=short(model))
         ax.set_ylabel("answers that become\nthe clean prompt's")
+    return figure
+
+
+def costs_by_cell(
+    table: "DataFrame", panel: str, along: str, by: str, names: Mapping[Any, str], series: Mapping[str, str], label: str
+) -> "Figure":
+    """Costs of a table with three axes: a row per model, a panel per value of `panel`, a colour per value of `by`.
+
+    Args:
+        names: names of the values of `along`.
+        series: names of the values of `by`.
+    """
+    places = list(dict.fromkeys(zip(table["model"], table[panel], strict=True)))
+    figure, axes = panels(len(places), columns=table[panel].nunique(), size=(5.0, 3.0))
+    for (model, value), ax in zip(places, axes, strict=True):
+        rows = table[(table["model"] == model) & (table[panel] == value)]
+        interval_dots(rows.assign(model=[series[name] for name in rows[by]]), along, ax, names=names, line=0.0)
+        ax.legend().remove()
+        ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {value}")
+    _legend_below(figure, axes[0])
     return figure

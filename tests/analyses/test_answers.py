@@ -74,6 +74,7 @@ def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_
             else:
                 assert hidden["steady"] == [strongest[step - 1, layer, head]]
                 assert len(hidden["strongest"]) == len(hidden["random"]) == 1
+                assert hidden["random"] != hidden["steady"]
     again = [seen["strongest", step, 1][0].nonzero().item() for step in range(1, track.steps)]
     assert all(one != following for one, following in pairwise(again))
 

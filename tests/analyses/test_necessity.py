@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import xarray as xr
-from tracks import made, planted
 
-from sinklens.analyses.answers import unchanged
-from sinklens.analyses.necessity import MEASURES, PARTS, PICKS, Necessity, StrongestKey
+from sinklens.analyses.answers import is_right, unchanged
+from sinklens.analyses.necessity import ABOVE, EPSILONS, MEASURES, PARTS, PICKS, Necessity
 from sinklens.evaluation.statistics import mcnemar
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
-from sinklens.sinks import EpsilonOverMean
+from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt
@@ -23,38 +22,10 @@ def measured(tiny_llada):
     return Necessity(sink=SINK).measure(tiny_llada, [PROMPT], SETTINGS)
 
 
-def test_on_a_planted_map_sinks_are_distinguished_from_other_strongest_keys():
-    track = planted([[1, 1, 9, 1], [1, 1, 1.5, 1], [2, 0.5, 2, 0.5]])
-    found = {part: StrongestKey(part).detect(track).to_numpy()[0, :, 0, 0].tolist() for part in PARTS}
-    assert found["all"] == [[False, False, True, False], [False, False, True, False], [True, False, False, False]]
-    assert found["sink"] == [[False, False, True, False], [False] * 4, [False] * 4]
-    assert found["other"] == [[False] * 4, [False, False, True, False], [True, False, False, False]]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_parts_equal_those_of_an_explicit_loop(causal):
-    track, _, there = made(causal)
-    found = {part: StrongestKey(part, SINK).detect(track).to_numpy() for part in PARTS}
-    scores = track.scores().to_numpy()
-    for row, step, layer, head in np.ndindex(scores.shape[:4]):
-        values = [
-            float(v) if t else -1.0 for v, t in zip(scores[row, step, layer, head], there[row, step], strict=True)
-        ]
-        best = values.index(max(values))
-        known = [value for value in values if value >= 0]
-        others = (sum(known) - values[best]) / (len(known) - 1)
-        expected = {"all": {best}, "sink": {best} if values[best] > others + 1.5 else set()}
-        expected["other"] = expected["all"] - expected["sink"]
-        if values[best] == 0:  # a head without attention has no strongest key
-            expected = {part: set[int]() for part in PARTS}
-        for part in PARTS:
-            assert set(found[part][row, step, layer, head].nonzero()[0].tolist()) == expected[part]
-
-
 def test_every_number_equals_that_of_a_separate_run(tiny_llada, measured):
     track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
     for part in PARTS:
-        mask = MaskSinks(top_k=None, detector=StrongestKey(part, SINK), source=track)
+        mask = MaskSinks(top_k=None, detector=StrongestKeys(part=part, sink=SINK), source=track)
         one = effect(tiny_llada, [PROMPT], mask, **SETTINGS)
         got = measured.sel(part=part, pick="strongest").isel(prompt=0)
         assert float(got["kl"]) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
@@ -66,6 +37,25 @@ def test_every_number_equals_that_of_a_separate_run(tiny_llada, measured):
         measured["cost"].sel(part="other", pick="random").item()
     )
     assert len({round(float(value), 6) for value in measured["kl"].to_numpy().ravel()}) == len(PARTS) * len(PICKS)
+
+
+def test_every_key_above_each_threshold_is_masked(tiny_llada, measured):
+    track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
+    scores = track.scores().to_numpy()[0, :-1]
+    others = (scores.sum(-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
+    for number, epsilon in enumerate(EPSILONS):
+        found = (scores > others + epsilon).sum(-1).mean()
+        assert float(measured["above_keys"][0, number]) == pytest.approx(float(found))
+    mask = MaskSinks(top_k=None, detector=EpsilonOverMean(1.0), source=track)
+    one = effect(tiny_llada, [PROMPT], mask, **SETTINGS)
+    at_one = measured["above_right"].isel(prompt=0).sel(epsilon=1.0, pick="strongest")
+    assert float(at_one) == is_right(PROMPT, one.free.text[0])
+
+
+def test_random_keys_are_weaker_and_the_same_at_every_step(tiny_llada):
+    track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
+    for name, mask in Necessity(sink=SINK).interventions(track).items():
+        assert (mask.pick, mask.persistent) == (("random_rest", True) if "random" in name else ("strongest", False))
 
 
 def test_shares_count_heads_and_steps_and_sum_to_one(measured):
@@ -80,6 +70,10 @@ def test_claims_compare_strongest_with_random_keys_in_the_same_places():
     axes, size = ("prompt", "part", "pick"), (80, len(PARTS), len(PICKS))
     data = xr.Dataset({name: (axes, np.zeros(size)) for name in MEASURES}, {"part": list(PARTS), "pick": list(PICKS)})
     data["share"], data["base"] = (("prompt", "part"), np.ones(size[:2])), ("prompt", np.ones(80))
+    above = {"epsilon": list(EPSILONS), "pick": list(PICKS)}
+    data = data.merge(
+        xr.Dataset({name: (("prompt", "epsilon", "pick"), np.zeros((80, len(EPSILONS), 2))) for name in ABOVE}, above)
+    )
     data["cost"].loc[{"part": "sink", "pick": "strongest"}] = np.arange(80) % 2
     data["cost"].loc[{"part": "sink", "pick": "random"}] = np.arange(80) % 5 == 1
     data["cost"].loc[{"part": "other"}] = (np.arange(80) % 2)[:, None]

@@ -14,7 +14,10 @@ SETTINGS = {"gen_length": 4, "steps": 4, "block_length": 2, "threshold": 0.95}
 FEW = {"heads": {"reference": 2}}
 
 
-@pytest.mark.parametrize("name", ["heads", "necessity", "patching", "windows", "blocks", "budget", "mechanism"])
+STUDIES = ["heads", "necessity", "content", "definitions", "windows", "interaction", "blocks", "budget", "mechanism"]
+
+
+@pytest.mark.parametrize("name", [*STUDIES, "patching"])
 def test_the_batch_size_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_llama, tmp_path):
     kind, models = find(name), [tiny_llada, tiny_llama]
     together = kind(batch=2, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS, tmp_path)
@@ -34,7 +37,7 @@ def test_the_batch_size_does_not_matter_and_every_file_opens(name, tiny_llada, t
         assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["heads", "necessity", "windows", "blocks", "budget", "mechanism", "diagnose"])
+@pytest.mark.parametrize("name", [*sorted({*STUDIES} - {"interaction"}), "diagnose"])
 def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, tiny_llada):
     study = find(name)(settings={"gen_length": 2}, **FEW.get(name, {}))
     given = tiny_llada.encode(held_out(1)[0].prompt)[0]

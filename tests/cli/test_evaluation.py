@@ -204,6 +204,12 @@ def test_a_table_omits_unscored_programs_and_says_so(tmp_path, capsys):
         (["tiny-llama", "tiny-llama", "--task", "tiny-gsm"], "list each model once; tiny-llama is listed several"),
         (["tiny-llama", "--task", "tiny-gsm", "--controls", "random"], "--controls has no effect without --mask-sinks"),
         (["tiny-llama", "--task", "tiny-gsm", "--of-unmasked"], "--of-unmasked has no effect without --mask-sinks"),
+        (["tiny-llama", "--task", "tiny-gsm", "--kind", "digit"], "--kind has no effect without --mask-sinks"),
+        (["tiny-llama", "--task", "tiny-gsm", "--part", "sink"], "--part has no effect without --mask-sinks"),
+        (
+            ["tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--controls", "same_kinds"],
+            "weakest, permuted, same_mass, same_kind, nearest; got 'same_kinds'. Nearest: same_kind",
+        ),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--scope", "layer", "--mask-sinks", "0"],
             "--scope has no effect without --mask-sinks with a K above 0; add it, or remove --scope.",

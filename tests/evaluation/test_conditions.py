@@ -6,9 +6,10 @@ import pytest
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.evaluation.conditions import UNMASKED, Condition, masking
+from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking
 from sinklens.interventions import Intervention, MaskSinks, PatchHooks
 from sinklens.sinks.detectors import EpsilonOverMean
+from sinklens.sinks.strongest import StrongestKeys
 
 
 def test_the_unmasked_model_is_always_included_and_counts_are_sorted():
@@ -23,8 +24,35 @@ def test_each_control_masks_the_same_number_of_other_keys():
         ("5 random keys, seed 7", 5, "random"),
         ("5 weakest keys", 5, "weakest"),
     ]
-    assert found[2].hooks == (MaskSinks(top_k=5, pick="random", seed=7),)
+    assert found[2].hooks == (MaskSinks(top_k=5, pick="random_rest", persistent=True, seed=7),)
     assert [condition.hooks[0].seed for condition in found[1:]] == [0, 7, 0]  # the other picks draw nothing
+
+
+def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requested():
+    found = {condition.pick: condition for condition in masking([1], list(CONTROLS), of_unmasked=True, seed=4)}
+    assert list(found) == ["", "strongest", "steady", *CONTROLS]
+    for control in ("random", "same_mass", "same_kind"):
+        (hook,) = found[control].hooks
+        assert (hook.persistent, hook.seed) == (True, 4)
+        assert hook.pick != "random"
+    assert found["random_any"].hooks == (MaskSinks(pick="random", seed=4),)
+    of_unmasked = [name for name, condition in found.items() if condition.of_unmasked]
+    assert of_unmasked == ["steady", "random", "permuted", "same_mass", "same_kind", "nearest"]
+    assert found["permuted"].name == "1 key of another head, seed 4"
+    assert masking([5], ["same_mass"])[2].name == "5 random keys of the same mass"
+
+
+def test_a_kind_and_a_part_restrict_the_strongest_keys_and_not_the_random_ones():
+    _, strongest, random = masking([2], ["random"], kind=["digit", "newline"], part="other")
+    assert (strongest.name, random.name) == (
+        "2 strongest keys, digit or newline, where no sink",
+        "2 random keys, digit or newline, where no sink",
+    )
+    detector = StrongestKeys(2, ("digit", "newline"), "other")
+    assert strongest.hooks == (MaskSinks(top_k=None, detector=detector),)
+    assert random.hooks == (MaskSinks(top_k=None, detector=detector, pick="random_rest", persistent=True),)
+    assert masking([1], kind="not digit")[1].name == "1 strongest key, not digit"
+    assert masking([1], part="sink")[1].name == "1 strongest key, where a sink"
 
 
 def test_a_wider_scope_is_part_of_the_name():
@@ -109,11 +137,17 @@ def test_a_description_includes_the_code_of_an_outside_intervention_but_not_that
     assert "code" not in masking([1])[1].described()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"counts": [-1]}, r"0 or more; got -1"),
-        ({"counts": [1], "controls": ["nearest"]}, r"a control masks random or weakest keys; got 'nearest'"),
+        (
+            {"counts": [1], "controls": ["neerest"]},
+            r"a control is one of random, .*, nearest; got 'neerest'. Nearest: nearest",
+        ),
+        ({"counts": [1], "kind": ["digits"]}, r"'digits' is neither. .* Nearest: digit"),
+        ({"counts": [1], "part": "sinks"}, r"part must be one of all, sink, other; got 'sinks'"),
     ],
 )
 def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):

@@ -293,7 +293,10 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
         (lambda: AblateSinkAttention(mass="keep"), "mass must be 'spread' or 'drop'; got 'keep'"),
         (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
-        (lambda: AblateSinkAttention(pick="some"), "pick must be 'strongest', 'weakest' or 'random'; got 'some'"),
+        (
+            lambda: AblateSinkAttention(pick="some"),
+            "pick must be one of strongest, weakest, random, .*nearest; got 'some'",
+        ),
         (lambda: AblateSinkAttention(top_k=-1), "top_k must be a number of keys, 0 or more; got -1"),
         (
             lambda: AblateHeads(heads=3).hooks_for(shared_model()),

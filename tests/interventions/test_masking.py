@@ -258,7 +258,15 @@ def test_under_guidance_only_conditional_rows_are_masked(worded):
 
 
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-@pytest.mark.parametrize("given", [{"width": 0, "always": [0, -1]}, {"width": 2, "always": [], "heads": [0, 4]}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"width": 0, "always": [0, -1]},
+        {"width": 2, "always": [], "heads": [0, 4]},
+        {"left": 1, "right": 4, "always": [2]},
+        {"left": 2, "always": [], "heads": [1]},
+    ],
+)
 def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal, cached, given):
     model = worded(architecture, causal)
     points = ["hook_pattern", "hook_logits"]
@@ -273,7 +281,8 @@ def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal
                 3 * (row == 0) + place if place >= 0 else run.canvas.shape[2] + place for place in given["always"]
             }
             for query, key in product(range(length), range(length)):
-                if abs(query - key) > given["width"] and key not in always:
+                left, right = (given.get(side, given.get("width", 99)) for side in ("left", "right"))
+                if not query - left <= key <= query + right and key not in always:
                     bias[row, head, query, key] = -torch.inf
         plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias) for layer in (0, 2)})
         for layer in range(3):
@@ -315,7 +324,47 @@ def test_only_kept_keys_and_neighbours_are_seen(worded, architecture, causal, ca
         biases[step + 1] = sinks_by_loop(expected, run, step, rule)
 
 
-@pytest.mark.parametrize("make", [lambda: WindowAttention(width=-1), lambda: KeepKeys(window=-1)])
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+def test_no_reach_to_the_right_is_causal_attention_and_none_to_the_left_its_mirror(worded, architecture):
+    for given, hides in (({"right": 0}, torch.triu), ({"left": 0}, torch.tril)):
+        watched = watch(worded(architecture), PADDED, [WindowAttention(**given)])
+        for step in range(watched.run.steps_run):
+            pattern = watched.stacked("hook_pattern", step)[:, 1]
+            later = hides(torch.ones_like(pattern[0, 0]), 1 if "right" in given else -1).bool()
+            assert (pattern[..., later] == 0).all()
+            assert (pattern[..., ~later] > 0).all()
+            torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern[..., 0]))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_reach_to_the_right_alone_is_rejected_in_an_autoregressive_model(worded, cached):
+    model = worded("llama", True)
+    with pytest.raises(SettingError, match="right=0 changes nothing in an autoregressive model, whose queries see no"):
+        watch(model, PADDED, [WindowAttention(right=0)], **cache_of(cached))
+    left, both = (
+        watch(model, PADDED, [WindowAttention(left=2, **more)], **cache_of(cached)) for more in ({}, {"right": 0})
+    )
+    assert torch.equal(left.run.canvas, both.run.canvas)
+    assert unwatched(model)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"width": 1, "left": 1}, {"width": 1, "right": 0}, {"width": 2, "left": 2, "right": 2}]
+)
+def test_a_window_needs_either_a_width_or_sides(given):
+    with pytest.raises(SettingError, match="pass either width, a distance to both sides, or left or right or both; "):
+        WindowAttention(**given)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WindowAttention(width=-1),
+        lambda: KeepKeys(window=-1),
+        lambda: WindowAttention(left=-1),
+        lambda: WindowAttention(left=2, right=-1),
+    ],
+)
 def test_a_window_of_negative_width_is_rejected(make):
     with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got -1"):
         make()
@@ -446,9 +495,13 @@ def test_steps_0_alone_is_rejected_for_sinks_of_the_previous_step(make):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("width", [1.5, True, -1, "2", None])
+@pytest.mark.parametrize("width", [1.5, True, -1, "2"])
 def test_a_window_must_be_an_integer(width):
-    for make in (lambda: WindowAttention(width=width), lambda: KeepKeys(window=width)):
+    for make in (
+        lambda: WindowAttention(width=width),
+        lambda: WindowAttention(left=1, right=width),
+        lambda: KeepKeys(window=width),
+    ):
         with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got"):
             make()
     assert WindowAttention(width=np.int64(2)).width == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from building import shared_model
-from watching import LONG, PADDED, SHORT, unwatched, watch
+from watching import LONG, PADDED, SHORT, masked_keys, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
@@ -72,16 +72,6 @@ def test_scopes_average_over_heads_and_layers():
         "layer": {0: [1, 1], 2: [2, 2]},
         "model": {0: [2, 2], 2: [2, 2]},
     }
-
-
-def masked_keys(watched, step):
-    """Keys that the last query of each layer, row and head ignores, by position counted from the row's first."""
-    pattern, real = watched.stacked("hook_pattern", step)[:, :, :, -1], watched.run.real[:, : watched.run.prompt_length]
-    pads = (~real).sum(dim=1).tolist()
-    return [
-        [[(head[pad:] == 0).nonzero()[:, 0].tolist() for head in row] for row, pad in zip(layer, pads, strict=True)]
-        for layer in pattern
-    ]
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
@@ -167,7 +157,7 @@ def test_kinds_need_the_text_of_tokens():
         ({"detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector, not both"),
         ({"top_k": -1}, "top_k must be a number of keys, 0 or more; got -1"),
         ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),
-        ({"pick": "best"}, "pick must be 'strongest', 'weakest' or 'random'; got 'best'"),
+        ({"pick": "best"}, "pick must be one of strongest, weakest, random, .*nearest; got 'best'"),
         ({"scope": "row"}, "scope must be 'head', 'layer' or 'model'; got 'row'"),
         ({"only": "mask"}, r"'mask' is neither. Known: prompt, masked, .* Nearest: masked"),
         ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
@@ -182,7 +172,7 @@ def test_invalid_settings_are_rejected_when_the_intervention_is_created(kind, gi
 
 def test_random_keys_of_a_single_pass_are_rejected():
     scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(SettingError, match="detectors, only= and random keys need a run"):
+    with pytest.raises(SettingError, match="detectors, only=, random keys and other controls need a run"):
         selection(pick="random").choose({0: scores}, real, None, None, 0)
 
 

@@ -1,0 +1,177 @@
+"""Are strongest keys missed for being sinks, or for what their tokens say?
+
+    sinklens analyse content tiny-llada tiny-mmada tiny-dream --number 50
+
+A digit that an answer has to copy is attended to for its content, and is often a sink too (Rulli et al., 2510.15731,
+Eq. 3). This study masks, at every step, the strongest key of each head of the unchanged run's previous step: every one;
+only those whose token is a digit, or is not; and of these only those that are a sink, or are not. In each cell of this
+table it changes the same heads and steps in further ways: only the *value* of the key is replaced by the row's mean
+value, its attention left alone (is the message missed, or the attention?); and other keys are masked or replaced as
+controls. The controls are weaker than the key that they stand for and are the same at every step.
+
+Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
+first. A name or a noun is copied too, so "not digit" is not free of content.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.answers import each_prompt, free_effects, unchanged
+from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.study import Study
+from sinklens.interventions import AblateSinkValues, MaskSinks
+from sinklens.sinks import SinkTrack, StrongestKeys
+from sinklens.sinks.strongest import Marked, Part, mark
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+PARTS: dict[Part, str] = {"all": "in every head and step", "sink": "where it is a sink", "other": "where it is no sink"}
+CHANGES = {
+    "mask": "attention to the strongest key masked",
+    "value": "value of the strongest key replaced by the mean",
+    "mask_random": "attention to a random weaker key masked",
+    "mask_kind": "attention to a random weaker key of the same kind masked",
+    "value_random": "value of a random weaker key replaced by the mean",
+}
+MEASURES = {
+    "cost": "share of word problems lost",
+    "right": "share of word problems answered right",
+    "changed": "share of answers that change",
+}
+SHARE = {"share": "share of all heads and steps"}
+BASE = {"base": "share of word problems answered right with nothing changed"}
+
+
+@dataclass
+class Content(Study):
+    """See the module.
+
+    Attributes:
+        kind: the kind of token that is compared with all others.
+        top_k: number of strongest keys per head.
+        overall: whether these are the strongest of all keys, which are then split by kind; or the strongest of each
+            kind, so that every head loses `top_k` keys of it.
+    """
+
+    name: ClassVar[str] = "content"
+    together: ClassVar[bool] = False
+    kind: str = "digit"
+    top_k: int = 1
+    overall: bool = True
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """The kinds compared, and how `StrongestKeys` names them."""
+        return {"any": (), self.kind: (self.kind,), f"not {self.kind}": (f"not {self.kind}",)}
+
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base`` [prompt]."""
+        sizes = (len(self.kinds), len(PARTS), len(CHANGES))
+
+        def one(prompt: Any) -> xr.Dataset:
+            cells = {f"{kind} {part}": self.keys(kind, part) for kind, part in product(self.kinds, PARTS)}
+            track = mark(unchanged(self, model, prompt, settings), cells)
+            listed = {
+                f"{cell} {name}": hook for cell in cells for name, hook in self.interventions(track, cell).items()
+            }
+            found = free_effects(self, model, prompt, settings, {"unchanged": [], **listed})
+            right = found["right"].to_numpy()
+            values = {"right": right[1:], "cost": right[0] - right[1:], "changed": found["changed"].to_numpy()[1:]}
+            shares = np.array([_share(track, cell) for cell in cells]).reshape(sizes[:2])
+            return xr.Dataset(
+                {name: (("kind", "part", "change"), value.reshape(sizes)) for name, value in values.items()}
+                | {"share": (("kind", "part"), shares), "base": ((), right[0])},
+                coords={"kind": list(self.kinds), "part": list(PARTS), "change": list(CHANGES)},
+            )
+
+        return each_prompt(prompts, one)
+
+    def keys(self, kind: str, part: Part) -> StrongestKeys:
+        """The keys of one cell."""
+        return StrongestKeys(self.top_k, self.kinds[kind], part, overall=self.overall)
+
+    def interventions(self, track: SinkTrack, cell: str) -> dict[str, Any]:
+        """One intervention per entry of `CHANGES`, on the keys that `track` marks as `cell`."""
+        shared: dict[str, Any] = {"top_k": None, "detector": Marked(cell), "source": track, "seed": self.seed}
+        rest = shared | {"pick": "random_rest", "persistent": True}
+        return {
+            "mask": MaskSinks(**shared),
+            "value": AblateSinkValues(**shared),
+            "mask_random": MaskSinks(**rest),
+            "mask_kind": MaskSinks(**rest | {"pick": "same_kind"}),
+            "value_random": AblateSinkValues(**rest),
+        }
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs."""
+        tables = {
+            "costs": interval_table(measured, [*MEASURES, *BASE], self.seed),
+            "shares": interval_table(measured, list(SHARE), self.seed),
+        }
+        meanings = MEASURES | BASE | SHARE
+        named = {
+            name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
+            for name, table in tables.items()
+        }
+        return {**named, "claims": claims(measured, self.kind, self.seed)}
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``costs``: word problems lost, a row per model and a panel per kind."""
+        from sinklens.views.effects import costs_by_cell
+
+        table = interval_table(measured, ["cost"], self.seed)
+        return {"costs": costs_by_cell(table, "kind", "part", "change", PARTS, CHANGES, MEASURES["cost"])}
+
+
+def _share(track: SinkTrack, cell: str) -> float:
+    """Share of heads and steps that have such a key; the last step's keys are never masked."""
+    return float(track[cell].isel(step=slice(0, -1)).any("pos").mean())
+
+
+def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFrame":
+    """Differences of costs, paired by prompt: one family of claims on each model, each with a verdict (`judged`).
+
+    A model without a right answer has nothing to lose: nothing is measured.
+    """
+    from pandas import concat
+
+    rows = []
+    for model, data in measured.items():
+        cost = data["cost"] if bool((data["base"] > 0).any()) else data["cost"] * np.nan
+        for claim, values in _differences(cost, kind).items():
+            part = xr.Dataset({"above": values.drop_vars(("kind", "part", "change"), errors="ignore")})
+            table = interval_table({model: part}, ["above"], seed, {"above": (-1, 1)}, null=0.0)
+            rows.append(table.assign(measure=claim))
+    return judged(concat(rows, ignore_index=True))
+
+
+def _differences(cost: xr.DataArray, kind: str) -> dict[str, xr.DataArray]:
+    def of(kind: str, part: str, change: str = "mask") -> xr.DataArray:
+        return cost.sel(kind=kind, part=part, change=change)
+
+    other = f"not {kind}"
+    found = {
+        f"a {kind} that is a sink costs more than one that is none": of(kind, "sink") - of(kind, "other"),
+        "another token that is a sink costs more than one that is none": of(other, "sink") - of(other, "other"),
+        f"among sinks, a {kind} costs more than another token": of(kind, "sink") - of(other, "sink"),
+        f"among others, a {kind} costs more than another token": of(kind, "other") - of(other, "other"),
+    }
+    for name, part in product((kind, other), ("sink", "other")):
+        where = f"{name}, {PARTS[part]}"  # type: ignore[index]
+        found |= {
+            f"{where}: masking costs more than masking a random key": of(name, part) - of(name, part, "mask_random"),
+            f"{where}: … than masking a random key of the same kind": of(name, part) - of(name, part, "mask_kind"),
+            f"{where}: the value costs more than that of a random key":
+                of(name, part, "value") - of(name, part, "value_random"),
+            f"{where}: masking costs more than replacing the value": of(name, part) - of(name, part, "value"),
+        }  # fmt: skip
+    return found

@@ -1,0 +1,160 @@
+"""Does what masking sinks costs depend on how the masked keys are defined?
+
+    sinklens analyse definitions tiny-llada tiny-llama
+
+A diffusion model and an autoregressive one are compared fairly only by the same definition. The strongest keys of a
+step can be those with the largest column sums over all queries, or those that the newest query attends to most (which
+only an autoregressive model has). They can be the unchanged run's (*steady*) or the masked run's own (*per step*; a
+masked key then counts as weak at the next step and is spared). Or the first tokens of the text are masked, whatever
+their score. And in an autoregressive model they can be hidden from the newest query alone, or from all queries, which
+changes what earlier tokens computed. This study masks by every definition that a model has, with 1 and 5 keys per head.
+The control of each masks as many weaker random keys by the same definition, the same at every step.
+
+Caveat: with all queries affected, every pass recomputes all positions (without a key/value cache).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.analyses.answers import each_prompt, free_effects, unchanged
+from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.study import Study
+from sinklens.interventions import MaskSinks
+from sinklens.runs.intervention import layer_of
+from sinklens.sinks import SinkTrack
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.hooks.points import Point
+    from sinklens.model import Model
+
+DEFINITIONS = {
+    "columns_steady": "column sums of the unchanged run",
+    "columns_step": "column sums of the step before",
+    "row_steady": "newest query's attention in the unchanged run",
+    "row_step": "newest query's attention at the step before",
+    "first": "first tokens",
+}
+REACHES = {"newest": "hidden from the newest query", "all": "hidden from all queries"}
+PICKS = {"strongest": "these keys", "random": "random weaker keys"}
+TOP_K = (1, 5)
+MEASURES = {
+    "right": "share of word problems answered right",
+    "cost": "share of word problems lost by masking",
+    "changed": "share of answers that change",
+}
+BASE = {"base": "share of word problems answered right with nothing masked"}
+AXES = ("definition", "reach", "pick", "top_k")
+
+
+@dataclass
+class Definitions(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "definitions"
+    together: ClassVar[bool] = False
+
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES` [prompt, definition, reach, pick, top_k], NaN where a model lacks a definition; ``base``."""
+        causal = bool(model.config.is_causal)
+
+        def one(prompt: Any) -> xr.Dataset:
+            parts = []
+            for reach in REACHES:
+                within = {**settings, "use_cache": False} if causal and reach == "all" else settings
+                listed = {} if reach == "newest" and not causal else self.interventions(model, prompt, within, reach)
+                parts.append(self._in_reach(model, prompt, within, listed))
+            return xr.concat(parts, dim="reach").assign_coords(reach=list(REACHES)).assign(base=parts[-1]["base"])
+
+        return each_prompt(prompts, one)
+
+    def _in_reach(
+        self, model: "Model", prompt: Any, settings: Mapping[str, Any], listed: Mapping[str, MaskSinks]
+    ) -> xr.Dataset:
+        """The measures of one reach; `listed` has names such as "first random 5"."""
+        labels: dict[str, list[Any]] = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
+        found = free_effects(self, model, prompt, settings, {"none": [], **listed})
+        base = float(found["right"][0])
+        places = {name: place for place, name in enumerate(listed, start=1)}
+        values = {name: np.full([len(axis) for axis in labels.values()], np.nan) for name in MEASURES}
+        for place in np.ndindex(*values["right"].shape):
+            name = " ".join(str(axis[at]) for axis, at in zip(labels.values(), place, strict=True))
+            if name in places:
+                values["right"][place] = found["right"][places[name]]
+                values["changed"][place] = found["changed"][places[name]]
+        values["cost"] = base - values["right"]
+        return xr.Dataset({name: (tuple(labels), value) for name, value in values.items()} | {"base": base}, labels)
+
+    def interventions(
+        self, model: "Model", prompt: Any, settings: Mapping[str, Any], reach: str
+    ) -> dict[str, MaskSinks]:
+        """One intervention per definition that the model has, pick and number of keys."""
+        causal = bool(model.config.is_causal)
+        columns = unchanged(self, model, prompt, settings)
+        given: dict[str, dict[str, Any]] = {"columns_steady": {"source": columns}}
+        if causal:
+            given |= {"row_steady": {"source": newest_rows(self, model, prompt, settings)}, "row_step": {}}
+        else:
+            given |= {"columns_step": {}}
+        found = {}
+        for top_k, (definition, more) in product(TOP_K, given.items()):
+            shared = {"top_k": top_k, "queries": reach, "seed": self.seed, **more}
+            found[f"{definition} strongest {top_k}"] = MaskSinks(**shared)
+            found[f"{definition} random {top_k}"] = MaskSinks(**shared, pick="random_rest", persistent=True)
+            if definition == "columns_steady":
+                found[f"first strongest {top_k}"] = MaskSinks(**shared, positions=range(top_k))
+                found[f"first random {top_k}"] = found[f"{definition} random {top_k}"]
+        return found
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``definitions``: every measure by definition, reach, pick and number of keys, without what no model has;
+        ``excess``: the cost minus that of random keys, paired by prompt.
+        """
+        costs = interval_table(measured, [*MEASURES, *BASE], self.seed)
+        less = {name: data[["cost"]].sel(pick="strongest") - data[["cost"]].sel(pick="random")
+                for name, data in measured.items()}  # fmt: skip
+        excess = interval_table({name: data.drop_vars("pick", errors="ignore") for name, data in less.items()},
+                                ["cost"], self.seed)  # fmt: skip
+        names = {"definitions": costs, "excess": excess}
+        return {
+            name: table[table["estimate"].notna() | ~table["measure"].isin(list(MEASURES))].assign(
+                masked=lambda part: part["definition"].map(DEFINITIONS),
+                hidden=lambda part: part["reach"].map(REACHES),
+                meaning=lambda part: part["measure"].map(MEASURES | BASE),
+            )
+            for name, table in names.items()
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``costs``: word problems lost with 1 key per head, a row per model and a panel per reach."""
+        from sinklens.views.effects import costs_by_cell
+
+        one = {name: data[["cost"]].sel(top_k=1, drop=True) for name, data in measured.items()}
+        table = interval_table(one, ["cost"], self.seed)
+        return {"costs": costs_by_cell(table, "reach", "definition", "pick", DEFINITIONS, PICKS, MEASURES["cost"])}
+
+
+def newest_rows(study: Study, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> SinkTrack:
+    """The track of an autoregressive run whose scores are the newest query's attention times the number of keys."""
+    seen: dict[tuple[int, int], Tensor] = {}
+
+    def keep(pattern: Float[Tensor, "batch head query key"], hook: "Point") -> None:
+        seen[int(hook.step or 0), layer_of(hook)] = pattern[:, :, -1] * pattern.shape[-1]
+
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
+    track = study.generate(model, [prompt], settings, hooks=hooks).run.sinks
+    assert track is not None
+    score = torch.full(tuple(track.data["score"].shape), torch.nan)
+    for (step, layer), row in seen.items():
+        score[:, step, layer, :, : row.shape[-1]] = row.float().cpu()
+    return SinkTrack(track.data.assign(score=(track.data["score"].dims, score.numpy())))

@@ -1,0 +1,86 @@
+"""Control keys: as many other keys as the strongest, matched to them by what else could explain an effect.
+
+*Rest*: the keys that may be taken and are weaker than every key that the strongest would take; the other controls draw
+from them, so a control never contains a key that it is the control of. *Order*: random numbers per head; the keys with
+the largest are taken first, so an order that does not change between steps gives keys that do not change either.
+
+Limitation: a head with one dominant key has no other key of the same mass. `same_mass` then takes many keys, all of
+the rest in the extreme, and `same_kind` takes fewer where the rest has too few of a kind.
+"""
+
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Pick = Literal["strongest", "weakest", "random", "random_rest", "permuted", "same_mass", "same_kind", "nearest"]
+PICKS: tuple[Pick, ...] = get_args(Pick)
+DRAWN: tuple[Pick, ...] = ("random", "random_rest", "same_mass", "same_kind")
+"""Picks that draw random numbers, at every step or once per run."""
+
+Scores = Float[Tensor, "batch head key"]
+Keys = Bool[Tensor, "batch head key"]
+
+
+def rest_of(scores: Scores, found: Keys, allowed: Bool[Tensor, "batch #head key"]) -> Keys:
+    """Allowed keys that are neither in `found` nor stronger than the weakest key there."""
+    least = scores.masked_fill(~found, torch.inf).amin(dim=-1, keepdim=True)
+    return allowed & ~found & (scores <= least)
+
+
+def largest(order: Scores, allowed: Bool[Tensor, "batch #head key"], number: Int[Tensor, "batch #head 1"]) -> Keys:
+    """The `number` allowed keys of each head that are first in descending `order`; the first of ties."""
+    most = int(number.max())
+    none = torch.zeros_like(order, dtype=torch.bool)
+    if most == 0:
+        return none
+    places = order.masked_fill(~allowed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :most]
+    wanted = torch.arange(places.shape[-1], device=order.device) < number
+    return none.scatter(-1, places, wanted.expand_as(places)) & allowed
+
+
+def same_mass(order: Scores, scores: Scores, found: Keys, rest: Keys) -> Keys:
+    """Keys of the rest in descending `order`, as many as bring their summed score nearest to that of `found`."""
+    places = order.masked_fill(~rest, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    mass = (scores * rest).gather(-1, places)
+    enough = (scores * found).sum(dim=-1, keepdim=True)
+    wanted = mass.cumsum(dim=-1) - mass / 2 <= enough  # taking a key of mass m is nearer if half of it fits
+    return torch.zeros_like(rest).scatter(-1, places, wanted) & rest & found.any(dim=-1, keepdim=True)
+
+
+def same_kind(order: Scores, found: Keys, rest: Keys, kinds: Int[Tensor, "batch key"]) -> Keys:
+    """For each key of `found` another of the rest with the same kind of token, where there is one."""
+    taken = torch.zeros_like(found)
+    for kind in kinds.unique().tolist():
+        of_kind = (kinds == kind)[:, None]
+        number = (found & of_kind).sum(dim=-1, keepdim=True)
+        taken |= largest(order, rest & of_kind, number)
+    return taken
+
+
+def nearest(scores: Scores, found: Keys, rest: Keys) -> Keys:
+    """For each key of `found`, strongest first, the nearest key of the rest that is still free; the earlier of two."""
+    length = found.shape[-1]
+    places = scores.masked_fill(~found, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    positions, taken = torch.arange(length, device=found.device), torch.zeros_like(found)
+    number = found.sum(dim=-1, keepdim=True)
+    for rank in range(int(number.max())):
+        distance = (positions - places[..., rank : rank + 1]).abs()
+        free = rest & ~taken & (number > rank)
+        closest = distance.masked_fill(~free, length + 1).argmin(dim=-1, keepdim=True)
+        taken |= (positions == closest) & free
+    return taken
+
+
+def permuted(found: dict[int, Keys], row_keys: tuple[int, ...], seed: int) -> dict[int, Keys]:
+    """The sets of `found`, each given to another head: one fixed cycle through the heads of all layers per row."""
+    stacked = torch.stack(list(found.values()), dim=1)  # [batch, layer, head, key]
+    heads = stacked.flatten(1, 2)
+    donors = torch.empty(heads.shape[:2], dtype=torch.long)
+    for row, key in enumerate(row_keys[: len(heads)]):
+        cycle = np.random.default_rng([seed, key]).permutation(heads.shape[1])
+        donors[row, torch.from_numpy(cycle)] = torch.from_numpy(np.roll(cycle, -1))
+    moved = heads.gather(1, donors.to(heads.device)[..., None].expand_as(heads)).view_as(stacked)
+    return {layer: moved[:, at] for at, layer in enumerate(found)}

@@ -1,0 +1,154 @@
+"""The strongest keys of a kind of token, and only where they are sinks, or only where they are not.
+
+Every head has a strongest key at every step; it is a sink only where it stands out. And a key can be strong because of
+what its token says: a digit that an answer has to copy is attended to for its content. `StrongestKeys` selects by both,
+so that a study can separate them. Names of states and kinds (``only=``) are as in `sinklens.interventions.MaskSinks`.
+
+Pitfall: the strongest digit of a head may be its fifth strongest key. Its rank among all keys, and how often it is a
+sink, differ between kinds; with ``overall=True`` only keys of the same rank are compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Bool, Int
+
+from sinklens.errors import SettingError, nearest
+from sinklens.sinks.data import TrackData
+from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
+from sinklens.sinks.kinds import Kind, State, kinds, states
+from sinklens.sinks.track import SinkTrack
+
+Part = Literal["all", "sink", "other"]
+STATES = ("prompt", "masked", "committed")
+KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
+NOT = "not "
+
+
+def check_only(only: Sequence[str]) -> None:
+    """Check names of states and token kinds, each possibly after "not ".
+
+    Raises:
+        SettingError: an unknown name.
+    """
+    for name in only:
+        if name.removeprefix(NOT) not in (*STATES, *KINDS):
+            raise SettingError(
+                f"only= takes states or token kinds, or 'not' and one of them; {name!r} is neither. Known: "
+                f"{', '.join([*STATES, *KINDS])}.{nearest(name.removeprefix(NOT), [*STATES, *KINDS])}"
+            )
+
+
+def needs_text(only: Sequence[str]) -> bool:
+    """Whether `only` names a token kind."""
+    return any(name.removeprefix(NOT) in KINDS for name in only)
+
+
+def in_only(
+    only: Sequence[str],
+    by_state: Mapping[str, Bool[np.ndarray, "*places"]],
+    codes: "Int[np.ndarray, '*places'] | None",
+) -> Bool[np.ndarray, "*places"]:
+    """Places in any of the named sets (all places, if every name begins with "not ") and in none of the others.
+
+    Args:
+        by_state: the places of each state.
+        codes: the `Kind` of each place; needed where `only` names a kind.
+    """
+    shape = np.shape(by_state["masked"])
+
+    def union(names: Sequence[str]) -> np.ndarray:
+        found = np.zeros(shape, dtype=bool)
+        for name in names:
+            found = found | (by_state[name] if name in STATES else codes == Kind[name.upper()])
+        return found
+
+    kept = [name for name in only if not name.startswith(NOT)]
+    left_out = union([name.removeprefix(NOT) for name in only if name.startswith(NOT)])
+    return ~left_out & (union(kept) if kept else True)
+
+
+@dataclass(frozen=True)
+class StrongestKeys(Detector):
+    """The `k` strongest keys of a kind, of every head and step; of these, all, only sinks, or only others.
+
+    A head whose scores are all 0 has no strongest key. The first of equal keys is taken.
+
+    Attributes:
+        k: how many keys; fewer where fewer exist.
+        only: states or token kinds that may be taken, as in `MaskSinks`; none means all.
+        part: "all" of them; only those that are a "sink", or only the "other" ones.
+        sink: the definition of a sink.
+        overall: take the `k` strongest keys of any kind first, and of these the ones in `only`.
+
+    Raises:
+        SettingError: an unknown part or name, or fewer than one key.
+    """
+
+    k: int = 1
+    only: str | tuple[str, ...] = ()
+    part: Part = "all"
+    sink: Detector = field(default_factory=EpsilonOverMean)
+    overall: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer) or self.k < 1:
+            raise SettingError(f"k must be a number of keys, 1 or more; got {self.k!r}.")
+        if self.part not in get_args(Part):
+            raise SettingError(f"part must be one of {', '.join(get_args(Part))}; got {self.part!r}.")
+        require_detector(self.sink)
+        check_only(self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
+
+    def detect(self, track: TrackData) -> xr.DataArray:
+        """See `Detector.detect`."""
+        score = track.scores()
+        values = score.fillna(-np.inf).where((score > 0).any("pos"), -np.inf)
+        allowed = self._allowed(track) if self._names else values > -np.inf
+        if not self.overall:
+            values = values.where(allowed, -np.inf)
+        order = np.argsort(-values.to_numpy(), axis=-1, kind="stable")[..., : self.k]
+        found = np.zeros(score.shape, dtype=bool)
+        np.put_along_axis(found, order, True, axis=-1)
+        strongest = (score.copy(data=found) & (values > -np.inf) & allowed).transpose(*score.dims)
+        if self.part == "all":
+            return strongest
+        sinks = self.sink.detect(track)
+        return strongest & (sinks if self.part == "sink" else ~sinks)
+
+    def _allowed(self, track: TrackData) -> xr.DataArray:
+        """Places in `only`, [batch, step, pos]."""
+        part = SinkTrack(track.data)
+        state = states(part)
+        by_state = {name: (state == State[name.upper()]).to_numpy() for name in STATES}
+        codes = kinds(part).to_numpy() if needs_text(self._names) else None
+        return state.copy(data=in_only(self._names, by_state, codes))
+
+
+@dataclass(frozen=True)
+class Marked(Detector):
+    """The keys that a boolean variable of the track marks, for detectors that are slow to evaluate at every step.
+
+    ``mark(track, {"digits": StrongestKeys(only="digit")})`` returns the track with such variables; pass it as the
+    `source` of an intervention.
+
+    Attributes:
+        name: name of the variable.
+    """
+
+    name: str
+
+    def detect(self, track: TrackData) -> xr.DataArray:
+        """See `Detector.detect`."""
+        return track[self.name]
+
+
+def mark(track: SinkTrack, detectors: Mapping[str, Detector]) -> SinkTrack:
+    """`track` with one variable for each detector, which `Marked` reads."""
+    return SinkTrack(track.data.assign({name: detector.detect(track) for name, detector in detectors.items()}))

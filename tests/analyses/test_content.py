@@ -1,0 +1,81 @@
+"""The content study: every cell changes the keys of its kind and part, and equals a separate run."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses.answers import unchanged
+from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
+from sinklens.experiments import effect
+from sinklens.interventions import AblateSinkValues, MaskSinks
+from sinklens.sinks import EpsilonOverMean, StrongestKeys
+from sinklens.sinks.kinds import Kind, kinds
+from sinklens.tasks.word_problems import held_out
+
+PROMPT = held_out(1)[0].prompt
+SETTINGS = {"gen_length": 6, "steps": 6}
+KINDS = ["any", "digit", "not digit"]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_llada):
+    return Content().measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
+
+
+def test_every_cell_equals_a_separate_run(tiny_llada, measured):
+    track = unchanged(Content(), tiny_llada, PROMPT, SETTINGS)
+    rest = {"pick": "random_rest", "persistent": True}
+    for kind, part, change, hook, more in (
+        ("digit", "other", "mask", MaskSinks, {}),
+        ("not digit", "all", "mask_kind", MaskSinks, rest | {"pick": "same_kind"}),
+        ("any", "sink", "value", AblateSinkValues, {}),
+        ("digit", "all", "value_random", AblateSinkValues, rest),
+    ):
+        keys = StrongestKeys(1, () if kind == "any" else kind, part, overall=True)
+        one = effect(tiny_llada, [PROMPT], hook(top_k=None, detector=keys, source=track, **more), **SETTINGS)
+        got = measured["changed"].sel(kind=kind, part=part, change=change)
+        assert float(got) == float(not one.free_running["same_answer"].item())
+    assert set(measured["changed"].to_numpy().ravel()) == {0, 1}
+
+
+def test_shares_count_heads_and_steps_with_such_a_key(tiny_llada, measured):
+    track = unchanged(Content(), tiny_llada, PROMPT, SETTINGS)
+    scores, digit = track.scores().to_numpy()[0, :-1], kinds(track).to_numpy()[0, :-1] == Kind.DIGIT
+    others = (scores.sum(-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
+    best, sinks = scores.argmax(-1)[..., None], scores > others + EpsilonOverMean().epsilon
+    is_digit = np.take_along_axis(np.broadcast_to(digit[:, None, None], scores.shape), best, -1)
+    share = measured["share"]
+    assert float(share.sel(kind="digit", part="all")) == pytest.approx(float(is_digit.mean()))
+    found = (is_digit & np.take_along_axis(sinks, best, -1)).mean()
+    assert float(share.sel(kind="digit", part="sink")) == pytest.approx(float(found))
+    np.testing.assert_allclose(share.sel(kind="digit") + share.sel(kind="not digit"), share.sel(kind="any"))
+    np.testing.assert_allclose(share.sel(part="sink") + share.sel(part="other"), share.sel(part="all"))
+
+
+def test_every_head_can_lose_a_key_of_each_kind(tiny_llada):
+    track = unchanged(Content(), tiny_llada, PROMPT, SETTINGS)
+    study = Content(overall=False, kind="word")
+    for kind in ("word", "not word"):
+        assert bool(study.keys(kind, "all").detect(track).any("pos").all())
+    assert not Content(kind="word").keys("word", "all").detect(track).any("pos").all()
+
+
+def test_claims_are_paired_differences_of_costs():
+    sizes = (40, len(KINDS), len(PARTS), len(CHANGES))
+    data = xr.Dataset(
+        {name: (("prompt", "kind", "part", "change"), np.zeros(sizes)) for name in MEASURES},
+        {"kind": KINDS, "part": list(PARTS), "change": list(CHANGES)},
+    ).assign(base=("prompt", np.ones(40)))
+    number = np.arange(40)
+    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask"}] = number < 32
+    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = number < 16
+    data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
+    table = claims({"planted": data}, "digit", 0).set_index("measure")
+    assert table.loc["a digit that is a sink costs more than one that is none", "estimate"] == pytest.approx(0.55)
+    assert table.loc["a digit that is a sink costs more than one that is none", "verdict"] == "holds"
+    costs = table.loc["digit, where it is a sink: masking costs more than replacing the value"]
+    assert (costs["estimate"], costs["verdict"]) == (pytest.approx(0.4), "holds")
+    assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.8)
+    assert table.loc["another token that is a sink costs more than one that is none", "verdict"] == "undecided"
+    data["base"] = ("prompt", np.zeros(40))
+    assert set(claims({"planted": data}, "digit", 0)["verdict"]) == {"not measured"}

@@ -1,0 +1,281 @@
+"""Control keys against loops: never one of the strongest, matched as stated, the same at every step if persistent."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from building import shared_model
+from watching import LONG, PADDED, SHORT, masked_keys, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import AblateSinkAttention, KeepKeys, MaskSinks, RunContext
+from sinklens.interventions.selection import Selection
+from sinklens.sinks import EpsilonOverMean, StrongestKeys
+from sinklens.sinks.kinds import Kind, kinds
+from sinklens.tasks.word_problems import held_out
+
+LAYERS, HEADS, KEYS = (0, 2), 4, 12
+REAL = torch.tensor([[False] * 3 + [True] * 9, [True] * 12])
+ROW_KEYS = (5, 77)
+WAYS = {
+    "diffusion": ("llama", False, {}),
+    "dream": ("dream", False, {}),
+    "cached": ("llama", True, {}),
+    "recomputed": ("llama", True, {"use_cache": False}),
+}
+
+
+def run_context(causal=False):
+    """The context of a run over a canvas of 12 positions, 6 of them the prompt."""
+    tree = shared_model("llama", causal).tree
+    return RunContext(tree, REAL, 6, 6, 60, 0, ROW_KEYS, lambda ids: {}, {})
+
+
+def choose(step=3, causal=False, scores=None, **given):
+    """The keys of a selection: layer -> row -> head -> positions; and the scores."""
+    noise = torch.Generator().manual_seed(step)
+    scores = scores or {layer: torch.rand(2, HEADS, KEYS, generator=noise) ** 4 for layer in LAYERS}
+    plain = {"top_k": 2, "detector": None, "pick": "strongest", "scope": "head", "only": (), "seed": 3}
+    canvas = torch.full((2, KEYS), 7)
+    found = Selection(**(plain | given)).choose(scores, REAL, run_context(causal), canvas, step)
+    positions = {
+        layer: [[head.nonzero()[:, 0].tolist() for head in row] for row in keys] for layer, keys in found.items()
+    }
+    return positions, scores
+
+
+def places():
+    """Every layer, row and head."""
+    return [(layer, row, head) for layer in LAYERS for row in range(2) for head in range(HEADS)]
+
+
+def real_keys(row):
+    """Positions of a row that are not padding."""
+    return [key for key in range(KEYS) if REAL[row, key]]
+
+
+def by_strength(scores, row):
+    """The real keys of a head, strongest first."""
+    return sorted(real_keys(row), key=lambda key: -scores[key].item())
+
+
+def order_of(layer, row, head, place, seed=3):
+    """The real keys of a head in the order in which a control draws them."""
+    digest = hashlib.sha256(repr((seed, place, layer)).encode()).digest()
+    rng = np.random.default_rng([int.from_bytes(digest[:8], "little"), ROW_KEYS[row]])
+    noise = rng.random((HEADS, len(real_keys(row)))).astype(np.float32)[head]
+    return [key for _, key in sorted(zip(-noise, real_keys(row), strict=True))]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_random_keys_of_the_rest_are_the_first_in_a_drawn_order_that_are_not_among_the_strongest(persistent):
+    found, scores = choose(pick="random_rest", persistent=persistent)
+    for layer, row, head in places():
+        strongest = by_strength(scores[layer][row, head], row)[:2]
+        drawn = order_of(layer, row, head, "run" if persistent else 3)
+        assert found[layer][row][head] == sorted([key for key in drawn if key not in strongest][:2])
+
+
+def test_plain_random_keys_can_be_among_the_strongest_and_those_of_the_rest_never_are():
+    shared = dict.fromkeys(("random", "random_rest"), 0)
+    for step in range(20):
+        for pick in shared:
+            found, scores = choose(step, pick=pick)
+            for layer, row, head in places():
+                shared[pick] += len({*found[layer][row][head]} & {*by_strength(scores[layer][row, head], row)[:2]})
+    assert shared["random"] > 50
+    assert shared["random_rest"] == 0
+
+
+def test_persistent_keys_change_only_where_one_of_them_becomes_one_of_the_strongest():
+    before, changes, kept, redrawn = None, 0, 0, 0
+    for step in range(1, 12):
+        found, scores = choose(step, pick="random_rest", persistent=True)
+        anew, _ = choose(step, pick="random_rest")
+        for layer, row, head in places():
+            drawn = order_of(layer, row, head, "run")
+            strongest = by_strength(scores[layer][row, head], row)[:2]
+            displaced = [key for key in drawn[:2] if key in strongest]
+            kept += {*drawn[:2]} - {*displaced} <= {*found[layer][row][head]}
+            changes += found[layer][row][head] != sorted(drawn[:2])
+            assert (found[layer][row][head] != sorted(drawn[:2])) == bool(displaced)
+            redrawn += before is not None and anew[layer][row][head] != before[layer][row][head]
+        before = anew
+    assert kept == 11 * len(places())
+    assert 0 < changes < 0.5 * redrawn
+
+
+def test_persistent_keys_of_an_autoregressive_run_come_from_its_prompt():
+    """Keys that are decoded later do not exist at every step."""
+    found, _ = choose(pick="random_rest", persistent=True, causal=True, top_k=1)
+    redrawn, _ = choose(pick="random_rest", causal=True, top_k=1)
+    assert max(key for row in found[0] for head in row for key in head) < 6
+    assert max(key for row in redrawn[0] for head in row for key in head) >= 6
+
+
+def test_permuted_keys_are_the_strongest_of_another_head_the_same_at_every_step():
+    donors = []
+    for step in (1, 2, 3):
+        found, scores = choose(step, pick="permuted")
+        for row in range(2):
+            strongest = {
+                (layer, head): sorted(by_strength(scores[layer][row, head], row)[:2])
+                for layer in LAYERS
+                for head in range(HEADS)
+            }
+            for layer, head in strongest:
+                fits = {place for place, keys in strongest.items() if keys == found[layer][row][head]}
+                donors.append((row, layer, head, fits))
+    for row, layer, head in {entry[:3] for entry in donors}:
+        same = set.intersection(*(fits for *place, fits in donors if tuple(place) == (row, layer, head)))
+        assert same
+        assert (layer, head) not in same
+    everywhere = [next(iter(fits)) for row, *_, fits in donors if row == 0 and len(fits) == 1]
+    assert len(set(everywhere)) > HEADS
+
+
+def test_keys_of_the_same_mass_receive_together_about_what_the_strongest_receive():
+    found, scores = choose(pick="same_mass", persistent=True, top_k=1)
+    numbers = set()
+    for layer, row, head in places():
+        values = scores[layer][row, head]
+        strongest = by_strength(values, row)[0]
+        target, taken, total = values[strongest].item(), [], 0.0
+        for key in [key for key in order_of(layer, row, head, "run") if key != strongest]:
+            if abs(total + values[key].item() - target) > abs(total - target):
+                break
+            taken, total = [*taken, key], total + values[key].item()
+        assert found[layer][row][head] == sorted(taken)
+        numbers.add(len(taken))
+    assert len(numbers) > 2
+
+
+def test_keys_of_the_same_kind_match_the_kinds_of_the_strongest(tiny_llada):
+    prompts = [problem.prompt for problem in held_out(2)]
+    settings = {"gen_length": 8, "steps": 4}
+    base = sinklens.generate(tiny_llada, prompts, progress=False, **settings)
+    codes, top = kinds(base.sinks).to_numpy(), base.sinks.top(2).to_numpy()
+    watched = watch(tiny_llada, prompts, [MaskSinks(top_k=2, source=base, pick="same_kind", seed=1)], **settings)
+    digits = 0
+    for step in range(1, 4):
+        ignored = (watched.stacked("hook_pattern", step)[:, :, :, -1] == 0) & watched.run.real[None, :, None]
+        for layer, row, head in np.ndindex(ignored.shape[:3]):
+            keys = ignored[layer, row, head].nonzero()[:, 0].numpy()
+            strongest = top[row, step - 1, layer, head]
+            assert not {*keys.tolist()} & {*strongest.tolist()}
+            now = codes[row, step - 1]
+            for kind in Kind:
+                wanted, there = (now[strongest] == kind).sum(), (now == kind).sum()
+                assert (now[keys] == kind).sum() == min(wanted, there - wanted)
+            digits += int((codes[row, step - 1, keys] == Kind.DIGIT).sum())
+    assert digits > 20
+
+
+def test_nearest_keys_are_taken_for_the_strongest_first_and_the_earlier_of_two():
+    found, scores = choose(pick="nearest", top_k=3)
+    for layer, row, head in places():
+        strongest = by_strength(scores[layer][row, head], row)[:3]
+        free = [key for key in real_keys(row) if key not in strongest]
+        taken = []
+        for key in strongest:
+            taken.append(min(free, key=lambda other: (abs(other - key), other)))
+            free.remove(taken[-1])
+        assert found[layer][row][head] == sorted(taken)
+
+
+@pytest.mark.parametrize("pick", ["random_rest", "same_mass", "nearest"])
+def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_keys(pick):
+    """The strongest key that is not a sink may be preceded by sinks, which no control may take."""
+    detector = EpsilonOverMean(0.4, unit="sum")
+    below = StrongestKeys(k=12, part="other", sink=detector)
+    found, scores = choose(top_k=None, detector=below, pick=pick)
+    for layer, row, head in places():
+        assert not found[layer][row][head], "every weaker key is taken already"
+    few = StrongestKeys(k=2, part="other", sink=EpsilonOverMean(0.3))
+    given, _ = choose(top_k=None, detector=few)
+    found, scores = choose(top_k=None, detector=few, pick=pick)
+    counts = set()
+    for layer, row, head in places():
+        values, keys = scores[layer][row, head], given[layer][row][head]
+        counts.add(len(keys))
+        assert bool(keys) >= bool(found[layer][row][head])
+        if keys:
+            assert all(values[key] < min(values[keys]) for key in found[layer][row][head])
+        if pick != "same_mass":
+            assert len(found[layer][row][head]) == len(keys)
+    assert counts >= {0, 1}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_steady_control_masks_the_same_keys_throughout_a_run_and_no_strongest_key(worded, way):
+    architecture, causal, settings = WAYS[way]
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, [], [], record_sinks=True, **settings).run
+    steady = MaskSinks(top_k=2, source=base, pick="random_rest", persistent=True, seed=2)
+    together, alone = (
+        watch(model, prompts, [mask], **settings)
+        for prompts, mask in (
+            (PADDED, steady),
+            ([SHORT], MaskSinks(**vars(steady) | {"source": base_of(model, settings)})),
+        )
+    )
+    top, changed, total = base.sinks.top(2).to_numpy(), 0, 0
+    for step in range(1, together.run.steps_run):
+        keys, before = masked_keys(together, step), masked_keys(together, max(1, step - 1))
+        for layer, row, head in np.ndindex(3, 2, 6):
+            if (top[row, step - 1, layer, head] < 0).any():
+                continue
+            pads = int((~base.real[row]).sum())
+            strongest = {int(key) - pads for key in top[row, step - 1, layer, head]}
+            now, earlier = {*keys[layer][row][head]}, {*before[layer][row][head]}
+            assert len(now) == 2
+            assert not now & strongest
+            assert len(earlier - now) <= len((earlier - now) & strongest) + len(now - earlier)
+            total, changed = total + 1, changed + (now != earlier)
+            if row == 0 and step < alone.run.steps_run:
+                assert now == {*masked_keys(alone, step)[layer][0][head]}
+    assert changed < 0.35 * total
+
+
+def base_of(model, settings):
+    """The unmasked run of the short prompt alone."""
+    return watch(model, [SHORT], [], [], record_sinks=True, **settings).run
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: MaskSinks(pick="permuted", scope="layer"),
+            r"pick='permuted' exchanges the sets of heads, but scope=",
+        ),
+        (lambda: MaskSinks(persistent=True), r"persistent=True is for random keys, .*; pick='strongest' draws none"),
+        (lambda: KeepKeys(pick="nearest", persistent=True), r"pick='nearest' draws none at any step"),
+        (
+            lambda: AblateSinkAttention(pick="same_kind"),
+            r"pick='same_kind' needs the tokens of the step; use MaskSinks",
+        ),
+        (
+            lambda: MaskSinks(pick="best"),
+            r"pick must be one of strongest, weakest, random, random_rest, .*; got 'best'",
+        ),
+    ],
+)
+def test_controls_that_make_no_sense_are_rejected(make, text):
+    with pytest.raises(SettingError, match=text):
+        make()
+
+
+def test_controls_by_kind_need_the_text_of_tokens(worded):
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(SettingError, match=r"pick='same_kind' needs the text of tokens: token"):
+        watch(shared_model(), ids, [MaskSinks(pick="same_kind")])
+
+
+def test_the_keys_of_a_control_do_not_follow_from_a_track(worded):
+    run = watch(worded(), [LONG], [], [], record_sinks=True).run
+    with pytest.raises(SettingError, match="not with random keys or other controls, only="):
+        MaskSinks(pick="nearest").keys(run.sinks)

@@ -1,0 +1,197 @@
+"""Values of sinks are replaced as in a loop over keys, and the attention of the layer stays the same."""
+
+import numpy as np
+import pytest
+import torch
+from building import KINDS
+from watching import LONG, PADDED, SHORT, again, entered, unwatched, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import AblateSinkValues, MaskSinks
+from sinklens.sinks import EpsilonOverMean
+
+MODELS = [*KINDS, ("dream", False)]
+WAYS = [(*kind, {} if cached else {"use_cache": False}) for kind in MODELS for cached in ((1, 0) if kind[1] else (1,))]
+ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
+
+
+def replaced(model, keys, real, by, layers):
+    """Edits for plain torch that recompute z key by key; `keys` is [layer, batch, head, query, key]."""
+    seen, causal = {}, model.config.is_causal
+    group = model.cfg.n_heads // model.cfg.n_key_value_heads
+
+    def z_of(layer):
+        def edit(z):
+            values, weights = seen["v", layer], seen["pattern", layer]
+            z = torch.zeros_like(z)
+            for row, query, head in np.ndindex(*z.shape[:3]):
+                visible = [key for key in range(values.shape[1]) if real[row, key] and (not causal or key <= query)]
+                if not visible:
+                    continue
+                mean = values[row, visible, head // group].mean(dim=0) if by == "mean" else 0.0
+                for key in visible:
+                    value = mean if keys[layer, row, head, query, key] else values[row, key, head // group]
+                    z[row, query, head] += weights[row, head, query, key] * value
+            return z
+
+        return edit
+
+    def kept(name, layer):
+        return lambda value: seen.setdefault((name, layer), value)
+
+    edits = {}
+    for layer in layers:
+        at = f"blocks.{layer}.attn"
+        edits |= {
+            f"{at}.hook_v": kept("v", layer),
+            f"{at}.hook_pattern": kept("pattern", layer),
+            f"{at}.hook_z": z_of(layer),
+        }
+    return edits
+
+
+def strongest_by_row(pattern, real, top_k, causal):
+    """The strongest keys [layer, batch, head, key] of a full pattern [layer, batch, head, query, key]."""
+    found = torch.zeros(pattern.shape[:3] + pattern.shape[4:], dtype=torch.bool)
+    for layer, row, head in np.ndindex(*pattern.shape[:3]):
+        there = [key for key in range(pattern.shape[4]) if real[row, key]]
+        queries = [pattern.shape[3] - 1] if causal else there
+        sums = pattern[layer, row, head, queries].double().sum(0).tolist()
+        found[layer, row, head, sorted(there, key=lambda key, sums=sums: -sums[key])[:top_k]] = True
+    return found
+
+
+def check(model, prompts, ablate, heads=range(6), layers=range(3), steady=None, **settings):
+    """Compare patterns and logits of a run with plain torch, step by step; `steady` is the run of the sinks."""
+    watched = watch(model, prompts, [ablate], ["hook_pattern", "hook_logits"], **settings)
+    run, causal, chosen = watched.run, bool(model.config.is_causal), {}
+    other = torch.zeros(6, dtype=torch.bool)
+    other[list(heads)] = True
+    for step in range(run.steps_run):
+        ids, real = entered(run, step)
+        size = ids.shape[1]
+        keys = torch.zeros(3, len(ids), 6, size, size, dtype=torch.bool)
+        for earlier, found in chosen.items():
+            found = found & other[:, None]
+            if causal:  # a pass without a cache recomputes the queries that decoded earlier tokens
+                keys[:, :, :, run.prompt_length - 1 + earlier, : found.shape[-1]] = found
+            elif earlier == step:
+                keys[:] = found[:, :, :, None]
+        plain = again(run, step, replaced(model, keys, real, ablate.by, layers))
+        expected = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in range(3)])
+        new = watched.stacked("hook_pattern", step)
+        counted = real[:, -new.shape[3] :]
+        for row in range(len(ids)):
+            shown = expected[:, row, :, -new.shape[3] :][:, :, counted[row]]
+            torch.testing.assert_close(new[:, row, :, counted[row]], shown, atol=2e-4, rtol=0)
+        logits = watched.values[step]["denoise.hook_logits"]
+        if model.family != "dream":  # its logits are shifted by one
+            torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
+        if steady is None:
+            chosen[step + 1] = strongest_by_row(expected, real, ablate.top_k, causal)
+        else:
+            chosen[step + 1] = of_source(steady, step, ablate.top_k)
+    assert sum(int(found.sum()) for found in chosen.values()) > 100
+
+
+def of_source(run, step, top_k):
+    """The strongest keys of a recorded step, [layer, batch, head, key]."""
+    top = torch.from_numpy(run.sinks.top(top_k).to_numpy()[:, step]).movedim(0, 1)
+    length = run.prompt_length + step if run.model.config.is_causal else run.canvas.shape[2]
+    return torch.zeros(*top.shape[:3], length, dtype=torch.bool).scatter(-1, top, True)
+
+
+@pytest.mark.parametrize("by", ["mean", "zero"])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_outputs_equal_those_of_a_loop_over_keys_with_other_values(worded, architecture, causal, settings, by):
+    check(worded(architecture, causal), PADDED, AblateSinkValues(top_k=2, by=by), **settings)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_steady_sinks_of_some_heads_and_layers_are_replaced(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, [], [], record_sinks=True, **settings).run
+    ablate = AblateSinkValues(top_k=2, source=base, heads=[1, 4], layers=[0, 2])
+    check(model, PADDED, ablate, heads=[1, 4], layers=[0, 2], steady=base, **settings)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_a_row_alone_gets_the_values_that_it_gets_in_a_batch(worded, architecture, causal, settings):
+    ablate = AblateSinkValues(top_k=2, pick="random_rest", persistent=True)
+    both, one = (watch(worded(architecture, causal), prompts, [ablate], ["hook_z"], **settings)
+                 for prompts in (PADDED, [SHORT]))  # fmt: skip
+    for step in range(min(both.run.steps_run, one.run.steps_run)):
+        alone = one.stacked("hook_z", step)[:, 0]
+        torch.testing.assert_close(both.stacked("hook_z", step)[:, 0, -alone.shape[1] :], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_the_attention_of_the_first_layer_stays_as_it_was(worded):
+    base = watch(worded(), PADDED)
+    ablate, mask = AblateSinkValues(layers=[0]), MaskSinks(layers=[0])
+    ablated, masked = (watch(worded(), PADDED, [hook], replay=base.run) for hook in (ablate, mask))
+    for step in range(base.run.steps_run):
+        first = base.stacked("hook_pattern", step)[0]
+        torch.testing.assert_close(ablated.stacked("hook_pattern", step)[0], first, atol=1e-6, rtol=0)
+        assert step == 0 or not torch.allclose(masked.stacked("hook_pattern", step)[0], first, atol=1e-3)
+        later = [run.stacked("hook_pattern", step)[1] for run in (base, ablated)]
+        assert step == 0 or not torch.allclose(*later, atol=1e-4)
+
+
+def test_under_guidance_the_unconditional_rows_keep_their_values(worded):
+    model, seen = worded(), []
+    base = watch(model, [LONG], [], [], cfg_scale=1.0, record_sinks=True).run
+    ablate = AblateSinkValues(top_k=2, source=base)
+
+    def outputs(hooks):
+        kept, point = {}, model.tree.hook_dict["blocks.0.hook_attn_out"]
+        handle = point.register_forward_hook(
+            lambda _module, _args, output: kept.setdefault(model.tree.watch.step, output.clone())
+        )
+        try:
+            watch(model, [LONG], hooks, [], cfg_scale=1.0, replay=base)
+        finally:
+            handle.remove()
+        return kept
+
+    plain, ablated = outputs([]), outputs([ablate])
+    for step, before in plain.items():
+        assert before.shape[0] == 2
+        torch.testing.assert_close(ablated[step][1], before[1], atol=1e-5, rtol=1e-4)
+        seen.append(torch.allclose(ablated[step][0], before[0], atol=1e-4))
+    assert seen == [True] + [False] * (len(seen) - 1)
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_where_a_detector_finds_nothing_the_answers_are_unchanged(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    nothing = AblateSinkValues(top_k=None, detector=EpsilonOverMean(epsilon=1000))
+    base, changed = (watch(model, PADDED, hooks, ["hook_z"], **settings) for hooks in ([], [nothing]))
+    for step in range(base.run.steps_run):
+        before, after = (run.stacked("hook_z", step) for run in (base, changed))
+        counted = entered(base.run, step)[1][:, -before.shape[2] :]
+        torch.testing.assert_close(after[:, counted], before[:, counted], atol=1e-5, rtol=1e-4)
+    assert unwatched(model)
+
+
+def test_a_shipped_model_misses_the_message_of_a_strongest_key(tiny_llada):
+    """Replacing values changes answers, as masking does; a random key's hardly ever."""
+    from sinklens.tasks.word_problems import held_out
+
+    prompts = [problem.prompt for problem in held_out(6)]
+    settings = {"progress": False, "gen_length": 24, "steps": 24}
+    base = sinklens.generate(tiny_llada, prompts, **settings)
+    changed = {}
+    for pick in ("strongest", "random_rest"):
+        ablate = AblateSinkValues(source=base, pick=pick, persistent=pick != "strongest")
+        run = sinklens.generate(tiny_llada, prompts, hooks=ablate, record_sinks=False, **settings)
+        changed[pick] = sum(one != other for one, other in zip(run.text, base.text, strict=True))
+    assert changed["strongest"] > changed["random_rest"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_replacement_is_rejected(worded):
+    with pytest.raises(SettingError, match="by must be 'mean' or 'zero'; got 'median'"):
+        AblateSinkValues(by="median")
+    with pytest.raises(SettingError, match="AblateSinkValues acts on the sinks of an earlier step"):
+        AblateSinkValues().hooks_for(worded())
