@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError, nearest
-from sinklens.runs.intervention import RunContext
+from sinklens.runs.intervention import RunContext, Snapshot
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.sinks.track import SinkTrack, build_track, require_detector
 
@@ -79,7 +79,7 @@ class Selection:
         layers: dict[int, Scores],
         real: Bool[Tensor, "batch key"],
         run: RunContext | None,
-        canvas: "Int[Tensor, 'batch key'] | None",
+        canvas: Snapshot | None,
         step: int,
         among: "Bool[Tensor, 'batch key'] | None" = None,
         track: SinkTrack | None = None,
@@ -89,7 +89,7 @@ class Selection:
         Args:
             layers: scores by layer.
             real: keys that exist, i.e. are not padding.
-            run, canvas: the run, and the token ids of the step that the scores belong to; needed by `only` and by
+            run, canvas: the run, and the canvas of the step that the scores belong to; needed by `only` and by
                 detectors; random keys need the run too.
             step: the step that the keys are for; random keys depend on it.
             among: keys that may be taken; None for all that exist.
@@ -182,15 +182,14 @@ class Selection:
             drawn[row][:, real[row]] = noise.expand(heads, -1)
         return drawn.to(scores.device)
 
-    def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
+    def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> SinkTrack:
         """A track of one step, for detectors and token kinds.
 
         Every key counts as visible to every query whose attention the scores hold: in an autoregressive run that is
         only the newest query, not a column of the pattern.
         """
-        keys = canvas.shape[1]
-        ids = canvas.cpu().numpy()[:, None]
-        masked = ids == run.mask_id
+        keys = canvas.ids.shape[1]
+        ids, masked = (part.cpu().numpy()[:, None] for part in canvas)
         scores = torch.stack([scores.float() for scores in layers.values()], dim=1)[:, None].cpu().numpy()
         attrs = {
             "model": str(run.tree.cfg.model_name),
@@ -203,7 +202,7 @@ class Selection:
         return build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
 
     def _detected(
-        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"], track: SinkTrack | None
+        self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot, track: SinkTrack | None
     ) -> dict[int, Keys]:
         assert self.detector is not None
         if track is None:
@@ -211,20 +210,18 @@ class Selection:
         elif self.scope != "head":
             track = _with_scores(track, layers)
         try:
-            found = track.detect(self.detector).to_numpy()[:, 0, ..., : canvas.shape[1]]
+            found = track.detect(self.detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
         except TrackError as error:
             raise SettingError(
                 f"{self.detector!r} cannot be used here: {error} Within an intervention it sees only the scores; "
                 f"record the other quantities in an earlier run and pass it as source=run.sinks."
             ) from error
-        return {layer: torch.from_numpy(found[:, at]).to(canvas.device) for at, layer in enumerate(layers)}
+        return {layer: torch.from_numpy(found[:, at]).to(canvas.ids.device) for at, layer in enumerate(layers)}
 
-    def _of_kind(
-        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]
-    ) -> Bool[Tensor, "batch key"]:
+    def _of_kind(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> Bool[Tensor, "batch key"]:
         """Keys whose state or token kind is in `only`."""
-        prompt = (torch.arange(canvas.shape[1], device=canvas.device) < run.prompt_length)[None]
-        masked = canvas == run.mask_id
+        ids, masked = canvas
+        prompt = (torch.arange(ids.shape[1], device=ids.device) < run.prompt_length)[None]
         states = {"prompt": prompt & ~masked, "masked": masked, "committed": ~prompt & ~masked}
         keep = torch.zeros_like(masked)
         for name in self.only:
@@ -236,7 +233,7 @@ class Selection:
             except TrackError as error:
                 raise SettingError(f"only={list(self.only)} needs the text of tokens: {error}") from error
             wanted = [int(kind) for kind in Kind if kind.name.lower() in self.only]
-            keep = keep | torch.from_numpy(np.isin(found, wanted)).to(canvas.device)
+            keep = keep | torch.from_numpy(np.isin(found, wanted)).to(ids.device)
         return keep
 
 
