@@ -11,6 +11,8 @@ Limitation: a config value that the translation cannot express raises an error t
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sinklens.hooks.blocks import Start
+
 Required = Mapping[str, tuple[str | int | None, ...]]
 
 
@@ -24,6 +26,13 @@ class Family:
         architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
         sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
         causal: whether queries see only earlier keys.
+        block_causal: whether queries see only their own block and earlier ones.
+        block_length: positions per block; None if the config or the argument of `sinklens.load` says it.
+        block_length_key: config key that gives the block length.
+        blocks_start: where blocks are counted from, see `hooks.blocks.Blocks`.
+        dropped: config keys of training or of the checkpoint's own code, which transformers would obey.
+        regime: for a family that shares its ``model_type`` with others: how it was trained. `sinklens.load` then needs
+            ``family=`` or ``block_length=``.
         shift: whether the logits at position i predict the token at i + 1.
         config_names: the family's config key -> transformers' key. If empty, config.json already uses transformers'
             keys, which are kept. Otherwise it is read like LLaDA's: every key listed here is required except
@@ -49,11 +58,17 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     mask_token_id: int | None = None
     eot_token_id: int | None = None
+    block_causal: bool = False
+    block_length: int | None = None
+    block_length_key: str = ""
+    blocks_start: Start = "token"
+    dropped: tuple[str, ...] = ()
+    regime: str = ""
 
     @property
     def attention(self) -> str:
-        """The attention that the family was trained with: "causal" or "bidirectional"."""
-        return "causal" if self.causal else "bidirectional"
+        """The attention that the family was trained with: "causal", "block-causal" or "bidirectional"."""
+        return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
 
 
 _LLADA_CONFIG = {
@@ -138,6 +153,18 @@ FAMILIES: list[Family] = [
         shift=True,
         required=_QWEN_REQUIRED,
         mask_token_id=151666,
+    ),
+    Family(
+        "sdar",
+        ("sdar",),
+        "qwen3",
+        "sdar",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        required=_QWEN_REQUIRED | {"attention_bias": (False,)},
+        mask_token_id=151669,
+        block_causal=True,
+        block_length_key="block_size",
+        dropped=("attn_implementation", "use_cache"),
     ),
     Family(
         "a2d-llama",

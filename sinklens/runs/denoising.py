@@ -102,9 +102,10 @@ class Denoising:
                 f"answer position. Remove it from the text or the ids."
             )
 
-    def _check_room(self, longest: int, extra: int) -> None:
+    def _check_room(self, longest: int, extra: int, spare: int) -> None:
         """Check that the longest row, with `extra` tokens from interventions, fits into the model's context."""
-        context, added = self.model.cfg.n_ctx, f", {extra} of them from an intervention," if extra else ""
+        context = self.model.cfg.n_ctx - spare
+        added = f", {extra} of them from an intervention," if extra else ""
         if longest + self.settings.gen_length > context:
             raise PromptError(
                 f"a prompt of {longest} tokens{added} and gen_length {self.settings.gen_length} need "
@@ -121,14 +122,20 @@ class Denoising:
             if isinstance(entry, Intervention):
                 ids, real, more = entry.extend(model, ids, real)
                 appended = torch.cat([appended, more], dim=1)
-        longest = int(real.sum(dim=1).max()) + appended.shape[1]
-        self._check_room(longest, extra=ids.shape[1] - before + appended.shape[1])
-        blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
+        lengths = real.sum(dim=1).tolist()
+        longest = max(lengths) + appended.shape[1]
+        self.settings = self.settings.fitted(lengths)
+        spare = [self.settings.spare(n) for n in lengths]
+        self._check_room(longest, extra=ids.shape[1] - before + appended.shape[1], spare=max(spare))
+        blank = torch.full((ids.shape[0], length + max(spare)), mask, dtype=ids.dtype, device=ids.device)
+        ends = length + torch.tensor(spare, device=ids.device)[:, None]
+        needed = torch.arange(blank.shape[1], device=ids.device) < ends  # rows may need unequal numbers
+        blank = blank.masked_fill(~needed, model.reader.pad)
         tail = torch.cat([blank, appended], dim=1)
         return State(
             tree=model.tree,
             canvas=torch.cat([ids, tail], dim=1),
-            real=torch.cat([real, torch.ones_like(tail, dtype=torch.bool)], dim=1),
+            real=torch.cat([real, needed, torch.ones_like(appended, dtype=torch.bool)], dim=1),
             prompt_length=ids.shape[1],
             mask_id=mask,
             eos_ids=model.eos_token_ids,

@@ -1,4 +1,4 @@
-"""The samplers: LLaDA's, Dream's and left-to-right decoding. Each is a loop over one function per decision."""
+"""The samplers: LLaDA's, Dream's, SDAR's and left-to-right decoding. Each is a loop over one function per decision."""
 
 from sinklens.sampling.registry import SAMPLERS, Sampler, make_settings, register, sampler_of, settings_for
 from sinklens.sampling.settings import (
@@ -9,6 +9,7 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     Settings,
 )
+from sinklens.sampling.settings_blocks import SdarSettings
 
 __all__ = [
     "SAMPLERS",
@@ -18,6 +19,7 @@ __all__ = [
     "RunSettings",
     "Sampler",
     "SamplerSettings",
+    "SdarSettings",
     "Settings",
     "make_settings",
     "register",

@@ -157,6 +157,12 @@ def negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " ma
     return (probs * torch.log(probs + 1e-10)).sum(dim=-1)
 
 
+def clamped_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
+    """Σ_v p_v log p_v in nats with p_v at least 1e-12, as JetEngine computes it; at most 0."""
+    probs = probs.clamp_min(1e-12)
+    return (probs * probs.log()).sum(dim=-1)
+
+
 # --- commit -----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +180,22 @@ def most_confident(
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)
+
+
+def leftmost(where: Bool[Tensor, "batch pos"], counts: Sequence[int]) -> Bool[Tensor, "batch pos"]:
+    """True at the first `counts` True positions of each row of `where`."""
+    return where & (where.cumsum(dim=1) <= torch.tensor(counts, device=where.device)[:, None])
+
+
+def within_entropy(confidence: Float[Tensor, "batch pos"], bound: float) -> Bool[Tensor, "batch pos"]:
+    """True at the positions of lowest entropy whose sum of entropies stays below `bound`, at least one per row.
+
+    `confidence` is the negative entropy; positions with confidence −inf are never committed.
+    """
+    ordered, order = confidence.sort(dim=1, descending=True, stable=True)
+    within = (-ordered).cumsum(dim=1) < bound
+    within[:, 0] = True
+    return torch.zeros_like(within).scatter(1, order, within) & (confidence > -torch.inf)
 
 
 def sampled_by_confidence(
