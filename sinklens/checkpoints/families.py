@@ -118,6 +118,8 @@ _QWEN_REQUIRED: Required = {
     "rope_scaling": (None,),
     "use_sliding_window": (False,),
 }
+_MASKED_DIFFUSION = "trained by masked diffusion (mdlm)"
+_BLOCK_DIFFUSION = "trained by block diffusion (bd3lm), with the block_length= that the card names, 32 by default"
 
 FAMILIES: list[Family] = [
     Family(
@@ -180,6 +182,18 @@ FAMILIES: list[Family] = [
         "llada",
         "architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
         required={"use_sliding_window": (False,)},
+        regime=_MASKED_DIFFUSION,
+    ),
+    Family(
+        "bd3lm-qwen2",
+        ("a2d-qwen2",),
+        "qwen2",
+        "bd3lm",
+        "architecture equals transformers' Qwen2 with the block-causal mask; no reference outputs compared",
+        required=_QWEN_REQUIRED,
+        block_causal=True,
+        blocks_start="column",
+        regime=_BLOCK_DIFFUSION,
     ),
     Family(
         "a2d-qwen3",
@@ -188,6 +202,18 @@ FAMILIES: list[Family] = [
         "llada",
         "architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
         required={"use_sliding_window": (False,)},
+        regime=_MASKED_DIFFUSION,
+    ),
+    Family(
+        "bd3lm-qwen3",
+        ("a2d-qwen3",),
+        "qwen3",
+        "bd3lm",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        required=_QWEN_REQUIRED | {"attention_bias": (False,)},
+        block_causal=True,
+        blocks_start="column",
+        regime=_BLOCK_DIFFUSION,
     ),
     Family(
         "llama",
@@ -205,4 +231,9 @@ FAMILIES: list[Family] = [
     ),
 ]
 
-BY_MODEL_TYPE: dict[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
+BY_MODEL_TYPE: dict[str, Family] = {
+    kind: next(first for first in FAMILIES if kind in first.model_types)
+    for family in FAMILIES
+    for kind in family.model_types
+}
+"""The first family of each ``model_type``; where several share it, regimes.py asks which."""

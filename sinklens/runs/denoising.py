@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError, SinklensError
 from sinklens.hooks import names
@@ -122,11 +123,14 @@ class Denoising:
             if isinstance(entry, Intervention):
                 ids, real, more = entry.extend(model, ids, real)
                 appended = torch.cat([appended, more], dim=1)
+        added = ids.shape[1] - before
+        lead = (self.settings.lead(ids.shape[1]), 0)
+        ids, real = pad(ids, lead, value=model.reader.pad), pad(real, lead, value=False)
         lengths = real.sum(dim=1).tolist()
         longest = max(lengths) + appended.shape[1]
         self.settings = self.settings.fitted(lengths)
         spare = [self.settings.spare(n) for n in lengths]
-        self._check_room(longest, extra=ids.shape[1] - before + appended.shape[1], spare=max(spare))
+        self._check_room(longest, extra=added + appended.shape[1], spare=max(spare))
         blank = torch.full((ids.shape[0], length + max(spare)), mask, dtype=ids.dtype, device=ids.device)
         ends = length + torch.tensor(spare, device=ids.device)[:, None]
         needed = torch.arange(blank.shape[1], device=ids.device) < ends  # rows may need unequal numbers

@@ -14,6 +14,7 @@ prompt does not depend on the rest of its batch.
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -62,6 +63,20 @@ def even_schedule(masked: Int[Tensor, " batch"], steps: int) -> list[list[int]]:
     """
     counts = [divmod(int(n), steps) for n in masked.tolist()]
     return [[base + (step < extra) for base, extra in counts] for step in range(steps)]
+
+
+def linear_schedule(masked: int, steps: int) -> list[int]:
+    """dLLM's schedule of a block with a linear α: tokens to commit at each step, without steps that commit none.
+
+    Step t of `steps`, …, 1 commits round(left · (1 − (t − 1)/t)). The fraction is computed in float32, and its rounding
+    errors decide: exact arithmetic would give another schedule for almost every third pair up to 64 tokens and steps.
+    """
+    counts, left, one = [], masked, np.float32(1)
+    for t in range(steps, 0, -1):
+        still, before = (one - (one - np.float32(time / steps)) for time in (t - 1, t))
+        counts.append(min(round(left * (1 - float(still / before))), left))
+        left -= counts[-1]
+    return [count for count in counts if count]
 
 
 def dream_times(steps: int, eps: float) -> Float[Tensor, " step"]:

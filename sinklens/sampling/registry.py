@@ -26,7 +26,7 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     require_integer,
 )
-from sinklens.sampling.settings_blocks import SdarSettings
+from sinklens.sampling.settings_blocks import Bd3lmSettings, SdarSettings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -68,6 +68,7 @@ SAMPLERS: dict[str, Sampler] = {
         Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
         Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
+        Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
     )
 }
 

@@ -27,16 +27,16 @@ from sinklens.sampling.state import State
 def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
     """Yield before each step; when resumed, run the step on `state.canvas`."""
     shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
-    progress = BlockProgress(state, settings.denoising_steps, state.eos_ids if settings.stop else ())
+    planned = [count for (count,) in shares]  # also where a block begins with prompt tokens
+    progress = BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())
     while progress.advance(state.canvas):
         yield
-        counts = [shares[number][0] if active else 0 for number, active in progress.passes()]
-        _step(state, settings, progress, counts)
+        _step(state, settings, progress.current(), progress.take_counts())
 
 
-def _step(state: State, settings: SdarSettings, progress: BlockProgress, counts: list[int]) -> None:
+def _step(state: State, settings: SdarSettings, block: Bool[Tensor, "batch pos"], counts: list[int]) -> None:
     canvas = state.begin_step()
-    where = (canvas == state.mask_id) & progress.current()
+    where = (canvas == state.mask_id) & block
     logits = state.logits(canvas, where)
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
@@ -44,7 +44,6 @@ def _step(state: State, settings: SdarSettings, progress: BlockProgress, counts:
     proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
     confidence = state.spread_confidence(where, _confidence(settings, logits, probs, candidates))
     commit = at(state.tree.denoise.hook_commit, _commit(settings, where, confidence, counts))
-    progress.count()
     state.end_step(torch.where(commit, proposed, canvas))
 
 

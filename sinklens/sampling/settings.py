@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
     eb_threshold: float
     confidence_of: ConfidenceOf
     stop: bool
+    right_shift_logits: bool
 
 
 class RunSettings(Settings, total=False):
@@ -68,6 +69,10 @@ class SamplerSettings:
     def fitted(self, prompt_lengths: Sequence[int]) -> "SamplerSettings":
         """The settings of a run of these prompts, for samplers whose number of steps depends on them."""
         return self
+
+    def lead(self, columns: int) -> int:
+        """Columns of padding to add before prompts of `columns` columns."""
+        return 0
 
     def spare(self, prompt_length: int) -> int:
         """Positions after the answer that the sampler also decides, to fill the last block."""

@@ -10,6 +10,7 @@ from typing import get_args
 
 from sinklens.sampling.settings import (
     ConfidenceOf,
+    Remasking,
     SamplerSettings,
     Strategy,
     check_truncation,
@@ -93,3 +94,50 @@ class SdarSettings(SamplerSettings):
     def spare(self, prompt_length: int) -> int:
         """The positions that complete the last block."""
         return -(prompt_length + self.gen_length) % self.block_length
+
+
+@dataclass(frozen=True)
+class Bd3lmSettings(SamplerSettings):
+    """The sampler of dLLM for block diffusion (BD3LM; Arriola et al., 2503.09573, and dLLM's code).
+
+    Attributes:
+        gen_length: number of answer positions; the last block may be shorter than the others.
+        steps: denoising steps of the complete generation; default `gen_length`. Rounded up so that every block has as
+            many; steps that would decide no position are left out.
+        block_length: positions per block; always the model's.
+        temperature: randomness of the proposed tokens (Gumbel noise in float64); 0 takes the most likely.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off.
+        remasking: which proposals stay masked: the least confident, or random ones.
+        right_shift_logits: logits at i predict the token at i + 1, for models trained so.
+        stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+    """
+
+    gen_length: int = 128
+    steps: int = 0
+    block_length: int = 32
+    temperature: float = 0.0
+    cfg_scale: float = 0.0
+    remasking: Remasking = "low_confidence"
+    right_shift_logits: bool = False
+    stop: bool = True
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        require_integer("block_length", self.block_length)
+        object.__setattr__(self, "steps", self.steps or self.gen_length)
+        require_integer("steps", self.steps)
+        blocks = -(-self.gen_length // self.block_length)
+        object.__setattr__(self, "steps", blocks * -(-self.steps // blocks))
+        require_nonnegative("temperature", self.temperature)
+        require_nonnegative("cfg_scale", self.cfg_scale)
+        allowed = get_args(Remasking)
+        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+
+    @property
+    def steps_per_block(self) -> int:
+        """Denoising steps of a block, before those that decide no position are left out."""
+        return self.steps // -(-self.gen_length // self.block_length)
+
+    def lead(self, columns: int) -> int:
+        """The columns that complete the prompts' first block."""
+        return -columns % self.block_length
