@@ -199,15 +199,10 @@ class MaskedKeys:
 
 def above_median(run: "Generation", mass: Float[np.ndarray, "batch step pos"]) -> Bool[np.ndarray, "batch step pos"]:
     """Undecided positions whose value is above the median of the undecided ones of their row and step."""
-    undecided = run.canvas[:, :-1].eq(_mask(run)).numpy() & run.real.numpy()[:, None]
+    undecided = run.undecided[:, :-1].numpy() & run.real.numpy()[:, None]
     known = np.where(undecided & (mass >= 0), mass, np.nan)
     middle = np.nanmedian(np.where(undecided.any(-1, keepdims=True), known, 0.0), axis=-1, keepdims=True)
     return np.where(np.isnan(known), False, known > middle)
-
-
-def _mask(run: "Generation") -> int:
-    assert run.model.mask_token_id is not None
-    return run.model.mask_token_id
 
 
 def correlations(
@@ -223,7 +218,7 @@ def correlations(
     found = []
     for step in sorted(before.keys() & after.keys()):
         confidence, confidence_masked = (part[step].double().softmax(-1).amax(-1).numpy() for part in (before, after))
-        places = run.canvas[0, step].eq(_mask(run)).numpy()
+        places = run.undecided[0, step].numpy()
         change, attention = confidence_masked - confidence, mass[0, step, places]
         if len(change) > 2 and np.ptp(change) > 0 and np.ptp(attention) > 0:
             found.append(np.corrcoef(change, attention)[0, 1])

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
 from sinklens.hooks import names, partial_pass
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
@@ -122,6 +123,11 @@ class HookTree(ModelWeights, HookFront):
         """Remove all taps from the transformers model; the tree cannot be used afterwards."""
         self._undo.close()
         self.disconnected = True
+
+    @property
+    def attention_blocks(self) -> Blocks | None:
+        """The blocks of a block-causal model; None for other attention."""
+        return blocks_of(self.hf.config)
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""

@@ -118,6 +118,12 @@ class Model(ModuleMethods, SinglePasses):
         return self.checkpoint.family
 
     @property
+    def block_length(self) -> int | None:
+        """Positions per block of a block-causal model; None for other attention."""
+        blocks = self.checkpoint.blocks
+        return None if blocks is None else blocks.length
+
+    @property
     def special_tokens(self) -> dict[str, list[int]]:
         """Ids of special tokens: "mask", "start" and "end" of a text, and "markup" for all others (chat headers, …)."""
         mask = [] if self.mask_token_id is None else [self.mask_token_id]
@@ -175,6 +181,8 @@ def load(
     device: str | torch.device | None = None,
     device_map: Any = None,
     tokenizer: Any = None,
+    family: str | None = None,
+    block_length: int | None = None,
     check: bool = True,
 ) -> Model:
     """Load a model and name every point in it.
@@ -189,6 +197,10 @@ def load(
         device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
         device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs.
         tokenizer: replaces the checkpoint's tokenizer.
+        family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
+            determine it; by default the family that config.json names.
+        block_length: positions per block of a block-causal model, where config.json does not say it or another one is
+            wanted.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:
@@ -201,7 +213,14 @@ def load(
     """
     if isinstance(name_or_path, str | Path):
         checkpoint = load_checkpoint(
-            name_or_path, revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer
+            name_or_path,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            tokenizer=tokenizer,
+            family_name=family,
+            block_length=block_length,
         )
     elif revision is not None or device_map is not None or device is not None or dtype != "auto":
         raise CheckpointError(
@@ -212,9 +231,9 @@ def load(
         known = (
             name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
         )
-        if known is not None and tokenizer in (None, known.tokenizer):
+        if known is not None and tokenizer in (None, known.tokenizer) and family is block_length is None:
             return known
-        checkpoint = _checkpoint_of(name_or_path, tokenizer)
+        checkpoint = _checkpoint_of(name_or_path, tokenizer, family, block_length)
     model = Model(checkpoint)
     if check:
         try:
@@ -253,13 +272,18 @@ def borrow(held: "PreTrainedModel", *, tokenizer: Any = None, check: bool = True
         model.release()
 
 
-def _checkpoint_of(loaded: Any, tokenizer: Any) -> Checkpoint:
+def _checkpoint_of(loaded: Any, tokenizer: Any, family: str | None, block_length: int | None) -> Checkpoint:
     """The checkpoint of a model that is already loaded."""
     from transformers import PreTrainedModel
 
     if isinstance(loaded, PreTrainedModel):
-        return from_pretrained_model(loaded, tokenizer)
+        return from_pretrained_model(loaded, tokenizer, family, block_length)
     if hasattr(loaded, "original_model") and not isinstance(loaded, Model):
+        if family is not None or block_length is not None:
+            raise CheckpointError(
+                "a TransformerBridge has the family of its config; leave family= and block_length= out, or load the "
+                "transformers model."
+            )
         return from_bridge(loaded, tokenizer)
     raise CheckpointError(
         f"cannot load a {type(loaded).__name__}; pass a name, a folder, a transformers PreTrainedModel "

@@ -1,9 +1,9 @@
 """The self-check that every model must pass before `sinklens.load` returns it.
 
 On a few tokens it verifies that every hook point fires exactly once per pass, with its documented shape; that watching
-the points changes nothing; that softmax rows sum to 1; that attention is bidirectional (or causal) as the family
-specifies; and that an edit of each kind of point reaches the logits. A model that fails is rejected, because later
-measurements would not describe what it computes.
+the points changes nothing; that softmax rows sum to 1; that attention is bidirectional (or causal, or block-causal) as
+the family specifies; and that an edit of each kind of point reaches the logits. A model that fails is rejected, because
+later measurements would not describe what it computes.
 
 Three passes suffice for any number of points: one without hooks, one watched at every point, and one with edits. The
 edits share a pass: at the entry of the last layer the single prompt is expanded to one row per kind of point, and each
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
+from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.normalizers import normalizer_of, softmax
 from sinklens.hooks.tree import HookTree
 
@@ -44,7 +45,9 @@ def check(tree: HookTree, causal: bool) -> None:
         SelfCheckError: a check failed; the message gives the measured value.
     """
     with torch.no_grad():
-        ids = (torch.arange(TOKENS) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
+        blocks = blocks_of(tree.hf.config)
+        tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
+        ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
         plain = tree(ids)
         if not torch.isfinite(plain).all():
             raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
@@ -53,13 +56,13 @@ def check(tree: HookTree, causal: bool) -> None:
         tolerance = TOLERANCE.get(tree.cfg.dtype, 1e-3)
         change = (hooked[:1] - plain).abs().max().item() / scale
         _require(change, tolerance, "watching every point changes the logits by")
-        _check_points(tree, seen)
+        _check_points(tree, seen, tokens)
         for layer in range(tree.cfg.n_layers):
             pattern = seen[f"blocks.{layer}.attn.hook_pattern"][0]
             if normalizer_of(tree.hf) is softmax:
                 off = (pattern.float().sum(-1) - 1).abs().max().item()
                 _require(off, max(tolerance, 1e-3), f"rows of the pattern of layer {layer} miss 1 by")
-            _check_direction(pattern, layer, causal)
+            _check_direction(pattern, layer, causal, blocks)
         _check_embedding(tree, ids)
         _check_edits(tree, ids, seen, hooked)
 
@@ -85,7 +88,7 @@ def _entry(tree: HookTree) -> str:
     return f"blocks.{tree.cfg.n_layers - 1}.{names.RESID_PRE.name}"
 
 
-def _check_points(tree: HookTree, seen: dict[str, list[Tensor]]) -> None:
+def _check_points(tree: HookTree, seen: dict[str, list[Tensor]], tokens: int) -> None:
     """Check that every point fired once, with its shape."""
     layers = tree.cfg.n_layers
     with_pattern = sum(len(seen[f"blocks.{layer}.attn.hook_pattern"]) == 1 for layer in range(layers))
@@ -102,32 +105,48 @@ def _check_points(tree: HookTree, seen: dict[str, list[Tensor]]) -> None:
                 f"either; every point must be reached exactly once. A module of this model does not run its class's "
                 f"forward: pass the model to sinklens.load before other libraries change its modules."
             )
-        if values[0].shape != (expected := _shape(tree, name)):
+        if values[0].shape != (expected := _shape(tree, name, tokens)):
             raise SelfCheckError(
                 f"{name} showed a value of shape {list(values[0].shape)}, but {list(expected)} was expected; "
                 f"the module at this point does not compute what sinklens assumes."
             )
 
 
-def _shape(tree: HookTree, name: str) -> tuple[int, ...]:
+def _shape(tree: HookTree, name: str, tokens: int) -> tuple[int, ...]:
     """The shape that the table of points gives for a point in the pass of the check."""
     cfg, kind = tree.cfg, name.rsplit(".", 1)[-1]
     sizes = {
-        "batch": 1, "pos": TOKENS, "query": TOKENS, "key": TOKENS, "head": cfg.n_heads, "d_head": cfg.d_head,
+        "batch": 1, "pos": tokens, "query": tokens, "key": tokens, "head": cfg.n_heads, "d_head": cfg.d_head,
         "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "query|1": 1, "1": 1,
     }  # fmt: skip
     axes = next(spec.axes for _, spec in names.table() if spec.name == kind)
     return tuple(sizes[axis] for axis in axes.split())
 
 
-def _check_direction(pattern: Float[Tensor, "batch head query key"], layer: int, causal: bool) -> None:
+def _check_direction(
+    pattern: Float[Tensor, "batch head query key"], layer: int, causal: bool, blocks: Blocks | None
+) -> None:
     later = pattern.float().triu(1).sum().item()
+    if blocks is not None:
+        _check_blocks(pattern, layer, blocks)
+        causal = blocks.length == 1
     if causal and later > 0:
         raise SelfCheckError(f"layer {layer} attends to later positions (mass {later:.3g}), but its family is causal.")
     if not causal and later == 0:
         raise SelfCheckError(
             f"layer {layer} never attends to later positions, but its family is bidirectional: "
             f"the causal mask is still on."
+        )
+
+
+def _check_blocks(pattern: Float[Tensor, "batch head query key"], layer: int, blocks: Blocks) -> None:
+    """Check that no query attends to a later block."""
+    number = torch.arange(pattern.shape[-1], device=pattern.device) // blocks.length
+    beyond = pattern.float().masked_fill(number[None, :] <= number[:, None], 0.0).sum().item()
+    if beyond > 0:
+        raise SelfCheckError(
+            f"layer {layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
+            f"is block-causal."
         )
 
 

@@ -5,6 +5,7 @@ each value to an edit under the name of its hook point, so one function says wha
 order, and what editing it should do.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -117,6 +118,8 @@ def plain_pass(
     seen = real[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
     if hf.config.is_causal:
         seen = seen & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    if size := getattr(hf.config, "sinklens_block_length", None):
+        seen = seen & block_causal(real, size)
     stream = point("hook_embed", hf.model.embed_tokens.weight[ids])
     for number, layer in enumerate(hf.model.layers):
         at = f"blocks.{number}"
@@ -128,6 +131,16 @@ def plain_pass(
         mlp_out = _mlp(layer.mlp, normed, f"{at}.mlp", point)
         stream = point(f"{at}.hook_resid_post", stream + point(f"{at}.hook_mlp_out", mlp_out))
     return PlainPass(_norm(hf.model.norm, stream, "ln_final", point) @ hf.lm_head.weight.T, values)
+
+
+def block_causal(real: Tensor, size: int) -> Tensor:
+    """Which keys a query sees, [batch, 1, query, key]: those of its block of `size` tokens and of earlier blocks."""
+    seen = torch.zeros(len(real), 1, real.shape[1], real.shape[1], dtype=torch.bool)
+    for row in range(len(real)):
+        tokens = real[row].nonzero()[:, 0].tolist()
+        for query, key in itertools.product(range(len(tokens)), repeat=2):
+            seen[row, 0, tokens[query], tokens[key]] = key // size <= query // size
+    return seen
 
 
 def _norm(norm: Any, x: Tensor, at: str, point: Callable[[str, Tensor], Tensor]) -> Tensor:

@@ -110,7 +110,7 @@ def browser() -> "Iterator[Browser]":
 def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
     """Random models that read words, so that prompts of different length can be given: ``worded("qwen3", True)``.
 
-    "dream" has Dream's sampler and shift.
+    "dream" has Dream's sampler and shift, "sdar" has blocks of four.
     """
     from building import random_hf
     from layouts import word_tokenizer, write_family
@@ -119,6 +119,8 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
     def make(architecture: str = "llama", causal: bool = False) -> "Model":
         folder = tmp_path_factory.mktemp("model")
         words = word_tokenizer(folder / "words")
+        if architecture == "sdar":
+            return sinklens.load(random_hf("qwen3", causal), tokenizer=words, family="sdar", block_length=4)
         if architecture != "dream":
             return sinklens.load(random_hf(architecture, causal), tokenizer=words)
         write_family(folder, "dream")

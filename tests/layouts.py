@@ -18,14 +18,20 @@ ARCHITECTURES = {
     "llada": "llama",
     "mmada": "llama",
     "dream": "qwen2",
+    "sdar": "qwen3",
     "a2d-llama": "llama",
     "a2d-qwen2": "qwen2",
+    "bd3lm-qwen2": "qwen2",
     "a2d-qwen3": "qwen3",
+    "bd3lm-qwen3": "qwen3",
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
 """Family -> the transformers class that computes the same."""
+
+BLOCK_CAUSAL = ("sdar", "bd3lm-qwen2", "bd3lm-qwen3")
+"""Families whose queries see their own block and earlier ones; here blocks of 4."""
 
 LLADA_BLOCK = {
     "attn_norm": "input_layernorm",
@@ -44,6 +50,12 @@ LLADA_BLOCK = {
 def causal(family: str) -> bool:
     """Whether a family sees earlier tokens only."""
     return family in ("llama", "qwen2", "qwen3")
+
+
+def arguments(family: str) -> dict[str, Any]:
+    """The arguments of `sinklens.load` for what the family's config.json does not say."""
+    shared = family.startswith(("a2d-qwen", "bd3lm"))  # these share their model_type
+    return ({"family": family} if shared else {}) | ({"block_length": 4} if family in BLOCK_CAUSAL else {})
 
 
 def llada_names(layers: int, tied: bool = False) -> dict[str, str]:
@@ -73,7 +85,8 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     same += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     config = {key: getattr(hf.config, key) for key in same if hasattr(hf.config, key)} | {"rope_theta": theta}
-    config |= {"model_type": "Dream" if family == "dream" else family, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    kind = {"dream": "Dream", "bd3lm-qwen2": "a2d-qwen2", "bd3lm-qwen3": "a2d-qwen3"}.get(family, family)
+    config |= {"model_type": kind, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     config |= {"bos_token_id": 1, "eos_token_id": 2}
     if not causal(family):
         config |= {"mask_token_id": 60, "auto_map": {"AutoModel": "modeling_own.OwnModel"}}
@@ -152,10 +165,12 @@ def change_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def eager_logits(hf: PreTrainedModel, ids: Tensor, causal: bool) -> Tensor:
+def eager_logits(hf: PreTrainedModel, ids: Tensor, causal: bool, blocks: bool = False) -> Tensor:
     """transformers' own logits by its plain attention under a mask written out here, whatever its config says."""
     length = ids.shape[1]
     mask = torch.full((length, length), -torch.inf).triu(1) if causal else torch.zeros(length, length)
+    for query in range(length if blocks else 0):
+        mask[query, (query // 4 + 1) * 4 :] = -torch.inf
     hf.set_attn_implementation("eager")
     with torch.no_grad():
         return hf(input_ids=ids, attention_mask=mask[None, None].to(hf.dtype)).logits

@@ -11,6 +11,8 @@ Limitation: a config value that the translation cannot express raises an error t
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sinklens.hooks.blocks import Start
+
 Required = Mapping[str, tuple[str | int | None, ...]]
 
 
@@ -24,6 +26,13 @@ class Family:
         architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
         sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
         causal: whether queries see only earlier keys.
+        block_causal: whether queries see only their own block and earlier ones.
+        block_length: positions per block; None if the config or the argument of `sinklens.load` says it.
+        block_length_key: config key that gives the block length.
+        blocks_start: where blocks are counted from, see `hooks.blocks.Blocks`.
+        dropped: config keys of training or of the checkpoint's own code, which transformers would obey.
+        regime: for a family that shares its ``model_type`` with others: how it was trained. `sinklens.load` then needs
+            ``family=`` or ``block_length=``.
         shift: whether the logits at position i predict the token at i + 1.
         config_names: the family's config key -> transformers' key. If empty, config.json already uses transformers'
             keys, which are kept. Otherwise it is read like LLaDA's: every key listed here is required except
@@ -49,11 +58,17 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     mask_token_id: int | None = None
     eot_token_id: int | None = None
+    block_causal: bool = False
+    block_length: int | None = None
+    block_length_key: str = ""
+    blocks_start: Start = "token"
+    dropped: tuple[str, ...] = ()
+    regime: str = ""
 
     @property
     def attention(self) -> str:
-        """The attention that the family was trained with: "causal" or "bidirectional"."""
-        return "causal" if self.causal else "bidirectional"
+        """The attention that the family was trained with: "causal", "block-causal" or "bidirectional"."""
+        return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
 
 
 _LLADA_CONFIG = {
@@ -103,6 +118,8 @@ _QWEN_REQUIRED: Required = {
     "rope_scaling": (None,),
     "use_sliding_window": (False,),
 }
+_MASKED_DIFFUSION = "trained by masked diffusion (mdlm)"
+_BLOCK_DIFFUSION = "trained by block diffusion (bd3lm), with the block_length= that the card names, 32 by default"
 
 FAMILIES: list[Family] = [
     Family(
@@ -140,6 +157,18 @@ FAMILIES: list[Family] = [
         mask_token_id=151666,
     ),
     Family(
+        "sdar",
+        ("sdar",),
+        "qwen3",
+        "sdar",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        required=_QWEN_REQUIRED | {"attention_bias": (False,)},
+        mask_token_id=151669,
+        block_causal=True,
+        block_length_key="block_size",
+        dropped=("attn_implementation", "use_cache"),
+    ),
+    Family(
         "a2d-llama",
         ("a2d-llama",),
         "llama",
@@ -153,6 +182,18 @@ FAMILIES: list[Family] = [
         "llada",
         "architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
         required={"use_sliding_window": (False,)},
+        regime=_MASKED_DIFFUSION,
+    ),
+    Family(
+        "bd3lm-qwen2",
+        ("a2d-qwen2",),
+        "qwen2",
+        "bd3lm",
+        "architecture equals transformers' Qwen2 with the block-causal mask; no reference outputs compared",
+        required=_QWEN_REQUIRED,
+        block_causal=True,
+        blocks_start="column",
+        regime=_BLOCK_DIFFUSION,
     ),
     Family(
         "a2d-qwen3",
@@ -161,6 +202,18 @@ FAMILIES: list[Family] = [
         "llada",
         "architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
         required={"use_sliding_window": (False,)},
+        regime=_MASKED_DIFFUSION,
+    ),
+    Family(
+        "bd3lm-qwen3",
+        ("a2d-qwen3",),
+        "qwen3",
+        "bd3lm",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        required=_QWEN_REQUIRED | {"attention_bias": (False,)},
+        block_causal=True,
+        blocks_start="column",
+        regime=_BLOCK_DIFFUSION,
     ),
     Family(
         "llama",
@@ -178,4 +231,9 @@ FAMILIES: list[Family] = [
     ),
 ]
 
-BY_MODEL_TYPE: dict[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
+BY_MODEL_TYPE: dict[str, Family] = {
+    kind: next(first for first in FAMILIES if kind in first.model_types)
+    for family in FAMILIES
+    for kind in family.model_types
+}
+"""The first family of each ``model_type``; where several share it, regimes.py asks which."""

@@ -18,8 +18,10 @@ import torch
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
-from sinklens.checkpoints.translate import check_required, family_of, translate
+from sinklens.checkpoints.regimes import blocks_for, choose_family
+from sinklens.checkpoints.translate import check_required, translate
 from sinklens.errors import CheckpointError
+from sinklens.hooks.blocks import Blocks, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +41,7 @@ class Checkpoint:
         mask_token_id: None for autoregressive models.
         eos_token_ids: tokens that end an answer.
         defaults: the checkpoint's sampler settings.
+        blocks: the blocks of a block-causal model; None for other attention.
         name: the name or path that was loaded.
         revision: the requested branch, tag or commit, if any.
         undo: closing it restores everything that `prepare` changed in the transformers model.
@@ -52,6 +55,7 @@ class Checkpoint:
     defaults: dict[str, Any]
     name: str
     revision: str | None = None
+    blocks: Blocks | None = None
     undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
 
@@ -80,6 +84,8 @@ def load_checkpoint(
     device: str | torch.device | None,
     device_map: DeviceMap | None,
     tokenizer: "PreTrainedTokenizerBase | None",
+    family_name: str | None = None,
+    block_length: int | None = None,
 ) -> Checkpoint:
     """Load a checkpoint by name or folder; see `sinklens.load` for the arguments.
 
@@ -92,7 +98,8 @@ def load_checkpoint(
 
     folder = files.find_checkpoint(name_or_path, revision)
     raw = files.read_config(folder)
-    family = family_of(raw, str(folder))
+    family = choose_family(raw, str(folder), family_name, block_length)
+    blocks = blocks_for(raw, family, block_length, str(folder))
     config = translate(raw, family, str(folder))
     weights = files.read_headers(folder, family)
     empty = build_empty(config)
@@ -119,7 +126,7 @@ def load_checkpoint(
         )
     if device_map is None:
         hf = hf.to(target)
-    return prepare(hf, found, family, raw, str(name_or_path), revision, defaults)
+    return prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
 
 
 def prepare(
@@ -130,6 +137,7 @@ def prepare(
     name: str,
     revision: str | None = None,
     defaults: dict[str, Any] | None = None,
+    blocks: Blocks | None = None,
 ) -> Checkpoint:
     """Put a transformers model into the state that sinklens requires, and return it with its special tokens."""
     import sinklens.hooks.attention as attention
@@ -139,12 +147,13 @@ def prepare(
     undo.callback(_restorer(hf))
     hf.eval()
     hf.config.is_causal = family.causal
+    write(hf.config, blocks)
     hf.set_attn_implementation(attention.NAME)
     for module in hf.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = family.causal
     ends = _end_tokens(hf, tokenizer, raw)
-    return Checkpoint(hf, tokenizer, family, mask, ends, defaults or {}, name, revision, undo)
+    return Checkpoint(hf, tokenizer, family, mask, ends, defaults or {}, name, revision, blocks, undo)
 
 
 def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
@@ -181,13 +190,19 @@ def _mask_token(
     return mask
 
 
-def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None") -> Checkpoint:
-    """Use a transformers model that is already in memory; its config determines the family.
+def from_pretrained_model(
+    hf: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    family_name: str | None = None,
+    block_length: int | None = None,
+) -> Checkpoint:
+    """Use a transformers model that is already in memory; its config determines the family, unless it is named.
 
     A bidirectional model of the Llama or Qwen classes has ``config.is_causal = False``.
 
     Raises:
-        CheckpointError: no family has its ``model_type``, it has no language-model head, or it has hook points already.
+        CheckpointError: no family has its ``model_type``, the named family has another class, it has no language-model
+            head, or it has hook points already.
     """
     import sinklens.hooks.attention as attention
 
@@ -195,7 +210,13 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
     kind = raw.get("model_type")
     if getattr(hf.config, "is_causal", True) is False and f"a2d-{kind}" in BY_MODEL_TYPE:
         raw["model_type"] = f"a2d-{kind}"
-    family = family_of(raw, type(hf).__name__)
+        family_name = family_name or (f"a2d-{kind}" if block_length is None else None)
+    family = choose_family(raw, type(hf).__name__, family_name, block_length)
+    if family.architecture != kind:
+        raise CheckpointError(
+            f"the {family.name} family is loaded into a {family.architecture} model, and this {type(hf).__name__} has "
+            f"model_type {kind!r}; name another family, or leave family= out."
+        )
     if type(hf).__module__.startswith("transformers_modules"):
         raise CheckpointError(
             f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "
@@ -210,7 +231,7 @@ def from_pretrained_model(hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizer
         )
     name = getattr(hf.config, "name_or_path", "") or kind
     check_required(raw, family, name)
-    return prepare(hf, tokenizer, family, raw, name)
+    return prepare(hf, tokenizer, family, raw, name, blocks=blocks_for(raw, family, block_length, name))
 
 
 @contextmanager

@@ -63,6 +63,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
         settings = _renamed(config, family, where)
     else:
         dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
+        dropped += family.dropped
         settings = {key: value for key, value in config.items() if key not in dropped}
     try:
         made = CONFIG_MAPPING[family.architecture](**settings)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.hooks.points import Point
 from sinklens.interventions.heads import HeadOutputs
 from sinklens.model import Model
-from sinklens.runs.intervention import Canvas, Pairs, layer_of
+from sinklens.runs.intervention import Pairs, layer_of
 from sinklens.tracing import generate
 
 POOL = 4096  # outputs kept per head for resampling
@@ -37,7 +37,7 @@ class _Collected:
     def __init__(self, model: Model, real: Bool[Tensor, "batch pos"], seed: int) -> None:
         layers = range(model.cfg.n_layers)
         self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(seed)
-        self._canvas = Canvas()
+        self._ids: Tensor | None = None
         self._pass: dict[int, Tensor] = {}
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         self._total = {layer: torch.zeros(()) for layer in layers}
@@ -46,7 +46,10 @@ class _Collected:
     def pairs(self) -> Pairs:
         """The hooks that collect the outputs."""
         points = [(f"blocks.{layer}.attn.hook_z", self._hold) for layer in self._kept]
-        return [("denoise.hook_canvas", self._canvas.hook), *points, ("denoise.hook_confidence", self._take)]
+        return [("denoise.hook_canvas", self._begin), *points, ("denoise.hook_confidence", self._take)]
+
+    def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
+        self._ids = value
 
     def _hold(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._pass[layer_of(hook)] = value.detach()
@@ -67,8 +70,8 @@ class _Collected:
         """Rows that have positions left to decide: in an autoregressive run, those without an end token."""
         if not bool(self._model.config.is_causal):
             return (confidence > -torch.inf).any(dim=1)
-        assert self._canvas.ids is not None
-        ids = self._canvas.ids[:, self._real.shape[1] :]
+        assert self._ids is not None
+        ids = self._ids[:, self._real.shape[1] :]
         ends = torch.tensor(self._model.eos_token_ids, dtype=ids.dtype, device=ids.device)
         return ~torch.isin(ids, ends).any(dim=1)
 

@@ -225,10 +225,9 @@ def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
 
 def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
-    canvas = run.canvas[:, step]
-    if run.model.mask_token_id is not None:
-        return (canvas == run.model.mask_token_id) & run.real
-    place = torch.zeros_like(canvas, dtype=torch.bool)
+    if not run.model.config.is_causal:
+        return run.undecided[:, step] & run.real
+    place = torch.zeros_like(run.real)
     place[:, run.prompt_length + step] = True
     return place
 

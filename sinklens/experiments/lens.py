@@ -218,9 +218,9 @@ def _dataset(
                 found[name][at_step, at_layer, here.numpy()] = value.cpu().numpy()
     axes, tokens = ("step", "layer", "pos", "rank"), ids[request.steps][:, columns].numpy()
     data: dict[str, Any] = {name: (axes[: array.ndim], array) for name, array in found.items()}
-    undecided = -1 if model.mask_token_id is None else model.mask_token_id
     data |= {"final_token": ("pos", ids[-1, columns].numpy()), "token_id": (("step", "pos"), tokens)}
-    data |= {"masked": (("step", "pos"), tokens == undecided)}
+    undecided = run.undecided[request.row].cpu()[request.steps][:, columns].numpy()
+    data |= {"masked": (("step", "pos"), undecided)}
     if model.tokenizer is not None:
         texts = {token: str(model.tokenizer.decode([token])) for token in np.unique(found["token"]) if token >= 0}
         data["text"] = (axes, np.vectorize(lambda token: texts.get(token, ""), otypes=[object])(found["token"]))

@@ -268,7 +268,12 @@ class _Sweep:
 
 def _rows_of(run: Generation, rows: slice) -> Generation:
     return replace(
-        run, canvas=run.canvas[rows], unmask_step=run.unmask_step[rows], real=run.real[rows], answers=run.answers[rows]
+        run,
+        canvas=run.canvas[rows],
+        undecided=run.undecided[rows],
+        unmask_step=run.unmask_step[rows],
+        real=run.real[rows],
+        answers=run.answers[rows],
     )
 
 
@@ -276,10 +281,10 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
     """The part of `MaskedLogits.kept` that belongs to some rows."""
     found = {}
     for step, values in kept.items():
-        if run.model.mask_token_id is None:
+        if run.model.config.is_causal:
             found[step] = values[rows]
             continue
-        row_of = ((run.canvas[:, step] == run.model.mask_token_id) & run.real).nonzero()[:, 0]
+        row_of = (run.undecided[:, step] & run.real).nonzero()[:, 0]
         found[step] = values[(row_of >= rows.start) & (row_of < rows.stop)]
     return found
 

@@ -110,6 +110,8 @@ class SinkToken(Intervention):
         """See `Intervention.extend`."""
         if self.at == "end" and bool(model.config.is_causal):
             raise SettingError("an autoregressive answer has no fixed end to append a token to; use at='front'.")
+        if self.at == "end" and model.block_length is not None:
+            raise SettingError("earlier blocks do not see a token after the answer; use at='front'.")
         token = self._token(model)
         if self.at == "end":
             return ids, real, ids.new_full((len(ids), 1), token)

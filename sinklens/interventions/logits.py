@@ -35,14 +35,14 @@ class MaskedLogits(Intervention):
         if run is None:
             raise SettingError("a single pass returns its logits; use MaskedLogits in a run of several steps.")
         in_step = self.step_test(run)
-        canvas = Canvas()
+        canvas = Canvas(run)
         self.kept.clear()
 
         def keep(value: Float[Tensor, "batch pos vocab"], hook: Point) -> None:
             if not in_step(hook.step):
                 return
-            assert canvas.ids is not None
-            masked = value[:, 0] if run.causal else value[(canvas.ids == run.mask_id) & run.real]
+            assert canvas.now is not None
+            masked = value[:, 0] if run.causal else value[canvas.now.undecided & run.real]
             self.kept[hook.step or 0] = masked.detach().float().cpu()
 
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", keep)]

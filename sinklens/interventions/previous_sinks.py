@@ -20,7 +20,16 @@ from sinklens.errors import SettingError
 from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.selection import Keys, Scores, Selection
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, layer_of, place_mask, row_key
+from sinklens.runs.intervention import (
+    Canvas,
+    Intervention,
+    Pairs,
+    RunContext,
+    Snapshot,
+    layer_of,
+    place_mask,
+    row_key,
+)
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
@@ -50,13 +59,13 @@ class Evidence(NamedTuple):
 
     Attributes:
         scores: scores by layer; empty if there are none yet.
-        canvas: the token ids that the scores belong to.
+        canvas: the canvas that the scores belong to.
         track: the recorded step that the scores come from, if any.
         there: keys that have a score; None for all except padding.
     """
 
     scores: dict[int, Scores]
-    canvas: Int[Tensor, "batch key"] | None = None
+    canvas: Snapshot | None = None
     track: SinkTrack | None = None
     there: Bool[Tensor, "batch key"] | None = None
 
@@ -92,7 +101,7 @@ class PreviousSinks:
         self._in_step, self._among = place.step_test(run), place_mask(place.positions, run.real)
         self._run, self._selection, self._same_step, self._source = run, selection, same_step, source
         self._every_query = every_query
-        self._canvas = Canvas()
+        self._canvas = Canvas(run)
         self._now: dict[int, Scores] = {}
         self._chosen: dict[int, dict[int, Keys]] = {}  # by step; in a diffusion run only the current step
         self._some: dict[int, bool] = {}  # by layer: whether the latest step has keys there
@@ -187,7 +196,7 @@ class PreviousSinks:
             names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in self.layers]
             peeked = self._run.tree.peek(ids, self._run.real, names)
             here = {layer: peeked[name].to(ids.device) for layer, name in zip(self.layers, names, strict=True)}
-            return Evidence(here, ids)
+            return Evidence(here, self._canvas.now)
         return Evidence(seen, self._canvas.before)
 
     def _recorded(self, source: SinkTrack, place: int, device: torch.device) -> Evidence:
@@ -199,7 +208,8 @@ class PreviousSinks:
             return Evidence({})
         length = int(there.any(dim=0).nonzero().max()) + 1  # how many an autoregressive run has decoded
         score, there = score[..., :length].nan_to_num(0.0).to(device), there[:, :length].to(device)
-        canvas = torch.from_numpy(token[:, :length]).to(device)
+        undecided = torch.from_numpy(track.data["masked"].to_numpy()[:, 0, :length]).to(device)
+        canvas = Snapshot(torch.from_numpy(token[:, :length]).to(device), undecided)
         return Evidence({layer: score[:, at] for at, layer in enumerate(self.layers)}, canvas, track, there)
 
     def _heads_only(self, mask: Keys) -> Keys:

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.errors import SettingError, TrackError
 from sinklens.interventions import controls
 from sinklens.interventions.controls import DRAWN, PICKS, Keys, Pick, Scores
-from sinklens.runs.intervention import RunContext
+from sinklens.runs.intervention import RunContext, Snapshot
 from sinklens.sinks.kinds import kinds
 from sinklens.sinks.strongest import check_only, in_only, needs_text
 from sinklens.sinks.track import SinkTrack, build_track, require_detector
@@ -93,7 +93,7 @@ class Selection:
         layers: dict[int, Scores],
         real: Bool[Tensor, "batch key"],
         run: RunContext | None,
-        canvas: "Int[Tensor, 'batch key'] | None",
+        canvas: Snapshot | None,
         step: int,
         among: "Bool[Tensor, 'batch key'] | None" = None,
         track: SinkTrack | None = None,
@@ -103,7 +103,7 @@ class Selection:
         Args:
             layers: scores by layer.
             real: keys that exist, i.e. are not padding.
-            run, canvas: the run, and the token ids of the step that the scores belong to; needed by `only` and by
+            run, canvas: the run, and the canvas of the step that the scores belong to; needed by `only` and by
                 detectors; random keys need the run too.
             step: the step that the keys are for; random keys depend on it.
             among: keys that may be taken; None for all that exist.
@@ -145,7 +145,7 @@ class Selection:
         layers: dict[int, Scores],
         allowed: Bool[Tensor, "batch key"],
         run: RunContext | None,
-        canvas: "Int[Tensor, 'batch key'] | None",
+        canvas: Snapshot | None,
         step: int,
         track: SinkTrack | None,
     ) -> dict[int, Keys]:
@@ -162,7 +162,7 @@ class Selection:
         found: dict[int, Keys],
         allowed: Bool[Tensor, "batch key"],
         run: RunContext | None,
-        canvas: "Int[Tensor, 'batch key'] | None",
+        canvas: Snapshot | None,
         step: int,
     ) -> dict[int, Keys]:
         """The control of the strongest keys `found`."""
@@ -248,15 +248,14 @@ class Selection:
             drawn[row] = complete[:, :keys]
         return drawn.to(scores.device)
 
-    def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]) -> SinkTrack:
+    def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> SinkTrack:
         """A track of one step, for detectors and token kinds.
 
         Every key counts as visible to every query whose attention the scores hold: in an autoregressive run that is
         only the newest query, not a column of the pattern.
         """
-        keys = canvas.shape[1]
-        ids = canvas.cpu().numpy()[:, None]
-        masked = ids == run.mask_id
+        keys = canvas.ids.shape[1]
+        ids, masked = (part.cpu().numpy()[:, None] for part in canvas)
         scores = torch.stack([scores.float() for scores in layers.values()], dim=1)[:, None].cpu().numpy()
         attrs = {
             "model": str(run.tree.cfg.model_name),
@@ -269,7 +268,7 @@ class Selection:
         return build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
 
     def _detected(
-        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"], track: SinkTrack | None
+        self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot, track: SinkTrack | None
     ) -> dict[int, Keys]:
         assert self.detector is not None
         if track is None:
@@ -277,35 +276,31 @@ class Selection:
         elif self.scope != "head":
             track = _with_scores(track, layers)
         try:
-            found = track.detect(self.detector).to_numpy()[:, 0, ..., : canvas.shape[1]]
+            found = track.detect(self.detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
         except TrackError as error:
             raise SettingError(
                 f"{self.detector!r} cannot be used here: {error} Within an intervention it sees only the scores; "
                 f"record the other quantities in an earlier run and pass it as source=run.sinks."
             ) from error
-        return {layer: torch.from_numpy(found[:, at]).to(canvas.device) for at, layer in enumerate(layers)}
+        return {layer: torch.from_numpy(found[:, at]).to(canvas.ids.device) for at, layer in enumerate(layers)}
 
-    def _of_kind(
-        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]
-    ) -> Bool[Tensor, "batch key"]:
+    def _of_kind(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> Bool[Tensor, "batch key"]:
         """Keys whose state or token kind is in `only`."""
-        prompt = (torch.arange(canvas.shape[1], device=canvas.device) < run.prompt_length)[None]
-        masked = canvas == run.mask_id
+        ids, masked = canvas
+        prompt = (torch.arange(ids.shape[1], device=ids.device) < run.prompt_length)[None]
         states = {"prompt": prompt & ~masked, "masked": masked, "committed": ~prompt & ~masked}
         codes = self._kinds(layers, run, canvas).cpu().numpy() if needs_text(self.only) else None
         keep = in_only(self.only, {name: places.cpu().numpy() for name, places in states.items()}, codes)
-        return torch.from_numpy(keep).to(canvas.device)
+        return torch.from_numpy(keep).to(ids.device)
 
-    def _kinds(
-        self, layers: dict[int, Scores], run: RunContext, canvas: Int[Tensor, "batch key"]
-    ) -> Int[Tensor, "batch key"]:
+    def _kinds(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch key"]:
         """The kind of each key's token."""
         try:
             found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
         except TrackError as error:
             reason = f"only={list(self.only)}" if self.only else f"pick={self.pick!r}"
             raise SettingError(f"{reason} needs the text of tokens: {error}") from error
-        return torch.from_numpy(found).to(canvas.device)
+        return torch.from_numpy(found).to(canvas.ids.device)
 
 
 def _is_count(number: object) -> bool:

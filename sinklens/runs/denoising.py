@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError, SinklensError
 from sinklens.hooks import names
@@ -27,10 +28,10 @@ from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
 from sinklens.runs.recorder import SinkRecorder, step_canvases
-from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, with_prompts
+from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.sampling import sampler_of, settings_for
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.loop import Listener, Trajectory, build_trajectory, run
+from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, run
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
@@ -78,7 +79,8 @@ class Denoising:
         self.hooks = self._resolve(entries)
         tokens = range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
-        self._canvases: list[Tensor] = []
+        self.state.replay_undecided = None if replay is None else undecided_of(replay, self.state.replay)
+        self._frames: list[Frame] = []
         self._described = -1  # size of the vocabulary at the last `describe`
         self._recorder = self._make_recorder(record_sinks)
 
@@ -111,9 +113,10 @@ class Denoising:
                 f"answer position. Remove it from the text or the ids."
             )
 
-    def _check_room(self, longest: int, extra: int) -> None:
+    def _check_room(self, longest: int, extra: int, spare: int) -> None:
         """Check that the longest row, with `extra` tokens from interventions, fits into the model's context."""
-        context, added = self.model.cfg.n_ctx, f", {extra} of them from an intervention," if extra else ""
+        context = self.model.cfg.n_ctx - spare
+        added = f", {extra} of them from an intervention," if extra else ""
         if longest + self.settings.gen_length > context:
             raise PromptError(
                 f"a prompt of {longest} tokens{added} and gen_length {self.settings.gen_length} need "
@@ -130,14 +133,23 @@ class Denoising:
             if isinstance(entry, Intervention):
                 ids, real, more = entry.extend(model, ids, real)
                 appended = torch.cat([appended, more], dim=1)
-        longest = int(real.sum(dim=1).max()) + appended.shape[1]
-        self._check_room(longest, extra=ids.shape[1] - before + appended.shape[1])
-        blank = torch.full((ids.shape[0], length), mask, dtype=ids.dtype, device=ids.device)
+        added = ids.shape[1] - before
+        lead = (self.settings.lead(ids.shape[1]), 0)
+        ids, real = pad(ids, lead, value=model.reader.pad), pad(real, lead, value=False)
+        lengths = real.sum(dim=1).tolist()
+        longest = max(lengths) + appended.shape[1]
+        self.settings = self.settings.fitted(lengths)
+        spare = [self.settings.spare(n) for n in lengths]
+        self._check_room(longest, extra=added + appended.shape[1], spare=max(spare))
+        blank = torch.full((ids.shape[0], length + max(spare)), mask, dtype=ids.dtype, device=ids.device)
+        ends = length + torch.tensor(spare, device=ids.device)[:, None]
+        needed = torch.arange(blank.shape[1], device=ids.device) < ends  # rows may need unequal numbers
+        blank = blank.masked_fill(~needed, model.reader.pad)
         tail = torch.cat([blank, appended], dim=1)
         return State(
             tree=model.tree,
             canvas=torch.cat([ids, tail], dim=1),
-            real=torch.cat([real, torch.ones_like(tail, dtype=torch.bool)], dim=1),
+            real=torch.cat([real, needed, torch.ones_like(appended, dtype=torch.bool)], dim=1),
             prompt_length=ids.shape[1],
             mask_id=mask,
             eos_ids=model.eos_token_ids,
@@ -169,6 +181,7 @@ class Denoising:
             row_keys=tuple(row_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
             vocabulary=self._texts,
             special=self.model.special_tokens,
+            marked=lambda: state.step_undecided,
         )
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -259,7 +272,7 @@ class Denoising:
         from sinklens.progress import Progress
 
         with explained(self._what_to_lower), self._hooked(), Progress(self.settings.steps, self.progress) as bar:
-            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._canvases)
+            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._frames)
 
     def _what_to_lower(self) -> str:
         """What was running when memory ran out, and what would need less."""
@@ -273,7 +286,7 @@ class Denoising:
         if self._recorder is not None and self._recorder.wants_patterns:
             lower.append("the steps and layers of Record(patterns=…)")
         return (
-            f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._canvases) - 1} of "
+            f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._frames) - 1} of "
             f"{self.settings.steps}, with {passes}. Lower one of: {'; '.join(lower)}. A block that reads hook_pattern, "
             f"hook_attn_scores, hook_result or hook_logits needs more memory than one that does not; "
             f"Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
@@ -281,23 +294,24 @@ class Denoising:
 
     def result(self) -> Generation:
         """The result, after all steps or after those that ran before the run was stopped."""
-        if not self._canvases:
+        if not self._frames:
             raise SinklensError("the run stopped before it began; nothing was generated.")
-        trajectory = build_trajectory(self.state, self._canvases)
-        end = self.state.prompt_length + self.settings.gen_length
-        answers = tuple(self._answer(row) for row in trajectory.canvas[:, -1, self.state.prompt_length : end])
+        trajectory = build_trajectory(self.state, self._frames)
+        answer = slice(self.state.prompt_length, self.state.prompt_length + self.settings.gen_length)
+        left = zip(trajectory.canvas[:, -1, answer], trajectory.undecided[:, -1, answer], strict=True)
+        answers = tuple(self._answer(ids, undecided) for ids, undecided in left)
         real = self.state.real.cpu()
         return Generation(
-            trajectory.canvas, trajectory.unmask_step, real, self.state.prompt_length, answers, self.settings,
-            self.seed, self._track(trajectory), self.single, self.model,
+            trajectory.canvas, trajectory.undecided, trajectory.unmask_step, real, self.state.prompt_length, answers,
+            self.settings, self.seed, self._track(trajectory), self.single, self.model,
             self._recorder.patterns if self._recorder else {},
         )  # fmt: skip
 
-    def _answer(self, ids: Int[Tensor, " pos"]) -> Answer:
+    def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
+        masks = int((undecided & (ids >= 0)).sum())
         ids = ids[ids >= 0]
         ends = torch.isin(ids, torch.tensor(self.model.eos_token_ids, dtype=ids.dtype)).nonzero()
         kept = ids[: int(ends[0])] if len(ends) else ids
-        masks = 0 if self.model.mask_token_id is None else int((ids == self.model.mask_token_id).sum())
         text = None
         if self.model.tokenizer is not None:
             text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
@@ -316,7 +330,8 @@ class Denoising:
             return
         assert self.state.step_canvas is not None
         self.describe()  # first, because a step is readable as soon as it is in the store
-        canvases = step_canvases(self.state.step_canvas, self.state.canvas, self.state.mask_id)
+        state = self.state
+        canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
         self._recorder.end_step(step, self.state.partial, canvases)
 
     def describe(self, **run_arrays: np.ndarray) -> None:

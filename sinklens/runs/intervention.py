@@ -63,6 +63,7 @@ class RunContext:
         row_keys: one number per row that depends only on its prompt, to seed random choices.
         vocabulary: returns the text of token ids.
         special: ids of special tokens, as in `Model.special_tokens`.
+        marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
     """
 
     tree: "HookTree"
@@ -74,11 +75,17 @@ class RunContext:
     row_keys: tuple[int, ...]
     vocabulary: Callable[[Sequence[int]], dict[int, str]]
     special: dict[str, list[int]]
+    marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
 
     @property
     def causal(self) -> bool:
         """Whether queries attend only to their own and earlier keys."""
         return bool(self.tree.hf.config.is_causal)
+
+    def undecided(self, ids: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """The undecided positions of the current step, which works on the canvas `ids`."""
+        marked = self.marked()
+        return ids == self.mask_id if marked is None else marked[:, : ids.shape[1]]
 
     def first(self, step: int, queries: int) -> int:
         """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
@@ -298,18 +305,31 @@ def layer_of(point: Point) -> int:
     return int(str(point.name).split(".")[1])
 
 
-class Canvas:
-    """Keeps the token ids of the current step for other hooks.
+class Snapshot(NamedTuple):
+    """The canvas of one step.
 
     Attributes:
-        ids: the canvas of the current step, or of the last one after the run.
+        ids: token ids.
+        undecided: the undecided positions.
+    """
+
+    ids: Int[Tensor, "batch pos"]
+    undecided: Bool[Tensor, "batch pos"]
+
+
+class Canvas:
+    """Keeps the canvas of the current step for other hooks.
+
+    Attributes:
+        now: the canvas of the current step, or of the last one after the run; None before the first.
         before: the canvas of the step before that; None at the first.
     """
 
-    def __init__(self) -> None:
-        self.ids: Int[Tensor, "batch pos"] | None = None
-        self.before: Int[Tensor, "batch pos"] | None = None
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self.now: Snapshot | None = None
+        self.before: Snapshot | None = None
 
     def hook(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """The hook function of ``denoise.hook_canvas``."""
-        self.before, self.ids = self.ids, value.clone()
+        self.before, self.now = self.now, Snapshot(value.clone(), self._run.undecided(value))

@@ -175,12 +175,16 @@ def _within(place: Place, steps: int, layers: int) -> Place:
 
 
 def step_canvases(
-    entered: Int[Tensor, "batch pos"], left: Int[Tensor, "batch pos"], mask_id: int
+    entered: Int[Tensor, "batch pos"], before: Bool[Tensor, "batch pos"], after: Bool[Tensor, "batch pos"]
 ) -> dict[str, np.ndarray]:
-    """``token_id``, ``masked`` and ``committed`` of a step from the canvases before and after it."""
-    masked = entered == mask_id
+    """``token_id``, ``masked`` and ``committed`` of a step.
+
+    Args:
+        entered: the canvas that the step worked on.
+        before, after: the undecided positions before and after the step.
+    """
     return {
         "token_id": entered.to(torch.int32).cpu().numpy(),
-        "masked": masked.cpu().numpy(),
-        "committed": (masked & (left != mask_id)).cpu().numpy(),
+        "masked": before.cpu().numpy(),
+        "committed": (before & ~after).cpu().numpy(),
     }

@@ -64,6 +64,12 @@ def with_prompts(
     return torch.cat([replaced, canvas[:, :, length:]], dim=2)
 
 
+def undecided_of(replay: Replayable | Tensor, canvas: Tensor | None) -> Bool[Tensor, "batch step pos"] | None:
+    """The undecided positions of the canvases to replay; None if only canvases were given."""
+    found = None if isinstance(replay, Tensor) else getattr(replay, "undecided", None)
+    return found if isinstance(found, Tensor) and canvas is not None and found.shape == canvas.shape else None
+
+
 @dataclass(frozen=True)
 class Answer:
     """One row's answer.
@@ -72,7 +78,7 @@ class Answer:
         text: the answer up to its end token, excluding it; remaining masks are spelled out. None without a tokenizer.
         ended: whether an end-of-sequence token was generated.
         tokens: number of tokens before the end.
-        masks: number of positions that are still masked.
+        masks: number of positions that are still undecided.
     """
 
     text: str | None
@@ -93,6 +99,7 @@ class Generation:
     Attributes:
         canvas: the input ids of each step, and the ids after the last, [batch, steps + 1, pos]; undecided positions
             contain the mask token (-1 in an autoregressive run).
+        undecided: the undecided positions of each canvas, [batch, steps + 1, pos].
         unmask_step: the step that decided each position, [batch, pos]; -1 for prompt and padding, the number of steps
             for positions that were never decided.
         real: False on left padding, [batch, pos].
@@ -107,6 +114,7 @@ class Generation:
     """
 
     canvas: Int[Tensor, "batch step pos"]
+    undecided: Bool[Tensor, "batch step pos"]
     unmask_step: Int[Tensor, "batch pos"]
     real: Bool[Tensor, "batch pos"]
     prompt_length: int

@@ -1,4 +1,4 @@
-"""The samplers: LLaDA's, Dream's and left-to-right decoding. Each is a loop over one function per decision."""
+"""The samplers: LLaDA's, Dream's, of block diffusion, left to right. Each is a loop over one function per decision."""
 
 from sinklens.sampling.registry import SAMPLERS, Sampler, make_settings, register, sampler_of, settings_for
 from sinklens.sampling.settings import (
@@ -9,15 +9,18 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     Settings,
 )
+from sinklens.sampling.settings_blocks import Bd3lmSettings, SdarSettings
 
 __all__ = [
     "SAMPLERS",
     "AutoregressiveSettings",
+    "Bd3lmSettings",
     "DreamSettings",
     "LladaSettings",
     "RunSettings",
     "Sampler",
     "SamplerSettings",
+    "SdarSettings",
     "Settings",
     "make_settings",
     "register",

@@ -14,6 +14,7 @@ prompt does not depend on the rest of its batch.
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -62,6 +63,20 @@ def even_schedule(masked: Int[Tensor, " batch"], steps: int) -> list[list[int]]:
     """
     counts = [divmod(int(n), steps) for n in masked.tolist()]
     return [[base + (step < extra) for base, extra in counts] for step in range(steps)]
+
+
+def linear_schedule(masked: int, steps: int) -> list[int]:
+    """dLLM's schedule of a block with a linear α: tokens to commit at each step, without steps that commit none.
+
+    Step t of `steps`, …, 1 commits round(left · (1 − (t − 1)/t)). The fraction is computed in float32, and its rounding
+    errors decide: exact arithmetic would give another schedule for almost every third pair up to 64 tokens and steps.
+    """
+    counts, left, one = [], masked, np.float32(1)
+    for t in range(steps, 0, -1):
+        still, before = (one - (one - np.float32(time / steps)) for time in (t - 1, t))
+        counts.append(min(round(left * (1 - float(still / before))), left))
+        left -= counts[-1]
+    return [count for count in counts if count]
 
 
 def dream_times(steps: int, eps: float) -> Float[Tensor, " step"]:
@@ -157,6 +172,12 @@ def negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " ma
     return (probs * torch.log(probs + 1e-10)).sum(dim=-1)
 
 
+def clamped_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
+    """Σ_v p_v log p_v in nats with p_v at least 1e-12, as JetEngine computes it; at most 0."""
+    probs = probs.clamp_min(1e-12)
+    return (probs * probs.log()).sum(dim=-1)
+
+
 # --- commit -----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +195,22 @@ def most_confident(
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)
+
+
+def leftmost(where: Bool[Tensor, "batch pos"], counts: Sequence[int]) -> Bool[Tensor, "batch pos"]:
+    """True at the first `counts` True positions of each row of `where`."""
+    return where & (where.cumsum(dim=1) <= torch.tensor(counts, device=where.device)[:, None])
+
+
+def within_entropy(confidence: Float[Tensor, "batch pos"], bound: float) -> Bool[Tensor, "batch pos"]:
+    """True at the positions of lowest entropy whose sum of entropies stays below `bound`, at least one per row.
+
+    `confidence` is the negative entropy; positions with confidence −inf are never committed.
+    """
+    ordered, order = confidence.sort(dim=1, descending=True, stable=True)
+    within = (-ordered).cumsum(dim=1) < bound
+    within[:, 0] = True
+    return torch.zeros_like(within).scatter(1, order, within) & (confidence > -torch.inf)
 
 
 def sampled_by_confidence(

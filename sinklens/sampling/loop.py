@@ -7,7 +7,7 @@ without gradients.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,6 +30,18 @@ class Listener(Protocol):
         """Called when step `step` has run; `state.canvas` is its result."""
 
 
+class Frame(NamedTuple):
+    """A canvas of a run.
+
+    Attributes:
+        canvas: token ids.
+        undecided: as in `State.undecided`.
+    """
+
+    canvas: Int[Tensor, "batch pos"]
+    undecided: Bool[Tensor, "batch pos"] | None
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """The canvases of a run.
@@ -37,12 +49,14 @@ class Trajectory:
     Attributes:
         canvas: token ids that each step worked on, then those that the last step left: [batch, steps + 1, pos].
             Undecided positions hold the mask token, or -1 in an autoregressive run.
+        undecided: the undecided positions of each canvas: [batch, steps + 1, pos].
         unmask_step: step at which each position got its final token; -1 for the prompt and for padding, the number of
             steps for a position that never got one. A token that a hook writes on the canvas of step s counts as
             written by the step before, s - 1.
     """
 
     canvas: Int[Tensor, "batch step pos"]
+    undecided: Bool[Tensor, "batch step pos"]
     unmask_step: Int[Tensor, "batch pos"]
 
     @property
@@ -55,7 +69,7 @@ def run(
     state: State,
     settings: SamplerSettings,
     listeners: Sequence[Listener] = (),
-    keep: list[Tensor] | None = None,
+    keep: list[Frame] | None = None,
 ) -> Trajectory:
     """Run all steps.
 
@@ -68,15 +82,16 @@ def run(
     Raises:
         SettingError: `state.replay` does not fit this run.
     """
-    canvases = [] if keep is None else keep
-    canvases.append(state.canvas)
-    if state.replay is not None:
-        _check_replay(state, settings, state.replay)
+    frames = [] if keep is None else keep
+    frames.append(Frame(state.canvas, state.undecided))
     step = -1
     with torch.no_grad():
         for step, _ in enumerate(sampler_of(settings).begin(state, settings)):
+            if step == 0 and state.replay is not None:  # not before, because a sampler may set the canvas
+                _check_replay(state, settings, state.replay)
             if step > 0:
-                _finish(step - 1, state, listeners, canvases)
+                _finish(step - 1, state, listeners, frames)
+            frames[-1] = Frame(state.canvas, state.undecided)
             if state.replay is not None and step >= state.replay.shape[1] - 1:
                 break  # the replayed run ended here
             state.tree.watch.step = step
@@ -84,32 +99,37 @@ def run(
                 listener.before(step, state)
         else:
             if step >= 0:
-                _finish(step, state, listeners, canvases)
-    return build_trajectory(state, canvases)
+                _finish(step, state, listeners, frames)
+    return build_trajectory(state, frames)
 
 
-def _finish(step: int, state: State, listeners: Sequence[Listener], canvases: list[Tensor]) -> None:
+def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
-    canvases[-1] = state.step_canvas
-    canvases.append(state.canvas)
+    frames[-1] = Frame(state.step_canvas, state.step_undecided)
+    frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
 
 
-def build_trajectory(state: State, canvases: list[Tensor]) -> Trajectory:
+def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     """The trajectory of the finished steps."""
-    stacked = torch.stack(canvases, dim=1).cpu()
-    return Trajectory(stacked, unmask_steps(stacked, state.real.cpu(), state.prompt_length, state.mask_id))
+    canvas = torch.stack([frame.canvas for frame in frames], dim=1).cpu()
+    marked = [frame.undecided for frame in frames if frame.undecided is not None]
+    undecided = torch.stack(marked, dim=1).cpu() if len(marked) == len(frames) else canvas == state.mask_id
+    return Trajectory(canvas, undecided, unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length))
 
 
 def unmask_steps(
-    canvas: Int[Tensor, "batch step pos"], real: Bool[Tensor, "batch pos"], prompt_length: int, mask_id: int
+    canvas: Int[Tensor, "batch step pos"],
+    undecided: Bool[Tensor, "batch step pos"],
+    real: Bool[Tensor, "batch pos"],
+    prompt_length: int,
 ) -> Int[Tensor, "batch pos"]:
-    """The step at which each position last changed; see `Trajectory.unmask_step`."""
+    """The step at which each position was last decided or changed; see `Trajectory.unmask_step`."""
     steps = canvas.shape[1] - 1
-    changed = canvas[:, 1:] != canvas[:, :-1]
+    changed = (canvas[:, 1:] != canvas[:, :-1]) | (undecided[:, :-1] & ~undecided[:, 1:])
     last = torch.where(changed, torch.arange(steps)[None, :, None], -1).amax(dim=1) if steps else canvas[:, 0] * 0 - 1
-    last = torch.where(canvas[:, -1] == mask_id, steps, last)
+    last = torch.where(undecided[:, -1], steps, last)
     last[:, :prompt_length] = torch.where(last[:, :prompt_length] == steps, -1, last[:, :prompt_length])
     return last.masked_fill(~real, -1)
 

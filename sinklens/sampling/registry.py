@@ -26,6 +26,7 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     require_integer,
 )
+from sinklens.sampling.settings_blocks import Bd3lmSettings, SdarSettings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -56,8 +57,8 @@ class Sampler:
         return self.steps(state, settings)
 
     def setting_names(self) -> list[str]:
-        """Names of its settings."""
-        return [entry.name for entry in fields(self.settings)]
+        """Names of its settings, without fields that a run fills in."""
+        return [entry.name for entry in fields(self.settings) if entry.metadata.get("setting", True)]
 
 
 SAMPLERS: dict[str, Sampler] = {
@@ -66,6 +67,8 @@ SAMPLERS: dict[str, Sampler] = {
         Sampler("llada", LladaSettings, "sinklens.sampling.llada:denoise"),
         Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
+        Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
+        Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
     )
 }
 
@@ -172,7 +175,8 @@ def _unknown(name: str, sampler: Sampler) -> str:
     known = sampler.setting_names()
     owners = [other.name for other in SAMPLERS.values() if name in other.setting_names()]
     hint = (
-        f"it belongs to the {' and '.join(owners)} sampler{'s' * (len(owners) > 1)}."
+        f"it belongs to the {', '.join(owners[:-1])}{' and ' * (len(owners) > 1)}{owners[-1]} "
+        f"sampler{'s' * (len(owners) > 1)}."
         if owners
         else f"no sampler has it.{nearest(name, known)}"
     )
@@ -213,4 +217,21 @@ def settings_for(model: Sampled, given: Mapping[str, Any]) -> SamplerSettings:
     defaults = model.checkpoint.defaults
     if name != family.sampler:
         defaults = {key: value for key, value in defaults.items() if key in sampler.setting_names()}
-    return make_settings(name, {key: value for key, value in given.items() if key != "sampler"}, defaults)
+    chosen = {key: value for key, value in given.items() if key != "sampler"}
+    if family.block_causal and "block_length" in sampler.setting_names():
+        chosen["block_length"] = _block_length(chosen.get("block_length"), model.checkpoint.blocks.length, family.name)
+    return make_settings(name, chosen, defaults)
+
+
+def _block_length(given: int | None, length: int, family: str) -> int:
+    """The block length of a block-causal model, whose attention depends on it.
+
+    Raises:
+        SettingError: another one was given.
+    """
+    if given not in (None, length):
+        raise SettingError(
+            f"block_length is {given!r}, but this {family} model was loaded with blocks of {length}, which its "
+            f"attention uses too. Load it again with sinklens.load(..., block_length=...)."
+        )
+    return length

@@ -5,6 +5,7 @@ does not have is an error and never ignored: otherwise ``alg`` given to LLaDA wo
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -13,6 +14,8 @@ from sinklens.errors import SettingError
 
 Remasking = Literal["low_confidence", "random"]
 Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+Strategy = Literal["sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"]
+ConfidenceOf = Literal["draw", "model"]
 
 
 class Settings(TypedDict, total=False):
@@ -33,6 +36,12 @@ class Settings(TypedDict, total=False):
     top_k: int
     eps: float
     use_cache: bool
+    denoising_steps: int
+    remasking_strategy: Strategy
+    eb_threshold: float
+    confidence_of: ConfidenceOf
+    stop: bool
+    right_shift_logits: bool
 
 
 class RunSettings(Settings, total=False):
@@ -56,6 +65,18 @@ class SamplerSettings:
         def gen_length(self) -> int: ...
         @property
         def steps(self) -> int: ...
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "SamplerSettings":
+        """The settings of a run of these prompts, for samplers whose number of steps depends on them."""
+        return self
+
+    def lead(self, columns: int) -> int:
+        """Columns of padding to add before prompts of `columns` columns."""
+        return 0
+
+    def spare(self, prompt_length: int) -> int:
+        """Positions after the answer that the sampler also decides, to fill the last block."""
+        return 0
 
 
 def require(condition: bool, text: str) -> None:

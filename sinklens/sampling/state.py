@@ -30,9 +30,13 @@ class State:
         eot_id: end-of-turn token, if the family has one.
         noise: random generators of the rows.
         shift: whether logits at i predict the token at i + 1.
+        undecided: the undecided positions of `canvas`; None (the default) for those that hold `mask_id`. A sampler
+            without a mask token sets it before its first yield and passes it to `end_step`.
         step_canvas: the canvas that the current step works on, with edits at ``denoise.hook_canvas``.
+        step_undecided: the undecided positions of `step_canvas`; None as for `undecided`.
         partial: True if the last pass computed only new positions, after cached ones (autoregressive only).
         replay: canvases of an earlier run, forced after every step; None for a free run.
+        replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
     """
 
@@ -45,13 +49,17 @@ class State:
     eot_id: int | None
     noise: RowNoise
     shift: bool
+    undecided: Bool[Tensor, "batch pos"] | None = None
     step_canvas: Int[Tensor, "batch pos"] | None = None
+    step_undecided: Bool[Tensor, "batch pos"] | None = None
     partial: bool = False
     replay: Int[Tensor, "batch step pos"] | None = None
+    replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
 
     def begin_step(self) -> Int[Tensor, "batch pos"]:
         """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``."""
+        self.step_undecided = self.undecided
         self.step_canvas = self.through_canvas_point(self.canvas)
         return self.step_canvas
 
@@ -60,12 +68,23 @@ class State:
         point = self.tree.denoise.hook_canvas
         return point(canvas.clone()) if point.watched else canvas
 
-    def end_step(self, canvas: Int[Tensor, "batch pos"]) -> None:
-        """End the step with `canvas`, or with the replayed run's canvas of this step."""
+    def end_step(self, canvas: Int[Tensor, "batch pos"], undecided: Bool[Tensor, "batch pos"] | None = None) -> None:
+        """End the step with `canvas` and its `undecided` positions, or with those of the replayed run."""
         self.steps_done += 1
         if self.replay is not None:  # a copy: an in-place edit of the canvas must not reach the earlier run
             canvas = self.replay[:, self.steps_done].to(canvas.device, copy=True)
-        self.canvas = canvas
+            if undecided is not None and self.replay_undecided is not None:
+                undecided = self.replay_undecided[:, self.steps_done].to(canvas.device)
+        self.canvas, self.undecided = canvas, undecided
+
+    def undecided_before(self) -> Bool[Tensor, "batch pos"]:
+        """The undecided positions of `step_canvas`."""
+        assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
+        return self.step_canvas == self.mask_id if self.step_undecided is None else self.step_undecided
+
+    def undecided_after(self) -> Bool[Tensor, "batch pos"]:
+        """The undecided positions of `canvas`."""
+        return self.canvas == self.mask_id if self.undecided is None else self.undecided
 
     def logits(
         self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"], cfg_scale: float = 0.0

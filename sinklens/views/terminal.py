@@ -79,7 +79,7 @@ def _answer(model: "Model", run: "Generation", row: int, step: int) -> Text:
     shown = Text()
     for place in range(run.prompt_length, run.canvas.shape[2]):
         token = int(run.canvas[row, step + 1, place])
-        if token in (model.mask_token_id, -1):
+        if bool(run.undecided[row, step + 1, place]):
             shown.append(BLANK, style="blue")
         elif token in model.eos_token_ids:
             shown.append("·", style="dim")

@@ -18,8 +18,11 @@ def test_every_family_is_tested_here():
     assert {family.name: family.architecture for family in FAMILIES} == ARCHITECTURES
 
 
-def test_no_model_type_belongs_to_two_families():
-    assert len(BY_MODEL_TYPE) == sum(len(family.model_types) for family in FAMILIES)
+def test_families_that_share_a_model_type_say_how_they_were_trained():
+    for kind, first in BY_MODEL_TYPE.items():
+        sharing = [family for family in FAMILIES if kind in family.model_types]
+        assert sharing[0] is first
+        assert len(sharing) == 1 or len({family.regime for family in sharing} - {""}) == len(sharing)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

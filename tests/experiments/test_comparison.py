@@ -166,8 +166,17 @@ def course(model, answers, prompt=(9, 9)):
     real = torch.ones(1, canvas.shape[2], dtype=torch.bool)
     some = sinklens.generate(model, PROMPTS[0], record_sinks=False, gen_length=1)
     settings = replace(some.settings, gen_length=length, **({} if model.config.is_causal else {"block_length": length}))
-    steps = unmask_steps(canvas, real, len(prompt), mask)
-    return replace(some, canvas=canvas, unmask_step=steps, real=real, prompt_length=len(prompt), settings=settings)
+    undecided = canvas == mask
+    steps = unmask_steps(canvas, undecided, real, len(prompt))
+    return replace(
+        some,
+        canvas=canvas,
+        undecided=undecided,
+        unmask_step=steps,
+        real=real,
+        prompt_length=len(prompt),
+        settings=settings,
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sinklens.interventions import AblateHeads, AblateSinkAttention, KeepKeys, M
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.tasks.word_problems import held_out
 
-MODELS = [*KINDS, ("dream", False)]
+MODELS = [*KINDS, ("dream", False), ("sdar", False)]
 WAYS = [(*kind, cached) for kind in MODELS for cached in ((True, False) if kind[1] else (None,))]
 ONE_OF_EACH = [("llama", False, None), ("llama", True, True)]
 
@@ -207,6 +207,7 @@ def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(wor
     """Mask all keys of the previous step: every key in a diffusion run, all but the new token in an autoregressive."""
     model = worded(architecture, causal)
     length = len(LONG.split()) + (0 if causal else 8)
+    length += architecture == "sdar"  # the position that completes the last block
     points = ["hook_pattern", "hook_logits"]
     watched = watch(model, [LONG], [MaskSinks(top_k=length, steps=[1])], points, **cache_of(cached))
     pattern = watched.stacked("hook_pattern", 1)

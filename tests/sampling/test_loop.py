@@ -100,7 +100,13 @@ def test_unmask_step_is_the_step_that_wrote_the_token(tiny_llada):
 
 def test_unmask_step_of_a_leftover_mask_is_the_number_of_steps():
     canvas = torch.tensor([[[5, 9, 9], [5, 9, 2]]])
-    assert unmask_steps(canvas, torch.ones(1, 3, dtype=torch.bool), 1, 9).tolist() == [[-1, 1, 0]]
+    assert unmask_steps(canvas, canvas == 9, torch.ones(1, 3, dtype=torch.bool), 1).tolist() == [[-1, 1, 0]]
+
+
+def test_unmask_step_of_a_position_decided_as_the_token_it_held_is_the_step_that_decided_it():
+    canvas = torch.tensor([[[5, 7, 8], [5, 7, 3], [5, 7, 3]]])
+    undecided = torch.tensor([[[False, True, True], [False, True, False], [False, False, False]]])
+    assert unmask_steps(canvas, undecided, torch.ones(1, 3, dtype=torch.bool), 1).tolist() == [[-1, 1, 0]]
 
 
 def test_random_remasking_still_fills_every_position(tiny_llada):

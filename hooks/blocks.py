@@ -1,0 +1,75 @@
+"""Block-causal attention: a query sees its own block of positions and all earlier blocks.
+
+The rule is two values of the transformers config, which `write` sets and `blocks_of` reads, so that it holds in every
+pass of the model, whoever calls it. A *block* is `length` consecutive positions. Blocks are counted from each row's
+first token that is not padding ("token"), or from the first column of the batch, padding included ("column").
+
+Pitfall: a single pass over part of a text must begin where a block begins; otherwise its blocks differ from those of
+the complete text.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+
+LENGTH = "sinklens_block_length"
+START = "sinklens_blocks_start"
+Start = Literal["token", "column"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a block-causal model.
+
+    Attributes:
+        length: positions per block.
+        start: where blocks are counted from: each row's first "token", or the first "column".
+    """
+
+    length: int
+    start: Start = "token"
+
+    def numbers(self, real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """Block of each position, from 0; -1 on padding before a row's first token if blocks start there."""
+        columns = torch.arange(real.shape[1], device=real.device).expand_as(real)
+        if self.start == "token":
+            columns = columns - real.long().argmax(dim=1, keepdim=True)
+        return columns.div(self.length, rounding_mode="floor").clamp(min=-1)
+
+    def mask(self, real: Bool[Tensor, "batch key"], queries: slice) -> Bool[Tensor, "batch 1 query key"]:
+        """True where a query may see a key. Padding is no key; as a query it sees all keys, and no position reads it.
+
+        A row without any key would become NaN in some fused kernels.
+        """
+        number = self.numbers(real)
+        reach = torch.where(real, number, number.amax(dim=1, keepdim=True))[:, queries]
+        return ((number[:, None, :] <= reach[:, :, None]) & real[:, None, :])[:, None]
+
+
+def write(config: Any, blocks: Blocks | None) -> None:
+    """Make a model with this transformers config block-causal; None changes nothing."""
+    if blocks is not None:
+        setattr(config, LENGTH, blocks.length)
+        setattr(config, START, blocks.start)
+
+
+def blocks_of(config: Any) -> Blocks | None:
+    """The blocks of a model with this transformers config; None if it is not block-causal."""
+    length = getattr(config, LENGTH, None)
+    return None if length is None else Blocks(length, getattr(config, START, "token"))
+
+
+def check_length(length: Any) -> int:
+    """`length` as a block length.
+
+    Raises:
+        SettingError: it is not an integer of at least 1.
+    """
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise SettingError(f"block_length must be an integer of at least 1; got {length!r}.")
+    return length

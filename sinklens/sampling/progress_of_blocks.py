@@ -1,0 +1,71 @@
+"""How far each row of a block-by-block run has come: its current block, and the passes that the block had.
+
+Pitfall: blocks are counted by the model's attention rule (hooks/blocks.py). If they are counted from each row's first
+token, the blocks of two rows may lie at different columns.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinklens.sampling.state import State
+
+
+class BlockProgress:
+    """The current block of every row.
+
+    Args:
+        state: the run at its start.
+        schedule: number of masked positions of a block at its start -> how many each pass decides. The block ends after
+            these passes even if positions are still masked.
+        stop_ids: tokens that end a row once a block with one of them is finished.
+    """
+
+    def __init__(self, state: State, schedule: Callable[[int], Sequence[int]], stop_ids: tuple[int, ...]) -> None:
+        blocks = state.tree.attention_blocks
+        assert blocks is not None, "the registry allows these samplers for block-causal models only"
+        columns = torch.arange(state.real.shape[1], device=state.real.device)
+        self._answer = state.real & (columns >= state.prompt_length)
+        self._numbers = blocks.numbers(state.real).masked_fill(~state.real, -1)
+        self._schedule, self._mask = schedule, state.mask_id
+        self._stop_ids = torch.tensor(stop_ids, dtype=state.canvas.dtype, device=state.canvas.device)
+        first = torch.where(self._answer, self._numbers, self._numbers.max() + 1)
+        self._block, self._last = first.amin(dim=1), self._numbers.amax(dim=1)
+        self._running = torch.ones_like(self._block, dtype=torch.bool)
+        self._plans: list[list[int]] = [[] for _ in state.real]
+        self._plan(state.canvas, self._running)
+
+    def _plan(self, canvas: Int[Tensor, "batch pos"], rows: Bool[Tensor, " batch"]) -> None:
+        """Plan the passes of the current blocks of `rows`."""
+        masked = ((canvas == self._mask) & self.current()).sum(dim=1).tolist()
+        for row in rows.nonzero()[:, 0].tolist():
+            self._plans[row] = list(self._schedule(masked[row]))
+
+    def advance(self, canvas: Int[Tensor, "batch pos"]) -> bool:
+        """Move rows whose block is finished to their next block; whether any row still has one."""
+        while bool((done := self._finished(canvas)).any()):
+            self._running &= ~(done & (self._stopped(canvas) | (self._block >= self._last)))
+            self._block = self._block + (done & self._running).long()
+            self._plan(canvas, done & self._running)
+        return bool(self._running.any())
+
+    def _finished(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        masked = ((canvas == self._mask) & self.current()).any(dim=1)
+        planned = torch.tensor([bool(plan) for plan in self._plans], device=masked.device)
+        return self._running & ~(masked & planned)
+
+    def _stopped(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows whose answer contains a stop token in their current block or an earlier one."""
+        decided = self._answer & (self._numbers <= self._block[:, None])
+        return (torch.isin(canvas, self._stop_ids) & decided).any(dim=1)
+
+    def current(self) -> Bool[Tensor, "batch pos"]:
+        """The answer positions of each row's current block; none in rows that have ended."""
+        return self._answer & (self._numbers == self._block[:, None]) & self._running[:, None]
+
+    def take_counts(self) -> list[int]:
+        """How many positions this pass decides in each row; 0 in rows that have ended. Counts the pass."""
+        running = self._running.tolist()
+        return [plan.pop(0) if here else 0 for plan, here in zip(self._plans, running, strict=True)]

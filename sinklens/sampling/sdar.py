@@ -1,0 +1,79 @@
+"""SDAR's sampler: blocks from left to right, each filled by a few passes under block-causal attention.
+
+Every row has its own current block, counted from its first token, and moves to the next one as soon as no position of
+the block is masked, or after ``denoising_steps`` passes. Rows therefore do not wait for each other, and a row's
+canvases are those of a run of it alone.
+
+Where the published implementations fail, this sampler does not: only masked positions are ever written (generate.py and
+JetEngine overwrite prompt tokens if fewer masks than the share are left), and a position whose proposal is the mask
+token stays masked (generate.py raises IndexError).
+
+Pitfall: a finished block is not decided again. A position of it that a hook masks again stays masked.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.hooks.points import at
+from sinklens.sampling import decisions
+from sinklens.sampling.progress_of_blocks import BlockProgress
+from sinklens.sampling.settings_blocks import SdarSettings
+from sinklens.sampling.state import State
+
+
+def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
+    """Yield before each step; when resumed, run the step on `state.canvas`."""
+    shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
+    planned = [count for (count,) in shares]  # also where a block begins with prompt tokens
+    progress = BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())
+    while progress.advance(state.canvas):
+        yield
+        _step(state, settings, progress.current(), progress.take_counts())
+
+
+def _step(state: State, settings: SdarSettings, block: Bool[Tensor, "batch pos"], counts: list[int]) -> None:
+    canvas = state.begin_step()
+    where = (canvas == state.mask_id) & block
+    logits = state.logits(canvas, where)
+    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
+    probs = kept.softmax(dim=-1, dtype=torch.float64)
+    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
+    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
+    confidence = state.spread_confidence(where, _confidence(settings, logits, probs, candidates))
+    commit = at(state.tree.denoise.hook_commit, _commit(settings, where, confidence, counts))
+    state.end_step(torch.where(commit, proposed, canvas))
+
+
+def _confidence(
+    settings: SdarSettings,
+    logits: Float[Tensor, "masked vocab"],
+    probs: Float[Tensor, "masked vocab"],
+    candidates: Int[Tensor, " masked"],
+) -> Float[Tensor, " masked"]:
+    if settings.remasking_strategy == "entropy_bounded":
+        return decisions.clamped_negative_entropy(probs)
+    if settings.confidence_of == "model":
+        return decisions.probability_by_slices(logits, candidates)
+    return decisions.probability(probs, candidates)
+
+
+def _commit(
+    settings: SdarSettings,
+    where: Bool[Tensor, "batch pos"],
+    confidence: Float[Tensor, "batch pos"],
+    counts: list[int],
+) -> Bool[Tensor, "batch pos"]:
+    strategy = settings.remasking_strategy
+    if strategy == "sequential":
+        return decisions.leftmost(where, counts)
+    if strategy == "entropy_bounded":
+        return decisions.within_entropy(confidence, settings.eb_threshold)
+    best = decisions.most_confident(confidence, counts, None)
+    if strategy == "low_confidence_static":
+        return best
+    high = confidence > settings.threshold
+    enough = high.sum(dim=1) >= torch.tensor(counts, device=high.device)
+    return torch.where(enough[:, None], high, best)

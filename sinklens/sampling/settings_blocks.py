@@ -1,0 +1,143 @@
+"""Settings of the samplers that decode block by block under block-causal attention.
+
+Pitfall: the block length is the model's, not the run's, because attention depends on it. It is a setting only so that a
+run records it; another value than the model's is an error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from sinklens.sampling.settings import (
+    ConfidenceOf,
+    Remasking,
+    SamplerSettings,
+    Strategy,
+    check_truncation,
+    is_finite,
+    require,
+    require_integer,
+    require_nonnegative,
+)
+
+
+@dataclass(frozen=True)
+class SdarSettings(SamplerSettings):
+    """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
+
+    Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
+    so up to ``block_length - 1`` positions after the answer are decided too: they are part of ``run.tokens``, not of
+    the answer.
+
+    Attributes:
+        gen_length: number of answer positions.
+        block_length: positions per block; always the model's.
+        denoising_steps: most passes per block; default `block_length`. Each decides its share of a block's positions.
+        remasking_strategy: which proposals a pass accepts: "sequential", the leftmost; "low_confidence_static", the
+            most confident; "low_confidence_dynamic", all above `threshold` if these are at least the share;
+            "entropy_bounded", those of lowest entropy whose sum stays below `eb_threshold`, at least one.
+        threshold: confidence of "low_confidence_dynamic".
+        eb_threshold: entropy of "entropy_bounded", in nats.
+        confidence_of: the confidence of a proposal is its probability in the distribution it was drawn from, "draw"
+            (generate.py, JetEngine), or without temperature, `top_p` and `top_k`, "model" (OpenCompass).
+        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
+        stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+        blocks: number of blocks of the run; set by the run.
+    """
+
+    gen_length: int = 128
+    block_length: int = 4
+    denoising_steps: int = 0
+    remasking_strategy: Strategy = "low_confidence_dynamic"
+    threshold: float = 0.85
+    eb_threshold: float = 0.35
+    confidence_of: ConfidenceOf = "draw"
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: bool = True
+    blocks: int = field(default=0, metadata={"setting": False})
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        require_integer("block_length", self.block_length)
+        object.__setattr__(self, "denoising_steps", self.denoising_steps or self.block_length)
+        object.__setattr__(self, "blocks", self.blocks or -(-self.gen_length // self.block_length))
+        require_integer("denoising_steps", self.denoising_steps)
+        require(
+            self.denoising_steps <= self.block_length,
+            f"denoising_steps {self.denoising_steps} is more than block_length {self.block_length}: each pass decides "
+            f"at least one position; give at most {self.block_length}.",
+        )
+        for name, allowed in (("remasking_strategy", get_args(Strategy)), ("confidence_of", get_args(ConfidenceOf))):
+            value = getattr(self, name)
+            require(value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+        require_nonnegative("threshold", self.threshold)
+        require(
+            is_finite(self.eb_threshold) and self.eb_threshold > 0,
+            f"eb_threshold must be a finite number above 0; got {self.eb_threshold!r}.",
+        )
+        check_truncation(self.temperature, self.top_p, self.top_k)
+
+    @property
+    def steps(self) -> int:
+        """Largest number of steps: the passes of all blocks."""
+        return self.blocks * self.denoising_steps
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "SdarSettings":
+        """With the number of blocks of the row that has most."""
+        size = self.block_length
+        return replace(self, blocks=max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths))
+
+    def spare(self, prompt_length: int) -> int:
+        """The positions that complete the last block."""
+        return -(prompt_length + self.gen_length) % self.block_length
+
+
+@dataclass(frozen=True)
+class Bd3lmSettings(SamplerSettings):
+    """The sampler of dLLM for block diffusion (BD3LM; Arriola et al., 2503.09573, and dLLM's code).
+
+    Attributes:
+        gen_length: number of answer positions; the last block may be shorter than the others.
+        steps: denoising steps of the complete generation; default `gen_length`. Rounded up so that every block has as
+            many; steps that would decide no position are left out.
+        block_length: positions per block; always the model's.
+        temperature: randomness of the proposed tokens (Gumbel noise in float64); 0 takes the most likely.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off.
+        remasking: which proposals stay masked: the least confident, or random ones.
+        right_shift_logits: logits at i predict the token at i + 1, for models trained so.
+        stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+    """
+
+    gen_length: int = 128
+    steps: int = 0
+    block_length: int = 32
+    temperature: float = 0.0
+    cfg_scale: float = 0.0
+    remasking: Remasking = "low_confidence"
+    right_shift_logits: bool = False
+    stop: bool = True
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        require_integer("block_length", self.block_length)
+        object.__setattr__(self, "steps", self.steps or self.gen_length)
+        require_integer("steps", self.steps)
+        blocks = -(-self.gen_length // self.block_length)
+        object.__setattr__(self, "steps", blocks * -(-self.steps // blocks))
+        require_nonnegative("temperature", self.temperature)
+        require_nonnegative("cfg_scale", self.cfg_scale)
+        allowed = get_args(Remasking)
+        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+
+    @property
+    def steps_per_block(self) -> int:
+        """Denoising steps of a block, before those that decide no position are left out."""
+        return self.steps // -(-self.gen_length // self.block_length)
+
+    def lead(self, columns: int) -> int:
+        """The columns that complete the prompts' first block."""
+        return -columns % self.block_length

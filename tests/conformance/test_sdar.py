@@ -1,0 +1,268 @@
+"""SDAR: sinklens reproduces the reference's logits, patterns and every canvas of its three samplers."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from building import block_causal, plain_pass
+from published import Reference, assert_same_canvases, largest_difference
+
+import sinklens
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.interventions import AblateHeads, MaskSinks
+
+TOLERANCE = 1e-4
+RUNS = 12
+
+
+@pytest.fixture(scope="module")
+def reference(shared):
+    return Reference(shared / "conformance" / "sdar")
+
+
+@pytest.fixture(scope="module")
+def load(reference, tmp_path_factory):
+    return reference.loader(tmp_path_factory.mktemp("sdar"))
+
+
+@pytest.fixture(scope="module")
+def model(load):
+    """With the block length of the reference's single pass."""
+    return load((), (("block_length", 4),))
+
+
+def settings_of(stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a stored run under our names."""
+    names = {"confidence_threshold": "threshold", "dynamic_threshold": "threshold", "threshold": "threshold"}
+    names |= {"eb_threshold": "eb_threshold", "denoising_steps": "denoising_steps"}
+    found = {ours: stored[theirs] for theirs, ours in names.items() if theirs in stored}
+    found["remasking_strategy"] = stored.get("remasking_strategy")
+    found["gen_length"] = stored.get("gen_length") or stored["max_tokens"]
+    found["stop"] = bool(stored.get("stopping_criteria_idx") or stored.get("eos_token_id"))
+    if stored["sampler"] == "opencompass":
+        kind = "dynamic" if stored["threshold"] < 1 else "static"
+        found |= {"remasking_strategy": f"low_confidence_{kind}", "confidence_of": "model"}
+    if stored["draw"] == "top_k=1":  # drawn from a distribution over one token
+        found |= {"temperature": stored["temperature"], "top_k": 1}
+    return found
+
+
+def model_of(load, stored: dict[str, Any]) -> sinklens.Model:
+    ends = stored.get("stopping_criteria_idx") or stored.get("eos_token_id")
+    changes = (("eos_token_id", tuple(ends) if isinstance(ends, list) else ends),) if ends else ()
+    return load(changes, (("block_length", stored["block_length"]),))
+
+
+def test_every_run_of_the_reference_is_compared(reference):
+    assert len(reference.runs) == RUNS
+
+
+def test_the_config_is_translated_key_by_key(reference, model):
+    raw, config = reference.config(), model.config
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "hidden_act",
+            "attention_bias", "sliding_window", "use_sliding_window", "bos_token_id", "eos_token_id")  # fmt: skip
+    assert {key: getattr(config, key) for key in kept} == {key: raw[key] for key in kept}
+    assert config.rope_parameters["rope_theta"] == raw["rope_theta"]
+    assert config.model_type == "qwen3"
+    assert config._attn_implementation == "sinklens"  # not the config's flex_attention
+    assert (model.family, model.block_length, model.mask_token_id) == ("sdar", 4, 309)
+    assert config.is_causal is False
+
+
+def test_logits_and_patterns_equal_the_references(reference, model):
+    ids = reference.tensors["input_ids"]
+    with torch.no_grad():
+        plain = model(ids)
+        logits, cache = model.run_with_cache(ids, names_filter=lambda name: "hook_pattern" in name)
+    patterns = torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
+    assert largest_difference(patterns, reference.tensors["pattern"]) < TOLERANCE
+    for found in (plain, logits):
+        assert largest_difference(found, reference.tensors["logits"]) < TOLERANCE
+
+
+def test_sink_scores_are_the_column_sums_of_the_references_patterns(reference, model):
+    with torch.no_grad():
+        _, cache = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: "sink_scores" in name)
+    scores = torch.stack([cache[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(3)], dim=1)
+    assert largest_difference(scores, reference.tensors["pattern"].sum(dim=3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize("number", range(RUNS))
+def test_every_canvas_equals_the_references_token_for_token(reference, load, number, recording):
+    stored, tensors = reference.runs[number], reference.tensors
+    run = sinklens.generate(
+        model_of(load, stored), tensors[f"gen{number}.prompt"], record_sinks=recording, **settings_of(stored)
+    )
+    assert_same_canvases(run, tensors[f"gen{number}.canvas"], tensors[f"gen{number}.result"])
+
+
+def prompts_of(reference, count=3):
+    """Prompts of different lengths, whose answers begin at different places of a block."""
+    rows = [reference.tensors[f"gen{number}.prompt"][0].tolist() for number in (0, 3, 5)]
+    assert len({len(row) % 4 for row in rows[:count]}) == count
+    return rows[:count]
+
+
+@pytest.mark.parametrize("settings", [{}, {"remasking_strategy": "low_confidence_static", "denoising_steps": 2}])
+def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(reference, model, settings):
+    rows = prompts_of(reference)
+    together = sinklens.generate(model, rows, gen_length=10, **settings)
+    for row, prompt in enumerate(rows):
+        alone = sinklens.generate(model, [prompt], gen_length=10, **settings)
+        start, steps = together.prompt_length - len(prompt), alone.steps_run
+        places = slice(start, start + alone.canvas.shape[2])
+        assert torch.equal(together.canvas[row, : steps + 1, places], alone.canvas[0])
+        assert not together.real[row, places.stop :].any()
+        ours, theirs = (run.sinks.scores().to_numpy() for run in (alone, together))
+        torch.testing.assert_close(
+            torch.from_numpy(theirs[row, :steps, :, :, places]), torch.from_numpy(ours[0]), atol=1e-4, rtol=0
+        )
+
+
+def test_recorded_sinks_are_the_column_sums_of_plain_attention(reference, model):
+    run = sinklens.generate(model, prompts_of(reference), gen_length=6)
+    assert run.steps_run > 2
+    for step in range(run.steps_run):
+        with torch.no_grad():
+            plain = plain_pass(model, run.canvas[:, step], run.real)
+        for layer in range(model.cfg.n_layers):
+            found = torch.from_numpy(run.sinks["score"].to_numpy()[:, step, layer])
+            expected = plain.values[f"blocks.{layer}.attn.hook_sink_scores"]
+            assert largest_difference(found.where(run.real[:, None], torch.tensor(0.0)), expected) < TOLERANCE
+
+
+def test_a_query_gives_nothing_to_later_blocks_and_edits_of_the_mask_reach_it(reference, model):
+    ids = reference.tensors["input_ids"][:, :10]
+    seen = block_causal(torch.ones_like(ids, dtype=torch.bool), 4)
+
+    def hide(value, hook):
+        hidden = value.clone()
+        hidden[..., 5] = -torch.inf
+        return hidden
+
+    with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_mask", hide)]):
+        _, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(("pattern", "sink_scores")))
+    for layer in range(3):
+        pattern = cache["pattern", layer]
+        visible = seen.expand_as(pattern).clone()
+        if layer == 1:
+            visible[..., 5] = False
+        assert (pattern[~visible] == 0).all()
+        assert (pattern[visible] > 0).all()
+        torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_sink_scores"], pattern.sum(2))
+
+
+def test_masked_sinks_are_exact(reference, model):
+    """Patterns under MaskSinks equal plain attention without the strongest key of the step before, in every step."""
+    values: dict[int, dict[str, torch.Tensor]] = {}
+
+    def keep(value, hook):
+        values.setdefault(hook.step, {})[hook.name] = value.clone()
+
+    hooks = [MaskSinks(top_k=1), (lambda name: name.endswith("hook_pattern"), keep)]
+    run = sinklens.generate(model, reference.tensors["gen0.prompt"], gen_length=14, hooks=hooks)
+    names = [f"blocks.{layer}.attn" for layer in range(3)]
+    for step, last in itertools.pairwise([None, *range(run.steps_run)]):
+        del step
+        edits = {}
+        for name in names:
+            if last:
+                strongest = values[last - 1][f"{name}.hook_pattern"].sum(2).argmax(-1)
+                hide = torch.zeros(1, 6, 1, run.canvas.shape[2]).scatter(-1, strongest[:, :, None, None], -torch.inf)
+                edits[f"{name}.hook_attn_mask"] = lambda value, hide=hide: value + hide
+        with torch.no_grad():
+            plain = plain_pass(model, run.canvas[:, last], run.real, edits)
+        for name in names:
+            assert largest_difference(values[last][f"{name}.hook_pattern"], plain.values[f"{name}.hook_pattern"]) < 2e-4
+
+
+def test_ablated_heads_are_exact(reference, model):
+    base = sinklens.generate(model, reference.tensors["gen0.prompt"], gen_length=14)
+    logits = {}
+    hooks = [AblateHeads(layers=[1], heads=[2]), ("denoise.hook_logits", lambda v, hook: logits.update({hook.step: v}))]
+    sinklens.generate(model, reference.tensors["gen0.prompt"], gen_length=14, hooks=hooks, replay=base)
+
+    def without(z):
+        z = z.clone()
+        z[:, :, 2] = 0
+        return z
+
+    for step in range(base.steps_run):
+        with torch.no_grad():
+            plain = plain_pass(model, base.canvas[:, step], base.real, {"blocks.1.attn.hook_z": without})
+        assert largest_difference(logits[step], plain.logits) < 1e-3
+
+
+def test_a_replay_repeats_the_run(reference, model):
+    base = sinklens.generate(model, prompts_of(reference), gen_length=10, temperature=1.0, seed=3)
+    again = sinklens.generate(model, prompts_of(reference), gen_length=10, replay=base)
+    assert torch.equal(again.canvas, base.canvas)
+    assert again.sinks["score"].equals(base.sinks["score"])
+
+
+def test_only_masked_positions_are_written(reference, load):
+    """generate.py overwrites prompt tokens if fewer masks than the share are left; see NOTES, gen 8 of sdar-heldout."""
+    model, prompt = load((), (("block_length", 8),)), reference.tensors["gen1.prompt"]
+    run = sinklens.generate(
+        model, prompt[:, :7], gen_length=9, denoising_steps=2, remasking_strategy="low_confidence_static"
+    )
+    assert torch.equal(run.tokens[:, :7], prompt[:, :7])
+    assert run.unmask_step[0, 7] == 0
+
+
+def test_a_proposed_mask_token_stays_masked_and_the_run_goes_on(reference, model):
+    """generate.py raises IndexError there."""
+
+    def propose(value, hook):
+        value = value.clone()
+        value[:, 13] = 309
+        return value
+
+    run = sinklens.generate(
+        model, reference.tensors["gen0.prompt"], gen_length=14, stop=False, hooks=[("denoise.hook_candidates", propose)]
+    )
+    assert (run.tokens[0, 10:] == 309).nonzero()[:, 0].tolist() == [3]
+    assert run.answers[0].masks == 1
+
+
+def test_a_block_length_is_asked_for_and_checked(reference, tmp_path, load):
+    folder = reference.write(tmp_path / "silent")
+    with pytest.raises(CheckpointError, match=r"does not say with which block length .* sinklens.load\(..., block_len"):
+        sinklens.load(folder)
+    with pytest.raises(CheckpointError, match="block_length must be an integer of at least 1; got 0"):
+        sinklens.load(folder, block_length=0)
+    stated = reference.write(tmp_path / "stated", block_size=8)
+    assert sinklens.load(stated).block_length == 8
+    assert sinklens.load(stated, block_length=4).block_length == 4
+    with pytest.raises(SettingError, match=r"block_length is 8, but this sdar model was loaded with blocks of 4"):
+        sinklens.generate(load((), (("block_length", 4),)), reference.tensors["gen0.prompt"], block_length=8)
+
+
+def test_models_of_other_attention_have_no_block_length(tmp_path):
+    with pytest.raises(CheckpointError, match="the llada family has bidirectional attention, which has no blocks"):
+        sinklens.load("tiny-llada", block_length=4)
+
+
+def test_the_block_length_is_part_of_the_fingerprint(load):
+    four, eight = (load((), (("block_length", length),)) for length in (4, 8))
+    assert four.fingerprint != eight.fingerprint
+
+
+def test_the_full_size_config_builds_with_the_published_sizes():
+    """The 8B of the repository: 8.19 billion parameters, as Qwen3-8B."""
+    from sinklens.checkpoints import build_empty, family_named, translate
+
+    raw = {
+        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "tie_word_embeddings": False, "rope_theta": 1000000, "rms_norm_eps": 1e-6,
+        "attention_bias": False, "use_sliding_window": False, "sliding_window": None, "hidden_act": "silu",
+        "max_position_embeddings": 32768, "rope_scaling": None, "attn_implementation": "flex_attention",
+    }  # fmt: skip
+    empty = build_empty(translate(raw, family_named("sdar"), "SDAR-8B-Chat"))
+    assert sum(parameter.numel() for parameter in empty.parameters()) == 8_190_735_360
+    assert json.dumps(raw)

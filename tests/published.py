@@ -1,0 +1,73 @@
+"""Reference data of the block-diffusion models: checkpoints, passes and runs that the models' own code computed."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+import sinklens
+
+
+class Reference:
+    """One folder of reference data.
+
+    Attributes:
+        folder: the folder.
+        tensors: its expected.safetensors.
+        facts: its expected.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, Tensor] = load_file(folder / "expected.safetensors")
+        self.facts: dict[str, Any] = json.loads((folder / "expected.json").read_text())
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The settings of the stored runs."""
+        return self.facts["generate"]
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return json.loads((self.folder / "config.json").read_text())
+
+    def write(self, folder: Path, **changes: Any) -> Path:
+        """A copy of the checkpoint with other values in config.json.
+
+        The public checkpoints name the mask token in their tokenizer, which these folders lack.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config() | {"mask_token_id": self.facts["mask_token_id"]} | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        if not (folder / "model.safetensors").exists():
+            (folder / "model.safetensors").symlink_to(self.folder / "model.safetensors")
+        return folder
+
+    def loader(self, place: Path) -> Any:
+        """A function that loads the checkpoint: ``load(changes of the config, arguments of sinklens.load)``."""
+
+        @cache
+        def load(changes: tuple[tuple[str, Any], ...] = (), arguments: tuple[tuple[str, Any], ...] = ()) -> Any:
+            folder = self.write(place / str(abs(hash((changes, arguments)))), **dict(changes))
+            return sinklens.load(folder, **dict(arguments))
+
+        return load
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape."""
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()
+
+
+def assert_same_canvases(run: sinklens.Generation, canvas: Tensor, result: Tensor) -> None:
+    """Every step of `run` worked on the reference's canvas, where that has positions (-1: none yet)."""
+    assert run.steps_run == canvas.shape[1]
+    for step in range(run.steps_run):
+        stored = canvas[:, step]
+        ours = run.canvas[:, step, : stored.shape[1]]
+        assert (ours[stored >= 0] == stored[stored >= 0]).all(), f"step {step}"
+    assert (run.tokens[:, : result.shape[1]] == result).all()

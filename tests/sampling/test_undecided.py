@@ -1,0 +1,114 @@
+"""A sampler may mark its undecided positions instead of holding the mask token there."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.experiments import compare
+from sinklens.hooks.points import at
+from sinklens.interventions import MaskedLogits, MaskSinks
+from sinklens.sampling import SAMPLERS, Sampler, SamplerSettings, register
+
+NOISE = 7  # an ordinary token
+
+
+@dataclass(frozen=True)
+class FromNoise(SamplerSettings):
+    """Decides one position per step, from the left, on a canvas of noise; takes the first one back after step 1.
+
+    Attributes:
+        gen_length: number of answer positions.
+    """
+
+    gen_length: int = 3
+
+    @property
+    def steps(self) -> int:
+        return self.gen_length + 1
+
+
+def denoise(state, settings):
+    answer = torch.arange(state.canvas.shape[1]) >= state.prompt_length
+    state.canvas = state.canvas.masked_fill(answer, NOISE)
+    state.undecided = answer.expand_as(state.canvas).clone()
+    for step in range(settings.steps):
+        yield
+        canvas, undecided = state.begin_step(), state.undecided.clone()
+        place = state.prompt_length + (step if step < settings.gen_length else 0)
+        where = torch.zeros_like(undecided)
+        where[:, place] = True
+        proposed, _ = state.propose(where, state.logits(canvas, where).argmax(-1), canvas)
+        commit = at(state.tree.denoise.hook_commit, where)
+        undecided &= ~commit
+        canvas = torch.where(commit, proposed, canvas)
+        if step == 1:
+            undecided[:, state.prompt_length], canvas[:, state.prompt_length] = True, NOISE
+        state.end_step(canvas, undecided)
+
+
+@pytest.fixture(autouse=True)
+def _from_noise():
+    register(Sampler("from-noise", FromNoise, denoise))
+    yield
+    del SAMPLERS["from-noise"]
+
+
+PLANNED = [[True, True, True], [False, True, True], [True, False, True], [True, False, False], [False, False, False]]
+
+
+def run_of(model, **more):
+    return sinklens.generate(model, "2 + 3", sampler="from-noise", gen_length=3, **more)
+
+
+def test_the_result_and_the_track_go_by_the_marks_and_not_by_the_mask_token(tiny_llada):
+    run = run_of(tiny_llada)
+    start = run.prompt_length
+    assert (run.canvas[0, 0, start:] == NOISE).all()
+    assert run.undecided[0, :, start:].tolist() == PLANNED
+    assert not run.undecided[0, :, :start].any()
+    assert run.unmask_step[0, start:].tolist() == [3, 1, 2]
+    assert run.answers[0].masks == 0
+    assert run.sinks["masked"].to_numpy()[0, :, start:].tolist() == PLANNED[:-1]
+    committed = [[True, False, False], [False, True, False], [False, False, True], [True, False, False]]
+    assert run.sinks["committed"].to_numpy()[0, :, start:].tolist() == committed
+
+
+def test_a_run_stopped_in_its_first_step_knows_what_is_undecided(tiny_llada):
+    with sinklens.trace(tiny_llada, "2 + 3", sampler="from-noise", gen_length=3) as t:
+        for _ in t.steps:
+            t.stop()
+    assert t.undecided[0, :, t.prompt_length :].tolist() == [PLANNED[0]]
+    assert t.answers[0].masks == 3
+
+
+def test_a_replay_forces_the_marks_too(tiny_llada):
+    base = run_of(tiny_llada)
+    nothing = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
+    again = run_of(tiny_llada, replay=base, hooks=nothing)
+    assert torch.equal(again.undecided, base.undecided)
+    free = run_of(tiny_llada, hooks=nothing)
+    assert free.answers[0].masks == 3
+
+
+def test_masked_logits_and_comparisons_take_the_marked_positions(tiny_llada):
+    lens = MaskedLogits()
+    run_of(tiny_llada, hooks=[lens])
+    assert [len(lens.kept[step]) for step in range(4)] == [3, 2, 2, 1]
+    base = run_of(tiny_llada)
+    assert compare(base, run_of(tiny_llada))["changed_share"].to_numpy().tolist() == [0.0]
+
+
+def test_only_masked_keys_are_the_marked_ones(tiny_llada):
+    """At step 2 the sinks come from step 1, whose undecided answer positions are the second and the third."""
+    hidden = []
+
+    def see(value, hook):
+        hidden.append(torch.isinf(value)[0, :, 0].any(dim=0))
+
+    mask = MaskSinks(top_k=1, only="masked", steps=[2], layers=[0])
+    run = run_of(tiny_llada, hooks=[mask, ("blocks.0.attn.hook_attn_mask", see)])
+    keys = hidden[2].nonzero()[:, 0] - run.prompt_length
+    assert set(keys.tolist()) <= {1, 2}
+    assert len(keys) > 0
