@@ -36,10 +36,15 @@ class Blocks:
 
     def numbers(self, real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Block of each position, from 0; -1 on padding before a row's first token if blocks start there."""
+        return self._columns(real).div(self.length, rounding_mode="floor").clamp(min=-1)
+
+    def offsets(self, real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """Place of each position within its block, from 0."""
+        return self._columns(real) % self.length
+
+    def _columns(self, real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         columns = torch.arange(real.shape[1], device=real.device).expand_as(real)
-        if self.start == "token":
-            columns = columns - real.long().argmax(dim=1, keepdim=True)
-        return columns.div(self.length, rounding_mode="floor").clamp(min=-1)
+        return columns - real.long().argmax(dim=1, keepdim=True) if self.start == "token" else columns
 
     def mask(self, real: Bool[Tensor, "batch key"], queries: slice) -> Bool[Tensor, "batch 1 query key"]:
         """True where a query may see a key. Padding is no key; as a query it sees all keys, and no position reads it.

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "mmada": "llama",
     "dream": "qwen2",
     "sdar": "qwen3",
+    "fast-dllm-v2": "qwen2",
     "a2d-llama": "llama",
     "a2d-qwen2": "qwen2",
     "bd3lm-qwen2": "qwen2",
@@ -30,7 +31,7 @@ ARCHITECTURES = {
 }
 """Family -> the transformers class that computes the same."""
 
-BLOCK_CAUSAL = ("sdar", "bd3lm-qwen2", "bd3lm-qwen3")
+BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "bd3lm-qwen2", "bd3lm-qwen3")
 """Families whose queries see their own block and earlier ones; here blocks of 4."""
 
 LLADA_BLOCK = {
@@ -85,7 +86,12 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     same += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     config = {key: getattr(hf.config, key) for key in same if hasattr(hf.config, key)} | {"rope_theta": theta}
-    kind = {"dream": "Dream", "bd3lm-qwen2": "a2d-qwen2", "bd3lm-qwen3": "a2d-qwen3"}.get(family, family)
+    kind = {
+        "dream": "Dream",
+        "fast-dllm-v2": "Fast_dLLM_Qwen",
+        "bd3lm-qwen2": "a2d-qwen2",
+        "bd3lm-qwen3": "a2d-qwen3",
+    }.get(family, family)
     config |= {"model_type": kind, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     config |= {"bos_token_id": 1, "eos_token_id": 2}
     if not causal(family):

@@ -169,6 +169,19 @@ FAMILIES: list[Family] = [
         dropped=("attn_implementation", "use_cache"),
     ),
     Family(
+        "fast-dllm-v2",
+        ("Fast_dLLM_Qwen",),
+        "qwen2",
+        "fast-dllm-v2",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights, without its sub-block cache; "
+        "full size built, not run",
+        shift=True,
+        required=_QWEN_REQUIRED,
+        mask_token_id=151665,
+        block_causal=True,
+        block_length_key="bd_size",
+    ),
+    Family(
         "a2d-llama",
         ("a2d-llama",),
         "llama",

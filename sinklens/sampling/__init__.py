@@ -9,13 +9,14 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     Settings,
 )
-from sinklens.sampling.settings_blocks import Bd3lmSettings, SdarSettings
+from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
 
 __all__ = [
     "SAMPLERS",
     "AutoregressiveSettings",
     "Bd3lmSettings",
     "DreamSettings",
+    "FastDllmV2Settings",
     "LladaSettings",
     "RunSettings",
     "Sampler",

@@ -21,15 +21,18 @@ class BlockProgress:
         schedule: number of masked positions of a block at its start -> how many each pass decides. The block ends after
             these passes even if positions are still masked.
         stop_ids: tokens that end a row once a block with one of them is finished.
+        early: end a row as soon as no masked answer position precedes a stop token, within a block too.
     """
 
-    def __init__(self, state: State, schedule: Callable[[int], Sequence[int]], stop_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, state: State, schedule: Callable[[int], Sequence[int]], stop_ids: tuple[int, ...], early: bool = False
+    ) -> None:
         blocks = state.tree.attention_blocks
         assert blocks is not None, "the registry allows these samplers for block-causal models only"
         columns = torch.arange(state.real.shape[1], device=state.real.device)
         self._answer = state.real & (columns >= state.prompt_length)
         self._numbers = blocks.numbers(state.real).masked_fill(~state.real, -1)
-        self._schedule, self._mask = schedule, state.mask_id
+        self._schedule, self._mask, self._early = schedule, state.mask_id, early
         self._stop_ids = torch.tensor(stop_ids, dtype=state.canvas.dtype, device=state.canvas.device)
         first = torch.where(self._answer, self._numbers, self._numbers.max() + 1)
         self._block, self._last = first.amin(dim=1), self._numbers.amax(dim=1)
@@ -45,6 +48,9 @@ class BlockProgress:
 
     def advance(self, canvas: Int[Tensor, "batch pos"]) -> bool:
         """Move rows whose block is finished to their next block; whether any row still has one."""
+        if self._early:
+            masked = ((canvas == self._mask) & self._answer).cumsum(dim=1) > 0
+            self._running &= ~(torch.isin(canvas, self._stop_ids) & self._answer & ~masked).any(dim=1)
         while bool((done := self._finished(canvas)).any()):
             self._running &= ~(done & (self._stopped(canvas) | (self._block >= self._last)))
             self._block = self._block + (done & self._running).long()

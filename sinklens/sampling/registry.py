@@ -26,7 +26,7 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     require_integer,
 )
-from sinklens.sampling.settings_blocks import Bd3lmSettings, SdarSettings
+from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -69,6 +69,7 @@ SAMPLERS: dict[str, Sampler] = {
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
         Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
         Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
+        Sampler("fast-dllm-v2", FastDllmV2Settings, "sinklens.sampling.fast_dllm_v2:denoise", ("block-causal",)),
     )
 }
 

@@ -42,6 +42,7 @@ class Settings(TypedDict, total=False):
     confidence_of: ConfidenceOf
     stop: bool
     right_shift_logits: bool
+    small_block_size: int
 
 
 class RunSettings(Settings, total=False):
@@ -97,7 +98,7 @@ def require_nonnegative(name: str, value: float) -> None:
     require(is_finite(value) and value >= 0, f"{name} must be a finite number of at least 0; got {value!r}.")
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
@@ -147,7 +148,7 @@ class LladaSettings(SamplerSettings):
         require(
             self.gen_length % self.block_length == 0,
             f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
-            f"choose one of {_divisors(self.gen_length)}.",
+            f"choose one of {divisors(self.gen_length)}.",
         )
         blocks = self.gen_length // self.block_length
         require(

@@ -14,6 +14,7 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     Strategy,
     check_truncation,
+    divisors,
     is_finite,
     require,
     require_integer,
@@ -141,3 +142,62 @@ class Bd3lmSettings(SamplerSettings):
     def lead(self, columns: int) -> int:
         """The columns that complete the prompts' first block."""
         return -columns % self.block_length
+
+
+@dataclass(frozen=True)
+class FastDllmV2Settings(SamplerSettings):
+    """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code), without its sub-block cache.
+
+    The last block is always complete, as in the reference, unless only its first position is part of the answer: up to
+    ``block_length - 2`` positions after the answer are decided too. The reference's ``max_new_tokens`` counts blocks,
+    the first of which holds prompt tokens: for its result, choose `gen_length` so that prompt and answer fill whole
+    blocks and one position.
+
+    Attributes:
+        gen_length: number of answer positions.
+        block_length: positions per block; always the model's.
+        small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
+        threshold: besides the most confident proposal, accept all of more confidence; 1 accepts one per step.
+        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability.
+        stop: end a row at its first end-of-sequence token; later positions stay masked.
+        positions: number of positions that the run decides; set by the run.
+    """
+
+    gen_length: int = 128
+    block_length: int = 32
+    small_block_size: int = 0
+    threshold: float = 1.0
+    temperature: float = 0.0
+    top_p: float | None = 0.95
+    stop: bool = True
+    positions: int = field(default=0, metadata={"setting": False})
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        require_integer("block_length", self.block_length)
+        default = 8 if self.block_length % 8 == 0 else self.block_length
+        object.__setattr__(self, "small_block_size", self.small_block_size or default)
+        require_integer("small_block_size", self.small_block_size)
+        require(
+            self.block_length % self.small_block_size == 0,
+            f"small_block_size {self.small_block_size} does not divide block_length {self.block_length}; choose one of "
+            f"{divisors(self.block_length)}.",
+        )
+        object.__setattr__(self, "positions", self.positions or self.gen_length)
+        require_nonnegative("threshold", self.threshold)
+        check_truncation(self.temperature, self.top_p, None)
+
+    @property
+    def steps(self) -> int:
+        """Largest number of steps: each decides at least one position."""
+        return self.positions
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "FastDllmV2Settings":
+        """With the number of positions of the row that has most."""
+        return replace(self, positions=self.gen_length + max(map(self.spare, prompt_lengths)))
+
+    def spare(self, prompt_length: int) -> int:
+        """The positions that complete the last block."""
+        beyond = -(prompt_length + self.gen_length) % self.block_length
+        return 0 if beyond == self.block_length - 1 else beyond

@@ -39,8 +39,8 @@ WINDOW = {"use_sliding_window": True}
 DREAM = WINDOW | {"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 BIASED = DREAM | {"attention_bias": True}
 UNSUPPORTED = {
-    "llada": LLADA, "mmada": LLADA, "dream": DREAM, "sdar": BIASED, "a2d-qwen2": WINDOW, "bd3lm-qwen2": DREAM,
-    "a2d-qwen3": WINDOW, "bd3lm-qwen3": BIASED,
+    "llada": LLADA, "mmada": LLADA, "dream": DREAM, "sdar": BIASED, "fast-dllm-v2": DREAM,
+    "a2d-qwen2": WINDOW, "bd3lm-qwen2": DREAM, "a2d-qwen3": WINDOW, "bd3lm-qwen3": BIASED,
 }  # fmt: skip
 REQUIRED = [(family, key) for family, values in UNSUPPORTED.items() for key in values]
 

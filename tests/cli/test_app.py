@@ -128,7 +128,10 @@ def test_help_explains_every_sampler_setting(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "--block-length INT [llada, sdar, bd3lm] blocks of this length are decoded from left to right" in printed
+    assert (
+        "--block-length INT [llada, sdar, bd3lm, fast-dllm-v2] blocks of this length are decoded from left to right"
+        in printed
+    )
     assert "--alg-temp FLOAT [dream] temperature for choosing positions" in printed
     assert "--top-k INT [dream, autoregressive, sdar] propose from this many most likely tokens" in printed
     for name in Settings.__annotations__:

@@ -1,0 +1,56 @@
+"""Fast-dLLM v2's sampler: blocks from left to right, each in sub-blocks; the logits predict the next position.
+
+The model was made from an autoregressive one, so the first token of a block is decided as there: from the last position
+of the finished block before it, in a step of its own. The other positions of a block are decided sub-block by
+sub-block: every step accepts the most confident proposal and all above a threshold.
+
+Where the published implementation fails, this sampler does not: a prompt of exactly one block is seen (the reference
+ignores it), and a proposed mask token stays masked (the reference never ends).
+
+Limitation: the reference's `use_block_cache`, which keeps stale keys within a block and changes results, is not
+implemented. All keys are computed in every step.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinklens.hooks.points import at
+from sinklens.sampling import decisions
+from sinklens.sampling.progress_of_blocks import BlockProgress
+from sinklens.sampling.settings_blocks import FastDllmV2Settings
+from sinklens.sampling.state import State
+
+
+def denoise(state: State, settings: FastDllmV2Settings) -> Iterator[None]:
+    """Yield before each step; when resumed, run the step on `state.canvas`."""
+    stop_ids = state.eos_ids if settings.stop else ()
+    progress = BlockProgress(state, lambda masked: [1] * masked, stop_ids, early=True)
+    while progress.advance(state.canvas):
+        yield
+        _step(state, settings, progress.current(), progress.take_counts())
+
+
+def _step(state: State, settings: FastDllmV2Settings, block: Bool[Tensor, "batch pos"], counts: list[int]) -> None:
+    canvas = state.begin_step()
+    where = _next((canvas == state.mask_id) & block, state, settings.small_block_size)
+    logits = state.logits(canvas, where)
+    kept = decisions.truncate(logits, settings.temperature, settings.top_p if settings.temperature > 0 else None, None)
+    probs = kept.softmax(dim=-1, dtype=torch.float64)
+    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
+    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
+    confidence = state.spread_confidence(where, decisions.probability(probs, candidates))
+    commit = decisions.most_confident(confidence, counts, None) | (confidence > settings.threshold)
+    commit = at(state.tree.denoise.hook_commit, commit)
+    state.end_step(torch.where(commit, proposed, canvas))
+
+
+def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:
+    """Each row's masked positions of its first unfinished sub-block; of a block's first position, that one alone."""
+    blocks = state.tree.attention_blocks
+    assert blocks is not None
+    offsets = blocks.offsets(state.real)
+    group = torch.where(offsets == 0, -1, offsets // size).masked_fill(~masked, blocks.length)
+    return masked & (group == group.amin(dim=1, keepdim=True))
