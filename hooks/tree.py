@@ -49,6 +49,8 @@ class Sizes:
     model_name: str
     device: torch.device
     dtype: torch.dtype
+    num_experts: int | None = None
+    experts_per_token: int | None = None
     normalization_type: str = "RMS"
     attn_only: bool = False
     final_rms: bool = True
@@ -81,7 +83,9 @@ class HookTree(ModelWeights, HookFront):
         self.denoise = Points(names.DENOISE, self.watch)
         self.hook_embed = Point(self.watch)
         layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
-        self.blocks = nn.ModuleList(Block(self.watch, layer, architecture, self.cfg.d_head) for layer in layers)
+        self.blocks = nn.ModuleList(
+            Block(self.watch, layer, architecture, self.cfg.d_head, number) for number, layer in enumerate(layers)
+        )
         self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
         self.hf = hf
         self._setup_points()
@@ -116,6 +120,11 @@ class HookTree(ModelWeights, HookFront):
         on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
         return ["denoise.hook_canvas", *found, *(f"denoise.{spec.name}" for spec in names.DENOISE[1:])]
+
+    @property
+    def parts(self) -> list[names.Parts]:
+        """The parts of each layer, which decide which points it has."""
+        return [block.parts for block in self.blocks]  # type: ignore[misc]
 
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
         """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
@@ -300,4 +309,6 @@ def _sizes(hf: PreTrainedModel) -> Sizes:
         model_name=getattr(config, "name_or_path", "") or config.model_type,
         device=device_of(hf.get_input_embeddings()),
         dtype=first.dtype,
+        num_experts=getattr(config, "num_local_experts", None),
+        experts_per_token=getattr(config, "num_experts_per_tok", None),
     )
