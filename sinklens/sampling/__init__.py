@@ -10,6 +10,7 @@ from sinklens.sampling.settings import (
     Settings,
 )
 from sinklens.sampling.settings_blocks import Bd3lmSettings, SdarSettings
+from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
 
 __all__ = [
     "SAMPLERS",
@@ -17,6 +18,8 @@ __all__ = [
     "Bd3lmSettings",
     "DreamSettings",
     "LladaSettings",
+    "OpenDcoderSettings",
+    "Rnd1Settings",
     "RunSettings",
     "Sampler",
     "SamplerSettings",
