@@ -11,6 +11,23 @@ from sinklens.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Attribute paths below the MLP of a layer that is a mixture of experts.
+
+    Attributes:
+        routing: the rule by which the router chooses experts, in `hooks.experts.ROUTING`.
+        router: returns logits, weights and indices of the chosen experts, with batch and position as one axis.
+        experts: called with tokens, indices and weights; a layer without this module has a dense MLP.
+        shared: the shared expert, which sees every token; "" if the architecture has none.
+    """
+
+    routing: str
+    router: str = "gate"
+    experts: str = "experts"
+    shared: str = ""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Attribute paths into a transformers ``...ForCausalLM`` module.
 
@@ -22,6 +39,10 @@ class Architecture:
         q, k, v, o: projections below `attn`.
         gate, up, down: below `mlp`, computing down(act(gate(x)) * up(x)).
         eps: name of the norms' epsilon attribute.
+        q_norm, k_norm: norms of queries and keys below `attn`; "" if the architecture has none. A layer without the
+            modules has no such norms.
+        qk_norm_last: these norms follow all projections, and not each its own.
+        experts: below `mlp`, in layers whose MLP is a mixture of experts; None if the architecture has none.
     """
 
     base: str = "model"
@@ -41,12 +62,23 @@ class Architecture:
     up: str = "up_proj"
     down: str = "down_proj"
     eps: str = "variance_epsilon"
+    q_norm: str = ""
+    k_norm: str = ""
+    qk_norm_last: bool = False
+    experts: Experts | None = None
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
     "qwen2": Architecture(),
-    "qwen3": Architecture(),
+    "qwen3": Architecture(q_norm="q_norm", k_norm="k_norm"),
+    "qwen3_moe": Architecture(q_norm="q_norm", k_norm="k_norm", experts=Experts("softmax")),
+    "glm4_moe": Architecture(
+        q_norm="q_norm",
+        k_norm="k_norm",
+        qk_norm_last=True,
+        experts=Experts("grouped sigmoid", shared="shared_experts"),
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.offload import class_forward, weight_of
 from sinklens.hooks.points import Point, Watch
-from sinklens.hooks.weights import AttentionWeights, MlpWeights
+from sinklens.hooks.weights import AttentionWeights, ExpertWeights, MlpWeights
 
 
 class Points(nn.Module):
@@ -66,12 +66,14 @@ class AttentionPoints(AttentionWeights, Points):
     hook_z: Point
     hook_result: Point
 
-    def __init__(self, watch: Watch, projections: dict[str, nn.Module], d_head: int) -> None:
+    def __init__(self, watch: Watch, projections: dict[str, nn.Module], d_head: int, parts: names.Parts) -> None:
         inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
-        ordered = [row for spec in names.ATTENTION for row in (inputs.get(spec.name), spec) if row is not None]
+        rows = names.attention_specs(parts)
+        ordered = [row for spec in rows for row in (inputs.get(spec.name), spec) if row is not None]
         super().__init__([names.ATTN_IN, *ordered], watch)
         self.__dict__["_projections"] = (projections, d_head)  # not submodules: the layer owns them
-        outside = ("hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name)  # tapped at the projections
+        outside = {"hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name}  # tapped at the projections
+        outside |= {spec.name for spec in names.QK_NORM.values()}
         inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
         self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]
 
@@ -88,25 +90,67 @@ class MlpPoints(MlpWeights, Points):
         self.__dict__["_projections"] = projections
 
 
+class ExpertPoints(ExpertWeights, Points):
+    """The points of one mixture of experts."""
+
+    hook_router_logits: Point
+    hook_expert_indices: Point
+    hook_expert_weights: Point
+    hook_expert_out: Point
+    hook_shared_out: Point
+
+    def __init__(self, watch: Watch, parts: names.Parts, layer: int, norm: nn.Module) -> None:
+        super().__init__(names.mlp_specs(parts), watch)
+        self.__dict__["_place"] = layer, norm  # not a submodule: the layer owns it
+
+
 class Block(nn.Module):
-    """The points of one layer, in the order the forward pass reaches them."""
+    """The points of one layer, in the order the forward pass reaches them.
+
+    Attributes:
+        parts: the parts of the layer, which decide which points it has.
+    """
 
     hook_out_is_single_residual_stream = True  # TransformerLens's logit lens reads this attribute
 
-    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, d_head: int) -> None:
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, d_head: int, number: int) -> None:
         super().__init__()
+        self.parts = parts_of(layer, architecture)
         heads = {letter: getattr(architecture, letter) for letter in ("q", "k", "v", "o")}
-        mlp = {part: getattr(architecture, part) for part in ("gate", "up", "down")}
         self.hook_resid_pre = Point(watch)
         self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
-        self.attn = AttentionPoints(watch, _below(layer, architecture.attn, heads), d_head)
+        self.attn = AttentionPoints(watch, _below(layer, architecture.attn, heads), d_head, self.parts)
         self.hook_attn_out = Point(watch)
         self.hook_resid_mid = Point(watch)
         self.hook_mlp_in = Point(watch)
         self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2))
-        self.mlp = MlpPoints(watch, _below(layer, architecture.mlp, mlp))
+        self.mlp = self._mlp(watch, layer, architecture, number)
         self.hook_mlp_out = Point(watch)
         self.hook_resid_post = Point(watch)
+
+    def _mlp(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> Points:
+        if self.parts.experts:
+            return ExpertPoints(watch, self.parts, number, layer.get_submodule(architecture.ln2))
+        paths = {part: getattr(architecture, part) for part in ("gate", "up", "down")}
+        return MlpPoints(watch, _below(layer, architecture.mlp, paths))
+
+
+def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
+    """The parts that a layer has, of those that its architecture can have."""
+    experts = architecture.experts
+    mixed = experts is not None and _has(layer, f"{architecture.mlp}.{experts.experts}")
+    shared = experts.shared if mixed and experts is not None else None
+    return names.Parts(
+        qk_norm=bool(architecture.q_norm) and _has(layer, f"{architecture.attn}.{architecture.q_norm}"),
+        qk_norm_last=architecture.qk_norm_last,
+        dense=not mixed,
+        experts=mixed,
+        shared=bool(shared) and _has(layer, f"{architecture.mlp}.{shared}"),
+    )
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    return any(name == path for name, _ in layer.named_modules())
 
 
 def _below(layer: nn.Module, part: str, paths: dict[str, str]) -> dict[str, nn.Module]:

@@ -8,12 +8,16 @@ that lists the nearest names.
 A few points are off until a setter of the model turns them on (`SWITCHED`), as in TransformerLens: most copy the stream
 once per head. Until then ``model.hook_names()`` omits them, and naming one raises an error that names the setter.
 
+Some points exist only where a layer has the part that they show: a mixture of experts instead of a dense MLP, a norm of
+queries and keys. `Parts` says which parts a layer has, and `table` lists the points of such layers.
+
 Axes use the project's glossary: ``batch step layer head query key pos d_model d_head d_mlp vocab``. ``kv_head`` counts
-key/value heads, of which there are fewer than ``head`` in grouped-query attention.
+key/value heads, of which there are fewer than ``head`` in grouped-query attention; ``expert`` counts the experts of a
+layer, ``k`` those that a token is sent to.
 
 Caveat: watching can change the last bits of a value, at these points only: the points of the norms and ``hook_result``
-recompute the result of their module, ``hook_attn_scores`` and ``hook_pattern`` use another attention kernel, and
-``hook_logits`` passes more rows through the head.
+recompute the result of their module, as does ``hook_expert_out``; ``hook_attn_scores`` and ``hook_pattern`` use another
+attention kernel, and ``hook_logits`` passes more rows through the head.
 """
 
 import re
@@ -61,11 +65,24 @@ ATTENTION = (
     PointSpec("hook_z", "batch pos head d_head", "head outputs before the output projection"),
     PointSpec("hook_result", "batch pos head d_model", "head outputs after it; their sum is hook_attn_out"),
 )
+QK_NORM = {
+    "hook_q": PointSpec("hook_q_normed", "batch pos head d_head", "normalized queries, before the rotation"),
+    "hook_k": PointSpec("hook_k_normed", "batch pos kv_head d_head", "normalized keys, before the rotation"),
+}
+"""The points of models that normalize queries and keys, by the point whose value is normalized."""
 MLP = (
     PointSpec("hook_pre", "batch pos d_mlp", "gate, before the activation function"),
     PointSpec("hook_pre_linear", "batch pos d_mlp", "the linear branch"),
     PointSpec("hook_post", "batch pos d_mlp", "activated gate times linear branch"),
 )
+ROUTER_LOGITS = PointSpec("hook_router_logits", "batch pos expert", "the router's logits; editing them routes again")
+EXPERTS = (
+    ROUTER_LOGITS,
+    PointSpec("hook_expert_indices", "batch pos k", "the chosen experts; edited, others with their own weights"),
+    PointSpec("hook_expert_weights", "batch pos k", "weights of the chosen experts; 0 ablates one"),
+    PointSpec("hook_expert_out", "batch pos k d_model", "output of each chosen expert, before its weight"),
+)
+SHARED = PointSpec("hook_shared_out", "batch pos d_model", "output of the shared expert")
 PER_HEAD = "copy of the stream that each head's {} read, before the norm"
 SPLIT_INPUTS = tuple(
     PointSpec(f"hook_{letter}_input", f"batch pos {head} d_model", PER_HEAD.format(what))
@@ -111,8 +128,42 @@ _BLOCK_ALIASES = {
     "mlp.out.hook_out": "hook_mlp_out",
     "mlp.hook_out": "hook_mlp_out",
 }
+# The same for points that only some layers have.
+_OPTIONAL_ALIASES = {
+    "attn.q_norm.hook_out": "attn.hook_q_normed",
+    "attn.k_norm.hook_out": "attn.hook_k_normed",
+    "mlp.gate.hook_out": "mlp.hook_router_logits",
+    "mlp.shared_experts.hook_out": "mlp.hook_shared_out",
+}
 _SWITCHED_ALIASES = {name.removeprefix("attn."): name for name in SWITCHED if name.startswith("attn.")}
 _ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
+
+
+class Parts(NamedTuple):
+    """The parts of a layer, or of several layers, that decide which points it has.
+
+    Attributes:
+        qk_norm: queries and keys are normalized before the rotation.
+        qk_norm_last: they are normalized after all projections, and not each after its own.
+        dense: the MLP is dense.
+        experts: the MLP is a mixture of experts.
+        shared: a shared expert is added to the mixture.
+    """
+
+    qk_norm: bool = False
+    qk_norm_last: bool = False
+    dense: bool = True
+    experts: bool = False
+    shared: bool = False
+
+
+PLAIN = Parts()
+EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True)
+
+
+def merged(layers: Sequence[Parts]) -> Parts:
+    """The parts that at least one of the layers has."""
+    return Parts(*(any(having) for having in zip(*layers, strict=True)))
 
 
 def aliases(n_layers: int) -> dict[str, str]:
@@ -126,9 +177,10 @@ def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
     return {f"blocks.{layer}.{old}": f"blocks.{layer}.{new}" for layer in range(n_layers) for old, new in below.items()}
 
 
-def _every_alias(n_layers: int) -> dict[str, str]:
-    """`aliases`, and the aliases of points that are off by default."""
-    return aliases(n_layers) | _in_blocks(_SWITCHED_ALIASES, n_layers)
+def _every_alias(n_layers: int) -> list[tuple[str, str]]:
+    """Spellings and points: those of `aliases`, of points that are off by default, and of points of some layers."""
+    found = aliases(n_layers) | _in_blocks(_SWITCHED_ALIASES, n_layers)
+    return [*found.items(), *_in_blocks(_OPTIONAL_ALIASES, n_layers).items()]
 
 
 def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
@@ -155,15 +207,39 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     if name in known:
         return name
     spelled = _every_alias(n_layers)
-    canonical = spelled.get(name, name)
-    if canonical in known:
-        return canonical
-    if switch := switch_of(canonical):
-        raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
+    meant = [name, *(point for spelling, point in spelled if spelling == name)]
+    for canonical in meant:
+        if canonical in known:
+            return canonical
+    for canonical in meant:
+        if switch := switch_of(canonical):
+            raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
+        _refuse_absent(name, canonical, known, n_layers)
     raise HookNameError(
-        f"no hook point is called {name!r}.{nearest(name, [*known, *spelled])} "
+        f"no hook point is called {name!r}.{nearest(name, [*known, *(spelling for spelling, _ in spelled)])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."
     )
+
+
+def _refuse_absent(name: str, canonical: str, known: Sequence[str], n_layers: int) -> None:
+    """Raise an error if `canonical` is a point that only layers with another part have."""
+    match = re.match(r"blocks\.(\d+)\.(?:attn|mlp)\.(\w+)$", canonical)
+    if not match:
+        return
+    layer, point = match.groups()
+    mixed = [number for number in range(n_layers) if f"blocks.{number}.mlp.{ROUTER_LOGITS.name}" in known]
+    if point in (spec.name for spec in (*EXPERTS, SHARED)) and int(layer) not in mixed:
+        others = f"layers with experts: {', '.join(map(str, mixed))}" if mixed else "no layer of this model has experts"
+        raise HookNameError(f"{name!r}: the MLP of layer {layer} is dense and has no experts; {others}.")
+    if point == SHARED.name:
+        raise HookNameError(f"{name!r}: the experts of layer {layer} have no shared expert.")
+    if point in (spec.name for spec in MLP) and int(layer) in mixed:
+        raise HookNameError(
+            f"{name!r}: the MLP of layer {layer} is a mixture of experts; its points are "
+            f"{', '.join(spec.name for spec in EXPERTS)}."
+        )
+    if point in (spec.name for spec in QK_NORM.values()):
+        raise HookNameError(f"{name!r}: this model does not normalize queries and keys.")
 
 
 def switch_of(name: str) -> str | None:
@@ -183,7 +259,7 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     if isinstance(name, str):
         return [resolve(name, known, n_layers)]
     spellings: dict[str, list[str]] = {point: [point] for point in known}
-    for spelling, point in _every_alias(n_layers).items():
+    for spelling, point in _every_alias(n_layers):
         spellings.get(point, []).append(spelling)
     chosen = [point for point in known if any(name(spelling) for spelling in spellings[point])]
     if not chosen:
@@ -201,7 +277,7 @@ def axes_of(name: str) -> list[str]:
     ['batch', 'head', 'query', 'key']
     """
     last = name.rsplit(".", 1)[-1]
-    rows = [*(spec for _, spec in table()), *(spec for _, spec in SWITCHED.values())]
+    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values())]
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 
@@ -215,23 +291,49 @@ def position_axis(name: str) -> int:
     return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
 
 
-def block_specs() -> Iterable[tuple[str, PointSpec]]:
+def attention_specs(parts: Parts = PLAIN) -> list[PointSpec]:
+    """The rows of an attention layer, in the order the forward pass reaches them."""
+    if not parts.qk_norm:
+        return list(ATTENTION)
+    if parts.qk_norm_last:
+        return [*ATTENTION[:3], *QK_NORM.values(), *ATTENTION[3:]]
+    rows = [(spec, QK_NORM.get(spec.name)) for spec in ATTENTION]
+    return [row for pair in rows for row in pair if row is not None]
+
+
+def mlp_specs(parts: Parts = PLAIN) -> list[PointSpec]:
+    """The rows of an MLP, in the order the forward pass reaches them."""
+    experts = [*EXPERTS, SHARED] if parts.shared else list(EXPERTS)
+    return [*(MLP if parts.dense else ()), *(experts if parts.experts else ())]
+
+
+def block_specs(parts: Parts = PLAIN) -> Iterable[tuple[str, PointSpec]]:
     """Each dotted name below a block with its row, in the order the forward pass reaches them."""
     yield RESID_PRE.name, RESID_PRE
     yield from ((f"ln1.{spec.name}", spec) for spec in NORM)
-    yield from ((f"attn.{spec.name}", spec) for spec in ATTENTION)
+    yield from ((f"attn.{spec.name}", spec) for spec in attention_specs(parts))
     yield ATTN_OUT.name, ATTN_OUT
     yield RESID_MID.name, RESID_MID
     yield from ((f"ln2.{spec.name}", spec) for spec in NORM)
-    yield from ((f"mlp.{spec.name}", spec) for spec in MLP)
+    yield from ((f"mlp.{spec.name}", spec) for spec in mlp_specs(parts))
     yield MLP_OUT.name, MLP_OUT
     yield RESID_POST.name, RESID_POST
 
 
-def table() -> list[tuple[str, PointSpec]]:
-    """The table with ``{l}`` for the layer, in forward order, without points that are off; for `sinklens hooks`."""
+def table(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
+    """The table with ``{l}`` for the layer, in forward order, without points that are off; for `sinklens hooks`.
+
+    Args:
+        parts: what the layers have; with both `dense` and `experts`, each layer has the points of one of them.
+    """
     rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
-    rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs()]
+    rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs(parts)]
     rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]
     rows += [(f"denoise.{spec.name}", spec) for spec in DENOISE[1:]]
     return rows
+
+
+def optional() -> list[tuple[str, PointSpec]]:
+    """The rows of `table` that only layers with experts, or with normalized queries and keys, have."""
+    plain = dict(table())
+    return [(name, spec) for name, spec in table(EVERY) if name not in plain]

@@ -30,10 +30,10 @@ def value_of(root: Any, name: str) -> Any:
         return getattr(module, attribute)
 
 
-def class_forward(module: Any, x: Tensor) -> Tensor:
+def class_forward(module: Any, *inputs: Tensor) -> Tensor:
     """The forward of the module's class, with its weights in place and without its hooks."""
     with align_module_device(module):
-        return type(module).forward(module, x)
+        return type(module).forward(module, *inputs)
 
 
 def device_of(module: nn.Module) -> torch.device:

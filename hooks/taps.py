@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sinklens.hooks import attention
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
@@ -51,20 +52,32 @@ def connect(
 
 def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
     attn: Any = layer.get_submodule(architecture.attn)
-    mlp = layer.get_submodule(architecture.mlp)
     _tap_norm(undo, layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
     _tap_norm(undo, layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
     for name in ("q", "k", "v"):
         _tap_heads(
             undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
         )
+    if block.parts.qk_norm:
+        _tap_output(undo, attn.get_submodule(architecture.q_norm), block.attn.hook_q_normed)
+        _tap_output(undo, attn.get_submodule(architecture.k_norm), block.attn.hook_k_normed)
     attn.__dict__[attention.POINTS] = block.attn
     undo.callback(attn.__dict__.pop, attention.POINTS)
     _tap_result(undo, attn.get_submodule(architecture.o), block.attn)
+    _connect_mlp(layer.get_submodule(architecture.mlp), block, architecture, undo)
+    _replace_forward(layer, block, architecture, undo)
+
+
+def _connect_mlp(mlp: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
+    if block.parts.experts:
+        assert architecture.experts is not None
+        ExpertTaps(mlp, block.mlp, architecture.experts, undo)
+        if block.parts.shared:
+            _tap_output(undo, mlp.get_submodule(architecture.experts.shared), block.mlp.hook_shared_out)
+        return
     _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
     _tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
     _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
-    _replace_forward(layer, block, architecture, undo)
 
 
 def _replace_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:

@@ -51,6 +51,8 @@ class Sizes:
     dtype: torch.dtype
     act_fn: str = "silu"
     eps: float = 1e-6
+    num_experts: int | None = None
+    experts_per_token: int | None = None
     normalization_type: str = "RMS"
     positional_embedding_type: str = "rotary"
     default_prepend_bos: bool = False
@@ -99,7 +101,9 @@ class HookTree(ModelWeights, HookFront):
         self.denoise = Points(names.DENOISE, self.watch)
         self.hook_embed = Point(self.watch)
         layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
-        self.blocks = nn.ModuleList(Block(self.watch, layer, architecture, self.cfg.d_head) for layer in layers)
+        self.blocks = nn.ModuleList(
+            Block(self.watch, layer, architecture, self.cfg.d_head, number) for number, layer in enumerate(layers)
+        )
         self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
         self.hf = hf
         self._setup_points()
@@ -134,6 +138,11 @@ class HookTree(ModelWeights, HookFront):
         on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
         return ["denoise.hook_canvas", *found, *(f"denoise.{spec.name}" for spec in names.DENOISE[1:])]
+
+    @property
+    def parts(self) -> list[names.Parts]:
+        """The parts of each layer, which decide which points it has."""
+        return [block.parts for block in self.blocks]  # type: ignore[misc]
 
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
         """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
@@ -320,4 +329,6 @@ def _sizes(hf: PreTrainedModel) -> Sizes:
         dtype=first.dtype,
         act_fn=config.hidden_act,
         eps=config.rms_norm_eps,
+        num_experts=getattr(config, "num_local_experts", None),
+        experts_per_token=getattr(config, "num_experts_per_tok", None),
     )

@@ -137,6 +137,26 @@ class MlpWeights:
         return bias_of(self._linear("down"))
 
 
+class ExpertWeights:
+    """What a mixture of experts has of the weights of an MLP: no bias.
+
+    The group stores its layer's number and the norm before it under ``_place`` in its ``__dict__``.
+    """
+
+    @property
+    def b_out(self) -> Float[Tensor, " d_model"]:
+        """Zeros: experts have no output bias."""
+        return torch.zeros_like(weight_of(self.__dict__["_place"][1]))
+
+    def _refuse(self) -> Tensor:
+        raise SettingError(
+            f"the MLP of layer {self.__dict__['_place'][0]} is a mixture of experts, so it has none of W_gate, W_in, "
+            f"W_out, b_gate and b_in; the weights of its experts are parameters of model.tree.hf."
+        )
+
+    W_gate = W_in = W_out = b_gate = b_in = property(_refuse, doc="Raises a `SettingError`.")
+
+
 class Embed:
     """The token embedding under TransformerLens's names."""
 

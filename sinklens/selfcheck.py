@@ -8,7 +8,8 @@ later measurements would not describe what it computes.
 Three passes suffice for any number of points: one without hooks, one watched at every point, and one with edits. The
 edits share a pass: at the entry of the last layer the single prompt is expanded to one row per kind of point, and each
 row gets one edit. Only that layer and the head see more than one row, so on a large model the pass takes little longer
-than any other.
+than any other. Kinds of points that the last layer does not have (a dense MLP before mixtures of experts) are edited in
+all layers that have them, in two further passes.
 
 Limitation: the check runs short passes in the model's dtype and cannot detect a fault that needs a long context. A
 layer whose output is zero also hides its edits, so a kind of point whose edit in the last layer has no effect is edited
@@ -33,9 +34,13 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torc
 HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
 READ_ONLY = "attn.hook_sink_scores"
 EMBED = names.EMBED[0].name
-KINDS = [f"blocks.{{}}.{name}" for name, _ in names.block_specs() if name != READ_ONLY]
-KINDS += [f"ln_final.{spec.name}" for spec in names.NORM]
-"""The editable points after the embedding; ``{}`` stands for the layer."""
+INDICES = "hook_expert_indices"
+
+
+def kinds_of(parts: names.Parts) -> list[str]:
+    """The editable points after the embedding, for a last layer with these parts; ``{}`` stands for the layer."""
+    inside = [f"blocks.{{}}.{name}" for name, _ in names.block_specs(parts) if name != READ_ONLY]
+    return [*inside, *(f"ln_final.{spec.name}" for spec in names.NORM)]
 
 
 def check(tree: HookTree, causal: bool) -> None:
@@ -68,11 +73,11 @@ def check(tree: HookTree, causal: bool) -> None:
 
 
 def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, list[Tensor]], Tensor]:
-    """The first row of each point's value, and the logits with one row per entry of `KINDS`."""
+    """The first row of each point's value, and the logits with one row per kind of point in the last layer."""
     seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
     hooks: list[Any] = [
         (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1])),
-        (_entry(tree), lambda value, hook: value.expand(len(KINDS), -1, -1).clone()),
+        (_entry(tree), lambda value, hook: value.expand(len(kinds_of(tree.parts[-1])), -1, -1).clone()),
     ]
     return seen, _spreading(tree, ids, hooks)
 
@@ -118,9 +123,9 @@ def _shape(tree: HookTree, name: str, tokens: int) -> tuple[int, ...]:
     sizes = {
         "batch": 1, "pos": tokens, "query": tokens, "key": tokens, "head": cfg.n_heads, "d_head": cfg.d_head,
         "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "query|1": 1, "1": 1,
+        "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
     }  # fmt: skip
-    axes = next(spec.axes for _, spec in names.table() if spec.name == kind)
-    return tuple(sizes[axis] for axis in axes.split())
+    return tuple(sizes[axis] for axis in names.axes_of(kind))
 
 
 def _check_direction(
@@ -151,7 +156,7 @@ def _check_blocks(pattern: Float[Tensor, "batch head query key"], layer: int, bl
 
 
 def _check_embedding(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> None:
-    """Check that an edit of the embedding reaches the first layer, whose entry is in `KINDS`; the pass ends there."""
+    """Check that an edit of the embedding reaches the first layer, whose entry is a kind; the pass ends there."""
     put: list[Tensor] = []
 
     def edit(value: Tensor, hook: Any) -> Tensor:
@@ -181,22 +186,26 @@ def _check_edits(
         seen, hooked: from the watched pass. The pass with edits enters its last layer with the same stream and watches
             the same points there, so values that no edit reaches are bitwise equal.
     """
-    layers, entry = tree.cfg.n_layers, _entry(tree)
-    if len(hooked) != len(KINDS):  # expanding the rows in the watched pass is an edit, too
-        _refuse_silent([KINDS[0].format("*")])
-    rows = {kind.format(layers - 1): row for row, kind in enumerate(KINDS)}
+    layers, entry, kinds = tree.cfg.n_layers, _entry(tree), kinds_of(tree.parts[-1])
+    if len(hooked) != len(kinds):  # expanding the rows in the watched pass is an edit, too
+        _refuse_silent([kinds[0].format("*")])
+    rows = {kind.format(layers - 1): row for row, kind in enumerate(kinds)}
 
     def edit(value: Tensor, hook: Any) -> Tensor:
-        changed = (seen[entry][0].expand(len(KINDS), -1, -1) if hook.name == entry else value).clone()
+        changed = (seen[entry][0].expand(len(kinds), -1, -1) if hook.name == entry else value).clone()
         changed[rows[hook.name]] = _other(changed[rows[hook.name]], hook.name)
         return changed
 
     edited = _spreading(tree, ids, [(name, edit) for name in rows])
-    silent = [kind for row, kind in enumerate(KINDS) if torch.equal(edited[row], hooked[row])]
+    silent = [kind for row, kind in enumerate(kinds) if _same(tree, edited[row], hooked[row])]
+    silent += [kind for parts in dict.fromkeys(tree.parts) for kind in kinds_of(parts) if kind not in kinds]
     if not any(seen[f"blocks.{layer}.hook_mlp_out"][0].any() for layer in range(layers)):
         silent = [kind for kind in silent if ".ln2." not in kind and ".mlp." not in kind]  # zeros hide these edits
     if silent:
-        silent = _silent(tree, ids, {kind: [kind.format(layer) for layer in range(layers)] for kind in silent})
+        places = {kind: [kind.format(layer) for layer in range(layers)] for kind in silent}
+        silent = _silent(
+            tree, ids, {kind: [name for name in all_of if name in seen] for kind, all_of in places.items()}
+        )
     if silent:
         _refuse_silent([kind.format("*") for kind in silent])
 
@@ -237,11 +246,21 @@ def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequenc
     before = tree.run_with_hooks(batch, fwd_hooks=hooks)
     editing = True
     after = tree.run_with_hooks(batch, fwd_hooks=hooks)
-    return [kind for row, kind in enumerate(places) if torch.equal(before[row], after[row])]
+    return [kind for row, kind in enumerate(places) if _same(tree, before[row], after[row])]
+
+
+def _same(tree: HookTree, found: Tensor, before: Tensor) -> bool:
+    """Whether no edit reached a row; with experts up to rounding, as other rows' tokens share their matrix products."""
+    if not any(parts.experts for parts in tree.parts):
+        return torch.equal(found, before)
+    noise = 4 * torch.finfo(before.dtype).eps * before.abs().max()
+    return bool((found - before).abs().max() <= noise)
 
 
 def _other(value: Tensor, name: str) -> Tensor:
-    """A replacement for `value`: the first key hidden, or numbers between 1/2 and 3/2."""
+    """A replacement for `value`: the first key hidden, another expert, or numbers between 1/2 and 3/2."""
+    if name.endswith(INDICES):
+        return torch.where(value == 0, 1, 0)
     if name.endswith("hook_attn_mask"):
         hidden = torch.zeros_like(value)
         hidden[..., 0] = HIDDEN

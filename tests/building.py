@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from sinklens.checkpoints import Family
+from sinklens.checkpoints.loading import prepare
 from sinklens.model import Model, load
 from sinklens.zoo.tokenizer import train_tokenizer
 
@@ -31,6 +33,18 @@ SIZES = {
     "mask_token_id": 60,
 }
 KINDS = [(architecture, causal) for architecture in ("llama", "qwen2", "qwen3") for causal in (False, True)]
+EXPERTS = {
+    "qwen3_moe": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "glm4_moe": {
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+"""Sizes of architectures with experts; their first layer has a dense MLP."""
+MIXED = [("qwen3_moe", False), ("qwen3_moe", True), ("glm4_moe", False), ("glm4_moe", True)]
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -39,7 +53,7 @@ def random_hf(
     architecture: str = "llama", causal: bool = False, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> PreTrainedModel:
     """A transformers model with random weights and grouped key/value heads, always the same."""
-    config = CONFIG_MAPPING[architecture](**SIZES | settings)
+    config = CONFIG_MAPPING[architecture](**SIZES | EXPERTS.get(architecture, {}) | settings)
     config.is_causal = causal
     with torch.random.fork_rng():
         torch.manual_seed(11)
@@ -47,12 +61,20 @@ def random_hf(
         for name, parameter in hf.named_parameters():
             if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is left out
                 parameter.data.uniform_(0.5, 1.5)
+        for name, buffer in hf.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data.uniform_(-1.0, 0.0)
     return hf.eval()
 
 
 def random_model(architecture: str = "llama", causal: bool = False, **settings: Any) -> Model:
-    """`random_hf` as sinklens loads it."""
-    return load(random_hf(architecture, causal, **settings))
+    """`random_hf` as sinklens loads it; architectures with experts belong to a family of this file."""
+    hf = random_hf(architecture, causal, **settings)
+    if architecture not in EXPERTS:
+        return load(hf)
+    sampler = "autoregressive" if causal else "llada"
+    family = Family("random", (), architecture, sampler, "not at all", causal=causal, mask_token_id=60)
+    return Model(prepare(hf, None, family, hf.config.to_dict(), "random"))
 
 
 @cache
@@ -128,7 +150,7 @@ def plain_pass(
         attn_out = _attention(layer.self_attn, normed, real, seen, hf.config, f"{at}.attn", point)
         stream = point(f"{at}.hook_resid_mid", stream + point(f"{at}.hook_attn_out", attn_out))
         normed = _norm(layer.post_attention_layernorm, stream, f"{at}.ln2", point)
-        mlp_out = _mlp(layer.mlp, normed, f"{at}.mlp", point)
+        mlp_out = (_mixture if hasattr(layer.mlp, "experts") else _mlp)(layer.mlp, normed, f"{at}.mlp", point)
         stream = point(f"{at}.hook_resid_post", stream + point(f"{at}.hook_mlp_out", mlp_out))
     return PlainPass(_norm(hf.model.norm, stream, "ln_final", point) @ hf.lm_head.weight.T, values)
 
@@ -154,19 +176,69 @@ def _mlp(mlp: Any, x: Tensor, at: str, point: Callable[[str, Tensor], Tensor]) -
     return point(f"{at}.hook_post", gate / (1 + (-gate).exp()) * linear) @ mlp.down_proj.weight.T
 
 
+def _mixture(mlp: Any, x: Tensor, at: str, point: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """Token by token and expert by expert."""
+    logits = point(f"{at}.hook_router_logits", x @ mlp.gate.weight.T)
+    scores = _scores_of_experts(mlp.gate, logits)
+    in_order = not hasattr(mlp.gate, "num_group")
+    indices = point(f"{at}.hook_expert_indices", scores.topk(mlp.gate.top_k, dim=-1, sorted=in_order).indices)
+    weights = point(f"{at}.hook_expert_weights", _weights_of_experts(mlp.gate, logits, indices))
+    out = torch.zeros(*indices.shape, x.shape[-1])
+    for place in torch.cartesian_prod(*map(torch.arange, indices.shape)).tolist():
+        token, expert = x[tuple(place[:2])], int(indices[tuple(place)])
+        gate, up = (mlp.experts.gate_up_proj[expert] @ token).chunk(2)
+        out[tuple(place)] = mlp.experts.down_proj[expert] @ (gate / (1 + (-gate).exp()) * up)
+    mixed = (point(f"{at}.hook_expert_out", out) * weights[..., None]).sum(2)
+    if not hasattr(mlp, "shared_experts"):
+        return mixed
+    return mixed + point(f"{at}.hook_shared_out", _mlp(mlp.shared_experts, x, "", lambda _, value: value))
+
+
+def _scores_of_experts(gate: Any, logits: Tensor) -> Tensor:
+    """What the choice of experts goes by; -inf in the groups that are out."""
+    if not hasattr(gate, "num_group"):
+        return logits
+    chosen_by = 1 / (1 + (-logits).exp()) + gate.e_score_correction_bias
+    groups = chosen_by.unflatten(-1, (gate.num_group, -1))
+    strength = groups.sort(dim=-1).values[..., -2:].sum(-1)
+    least = strength.sort(dim=-1).values[..., -gate.topk_group, None]
+    return torch.where((strength >= least)[..., None], groups, -torch.inf).flatten(-2)
+
+
+def _weights_of_experts(gate: Any, logits: Tensor, indices: Tensor) -> Tensor:
+    if hasattr(gate, "num_group"):
+        weights = (1 / (1 + (-logits).exp())).gather(-1, indices)
+        return gate.routed_scaling_factor * weights / weights.sum(-1, keepdim=True)
+    weights = (logits.exp() / logits.exp().sum(-1, keepdim=True)).gather(-1, indices)
+    return weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights
+
+
 def _attention(
     attn: Any, x: Tensor, real: Tensor, seen: Tensor, config: Any, at: str, point: Callable[[str, Tensor], Tensor]
 ) -> Tensor:
-    heads, d_head = config.num_attention_heads, config.head_dim
-    q, k, v = (
-        point(f"{at}.hook_{letter}", _linear(getattr(attn, f"{letter}_proj"), x).unflatten(-1, (-1, d_head)))
-        for letter in "qkv"
-    )
-    if hasattr(attn, "q_norm"):
-        q, k = _norm(attn.q_norm, q, "", lambda _, value: value), _norm(attn.k_norm, k, "", lambda _, value: value)
+    heads = config.num_attention_heads
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    norms = {letter: getattr(attn, f"{letter}_norm", None) for letter in "qkv"}
+
+    def normed(letter: str, value: Tensor) -> Tensor:
+        if norms[letter] is None:
+            return value
+        return point(f"{at}.hook_{letter}_normed", _norm(norms[letter], value, "", lambda _, value: value))
+
+    def projected(letter: str) -> Tensor:
+        return point(f"{at}.hook_{letter}", _linear(getattr(attn, f"{letter}_proj"), x).unflatten(-1, (-1, d_head)))
+
+    if config.model_type == "glm4_moe":  # all projections before the norms
+        q, k, v = (projected(letter) for letter in "qkv")
+        q, k = normed("q", q), normed("k", k)
+    else:
+        q, k, v = (normed(letter, projected(letter)) for letter in "qkv")
     positions = (real.long().cumsum(1) - 1).clamp(min=0)
-    q = point(f"{at}.hook_rot_q", _rotate(q, positions, config.rope_parameters["rope_theta"]))
-    k = point(f"{at}.hook_rot_k", _rotate(k, positions, config.rope_parameters["rope_theta"]))
+    rotated = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1))
+    q, k = (
+        point(f"{at}.hook_rot_{letter}", _rotate(value, positions, config.rope_parameters["rope_theta"], rotated))
+        for letter, value in (("q", q), ("k", k))
+    )
     group = heads // config.num_key_value_heads
     k, v = (torch.stack([value[:, :, head // group] for head in range(heads)], dim=2) for value in (k, v))
     bias = point(f"{at}.hook_attn_mask", torch.zeros(len(x), heads, 1, x.shape[1]))
@@ -195,9 +267,11 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     return x @ module.weight.T if module.bias is None else x @ module.weight.T + module.bias
 
 
-def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding: dimension i turns with dimension i + d/2 by position · theta^(−2i/d)."""
-    half = x.shape[-1] // 2
+def _rotate(x: Tensor, positions: Tensor, theta: float, rotated: int) -> Tensor:
+    """Rotary embedding of the first dimensions: i turns with i + d/2 by position · theta^(−2i/d)."""
+    x, kept = x[..., :rotated], x[..., rotated:]
+    half = rotated // 2
     angle = positions[:, :, None, None] * theta ** (-torch.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
+    turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+    return torch.cat([*turned, kept], dim=-1)

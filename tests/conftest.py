@@ -110,7 +110,7 @@ def browser() -> "Iterator[Browser]":
 def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
     """Random models that read words, so that prompts of different length can be given: ``worded("qwen3", True)``.
 
-    "dream" has Dream's sampler and shift, "sdar" has blocks of four.
+    "dream" has Dream's sampler and shift, "sdar" has blocks of four, "qwen3_moe" has experts.
     """
     from building import random_hf
     from layouts import word_tokenizer, write_family
@@ -122,7 +122,8 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
         if architecture == "sdar":
             return sinklens.load(random_hf("qwen3", causal), tokenizer=words, family="sdar", block_length=4)
         if architecture != "dream":
-            return sinklens.load(random_hf(architecture, causal), tokenizer=words)
+            family = {False: "llada-moe", True: "qwen3-moe"}[causal] if architecture == "qwen3_moe" else None
+            return sinklens.load(random_hf(architecture, causal), tokenizer=words, family=family)
         write_family(folder, "dream")
         return sinklens.load(folder, tokenizer=words)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from building import random_hf
+from building import EXPERTS, random_hf
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -28,11 +28,20 @@ ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "llada-moe": "qwen3_moe",
+    "rnd1": "qwen3_moe",
+    "open-dcoder": "qwen2",
+    "qwen3-moe": "qwen3_moe",
 }
 """Family -> the transformers class that computes the same."""
 
 BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "bd3lm-qwen2", "bd3lm-qwen3")
 """Families whose queries see their own block and earlier ones; here blocks of 4."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llada-moe": {"head_dim": 4, "norm_topk_prob": False},
+    "rnd1": {"mlp_only_layers": []},
+}
+"""What the family fixes, as settings of `random_hf`."""
 
 LLADA_BLOCK = {
     "attn_norm": "input_layernorm",
@@ -50,12 +59,12 @@ LLADA_BLOCK = {
 
 def causal(family: str) -> bool:
     """Whether a family sees earlier tokens only."""
-    return family in ("llama", "qwen2", "qwen3")
+    return family in ("llama", "qwen2", "qwen3", "qwen3-moe")
 
 
 def arguments(family: str) -> dict[str, Any]:
     """The arguments of `sinklens.load` for what the family's config.json does not say."""
-    shared = family.startswith(("a2d-qwen", "bd3lm"))  # these share their model_type
+    shared = family.startswith(("a2d-qwen", "bd3lm", "open-dcoder"))  # these share their model_type
     return ({"family": family} if shared else {}) | ({"block_length": 4} if family in BLOCK_CAUSAL else {})
 
 
@@ -73,15 +82,35 @@ def public_weights(family: str, hf: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of `hf` under the names that the family's files use."""
     tied = hf.config.tie_word_embeddings
     own = {name: value.clone() for name, value in hf.state_dict().items() if not (tied and name == "lm_head.weight")}
+    if ARCHITECTURES[family] in EXPERTS:
+        return experts_alone(own)
     if family not in ("llada", "mmada"):
         return own
     return {public: own[name] for public, name in llada_names(hf.config.num_hidden_layers, tied).items()}
+
+
+def experts_alone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` with the experts one by one, as in the published files."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        experts, _, kind = name.partition(".experts.")
+        for number, one in enumerate(value if kind else ()):
+            halves = one.chunk(2) if kind == "gate_up_proj" else (one,)
+            for part, half in zip(
+                ("gate_proj", "up_proj") if len(halves) == 2 else ("down_proj",), halves, strict=True
+            ):
+                found[f"{experts}.experts.{number}.{part}.weight"] = half.clone()
+        if not kind:
+            found[name] = value
+    return found
 
 
 def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
     """config.json of `hf` with the keys that the family's repositories use."""
     if family in ("llada", "mmada"):
         return _llada_config(family, hf.config)
+    if family == "llada-moe":
+        return _llada_moe_config(hf.config)
     theta = hf.config.rope_parameters["rope_theta"]
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     same += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -91,14 +120,58 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
         "fast-dllm-v2": "Fast_dLLM_Qwen",
         "bd3lm-qwen2": "a2d-qwen2",
         "bd3lm-qwen3": "a2d-qwen3",
+        "open-dcoder": "qwen2",
     }.get(family, family)
     config |= {"model_type": kind, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     config |= {"bos_token_id": 1, "eos_token_id": 2}
+    if ARCHITECTURES[family] == "qwen3_moe":
+        config |= {key: getattr(hf.config, key) for key in (*EXPERTS["qwen3_moe"], "decoder_sparse_step")}
+    if family == "qwen3-moe":
+        config |= {"model_type": "qwen3_moe"}
+    if family == "rnd1":
+        config |= {"architectures": ["RND1LM"], "rope_scaling": False, "is_causal": False, "attention_bias": False}
     if not causal(family):
         config |= {"mask_token_id": 60, "auto_map": {"AutoModel": "modeling_own.OwnModel"}}
     if ARCHITECTURES[family] != "llama":
-        config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
+        window = False if family == "rnd1" else None
+        config |= {"use_sliding_window": False, "sliding_window": window, "max_window_layers": 28}
     return config
+
+
+def _llada_moe_config(config: Any) -> dict[str, Any]:
+    dense = config.mlp_only_layers
+    return {
+        "model_type": "llada",
+        "architectures": ["LLaDAMoEModelLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_lladamoe.LLaDAMoEModelLM"},
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "expert_intermediate_size": config.moe_intermediate_size,
+        "dense_intermediate_size": config.intermediate_size,
+        "moe_layer_freq": [int(layer not in dense) for layer in range(config.num_hidden_layers)],
+        "shared_expert_intermediate_size": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": True,
+        "qk_layernorm": True,
+        "partial_rotary_factor": 1,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+        "mask_token_id": 60,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
 
 
 def _llada_config(family: str, config: Any) -> dict[str, Any]:
@@ -158,7 +231,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], weights: dict[str, Te
 
 def write_family(folder: Path, family: str, shards: int = 1, **settings: Any) -> PreTrainedModel:
     """Write a random checkpoint of a family; returns the transformers model that holds the same weights."""
-    hf = random_hf(ARCHITECTURES[family], causal(family), **settings)
+    hf = random_hf(ARCHITECTURES[family], causal(family), **SETTINGS.get(family, {}) | settings)
     write_checkpoint(folder, public_config(family, hf), public_weights(family, hf), shards)
     return hf
 

@@ -227,6 +227,13 @@ def test_the_table_of_hook_points_matches_the_models(tiny_llada, tiny_llama):
     assert documented == [(name, spec.axes, spec.meaning) for name, spec in names.table()]
 
 
+def test_the_table_of_points_of_some_layers_matches_the_code():
+    listed = rows("concepts/hook-points.md", "### Experts, and normalized queries and keys")
+    assert [(code(point), axes, what) for point, axes, what, _ in listed] == [
+        (name, spec.axes, spec.meaning) for name, spec in names.optional()
+    ]
+
+
 def test_shapes_in_the_table_match_a_run(tiny_llada):
     seen: dict[str, torch.Size] = {}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from building import KINDS, plain_pass, random_hf, random_ids, random_model
+from building import KINDS, MIXED, plain_pass, random_hf, random_ids, random_model
 from nnsight import NNsight, TransformersModel
 from torch import Tensor
 
@@ -22,9 +22,10 @@ def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
 def test_good_models_pass(architecture, causal, dtype):
     model = random_model(architecture, causal, dtype=dtype)
+    check(model.tree, causal)
     assert model.cfg.dtype == dtype
     assert not any(point.watched for point in model.tree.hook_dict.values())
 
@@ -210,6 +211,21 @@ def test_a_kind_of_point_whose_edits_have_no_effect_is_rejected_by_name(name):
             forward = point.forward
             point.forward = lambda x, forward=forward: (forward(x), x)[1]
     with pytest.raises(SelfCheckError, match=rf"edits of {re.escape(deaf)} do not change the logits"):
+        check(model.tree, causal=False)
+
+
+INSIDE_EXPERTS = [f"mlp.{spec.name}" for spec in (*names.EXPERTS, names.SHARED)]
+
+
+@pytest.mark.parametrize("kind", [*INSIDE_EXPERTS, "attn.hook_q_normed", "attn.hook_k_normed", "mlp.hook_pre"])
+def test_a_kind_of_point_of_a_mixture_whose_edits_have_no_effect_is_rejected_by_name(kind):
+    """`hook_pre` exists in the first layer only, whose MLP is dense."""
+    model = random_model("glm4_moe")
+    for name, point in model.tree.hook_dict.items():
+        if name.endswith(f".{kind}"):
+            forward = point.forward
+            point.forward = lambda x, forward=forward: (forward(x), x)[1]
+    with pytest.raises(SelfCheckError, match=rf"edits of blocks\.\*\.{re.escape(kind)} do not change the logits"):
         check(model.tree, causal=False)
 
 

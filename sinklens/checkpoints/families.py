@@ -1,9 +1,10 @@
-"""The checkpoint families: one declarative record each, no code.
+"""The checkpoint families: one declarative record each.
 
 LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder, DiffuCoder) is
-Qwen2 without the causal mask, with logits that predict the *next* position. A family record therefore says how to
-translate its config to a transformers config, how to rename its weights, and how to sample from it. Code that ships
-with a checkpoint never runs. `register` adds families from outside the package.
+Qwen2 without the causal mask, with logits that predict the *next* position, and LLaDA-MoE is Qwen3-MoE without the
+causal mask. A family record therefore says how to translate its config to a transformers config, how its weights are
+named and packed, and how to sample from it. Code that ships with a checkpoint never runs. `register` adds families from
+outside the package.
 
 Limitation: a config value that the translation cannot express raises an error that names it; see `Family.required`.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sinklens.hooks.blocks import Start
 
-Required = Mapping[str, tuple[str | int | None, ...]]
+Required = Mapping[str, tuple[str | int | list[int] | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Family:
     Attributes:
         name: short name, as in `Model.family`.
         model_types: values of ``model_type`` in config.json that identify this family.
+        classes: values of ``architectures`` in config.json that identify this family, whatever ``model_type`` says.
         architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
         sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
         causal: whether queries see only earlier keys.
@@ -39,6 +41,13 @@ class Family:
             ``weight_tying``; one of them maps to ``rope_theta``; ``mlp_hidden_size``, ``n_kv_heads`` and ``vocab_size``
             are derived from ``mlp_ratio``, ``n_heads`` and ``embedding_size`` as in LLaDA; of the other keys, only
             special-token ids, ``initializer_range`` and ``attention_dropout`` are kept.
+        code: classes under ``auto_map`` in config.json that this family's checkpoints name, where the rest of the
+            config is that of another family. `sinklens.load` then needs ``family=``.
+        convert: ``"module:function"`` that turns config.json into transformers' settings, for families whose config is
+            more than renamed keys; `needed` lists the keys that it reads.
+        needed: keys that config.json must have.
+        fused: name of a stored weight -> the weights that it holds one after another along its first axis, both below
+            the module that owns them.
         required: config key -> values that can be expressed; a missing key is accepted.
         renames: regular expression -> replacement, applied to weight names in order; at most one group.
         mask_token_id: used if neither the config nor the tokenizer names one.
@@ -64,6 +73,11 @@ class Family:
     blocks_start: Start = "token"
     dropped: tuple[str, ...] = ()
     regime: str = ""
+    classes: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+    convert: str = ""
+    needed: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def attention(self) -> str:
@@ -120,6 +134,37 @@ _QWEN_REQUIRED: Required = {
 }
 _MASKED_DIFFUSION = "trained by masked diffusion (mdlm)"
 _BLOCK_DIFFUSION = "trained by block diffusion (bd3lm), with the block_length= that the card names, 32 by default"
+_LLADA_MOE_NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta",
+    "rms_norm_eps", "max_position_embeddings", "num_experts", "num_experts_per_tok", "expert_intermediate_size",
+    "dense_intermediate_size",
+)  # fmt: skip
+_LLADA_MOE_REQUIRED: Required = {
+    "hidden_act": ("silu",),
+    "rope_scaling": (None,),
+    "partial_rotary_factor": (1, None),
+    "shared_expert_intermediate_size": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "clip_qkv": (None,),
+    "qk_layernorm": (True,),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+}
+_RND1_NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "rope_theta", "rms_norm_eps", "max_position_embeddings", "num_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "norm_topk_prob",
+)  # fmt: skip
+_RND1_REQUIRED: Required = {
+    "hidden_act": ("silu",),
+    "rope_scaling": (None, False),
+    "sliding_window": (None, False),
+    "use_sliding_window": (False,),
+    "attention_bias": (False,),
+    "is_causal": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
 
 FAMILIES: list[Family] = [
     Family(
@@ -162,7 +207,7 @@ FAMILIES: list[Family] = [
         "qwen3",
         "sdar",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
-        required=_QWEN_REQUIRED | {"attention_bias": (False,)},
+        required={**_QWEN_REQUIRED, "attention_bias": (False,)},
         mask_token_id=151669,
         block_causal=True,
         block_length_key="block_size",
@@ -180,6 +225,41 @@ FAMILIES: list[Family] = [
         mask_token_id=151665,
         block_causal=True,
         block_length_key="bd_size",
+    ),
+    Family(
+        "llada-moe",
+        ("lladamoe",),
+        "qwen3_moe",
+        "llada",
+        "logits, patterns, routing and greedy canvases equal the reference's on tiny weights; full size built, not run",
+        required=_LLADA_MOE_REQUIRED,
+        mask_token_id=156895,
+        classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+        convert="sinklens.checkpoints.conversions:llada_moe",
+        needed=_LLADA_MOE_NEEDED,
+    ),
+    Family(
+        "rnd1",
+        ("rnd1",),
+        "qwen3_moe",
+        "rnd1",
+        "logits, patterns, routing and greedy canvases equal the reference's on tiny weights; full size built, not run",
+        shift=True,
+        required=_RND1_REQUIRED,
+        mask_token_id=151669,
+        convert="sinklens.checkpoints.conversions:rnd1",
+        needed=_RND1_NEEDED,
+    ),
+    Family(
+        "open-dcoder",
+        (),
+        "qwen2",
+        "open-dcoder",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
+        shift=True,
+        required=_QWEN_REQUIRED,
+        dropped=("trust_remote_code",),
+        code=("modeling_qwen2.Qwen2ForCausalLM",),
     ),
     Family(
         "a2d-llama",
@@ -223,7 +303,7 @@ FAMILIES: list[Family] = [
         "qwen3",
         "bd3lm",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
-        required=_QWEN_REQUIRED | {"attention_bias": (False,)},
+        required={**_QWEN_REQUIRED, "attention_bias": (False,)},
         block_causal=True,
         blocks_start="column",
         regime=_BLOCK_DIFFUSION,
@@ -242,8 +322,17 @@ FAMILIES: list[Family] = [
     Family(
         "qwen3", ("qwen3",), "qwen3", "autoregressive", "logits equal transformers' own on tiny weights", causal=True
     ),
+    Family(
+        "qwen3-moe",
+        ("qwen3_moe",),
+        "qwen3_moe",
+        "autoregressive",
+        "logits equal transformers' own on tiny weights",
+        causal=True,
+    ),
 ]
 
+BY_CLASS: dict[str, Family] = {name: family for family in FAMILIES for name in family.classes}
 BY_MODEL_TYPE: dict[str, Family] = {
     kind: next(first for first in FAMILIES if kind in first.model_types)
     for family in FAMILIES

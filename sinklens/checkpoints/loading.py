@@ -18,6 +18,7 @@ import torch
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
+from sinklens.checkpoints.packing import stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, translate
 from sinklens.errors import CheckpointError
@@ -105,6 +106,7 @@ def load_checkpoint(
     empty = build_empty(config)
     tied = set(getattr(empty, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     expected = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters(remove_duplicate=False)}
+    expected = stored_shapes(expected, family.fused)
     files.check_weights(weights, expected, tied, str(folder))
     if device is not None and device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")

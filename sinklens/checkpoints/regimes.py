@@ -22,6 +22,7 @@ def choose_family(config: dict[str, Any], where: str, name: str | None, block_le
     if name is not None:
         return family_named(name)
     family = family_of(config, where)
+    _refuse_ambiguous_code(config, family, where)
     sharing = [one for one in FAMILIES if one.regime and config.get("model_type") in one.model_types]
     if len(sharing) < 2:
         return family
@@ -34,6 +35,19 @@ def choose_family(config: dict[str, Any], where: str, name: str | None, block_le
         f"{where}: model_type {config['model_type']!r} does not say how the checkpoint was trained, and a wrong choice "
         f"computes another model. Its model card does; pass one of {choices}."
     )
+
+
+def _refuse_ambiguous_code(config: dict[str, Any], family: Family, where: str) -> None:
+    """Refuse a checkpoint that brings code which another family's checkpoints bring, under this family's model_type."""
+    brought = config.get("auto_map")
+    classes = {name for name in brought.values() if isinstance(name, str)} if isinstance(brought, dict) else set()
+    others = [one.name for one in FAMILIES if one is not family and classes & set(one.code)]
+    if others:
+        raise CheckpointError(
+            f"{where}: config.json is that of {family.name}, but names code ({', '.join(sorted(classes))}) as "
+            f"{others[0]} checkpoints do, whose attention is another. Pass family={others[0]!r} or "
+            f"family={family.name!r}, as the model card says."
+        )
 
 
 def blocks_for(config: dict[str, Any], family: Family, given: int | None, where: str) -> Blocks | None:

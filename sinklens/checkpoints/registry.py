@@ -11,7 +11,7 @@ know the shipped families and those of entry points.
 
 from importlib.metadata import entry_points
 
-from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.checkpoints.families import BY_CLASS, BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
 from sinklens.sampling.registry import find_sampler
@@ -43,6 +43,7 @@ def register(family: Family, architecture: Architecture | None = None) -> None:
         _validate(family)
         FAMILIES.append(family)
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
+    BY_CLASS.update(dict.fromkeys(family.classes, family))
     ARCHITECTURES[family.architecture] = placed
 
 
@@ -63,6 +64,12 @@ def _validate(family: Family) -> None:
             raise CheckpointError(
                 f"model_type {kind!r} already belongs to the family {BY_MODEL_TYPE[kind].name!r}. Use another "
                 f"model_type in your config.json."
+            )
+    for name in family.classes:
+        if name in BY_CLASS:
+            raise CheckpointError(
+                f"architectures {name!r} already belongs to the family {BY_CLASS[name].name!r}. Use another name in "
+                f"your config.json."
             )
 
 

@@ -5,9 +5,10 @@ names it. Keys that neither the record nor transformers knows (training settings
 forward pass and are dropped.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.checkpoints.families import BY_CLASS, BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.checkpoints.registry import register_installed
 from sinklens.errors import CheckpointError, nearest
 from sinklens.hooks import normalizers as weighing
@@ -22,11 +23,14 @@ _KEPT = ("initializer_range", "attention_dropout", weighing.CONFIG_KEY)
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
-    """The family that ``model_type`` in config.json names.
+    """The family that ``architectures`` or ``model_type`` in config.json names.
 
     Raises:
         CheckpointError: it does not name a family; the message says if the checkpoint asks for code that it ships.
     """
+    for name in config.get("architectures") or ():
+        if name in BY_CLASS:
+            return BY_CLASS[name]
     kind = config.get("model_type")
     named = isinstance(kind, str)
     if named and kind not in BY_MODEL_TYPE:
@@ -59,14 +63,10 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
             f"{where}: config.json has a quantization_config, and quantized weights are not supported. Load the "
             f"checkpoint that was quantized."
         )
-    if family.config_names:
-        settings = _renamed(config, family, where)
-    else:
-        dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
-        dropped += family.dropped
-        settings = {key: value for key, value in config.items() if key not in dropped}
     try:
-        made = CONFIG_MAPPING[family.architecture](**settings)
+        made = CONFIG_MAPPING[family.architecture](**_settings(config, family, where))
+    except CheckpointError:
+        raise
     except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
@@ -75,6 +75,16 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     made.is_causal = family.causal
     _check_defaults(config, made, family, where)
     return made
+
+
+def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The arguments of the transformers config, by the route that the family takes."""
+    if family.convert:
+        return _converted(config, family, where)
+    if family.config_names:
+        return _renamed(config, family, where)
+    dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
+    return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
 
 
 def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
@@ -111,6 +121,23 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
         )
 
 
+def _converted(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The settings that the family's own function makes of a config."""
+    missing = [key for key in family.needed if config.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
+    _check_theta(config["rope_theta"], where)
+    module, _, function = family.convert.partition(":")
+    return getattr(import_module(module), function)(config)
+
+
+def _check_theta(theta: Any, where: str) -> None:
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+        raise CheckpointError(
+            f"{where}: config.json has rope_theta = {theta!r}; it must be a number above 0, such as 500000.0."
+        )
+
+
 def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """LLaDA's config keys under transformers' names, with the sizes that LLaDA derives."""
     config = dict(config)
@@ -125,10 +152,7 @@ def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, An
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
     settings = {new: config[old] for old, new in family.config_names.items() if old in config}
     theta = settings.pop("rope_theta")
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise CheckpointError(
-            f"{where}: config.json has rope_theta = {theta!r}; it must be a number above 0, such as 500000.0."
-        )
+    _check_theta(theta, where)
     settings |= {key: config[key] for key in _KEPT if key in config} | {key: config.get(key) for key in _TOKENS}
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
     settings["vocab_size"] = config["vocab_size"]

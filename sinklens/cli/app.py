@@ -229,7 +229,7 @@ def run_hooks(options: argparse.Namespace) -> None:
     """`sinklens hooks`."""
     from sinklens.checkpoints import build_empty, family_of, translate
     from sinklens.checkpoints.files import find_checkpoint, read_config
-    from sinklens.hooks import architecture_of, table
+    from sinklens.hooks import architecture_of
     from sinklens.hooks.tree import HookTree
 
     folder = find_checkpoint(options.model, None)
@@ -240,25 +240,29 @@ def run_hooks(options: argparse.Namespace) -> None:
     cfg = tree.cfg
     sizes = {
         "head": cfg.n_heads, "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head,
-        "d_mlp": cfg.d_mlp, "vocab": cfg.d_vocab,
+        "d_mlp": cfg.d_mlp, "vocab": cfg.d_vocab, "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
     }  # fmt: skip
     print(f"{options.model}: family {family.name}, {cfg.n_layers} layers, {len(tree.point_names())} hook points")
-    print("\n".join(_hook_lines(table(), sizes, cfg.n_layers, options.all)))
+    print("\n".join(_hook_lines(tree.parts, sizes, options.all)))
 
 
-def _hook_lines(rows: Any, sizes: dict[str, int], layers: int, every: bool) -> list[str]:
+def _hook_lines(parts: Any, sizes: dict[str, int], every: bool) -> list[str]:
+    """Lines of the table, by kind or for every layer; `parts` are those of each layer."""
+    from sinklens.hooks import names
+
     def line(name: str, spec: Any) -> str:
         shape = " ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in spec.axes.split())
         return f"{name:36s} [{shape:44s}] {spec.meaning}"
 
+    rows, mixed = names.table(names.merged(parts)), [layer for layer, one in enumerate(parts) if one.experts]
     if not every:
-        return [f"l: layer, 0 to {layers - 1}", *(line(name, spec) for name, spec in rows)]
-    block = [row for row in rows if "{l}" in row[0]]
-    first = rows.index(block[0])
+        experts = f"; layers with experts: {', '.join(map(str, mixed))}" if 0 < len(mixed) < len(parts) else ""
+        return [f"l: layer, 0 to {len(parts) - 1}{experts}", *(line(name, spec) for name, spec in rows)]
+    first = next(place for place, (name, _) in enumerate(rows) if "{l}" in name)
     lines = [line(name, spec) for name, spec in rows[:first]]
-    for layer in range(layers):
-        lines += [line(name.replace("{l}", str(layer)), spec) for name, spec in block]
-    return lines + [line(name, spec) for name, spec in rows[first + len(block) :]]
+    for layer, one in enumerate(parts):
+        lines += [line(f"blocks.{layer}.{name}", spec) for name, spec in names.block_specs(one)]
+    return lines + [line(name, spec) for name, spec in rows[first:] if "{l}" not in name]
 
 
 def run_models(options: argparse.Namespace) -> None:
@@ -274,8 +278,10 @@ def run_models(options: argparse.Namespace) -> None:
         "\nFamilies (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):"
     )
     for family in FAMILIES:
-        kinds = ", ".join(family.model_types)
-        print(f"  {family.name:10s} model_type {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
+        kinds = f"model_type {', '.join(family.model_types)}"
+        if family.classes:
+            kinds += f" or architectures {', '.join(family.classes)}"
+        print(f"  {family.name:10s} {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
 
 
 def run_train(options: argparse.Namespace) -> None:

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 Metric = Callable[[Tensor], Tensor]
+UNPATCHED = ("hook_attn_mask", "hook_sink_scores", "hook_expert_indices")  # zeros, a result, and numbers of experts
 SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes over which effects are summed
 EMBED = "hook_embed"
-ORDER = ("layer", "head", "kv_head", "query", "pos", "key")
+ORDER = ("layer", "head", "kv_head", "query", "pos", "key", "expert", "k")
 
 
 class StepIds(NamedTuple):
@@ -279,7 +280,7 @@ def _differentiable(model: "Model") -> Iterator[None]:
 def _points(wanted: Any, model: "Model") -> list[str]:
     points = chosen_points(wanted, model, None)
     for name in points:
-        if name.startswith("denoise.") or name.endswith(("hook_attn_mask", "hook_sink_scores")):
+        if name.startswith("denoise.") or name.endswith(UNPATCHED):
             raise SettingError(f"{name} cannot be patched from one pass into another; leave it out.")
     return points
 

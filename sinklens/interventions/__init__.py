@@ -4,7 +4,7 @@ Pass them in ``hooks=`` of `sinklens.trace` and `sinklens.generate`, alone or wi
 pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``.
 """
 
-from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken
+from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
@@ -31,5 +31,6 @@ __all__ = [
     "RunContext",
     "SinkToken",
     "StepCaches",
+    "Suffix",
     "WindowAttention",
 ]

@@ -4,7 +4,7 @@ Pitfall: a sampler plans how many positions it decides per step. Positions remas
 the answer then reports them (`Answer.masks`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -77,6 +77,45 @@ class Remask(Intervention):
             return value.masked_fill(places, run.mask_id) if in_step(hook.step) else None
 
         return [("denoise.hook_canvas", remask)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suffix(Intervention):
+    """Fixed text after the answer: the run fills the gap between the prompt and it (infilling).
+
+    For models whose attention is bidirectional. The suffix is part of the canvas, the same in all rows, and is never
+    decided. Restrictions do not apply.
+
+    Attributes:
+        text: text, for models with a tokenizer, or token ids.
+    """
+
+    text: str | Sequence[int]
+
+    def __post_init__(self) -> None:
+        refuse(self, "steps", "layers", "heads", "positions")
+
+    def extend(
+        self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
+    ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"], Int[Tensor, "batch behind"]]:
+        """See `Intervention.extend`."""
+        if bool(model.config.is_causal) or model.block_length is not None:
+            raise SettingError(
+                f"an answer of {model.name} does not see text after it, so it cannot be filled in; use a bidirectional "
+                f"model."
+            )
+        added = {"prepend_bos": False} if isinstance(self.text, str) else {}
+        suffix = model.encode(self.text, **added).ids[0]
+        if model.mask_token_id is not None and bool(suffix.eq(model.mask_token_id).any()):
+            raise SettingError(
+                f"the suffix contains the mask token ({model.mask_token_id}), which the sampler would replace."
+            )
+        return ids, real, suffix.to(ids.device).expand(len(ids), -1)
+
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`; only the canvas that the run starts from is changed."""
+        _require_run(self, run)
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,9 +114,9 @@ class Denoising:
             )
 
     def _check_room(self, longest: int, extra: int, spare: int) -> None:
-        """Check that the longest row, with `extra` tokens from interventions, fits into the model's context."""
+        """Check that the longest row, with `extra` tokens from interventions and sampler, fits into the context."""
         context = self.model.cfg.n_ctx - spare
-        added = f", {extra} of them from an intervention," if extra else ""
+        added = f", {extra} of them added to it," if extra else ""
         if longest + self.settings.gen_length > context:
             raise PromptError(
                 f"a prompt of {longest} tokens{added} and gen_length {self.settings.gen_length} need "
@@ -136,6 +136,8 @@ class Denoising:
         added = ids.shape[1] - before
         lead = (self.settings.lead(ids.shape[1]), 0)
         ids, real = pad(ids, lead, value=model.reader.pad), pad(real, lead, value=False)
+        if (closing := self._closing_token()) is not None:
+            appended = torch.cat([appended, ids.new_full((len(ids), 1), closing)], dim=1)
         lengths = real.sum(dim=1).tolist()
         longest = max(lengths) + appended.shape[1]
         self.settings = self.settings.fitted(lengths)
@@ -157,6 +159,17 @@ class Denoising:
             noise=noise,
             shift=model.family_record.shift,
         )
+
+    def _closing_token(self) -> int | None:
+        """The token that the sampler puts at the end of the canvas, if its settings name one."""
+        closing, config = getattr(self.settings, "closing", "none"), self.model.config
+        if closing == "none":
+            return None
+        if closing == "pad":
+            return self.model.reader.pad if config.pad_token_id is None else int(config.pad_token_id)
+        if not self.model.eos_token_ids:
+            raise SettingError(f"{self.model.name} has no end-of-sequence token; pass closing='pad' or 'none'.")
+        return self.model.eos_token_ids[0]
 
     def _noise(self, prompts: list[list[int]]) -> RowNoise:
         """Random generators of the rows; every copy of the prompts gets the same ones."""
@@ -328,9 +341,9 @@ class Denoising:
         """Pass the step that just ended to the recorder."""
         if self._recorder is None:
             return
-        assert self.state.step_canvas is not None
-        self.describe()  # first, because a step is readable as soon as it is in the store
         state = self.state
+        self.describe()  # first, because a step is readable as soon as it is in the store
+        assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
         self._recorder.end_step(step, self.state.partial, canvases)
 

@@ -10,6 +10,7 @@ from sinklens.sampling.settings import (
     Settings,
 )
 from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
 
 __all__ = [
     "SAMPLERS",
@@ -18,6 +19,8 @@ __all__ = [
     "DreamSettings",
     "FastDllmV2Settings",
     "LladaSettings",
+    "OpenDcoderSettings",
+    "Rnd1Settings",
     "RunSettings",
     "Sampler",
     "SamplerSettings",

@@ -27,6 +27,7 @@ from sinklens.sampling.settings import (
     require_integer,
 )
 from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -67,6 +68,8 @@ SAMPLERS: dict[str, Sampler] = {
         Sampler("llada", LladaSettings, "sinklens.sampling.llada:denoise"),
         Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
+        Sampler("rnd1", Rnd1Settings, "sinklens.sampling.rnd1:denoise"),
+        Sampler("open-dcoder", OpenDcoderSettings, "sinklens.sampling.open_dcoder:denoise"),
         Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
         Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
         Sampler("fast-dllm-v2", FastDllmV2Settings, "sinklens.sampling.fast_dllm_v2:denoise", ("block-causal",)),

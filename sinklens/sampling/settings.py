@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from sinklens.errors import SettingError
 
 Remasking = Literal["low_confidence", "random"]
-Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "p2"]
+Closing = Literal["pad", "eos", "none"]
 Strategy = Literal["sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"]
 ConfidenceOf = Literal["draw", "model"]
 
@@ -43,6 +44,9 @@ class Settings(TypedDict, total=False):
     stop: bool
     right_shift_logits: bool
     small_block_size: int
+    greedy: bool
+    eb_gamma: float
+    closing: Closing
 
 
 class RunSettings(Settings, total=False):

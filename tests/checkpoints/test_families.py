@@ -8,6 +8,7 @@ from layouts import ARCHITECTURES, causal, llada_names, public_weights
 
 from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named
 from sinklens.checkpoints.files import rename
+from sinklens.checkpoints.packing import stored_shapes
 from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
 from sinklens.sampling import SAMPLERS
 
@@ -47,8 +48,9 @@ def test_ff_out_is_the_head_at_the_top_level_and_the_down_projection_in_a_block(
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_public_names_become_exactly_the_parameters_of_the_class(family):
     hf = random_hf(ARCHITECTURES[family.name], family.causal)
-    renamed = [rename(public, family) for public in public_weights(family.name, hf)]
-    assert sorted(renamed) == sorted(name for name, _ in hf.named_parameters())
+    renamed = {rename(public, family): tuple(value.shape) for public, value in public_weights(family.name, hf).items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    assert renamed == stored_shapes(shapes, family.fused)
 
 
 @pytest.mark.parametrize("name", LLADAS)

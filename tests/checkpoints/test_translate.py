@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from building import random_hf
-from layouts import ARCHITECTURES, causal, llada_names, public_config
+from layouts import ARCHITECTURES, SETTINGS, causal, llada_names, public_config
 
 from sinklens.checkpoints import FAMILIES, build_empty, family_named, family_of, translate
 from sinklens.checkpoints.files import rename
@@ -38,16 +38,27 @@ LLADA: dict[str, Any] = {
 WINDOW = {"use_sliding_window": True}
 DREAM = WINDOW | {"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 BIASED = DREAM | {"attention_bias": True}
+LLADA_MOE = DREAM | {
+    "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 32,
+    "moe_router_enable_expert_bias": True,
+    "clip_qkv": 8.0,
+    "qk_layernorm": False,
+    "attention_bias": True,
+}
+RND1 = BIASED | {"sliding_window": 4096, "is_causal": True, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
 UNSUPPORTED = {
     "llada": LLADA, "mmada": LLADA, "dream": DREAM, "sdar": BIASED, "fast-dllm-v2": DREAM,
     "a2d-qwen2": WINDOW, "bd3lm-qwen2": DREAM, "a2d-qwen3": WINDOW, "bd3lm-qwen3": BIASED,
+    "llada-moe": LLADA_MOE, "rnd1": RND1, "open-dcoder": DREAM,
 }  # fmt: skip
 REQUIRED = [(family, key) for family, values in UNSUPPORTED.items() for key in values]
 
 
 def _config(family: str, **changes: Any) -> dict[str, Any]:
     """A small public config with keys changed."""
-    return public_config(family, random_hf(ARCHITECTURES[family], causal(family))) | changes
+    hf = random_hf(ARCHITECTURES[family], causal(family), **SETTINGS.get(family, {}))
+    return public_config(family, hf) | changes
 
 
 def _without(family: str, *keys: str) -> dict[str, Any]:
@@ -142,7 +153,7 @@ def test_tokens_that_a_llada_config_does_not_name_become_none():
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_translated_config_has_its_direction_and_requires_no_code(family):
-    config = _translated(_config(family))
+    config = translate(_config(family), family_named(family), "here")
     assert config.is_causal is causal(family)
     assert config.model_type == ARCHITECTURES[family]
     assert not hasattr(config, "auto_map")
@@ -173,6 +184,47 @@ SIZES = ["d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_se
 def test_a_missing_size_is_named(key):
     with pytest.raises(CheckpointError, match=rf"config\.json lacks .*\b{key}\b.*, which the llada family needs"):
         _translated(_without("llada", key))
+
+
+MOE_SIZES = ["hidden_size", "num_experts", "num_experts_per_tok", "expert_intermediate_size", "dense_intermediate_size"]
+
+
+@pytest.mark.parametrize("key", [*MOE_SIZES, "rope_theta", "rms_norm_eps", "vocab_size"])
+def test_a_missing_size_of_llada_moe_is_named(key):
+    with pytest.raises(CheckpointError, match=rf"config\.json lacks {key}, which the llada-moe family needs"):
+        _translated(_without("llada-moe", key))
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_llada_moe_never_divides_expert_weights_by_their_sum(said):
+    assert _translated(_config("llada-moe", norm_topk_prob=said)).norm_topk_prob is False
+
+
+def test_layers_of_llada_moe_are_dense_where_their_frequency_is_0():
+    assert _translated(_config("llada-moe", moe_layer_freq=[0, 1, 0])).mlp_only_layers == [0, 2]
+    assert _translated(_config("llada-moe", moe_layer_freq=1)).mlp_only_layers == []
+
+
+@pytest.mark.parametrize("name", ["LLaDAMoEModelLM", "LLaDAMoEModel"])
+def test_architectures_and_not_model_type_distinguish_llada_moe(name):
+    config = _config("llada-moe", architectures=[name])
+    assert config["model_type"] == "llada"
+    assert family_of(config, "here").name == "llada-moe"
+    assert family_of(config | {"architectures": ["LLaDAModelLM"]}, "here").name == "llada"
+    with pytest.raises(CheckpointError, match=r"config\.json lacks d_model, .*which the llada family needs"):
+        _translated(config | {"architectures": None})
+
+
+def test_llada_moe_at_full_size_has_the_parameters_of_the_published_model():
+    config = _config(
+        "llada-moe", hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
+        num_experts=64, num_experts_per_tok=8, expert_intermediate_size=1024, dense_intermediate_size=8192,
+        moe_layer_freq=[1] * 16, vocab_size=157184, tie_word_embeddings=False,
+    )  # fmt: skip
+    layer = 4 * 2048**2 + 64 * 2048 + 64 * 3 * 2048 * 1024 + 2 * 2048 + 2 * 128
+    expected = 2 * 157184 * 2048 + 16 * layer + 2048
+    assert expected == 7_356_880_896
+    assert sum(parameter.numel() for parameter in build_empty(_translated(config)).parameters()) == expected
 
 
 def test_a_missing_vocabulary_is_named():

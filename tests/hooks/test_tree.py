@@ -2,14 +2,25 @@
 
 import pytest
 import torch
-from building import KINDS, SIZES, bridge_over, left_padding, plain_pass, random_hf, random_ids, shared_model
+from building import (
+    EXPERTS,
+    KINDS,
+    MIXED,
+    SIZES,
+    bridge_over,
+    left_padding,
+    plain_pass,
+    random_hf,
+    random_ids,
+    shared_model,
+)
 from torch import nn
 from transformer_lens import ActivationCache
 from transformers import DynamicCache
 
 import sinklens
 from sinklens.errors import HookNameError, SinklensError
-from sinklens.hooks import HookTree, aliases, architecture_of, table
+from sinklens.hooks import HookTree, aliases, architecture_of, names, table
 
 PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 BATCH, LENGTH = 2, 7
@@ -25,6 +36,7 @@ AXES = {
     "d_model": SIZES["hidden_size"],
     "d_head": SIZES["head_dim"],
     "d_mlp": SIZES["intermediate_size"],
+    "expert": 6,
 }
 
 
@@ -37,7 +49,7 @@ def everything(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
 def test_every_point_is_reached_once_in_the_order_of_hook_names(architecture, causal):
     model, passed = shared_model(architecture, causal), []
     hooks = [(everything, lambda value, hook: passed.append(hook.name))]
@@ -53,19 +65,20 @@ def test_the_samplers_points_are_first_and_last():
 
 
 @pytest.mark.parametrize("real", PADDINGS)
-@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
 def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(architecture, causal, real):
     model, ids = shared_model(architecture, causal), random_ids()
     logits, cache = model.run_with_cache(ids, attention_mask=real)
     plain = plain_pass(model, ids, real)
-    axes = {name: spec.axes for name, spec in table()}
+    axes = {name: spec.axes for name, spec in table(names.EVERY)}
+    sizes = AXES | {"k": EXPERTS.get(architecture, {}).get("num_experts_per_tok", 0)}
     assert set(cache.keys()) == set(plain.values)
     for name, value in plain.values.items():
         torch.testing.assert_close(
             cache[name], value, atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
         row = ".".join("{l}" if part.isdecimal() else part for part in name.split("."))
-        assert list(cache[name].shape) == [AXES[axis] for axis in axes[row].split()]
+        assert list(cache[name].shape) == [sizes[axis] for axis in axes[row].split()]
     torch.testing.assert_close(logits, plain.logits, atol=1e-4, rtol=1e-5)
 
 

@@ -15,7 +15,7 @@ from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
-WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False), ("sdar", False)]]
+WAYS = [(*kind, {}) for kind in [*KINDS, ("qwen3_moe", False), ("dream", False), ("sdar", False)]]
 WAYS += [(architecture, True, {"use_cache": False}) for architecture in ("llama", "qwen2", "qwen3")]
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 RESULT, Z = "blocks.1.attn.hook_result", "blocks.1.attn.hook_z"

@@ -17,7 +17,7 @@ from sinklens.interventions import AblateHeads, AblateSinkAttention, KeepKeys, M
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.tasks.word_problems import held_out
 
-MODELS = [*KINDS, ("dream", False), ("sdar", False)]
+MODELS = [*KINDS, ("qwen3_moe", False), ("dream", False), ("sdar", False)]
 WAYS = [(*kind, cached) for kind in MODELS for cached in ((True, False) if kind[1] else (None,))]
 ONE_OF_EACH = [("llama", False, None), ("llama", True, True)]
 

@@ -11,7 +11,7 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
 from sinklens.runs.caches import StepCaches
 
-WAYS = [(*kind, {}) for kind in [*KINDS, ("dream", False)]]
+WAYS = [(*kind, {}) for kind in [*KINDS, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
 OTHER = "w9 w8 w7 w6 w5 w4 w3"
 Z = "blocks.1.attn.hook_z"

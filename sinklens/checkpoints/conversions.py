@@ -1,0 +1,63 @@
+"""Functions that turn a family's config.json into the settings of its transformers config.
+
+For families whose config is more than a list of renamed keys; `Family.convert` names the function. Each gets the parsed
+config.json, whose values were checked against `Family.required`, and returns transformers' settings.
+
+Limitation: a key that no function here reads is dropped, so what a key must not say belongs in `Family.required`.
+"""
+
+from typing import Any
+
+Config = dict[str, Any]
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAME = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "hidden_act",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "attention_dropout",
+    "sinklens_attention",
+)  # fmt: skip
+
+
+def llada_moe(config: Config) -> Config:
+    """LLaDA-MoE's config as Qwen3-MoE's.
+
+    The weights of the chosen experts are never divided by their sum, whatever ``norm_topk_prob`` says: the published
+    code does not read it. A layer has a dense MLP where ``moe_layer_freq`` is 0.
+    """
+    frequency = config.get("moe_layer_freq", 1)
+    every = frequency if isinstance(frequency, list) else [1] * config["num_hidden_layers"]
+    return {
+        **_kept(config),
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "moe_intermediate_size": config["expert_intermediate_size"],
+        "intermediate_size": config["dense_intermediate_size"],
+        "num_experts": config["num_experts"],
+        "num_experts_per_tok": config["num_experts_per_tok"],
+        "norm_topk_prob": False,
+        "mlp_only_layers": [layer for layer, sparse in enumerate(every) if not sparse],
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+        "rope_parameters": _rotation(config),
+    }
+
+
+def rnd1(config: Config) -> Config:
+    """RND1's config as Qwen3-MoE's, whose keys it has; all layers are mixtures, and ``false`` there means none."""
+    named = ("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    return {
+        **_kept(config),
+        **{key: config[key] for key in (*named, "norm_topk_prob", "attention_bias") if key in config},
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+        "rope_parameters": _rotation(config),
+    }
+
+
+def _kept(config: Config) -> Config:
+    """Keys that mean the same in both; tokens that the config does not name become None."""
+    return {key: config[key] for key in _SAME if key in config} | {key: config.get(key) for key in _TOKENS}
+
+
+def _rotation(config: Config) -> Config:
+    return {"rope_type": "default", "rope_theta": float(config["rope_theta"])}

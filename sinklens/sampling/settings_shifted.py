@@ -1,0 +1,98 @@
+"""Settings of the samplers of RND1 and Open-dCoder, which decide anywhere on the canvas.
+
+Pitfall: both published samplers default to many more steps than these models need answer tokens (256 and 512); here the
+default is one step per token.
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from sinklens.sampling.settings import (
+    Algorithm,
+    Closing,
+    SamplerSettings,
+    check_truncation,
+    is_finite,
+    require,
+    require_integer,
+    require_nonnegative,
+)
+
+
+@dataclass(frozen=True)
+class Rnd1Settings(SamplerSettings):
+    """RND1's sampler (RadicalNumerics/RND1, rnd/sampling.py).
+
+    Attributes:
+        gen_length: number of answer positions, all masked at the start; `closing` comes after them.
+        steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain.
+        temperature: divides the logits, also those that the order of commits goes by; above 0.
+        greedy: take the most likely token instead of a random one.
+        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
+        eb_gamma: commit, in order of falling probability, as many tokens as the sum of their entropies minus the
+            largest of these allows (in nats), at least one; None commits the tokens of lowest entropy by the schedule.
+        closing: the token that follows the answer: "pad" as in the published code, "eos", or "none".
+    """
+
+    gen_length: int = 128
+    steps: int = 0
+    temperature: float = 1.0
+    greedy: bool = True
+    top_p: float | None = None
+    top_k: int | None = None
+    eb_gamma: float | None = None
+    closing: Closing = "pad"
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        object.__setattr__(self, "steps", self.steps or self.gen_length)
+        require_integer("steps", self.steps)
+        check_truncation(self.temperature, self.top_p, self.top_k)
+        require(self.temperature > 0, "temperature must be above 0; pass greedy=True for the most likely tokens.")
+        if self.eb_gamma is not None:
+            require_nonnegative("eb_gamma", self.eb_gamma)
+        allowed = get_args(Closing)
+        require(self.closing in allowed, f"closing must be one of {', '.join(allowed)}; got {self.closing!r}.")
+
+
+@dataclass(frozen=True)
+class OpenDcoderSettings(SamplerSettings):
+    """Open-dCoder's sampler (pengzhangzhi/Open-dLLM, `_mdm_sample`).
+
+    Attributes:
+        gen_length: number of answer positions, all masked at the start.
+        steps: denoising steps; default `gen_length`. A run ends early when no position is masked.
+        alg: "entropy", "maskgit_plus" and "topk_margin" commit the most confident masks, by negative entropy,
+            probability or margin over the second most likely token. "p2" judges every answer position again at each
+            step and masks the least probable ones, also tokens that were committed (path planning; 2502.03540).
+        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
+        alg_temp: temperature for choosing positions; None or 0 takes the most confident. Not with "p2".
+        eps: time at the end of the schedule, above 0. "p2" does not use it.
+    """
+
+    gen_length: int = 128
+    steps: int = 0
+    alg: Algorithm = "entropy"
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    alg_temp: float | None = None
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        object.__setattr__(self, "steps", self.steps or self.gen_length)
+        require_integer("steps", self.steps)
+        allowed = ("entropy", "maskgit_plus", "topk_margin", "p2")
+        require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
+        require(is_finite(self.eps) and 0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
+        if self.alg_temp is not None:
+            require_nonnegative("alg_temp", self.alg_temp)
+        require(
+            self.alg != "p2" or not self.alg_temp,
+            "alg 'p2' chooses positions by probability alone; leave alg_temp out or choose another alg.",
+        )
+        check_truncation(self.temperature, self.top_p, self.top_k)

@@ -1,0 +1,353 @@
+"""LLaDA-MoE, RND1 and Open-dCoder: sinklens reproduces the references' passes and every canvas, and opens the runs."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from building import plain_pass
+from layouts import word_tokenizer
+from published import Reference, largest_difference
+
+import sinklens
+from sinklens.checkpoints import build_empty, family_named, translate
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.interventions import AblateHeads, MaskSinks, Suffix
+from sinklens.views import report
+
+TOLERANCE = 1e-4
+RUNS = {"llada-moe": 5, "rnd1": 5, "open-dcoder": 9}
+CASES = [(name, number) for name, count in RUNS.items() for number in range(count)]
+WITH_EXPERTS = ["llada-moe", "rnd1"]
+SAME_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps",
+    "tie_word_embeddings", "max_position_embeddings", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@cache
+def reference_of(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@cache
+def model_of(folder: Path, place: Path) -> sinklens.Model:
+    family = "open-dcoder" if folder.name == "open-dcoder" else None
+    return sinklens.load(reference_of(folder).write(place / folder.name), family=family)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("bidirectional")
+
+
+@pytest.fixture(params=RUNS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def reference(shared, name):
+    return reference_of(shared / "conformance" / name)
+
+
+@pytest.fixture
+def model(shared, name, place):
+    return model_of(shared / "conformance" / name, place)
+
+
+def test_every_run_of_the_reference_is_compared(reference, name):
+    assert len(reference.runs) == RUNS[name]
+
+
+def test_the_config_is_translated_key_by_key(reference, model, name):
+    raw, config = reference.config(), model.config
+    assert {key: getattr(config, key) for key in SAME_KEYS if key in raw} == {
+        key: raw[key] for key in SAME_KEYS if key in raw
+    }
+    assert config.rope_parameters["rope_theta"] == raw["rope_theta"]
+    assert (model.family, model.mask_token_id) == (name, reference.facts["mask_token_id"])
+    assert config.is_causal is False
+    assert model.family_record.shift is (name != "llada-moe")
+    if name in WITH_EXPERTS:
+        assert config.moe_intermediate_size == raw.get("moe_intermediate_size", raw.get("expert_intermediate_size"))
+        assert (config.num_experts, config.num_experts_per_tok) == (raw["num_experts"], raw["num_experts_per_tok"])
+        assert config.norm_topk_prob is (name == "rnd1")
+        assert config.head_dim == raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+
+
+def test_logits_and_patterns_equal_the_references(reference, model):
+    ids = reference.tensors["input_ids"]
+    with torch.no_grad():
+        plain = model(ids)
+        logits, kept = model.run_with_cache(ids, names_filter=lambda name: "hook_pattern" in name)
+    patterns = torch.stack([kept["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
+    assert largest_difference(patterns, reference.tensors["pattern"]) < TOLERANCE
+    for found in (plain, logits):
+        assert largest_difference(found, reference.tensors["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_the_routing_equals_the_references(reference, model):
+    with torch.no_grad():
+        _, kept = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: ".mlp." in name)
+    for layer in range(model.cfg.n_layers):
+        stored = {what: reference.tensors[f"router.{layer}.{what}"] for what in ("logits", "weights", "experts")}
+        found, order = kept[f"blocks.{layer}.mlp.hook_expert_indices"].sort(dim=-1)  # the reference's are ascending
+        assert torch.equal(found, stored["experts"].long())
+        assert largest_difference(kept[f"blocks.{layer}.mlp.hook_router_logits"], stored["logits"]) < TOLERANCE
+        weights = kept[f"blocks.{layer}.mlp.hook_expert_weights"].gather(-1, order)
+        assert largest_difference(weights, stored["weights"]) < TOLERANCE
+
+
+def test_sink_scores_are_the_column_sums_of_the_references_patterns(reference, model):
+    with torch.no_grad():
+        _, kept = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: "sink_scores" in name)
+    scores = torch.stack([kept[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(3)], dim=1)
+    assert largest_difference(scores, reference.tensors["pattern"].sum(dim=3)) < TOLERANCE
+
+
+def settings_of(name: str, stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a stored run under our names."""
+    if name == "open-dcoder":
+        found = dict(stored["settings"])
+        found.pop("mask_token_id")
+        return {"gen_length" if key == "max_new_tokens" else key: value for key, value in found.items()}
+    if name == "rnd1":
+        room = stored["seq_len"] - stored["prefix_length"] - stored["suffix_length"] - 1
+        closing = "eos" if stored["add_eos_at_end"] else "pad"
+        found = {"gen_length": min(stored["infill_length"] or room, room), "steps": stored["num_steps"]}
+        found |= {key: stored[key] for key in ("temperature", "eb_gamma", "top_k", "greedy")}
+        return found | {"closing": closing}
+    known = ("cfg_scale", "temperature", "remasking", "steps", "gen_length", "block_length")
+    return {key: stored[key] for key in known}
+
+
+def infilled(reference: Reference, number: int) -> list[tuple[list[int], int, list[int]]]:
+    """Prompt, number of masks and suffix of each row of a stored run."""
+    mask, first = reference.facts["mask_token_id"], reference.tensors[f"gen{number}.canvas"][:, 0].tolist()
+    gaps = [(row.index(mask), row.count(mask)) for row in first]
+    return [(row[:start], count, row[start + count :]) for row, (start, count) in zip(first, gaps, strict=True)]
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_every_canvas_equals_the_references_token_for_token(reference, model, name, number, recording):
+    tensors, settings = reference.tensors, settings_of(name, reference.runs[number])
+    canvas, result = tensors[f"gen{number}.canvas"], tensors[f"gen{number}.result"]
+    if "gen_length" in settings and f"gen{number}.suffix" not in tensors:
+        run = sinklens.generate(model, tensors[f"gen{number}.prompt"], record_sinks=recording, **settings)
+        assert torch.equal(run.canvas[:, :-1], canvas)
+        assert torch.equal(run.tokens, result)
+        return
+    for row, (prompt, count, suffix) in enumerate(infilled(reference, number)):
+        if name == "rnd1":
+            suffix = suffix[:-1]  # the reserved place
+        hooks = [Suffix(text=suffix)]
+        settings["gen_length"] = count
+        run = sinklens.generate(model, [prompt], record_sinks=recording, hooks=hooks, **settings)
+        ran = run.steps_run  # alone, a row may end before the stored batch
+        assert torch.equal(run.canvas[0, :ran], canvas[row, :ran])
+        assert (canvas[row, ran:] == run.tokens[0]).all()
+        assert torch.equal(run.tokens[0], result[row])
+
+
+def test_path_planning_takes_decisions_back(shared, place):
+    folder = shared / "conformance" / "open-dcoder"
+    model, reference = model_of(folder, place), reference_of(folder)
+    run = sinklens.generate(model, reference.tensors["gen4.prompt"], **settings_of("open-dcoder", reference.runs[4]))
+    again = ~run.undecided[:, :-1] & run.undecided[:, 1:]
+    assert int(again.sum()) == reference.runs[4]["written_tokens_masked_again"] == 135
+
+
+SHORT = {"llada-moe": {"block_length": 4}, "rnd1": {"steps": 4}, "open-dcoder": {"alg": "p2", "steps": 4}}
+
+
+def prompts_of(reference) -> list[list[int]]:
+    mask = reference.facts["mask_token_id"]
+    first, second = ([token for token in row if token != mask] for row in reference.tensors["input_ids"].tolist())
+    return [first[:9], second[:4], second[5:12]]
+
+
+def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(reference, model, name):
+    rows = prompts_of(reference)
+    together = sinklens.generate(model, rows, gen_length=8, **SHORT[name])
+    for row, prompt in enumerate(rows):
+        alone = sinklens.generate(model, [prompt], gen_length=8, **SHORT[name])
+        start, steps = together.prompt_length - len(prompt), alone.steps_run
+        assert torch.equal(together.canvas[row, : steps + 1, start:], alone.canvas[0])
+        ours, theirs = (torch.from_numpy(run.sinks.scores().to_numpy()) for run in (alone, together))
+        torch.testing.assert_close(theirs[row, :steps, :, :, start:], ours[0], atol=1e-4, rtol=0)
+
+
+def test_logits_of_a_padded_row_equal_those_of_it_alone(reference, model):
+    ids = reference.tensors["input_ids"][:1, :12]
+    padded = torch.cat([ids.new_full((1, 5), 3), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 5), torch.ones(1, 12)], dim=1).long()
+    with torch.no_grad():
+        assert largest_difference(model(padded, attention_mask=mask)[:, 5:], model(ids)) < TOLERANCE
+
+
+def test_recorded_sinks_are_the_column_sums_of_plain_attention(reference, model, name):
+    run = sinklens.generate(model, prompts_of(reference), gen_length=4, **SHORT[name])
+    for step in range(run.steps_run):
+        with torch.no_grad():
+            plain = plain_pass(model, run.canvas[:, step], run.real)
+        for layer in range(model.cfg.n_layers):
+            found = torch.from_numpy(run.sinks["score"].to_numpy()[:, step, layer])
+            expected = plain.values[f"blocks.{layer}.attn.hook_sink_scores"]
+            assert largest_difference(found.where(run.real[:, None], torch.tensor(0.0)), expected) < TOLERANCE
+
+
+def test_masked_sinks_are_exact(reference, model, name):
+    """Patterns under MaskSinks equal plain attention without the strongest key of the step before, in every step."""
+    values: dict[int, dict[str, torch.Tensor]] = {}
+
+    def keep(value, hook):
+        values.setdefault(hook.step, {})[hook.name] = value.clone()
+
+    hooks = [MaskSinks(top_k=1), (lambda name: name.endswith("hook_pattern"), keep)]
+    run = sinklens.generate(model, prompts_of(reference)[:1], gen_length=8, hooks=hooks, **SHORT[name])
+    places = [f"blocks.{layer}.attn" for layer in range(3)]
+    assert run.steps_run > 2
+    for step in range(run.steps_run):
+        edits = {}
+        for at in places if step else []:
+            strongest = values[step - 1][f"{at}.hook_pattern"].sum(2).argmax(-1)
+            hide = torch.zeros(*strongest.shape, 1, run.canvas.shape[2])
+            hide = hide.scatter(-1, strongest[:, :, None, None], -torch.inf)
+            edits[f"{at}.hook_attn_mask"] = lambda value, hide=hide: value + hide
+        with torch.no_grad():
+            plain = plain_pass(model, run.canvas[:, step], run.real, edits)
+        for at in places:
+            assert largest_difference(values[step][f"{at}.hook_pattern"], plain.values[f"{at}.hook_pattern"]) < 2e-4
+
+
+def test_ablated_heads_are_exact(reference, model, name):
+    prompt, logits = prompts_of(reference)[:1], {}
+    base = sinklens.generate(model, prompt, gen_length=8, **SHORT[name])
+    hooks = [AblateHeads(layers=[1], heads=[2]), ("denoise.hook_logits", lambda v, hook: logits.update({hook.step: v}))]
+    sinklens.generate(model, prompt, gen_length=8, hooks=hooks, replay=base, **SHORT[name])
+
+    def without(z):
+        z = z.clone()
+        z[:, :, 2] = 0
+        return z
+
+    for step in range(base.steps_run):
+        with torch.no_grad():
+            plain = plain_pass(model, base.canvas[:, step], base.real, {"blocks.1.attn.hook_z": without}).logits
+        if model.family_record.shift:
+            plain = torch.cat([plain[:, :1], plain[:, :-1]], dim=1)
+        assert largest_difference(logits[step], plain) < 1e-3
+
+
+def test_a_replay_repeats_the_run(reference, model, name):
+    given = {"rnd1": {"greedy": False}}.get(name, {"temperature": 1.0}) | SHORT[name]
+    base = sinklens.generate(model, prompts_of(reference), gen_length=8, seed=3, **given)
+    again = sinklens.generate(model, prompts_of(reference), gen_length=8, replay=base, **SHORT[name])
+    assert torch.equal(again.canvas, base.canvas)
+    assert again.sinks["score"].equals(base.sinks["score"])
+    greedy = sinklens.generate(model, prompts_of(reference), gen_length=8, **SHORT[name])
+    assert not torch.equal(greedy.tokens, base.tokens)
+
+
+def test_the_page_of_a_run_opens(reference, model, name, tmp_path):
+    run = sinklens.generate(model, prompts_of(reference)[:1], gen_length=8, **SHORT[name])
+    page = report(run, tmp_path / "run.html")
+    assert "<html" in Path(page).read_text()
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_an_expert_is_ablated_in_every_step_of_a_run(reference, model, name):
+    prompt, chosen, logits = prompts_of(reference)[:1], {}, {}
+    base = sinklens.generate(model, prompt, gen_length=4, **SHORT[name])
+    at = "blocks.1.mlp"
+
+    def without_expert_3(weights, hook):
+        return weights.masked_fill(chosen[hook.step] == 3, 0.0)
+
+    hooks = [
+        (f"{at}.hook_expert_indices", lambda value, hook: chosen.update({hook.step: value})),
+        (f"{at}.hook_expert_weights", without_expert_3),
+        ("denoise.hook_logits", lambda value, hook: logits.update({hook.step: value})),
+    ]
+    sinklens.generate(model, prompt, gen_length=4, hooks=hooks, replay=base, **SHORT[name])
+    assert any((indices == 3).any() for indices in chosen.values())
+    for step in range(base.steps_run):
+        without = {f"{at}.hook_expert_weights": lambda value, step=step: value.masked_fill(chosen[step] == 3, 0.0)}
+        with torch.no_grad():
+            plain = plain_pass(model, base.canvas[:, step], base.real, without).logits
+        if model.family_record.shift:
+            plain = torch.cat([plain[:, :1], plain[:, :-1]], dim=1)
+        assert largest_difference(logits[step], plain) < 1e-3
+
+
+def test_open_dcoder_and_qwen2_are_told_apart_by_the_caller_alone(shared, tmp_path):
+    reference = reference_of(shared / "conformance" / "open-dcoder")
+    folder = reference.write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"Pass family='open-dcoder' or family='qwen2', as the model card says"):
+        sinklens.load(folder)
+    assert sinklens.load(folder, family="qwen2").config.is_causal is True
+    assert sinklens.load(reference.write(tmp_path, auto_map=None)).family == "qwen2"
+
+
+@pytest.mark.parametrize("closing", ["pad", "eos", "none"])
+def test_rnd1_ends_its_canvas_with_the_closing_token(shared, place, closing):
+    folder = shared / "conformance" / "rnd1"
+    model = model_of(folder, place)
+    run = sinklens.generate(model, prompts_of(reference_of(folder))[:1], gen_length=4, closing=closing)
+    assert run.tokens[0, 13:].tolist() == {"pad": [310], "eos": [312], "none": []}[closing]
+    assert (run.unmask_step[0, 13:] == -1).all()
+
+
+def test_rnd1_commits_at_least_one_token_and_everything_within_the_bound(shared, place):
+    folder = shared / "conformance" / "rnd1"
+    model, prompt = model_of(folder, place), prompts_of(reference_of(folder))[:1]
+    one = sinklens.generate(model, prompt, gen_length=6, eb_gamma=0.0)
+    assert (one.undecided.sum(dim=2)[0].diff() <= -1).all()
+    everything = sinklens.generate(model, prompt, gen_length=6, eb_gamma=1e6)
+    assert everything.steps_run == 1
+
+
+def test_a_suffix_is_refused_where_the_answer_does_not_see_it(tiny_llama, tiny_llada):
+    with pytest.raises(SettingError, match=r"does not see text after it, so it cannot be filled in"):
+        sinklens.generate(tiny_llama, "Question", gen_length=2, hooks=[Suffix(text="end")])
+    with pytest.raises(SettingError, match=r"the suffix contains the mask token"):
+        sinklens.generate(tiny_llada, "Question", gen_length=2, hooks=[Suffix(text=[tiny_llada.mask_token_id])])
+    run = sinklens.generate(tiny_llada, "Question:", gen_length=8, hooks=[Suffix(text=" left?")])
+    assert tiny_llada.tokenizer.decode(run.tokens[0, -3:]).endswith("left?")
+
+
+def test_a_folder_with_a_tokenizer_loads_without_the_checkpoints_code(shared, tmp_path):
+    folder = reference_of(shared / "conformance" / "llada-moe").write(tmp_path)
+    word_tokenizer(folder)
+    assert (folder / "tokenizer.json").is_file()
+    run = sinklens.generate(sinklens.load(folder), "w7 w8", gen_length=4)
+    assert isinstance(run.text, str)
+
+
+FULL_SIZE = {
+    "rnd1": {
+        "model_type": "rnd1", "architectures": ["RND1LM"], "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "vocab_size": 151936, "mask_token_id": 151669,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_scaling": False, "sliding_window": False,
+    },
+    "open-dcoder": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "hidden_act": "silu",
+        "use_sliding_window": False,
+    },
+}  # fmt: skip
+PARAMETERS = {"rnd1": 30_532_122_624, "open-dcoder": 494_032_768}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_the_full_size_config_builds_with_the_published_size(name):
+    """As many as the models they were made from: Qwen3-30B-A3B and Qwen2.5-Coder-0.5B."""
+    empty = build_empty(translate(FULL_SIZE[name], family_named(name), "here"))
+    assert sum(parameter.numel() for parameter in empty.parameters()) == PARAMETERS[name]

@@ -1,0 +1,185 @@
+"""Points of a mixture of experts: routing rules, edits of routing, and layers that have no experts."""
+
+import pytest
+import torch
+from building import EXPERTS, MIXED, SIZES, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from torch import Tensor
+
+from sinklens.errors import HookNameError, SettingError
+from sinklens.hooks.experts import ROUTING
+from sinklens.hooks.names import EXPERTS as SPECS
+
+ARCHITECTURES = sorted(EXPERTS)
+MLP = "blocks.1.mlp"
+RULES = [("softmax", "qwen3_moe", {}), ("softmax", "qwen3_moe", {"norm_topk_prob": False})]
+RULES += [("grouped sigmoid", "glm4_moe", {}), ("grouped sigmoid", "glm4_moe", {"norm_topk_prob": False})]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def edited(architecture: str, causal: bool, name: str, edit, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Logits under an edit, by sinklens and by plain torch; the edit is checked to matter."""
+    model, ids = shared_model(architecture, causal), random_ids()
+    found = model.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: edit(value))], attention_mask=real)
+    plain = plain_pass(model, ids, real)
+    expected = plain_pass(model, ids, real, {name: edit}).logits
+    kept = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+    assert (expected - plain.logits)[kept].abs().max() > 1e-3
+    return found[kept], expected[kept]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rule", "architecture", "settings"), RULES)
+def test_a_routing_rule_equals_transformers_router_bit_for_bit(rule, architecture, settings, dtype):
+    router = random_hf(architecture, dtype=dtype, **settings).model.layers[1].mlp.gate
+    logits, weights, indices = router(torch.randn(500, SIZES["hidden_size"], dtype=dtype))
+    chosen = ROUTING[rule].choose(router, logits)
+    assert torch.equal(chosen, indices)
+    assert torch.equal(ROUTING[rule].weigh(router, logits, chosen), weights)
+
+
+def ablate(weights: Tensor) -> Tensor:
+    """No weight for the first of the chosen experts."""
+    return torch.cat([torch.zeros_like(weights[..., :1]), weights[..., 1:]], dim=-1)
+
+
+def next_expert(indices: Tensor) -> Tensor:
+    return (indices + 1) % 6
+
+
+def without_the_best(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits == logits.amax(dim=-1, keepdim=True), -torch.inf)
+
+
+EDITS = {
+    "hook_router_logits": lambda logits: logits.flip(-1),
+    "hook_expert_indices": next_expert,
+    "hook_expert_weights": ablate,
+    "hook_expert_out": lambda out: out.flip(-2) * 0.7,
+}
+
+
+@pytest.mark.parametrize("real", [None, left_padding()], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("point", EDITS)
+@pytest.mark.parametrize(("architecture", "causal"), MIXED)
+def test_an_edit_of_routing_has_the_same_effect_as_in_plain_torch(architecture, causal, point, real):
+    close(*edited(architecture, causal, f"{MLP}.{point}", EDITS[point], real))
+
+
+def test_an_edit_of_the_shared_expert_has_the_same_effect_as_in_plain_torch():
+    close(*edited("glm4_moe", False, f"{MLP}.hook_shared_out", lambda out: out * -1))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_edit_of_the_normalized_queries_has_the_same_effect_as_in_plain_torch(architecture):
+    close(*edited(architecture, False, "blocks.1.attn.hook_q_normed", lambda q: q.flip(2)))
+    close(*edited(architecture, False, "blocks.1.attn.hook_k_normed", lambda k: k.flip(2)))
+
+
+def test_a_softmax_router_avoids_experts_with_minus_infinity():
+    model, ids, chosen = shared_model("qwen3_moe"), random_ids(), []
+    name = f"{MLP}.hook_router_logits"
+    hooks = [(name, lambda value, hook: without_the_best(value))]
+    hooks += [(f"{MLP}.hook_expert_indices", lambda value, hook: chosen.append(value))]
+    assert model.run_with_hooks(ids, fwd_hooks=hooks).isfinite().all()
+    best = plain_pass(model, ids).values[name].argmax(dim=-1, keepdim=True)
+    assert not (chosen[0] == best).any()
+    close(*edited("qwen3_moe", False, name, without_the_best))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_forced_expert_gets_the_weight_that_its_logit_gives(architecture):
+    model, ids, weights = shared_model(architecture), random_ids(), []
+    hooks = [
+        (f"{MLP}.hook_expert_indices", lambda value, hook: next_expert(value)),
+        (f"{MLP}.hook_expert_weights", lambda value, hook: weights.append(value)),
+    ]
+    model.run_with_hooks(ids, fwd_hooks=hooks)
+    plain = plain_pass(model, ids, edits={f"{MLP}.hook_expert_indices": next_expert}).values
+    close(weights[0], plain[f"{MLP}.hook_expert_weights"])
+
+
+@pytest.mark.parametrize("outside", [-1, 6])
+def test_an_expert_that_does_not_exist_is_refused(outside):
+    with pytest.raises(
+        SettingError, match=rf"blocks\.1\.mlp\.hook_expert_indices was set to {outside}, but the layer has 6 experts"
+    ):
+        edited("qwen3_moe", False, f"{MLP}.hook_expert_indices", lambda value: torch.full_like(value, outside))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_watching_the_routing_changes_nothing(architecture):
+    model, ids = shared_model(architecture), random_ids()
+    routing = [f"{MLP}.{point}" for point in EDITS if point != "hook_expert_out"]
+    watched, _ = model.run_with_cache(ids, names_filter=routing)
+    assert torch.equal(watched, model(ids))
+
+
+def test_the_experts_run_once_while_their_outputs_are_unwatched(monkeypatch):
+    model, ids, called = shared_model("qwen3_moe"), random_ids(), []
+    cls = type(model.tree.hf.model.layers[1].mlp.experts)
+    gated = cls._apply_gate  # every implementation calls it once per pass
+    monkeypatch.setattr(cls, "_apply_gate", lambda self, value: (called.append(self), gated(self, value))[1])
+    model(ids)
+    assert len(called) == 2  # layers 1 and 2
+    model.run_with_cache(ids, names_filter=f"{MLP}.hook_expert_out")
+    assert len(called) == 5
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_trace_blocks_read_and_edit_routing(architecture):
+    model, ids = shared_model(architecture), random_ids()
+    with model.trace(ids):
+        logits = model.blocks[1].mlp.hook_router_logits.output.save()
+        model.blocks[1].mlp.hook_expert_weights.output[..., 0] = 0
+        changed = model.output.save()
+    plain = plain_pass(model, ids, edits={f"{MLP}.hook_expert_weights": ablate})
+    close(logits, plain.values[f"{MLP}.hook_router_logits"])
+    close(changed, plain.logits)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_dense_layer_has_no_points_of_experts_and_the_error_says_so(spec):
+    with pytest.raises(
+        HookNameError, match=r"the MLP of layer 0 is dense and has no experts; layers with experts: 1, 2"
+    ):
+        shared_model("qwen3_moe").run_with_cache(random_ids(), names_filter=f"blocks.0.mlp.{spec.name}")
+    with pytest.raises(HookNameError, match="layer 2 is dense and has no experts; no layer of this model has experts"):
+        shared_model().run_with_cache(random_ids(), names_filter=f"blocks.2.mlp.{spec.name}")
+
+
+def test_a_layer_with_experts_has_no_points_of_a_dense_mlp_and_the_error_says_so():
+    with pytest.raises(HookNameError, match=r"layer 1 is a mixture of experts; its points are hook_router_logits, "):
+        shared_model("qwen3_moe").run_with_cache(random_ids(), names_filter="blocks.1.mlp.hook_pre")
+    assert "blocks.0.mlp.hook_pre" in shared_model("qwen3_moe").hook_names()
+
+
+def test_missing_parts_are_named():
+    with pytest.raises(HookNameError, match="the experts of layer 1 have no shared expert"):
+        shared_model("qwen3_moe").tree.resolve(f"{MLP}.hook_shared_out")
+    with pytest.raises(HookNameError, match="this model does not normalize queries and keys"):
+        shared_model().tree.resolve("blocks.1.attn.hook_q_normed")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "point"),
+    [
+        ("blocks.-1.mlp.gate.hook_out", "blocks.2.mlp.hook_router_logits"),
+        ("blocks.0.mlp.gate.hook_out", "blocks.0.mlp.hook_pre"),
+        ("blocks.1.attn.q_norm.hook_out", "blocks.1.attn.hook_q_normed"),
+    ],
+)
+def test_transformerlens_4_spellings_mean_the_router_or_the_gate_by_layer(spelling, point):
+    assert shared_model("qwen3_moe").tree.resolve(spelling) == point
+
+
+def test_weights_of_an_mlp_are_refused_and_the_missing_bias_is_zero():
+    model = random_model("qwen3_moe")
+    with pytest.raises(
+        SettingError, match="the MLP of layer 1 is a mixture of experts, so it has none of W_gate, W_in"
+    ):
+        model.tree.W_in  # noqa: B018
+    assert torch.equal(model.tree.b_out, torch.zeros(3, SIZES["hidden_size"]))
+    close(model.tree.accumulated_bias(3), torch.zeros(SIZES["hidden_size"]))
