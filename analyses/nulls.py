@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("jump_share", "sink_jump_share", "static_share")
 FIXED = ("jump_share", "static_share")
-SOURCES = ("measured", "null", "measured − null")
+SOURCES = ("measured", "null model", "measured − null model")
 NULLS = {
     "null_jump_share": "jump_share of the run's final pattern, masked causally and revealed row by row",
     "null_sink_jump_share": "sink_jump_share of that null",

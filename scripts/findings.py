@@ -66,13 +66,72 @@ def plain(label: str, digits: int = 2, **where: Any) -> Row:
     return Row(label, where, 1.0, digits)
 
 
-TABLES: dict[str, Table] = {}
+DIFFUSION = MODELS[:3]
+EQ3 = "epsilon-over-mean (sum, 3)"
+TABLES: dict[str, Table] = {
+    "existence": Table(
+        "existence-detectors",
+        (
+            percent("positions that are sinks, %", 2, measure="found", detector=EQ3),
+            percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
+            plain("value norm at sinks ÷ median of the row", measure="value_ratio", detector=EQ3),
+            percent("positions that are no-op sinks, %", 2, measure="found", detector="no-op"),
+        ),
+    ),
+    "motion": Table("dynamics-null", (
+        percent("strongest key changes, % of steps", measure="jump_share", source="measured"),
+        percent("… under the null", measure="jump_share", source="null model"),
+        percent("… with the queries held fixed", measure="jump_share", source="queries held fixed"),
+        percent("the same between steps with a sink, %", measure="sink_jump_share", source="measured"),
+        percent("… under the null", measure="sink_jump_share", source="null model"),
+        percent("heads whose strongest key never changes, %", measure="static_share", source="measured"),
+        percent("… under the null", measure="static_share", source="null model"),
+        percent("… with the queries held fixed", measure="static_share", source="queries held fixed"),
+        Row("steps that a sink lasts (at most 24)", {"measure": "restricted_mean"}, 1.0, 1, "dynamics-lifetimes"),
+    )),
+    "kinds": Table("token_types-matched", tuple(
+        plain(label, measure="ratio", by="kind", set=kind, matched=matched)
+        for kind in ("digit", "mask", "newline", "punctuation", "start")
+        for label, matched in ((f"{kind}: crude", "nothing"), (f"{kind}: same step and place", "step, position"))
+    )),
+    "undecided": Table(
+        "masked_sinks-matched",
+        tuple(
+            Row(f"{label}, layer {layer}", {"measure": measure, "layer": layer}, scale, digits, file)
+            for label, measure, scale, digits, file in (
+                ("lens names the final token: sinks − others, points", "named_difference", 100.0, 0, None),
+                ("value norm: sinks ÷ others", "value_ratio", 1.0, 2, "masked_sinks-layers"),
+            )
+            for layer in range(4)
+        ),
+        DIFFUSION,
+    ),
+    "order": Table("events-order", (
+        plain("score against deciding step", measure="correlation"),
+        plain("… position held fixed", measure="partial"),
+        plain("… same step and place", measure="within"),
+        Row("landings on just decided ÷ all others, crude",
+            {"measure": "ratio", "others": "all", "matched": "nothing"}, 1.0, 1, "events-landings"),
+        Row("… same step and place",
+            {"measure": "ratio", "others": "all", "matched": "step, position"}, 1.0, 1, "events-landings"),
+        Row("… ÷ tokens decided earlier, same step and place",
+            {"measure": "ratio", "others": "decided earlier", "matched": "step, position"}, 1.0, 1, "events-landings"),
+    ), DIFFUSION),
+    "ranges": Table("ranges", tuple(
+        Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
+        for kind, ranges in (
+            ("more", ((1, 7), (8, 20), (21, 40), (41, 120))), ("fewer", ((1, 7), (8, 20), (21, 40), (41, 120))),
+            ("groups", ((2, 9), (10, 12), (13, 20))), ("share", ((2, 9), (10, 12), (13, 20))),
+        )
+        for low, high in ranges
+    ), (*MODELS, "tiny-llada-skills", "tiny-llama-skills")),
+}  # fmt: skip
 
 
 @cache
 def stored(file: str) -> pandas.DataFrame:
     """A stored table."""
-    return pandas.read_csv(RESULTS / f"{file}.csv")
+    return pandas.read_csv(RESULTS / f"{file}.csv", keep_default_na=False, na_values=[""])
 
 
 def cell(row: Row, file: str, model: str) -> str:
@@ -82,11 +141,12 @@ def cell(row: Row, file: str, model: str) -> str:
         table = table[table[column] == value]
     if len(table) > 1:
         raise ValueError(f"{row.label}, {model}: {len(table)} rows of {row.file or file} match {row.where}")
-    if table.empty or table["estimate"].isna().all():
+    if table.empty:
         return ""
     found = table.iloc[0]
-    estimate, low, high = (number(found[name] * row.scale, row.digits) for name in ("estimate", "low", "high"))
-    return f"{estimate} [{low}, {high}]"
+    names = ("estimate", "low", "high") if "estimate" in found else ("share", "share_low", "share_high")
+    estimate, low, high = (number(found[name] * row.scale, row.digits) for name in names)
+    return "" if estimate == "nan" else f"{estimate} [{low}, {high}]"
 
 
 def number(value: float, digits: int) -> str:

@@ -129,8 +129,8 @@ def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held
     assert data["fixed_jump_share"].values.tolist() == [0, 0]
     assert data["fixed_static_share"].values.tolist() == [1, 1]
     table = measured.tables["null"].set_index(["measure", "source"])["estimate"]
-    assert table["static_share", "measured"] == table["static_share", "null"] > 0.5
-    assert table["static_share", "measured − null"] == 0
+    assert table["static_share", "measured"] == table["static_share", "null model"] > 0.5
+    assert table["static_share", "measured − null model"] == 0
     assert table["jump_share", "queries held fixed"] == 0
 
 
