@@ -30,6 +30,7 @@ class Watch:
 
     Attributes:
         step: number of the current denoising step; None outside a run.
+        keys: number of keys of the current or last pass.
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
@@ -37,6 +38,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self.keys = 0
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
 
@@ -65,6 +67,14 @@ class Point(HookPoint):
     def step(self) -> int | None:
         """Number of the current denoising step; None outside a run."""
         return self.watch.step
+
+    @property
+    def key_positions(self) -> range:
+        """Positions of the keys of the current pass, the last axis of a pattern; the last ones are its queries.
+
+        With a key/value cache, a pass has keys that it does not compute, and no keys of later blocks.
+        """
+        return range(self.watch.keys)
 
     @property
     def watched(self) -> bool:

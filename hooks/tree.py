@@ -188,6 +188,8 @@ class HookTree(ModelWeights, HookFront):
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
             if bool(attention_mask.all()) and past_key_values is None:
                 attention_mask = None
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self.watch.keys = cached + input_ids.shape[1]
         base = self.hf.get_submodule(self.architecture.base)
         output = base(
             input_ids=input_ids if stream is None else None,
@@ -222,14 +224,14 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover = self.watch.handover
+        handover, keys = self.watch.handover, self.watch.keys
         self.watch.peeked = peeked = dict.fromkeys(wanted)
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked = None
+            self.watch.peeked, self.watch.keys = None, keys
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.

@@ -104,6 +104,13 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template (default: no)")
     trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
     trace.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
+    trace.add_argument("--family", help="family of the checkpoint (default: the one that its config.json names)")
+    trace.add_argument(
+        "--model-block-length",
+        type=natural,
+        metavar="N",
+        help="block length of a block-causal checkpoint (default: the one that its config.json names)",
+    )
     add_settings(trace)
     trace.set_defaults(command=run_trace)
 
@@ -192,7 +199,13 @@ def run_trace(options: argparse.Namespace) -> None:
     from sinklens.views import most_moving_head, report, sink_path, terminal
 
     prompt = _prompt(options.prompt)
-    model = load(options.model, dtype=options.dtype, device=options.device)
+    model = load(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        family=options.family,
+        block_length=options.model_block_length,
+    )
     run = generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings_given(options))
     assert run.sinks is not None
     _write_text(options.out / "answer.txt", f"{run.text}\n")

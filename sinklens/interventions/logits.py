@@ -42,6 +42,8 @@ class MaskedLogits(Intervention):
             if not in_step(hook.step):
                 return
             assert canvas.now is not None
+            if not run.causal and value.shape[1] != canvas.now.ids.shape[1]:
+                raise SettingError("MaskedLogits needs the logits of all masked positions; run with use_cache=False.")
             masked = value[:, 0] if run.causal else value[canvas.now.undecided & run.real]
             self.kept[hook.step or 0] = masked.detach().float().cpu()
 

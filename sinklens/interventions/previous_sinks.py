@@ -180,6 +180,7 @@ class PreviousSinks:
         if not scores:
             return
         keys = next(iter(scores.values())).shape[-1]
+        canvas = None if canvas is None else Snapshot(canvas.ids[:, :keys], canvas.undecided[:, :keys])
         real, among = self._run.real[:, :keys], self._among[:, :keys]
         among = among if there is None else among & there
         found = self._selection.choose(scores, real, self._run, canvas, step, among=among, track=track)
@@ -227,6 +228,8 @@ class PreviousSinks:
         if step not in self._chosen:
             return None
         keys = self._chosen[step][layer]
+        if keys.shape[-1] != value.shape[-1]:  # with a cache, passes have unequal numbers of keys
+            keys = torch.nn.functional.pad(keys, (0, value.shape[-1] - keys.shape[-1]))
         rows = self._scored_rows[step][:, None].to(value.device)
         return Chosen(keys[:, :, None].to(value.device), rows, self._some[layer])
 

@@ -195,6 +195,7 @@ class Denoising:
             vocabulary=self._texts,
             special=self.model.special_tokens,
             marked=lambda: state.step_undecided,
+            first_column=lambda: state.first,
         )
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -345,7 +346,7 @@ class Denoising:
         self.describe()  # first, because a step is readable as soon as it is in the store
         assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
-        self._recorder.end_step(step, self.state.partial, canvases)
+        self._recorder.end_step(step, state.first, canvases)
 
     def describe(self, **run_arrays: np.ndarray) -> None:
         """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new."""
@@ -368,6 +369,7 @@ class Denoising:
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
             "causal": int(self.model.config.is_causal),
+            "block_length": self.model.block_length or 0,
             "attention": normalizer_name(self.model.config),
             "sampler": sampler_of(self.settings).name,
             "settings": json.dumps(settings),

@@ -64,6 +64,7 @@ class RunContext:
         vocabulary: returns the text of token ids.
         special: ids of special tokens, as in `Model.special_tokens`.
         marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
+        first_column: returns the first canvas column that the current pass of a diffusion run computes.
     """
 
     tree: "HookTree"
@@ -76,6 +77,7 @@ class RunContext:
     vocabulary: Callable[[Sequence[int]], dict[int, str]]
     special: dict[str, list[int]]
     marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
+    first_column: Callable[[], int] = lambda: 0
 
     @property
     def causal(self) -> bool:
@@ -89,7 +91,7 @@ class RunContext:
 
     def first(self, step: int, queries: int) -> int:
         """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
-        return self.prompt_length + step - queries if self.causal else 0
+        return self.prompt_length + step - queries if self.causal else self.first_column()
 
     def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
         """The queries of a pass, grouped by the step that owns them; in a diffusion run, all belong to `step`."""

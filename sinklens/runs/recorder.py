@@ -94,11 +94,12 @@ class SinkRecorder:
 
             self._watching.append(after(point, keep))
 
-    def end_step(self, step: int, extends: bool, canvases: dict[str, np.ndarray]) -> None:
+    def end_step(self, step: int, first: int, canvases: dict[str, np.ndarray]) -> None:
         """Move the step's variables to the store.
 
         Args:
-            extends: whether the pass computed only new positions.
+            first: first column that the pass computed; earlier keys were cached. In an autoregressive run the values
+                are joined to those of the steps before; otherwise earlier columns are missing.
             canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos].
 
         Raises:
@@ -107,13 +108,15 @@ class SinkRecorder:
         for handle in self._watching:
             handle.remove()
         self._watching.clear()
+        causal = self._tree.hf.config.is_causal
+        extends, first = causal and first > 0, 0 if causal else first
         variables: dict[str, list[Tensor]] = {}
         for part, layer, _ in self._points:
-            for name, value in self._finished(part, layer, extends).items():
+            for name, value in self._finished(part, layer, extends, first).items():
                 variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
             self._keep_pattern(step, layer, extends)
-        if not self._tree.hf.config.is_causal:
+        if not causal:
             self._before.clear()
         arrays = {  # layers may be on several devices
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
@@ -121,19 +124,20 @@ class SinkRecorder:
         }
         self.store.append(arrays | canvases)
 
-    def _finished(self, part: Quantity, layer: int, extends: bool) -> dict[str, Tensor]:
+    def _finished(self, part: Quantity, layer: int, extends: bool, first: int) -> dict[str, Tensor]:
         """The variables of one quantity in one layer, padded to the length of the canvas."""
         kept = self._kept.pop((part.name, layer))
         if extends and (part.name, layer) in self._before:
             kept = part.join(self._before[part.name, layer], kept)
         self._before[part.name, layer] = kept
         exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
-        found = part.finish(kept, self._real[:, :exists].to(kept.device), self._tree.cfg.n_heads)
+        first = 0 if part.name == Scores.name else first  # scores are about keys, cached ones included
+        found = part.finish(kept, self._real[:, first:exists].to(kept.device), self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
         if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
             returned = {name: list(value.shape) for name, value in found.items()}
             raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish returned {returned}.")
-        return {name: _filled(value, shapes[name], self._real.shape[1]) for name, value in found.items()}
+        return {name: _filled(value, shapes[name], first, self._real.shape[1]) for name, value in found.items()}
 
     def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
         rows = self._rows_of.pop(layer, None)
@@ -152,8 +156,8 @@ def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
     return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
 
 
-def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
-    """`value` padded to the canvas length; positions that do not exist yet are NaN, -1 (integers) or False."""
+def _filled(value: Tensor, axes: tuple[str, ...], first: int, length: int) -> Tensor:
+    """`value`, which begins at column `first`, padded to the canvas length with NaN, -1 (integers) or False."""
     if value.is_floating_point():
         value, missing_value = value.float(), torch.nan
     else:
@@ -161,8 +165,8 @@ def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
     if "pos" not in axes:
         return value
     axis = axes.index("pos")
-    missing = length - value.shape[axis]
-    return torch.nn.functional.pad(value.movedim(axis, -1), (0, missing), value=missing_value).movedim(-1, axis)
+    missing = (first, length - first - value.shape[axis])
+    return torch.nn.functional.pad(value.movedim(axis, -1), missing, value=missing_value).movedim(-1, axis)
 
 
 def _within(place: Place, steps: int, layers: int) -> Place:

@@ -32,8 +32,8 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
         if settings.use_cache and (cache is None or not _extends(text, cached)):
             cache = DynamicCache(config=state.tree.hf.config)
         new = text if cache is None else text[:, cache.get_seq_length() :]
+        state.first = text.shape[1] - new.shape[1]
         hidden = state.tree.hidden(new, state.real[:, :position], cache)[:, -1:]
-        state.partial = new.shape[1] < text.shape[1]
         cached = text
         _decode(state, settings, text, hidden, position)
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
+from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.progress_of_blocks import BlockProgress
 from sinklens.sampling.settings_blocks import Bd3lmSettings
 from sinklens.sampling.state import State
@@ -27,15 +26,16 @@ def denoise(state: State, settings: Bd3lmSettings) -> Iterator[None]:
     state.shift = state.shift or settings.right_shift_logits
     schedule = partial(decisions.linear_schedule, steps=settings.steps_per_block)
     progress = BlockProgress(state, schedule, state.eos_ids if settings.stop else ())
+    state.cache = BlockCache(state.tree) if settings.use_cache else None
     while progress.advance(state.canvas):
         yield
-        _step(state, settings, progress.current(), progress.take_counts())
+        _step(state, settings, progress)
 
 
-def _step(state: State, settings: Bd3lmSettings, block: Bool[Tensor, "batch pos"], counts: list[int]) -> None:
-    canvas = state.begin_step()
+def _step(state: State, settings: Bd3lmSettings, progress: BlockProgress) -> None:
+    canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
-    logits = state.logits(canvas, where, settings.cfg_scale)
+    logits = state.logits(canvas, where, settings.cfg_scale, window=progress.window())
     noise = None
     if settings.temperature > 0:
         noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
+from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.progress_of_blocks import BlockProgress
 from sinklens.sampling.settings_blocks import FastDllmV2Settings
 from sinklens.sampling.state import State
@@ -28,15 +29,16 @@ def denoise(state: State, settings: FastDllmV2Settings) -> Iterator[None]:
     """Yield before each step; when resumed, run the step on `state.canvas`."""
     stop_ids = state.eos_ids if settings.stop else ()
     progress = BlockProgress(state, lambda masked: [1] * masked, stop_ids, early=True)
+    state.cache = BlockCache(state.tree) if settings.use_cache else None
     while progress.advance(state.canvas):
         yield
-        _step(state, settings, progress.current(), progress.take_counts())
+        _step(state, settings, progress)
 
 
-def _step(state: State, settings: FastDllmV2Settings, block: Bool[Tensor, "batch pos"], counts: list[int]) -> None:
-    canvas = state.begin_step()
+def _step(state: State, settings: FastDllmV2Settings, progress: BlockProgress) -> None:
+    canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = _next((canvas == state.mask_id) & block, state, settings.small_block_size)
-    logits = state.logits(canvas, where)
+    logits = state.logits(canvas, where, window=progress.window())
     kept = decisions.truncate(logits, settings.temperature, settings.top_p if settings.temperature > 0 else None, None)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None

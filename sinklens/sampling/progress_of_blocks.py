@@ -71,6 +71,12 @@ class BlockProgress:
         """The answer positions of each row's current block; none in rows that have ended."""
         return self._answer & (self._numbers == self._block[:, None]) & self._running[:, None]
 
+    def window(self) -> slice:
+        """Columns from the first to the last one of the rows' current blocks; earlier ones do not change any more."""
+        block = (self._numbers == self._block[:, None]) & self._running[:, None]
+        columns = block.any(dim=0).nonzero()[:, 0]
+        return slice(int(columns[0]), int(columns[-1]) + 1)
+
     def take_counts(self) -> list[int]:
         """How many positions this pass decides in each row; 0 in rows that have ended. Counts the pass."""
         running = self._running.tolist()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
+from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.progress_of_blocks import BlockProgress
 from sinklens.sampling.settings_blocks import SdarSettings
 from sinklens.sampling.state import State
@@ -29,15 +30,16 @@ def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
     shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
     planned = [count for (count,) in shares]  # also where a block begins with prompt tokens
     progress = BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())
+    state.cache = BlockCache(state.tree) if settings.use_cache else None
     while progress.advance(state.canvas):
         yield
-        _step(state, settings, progress.current(), progress.take_counts())
+        _step(state, settings, progress)
 
 
-def _step(state: State, settings: SdarSettings, block: Bool[Tensor, "batch pos"], counts: list[int]) -> None:
-    canvas = state.begin_step()
+def _step(state: State, settings: SdarSettings, progress: BlockProgress) -> None:
+    canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
-    logits = state.logits(canvas, where)
+    logits = state.logits(canvas, where, window=progress.window())
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None

@@ -45,6 +45,7 @@ class SdarSettings(SamplerSettings):
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
         top_k: propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
         blocks: number of blocks of the run; set by the run.
     """
 
@@ -59,6 +60,7 @@ class SdarSettings(SamplerSettings):
     top_p: float | None = None
     top_k: int | None = None
     stop: bool = True
+    use_cache: bool = False
     blocks: int = field(default=0, metadata={"setting": False})
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class Bd3lmSettings(SamplerSettings):
         remasking: which proposals stay masked: the least confident, or random ones.
         right_shift_logits: logits at i predict the token at i + 1, for models trained so.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
     """
 
     gen_length: int = 128
@@ -121,6 +124,7 @@ class Bd3lmSettings(SamplerSettings):
     remasking: Remasking = "low_confidence"
     right_shift_logits: bool = False
     stop: bool = True
+    use_cache: bool = False
 
     def __post_init__(self) -> None:
         require_integer("gen_length", self.gen_length)
@@ -161,6 +165,7 @@ class FastDllmV2Settings(SamplerSettings):
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
+        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
         positions: number of positions that the run decides; set by the run.
     """
 
@@ -171,6 +176,7 @@ class FastDllmV2Settings(SamplerSettings):
     temperature: float = 0.0
     top_p: float | None = 0.95
     stop: bool = True
+    use_cache: bool = False
     positions: int = field(default=0, metadata={"setting": False})
 
     def __post_init__(self) -> None:

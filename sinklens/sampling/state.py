@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.hooks.tree import HookTree
+from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.decisions import RowNoise
 
 
@@ -34,7 +35,8 @@ class State:
             without a mask token sets it before its first yield and passes it to `end_step`.
         step_canvas: the canvas that the current step works on, with edits at ``denoise.hook_canvas``.
         step_undecided: the undecided positions of `step_canvas`; None as for `undecided`.
-        partial: True if the last pass computed only new positions, after cached ones (autoregressive only).
+        first: first canvas column that the last pass computed; the keys of earlier ones were cached.
+        cache: keys of finished blocks, for samplers that decode block by block; None computes the complete canvas.
         replay: canvases of an earlier run, forced after every step; None for a free run.
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
@@ -52,7 +54,8 @@ class State:
     undecided: Bool[Tensor, "batch pos"] | None = None
     step_canvas: Int[Tensor, "batch pos"] | None = None
     step_undecided: Bool[Tensor, "batch pos"] | None = None
-    partial: bool = False
+    first: int = 0
+    cache: BlockCache | None = None
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
@@ -87,13 +90,18 @@ class State:
         return self.canvas == self.mask_id if self.undecided is None else self.undecided
 
     def logits(
-        self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"], cfg_scale: float = 0.0
+        self,
+        canvas: Int[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        cfg_scale: float = 0.0,
+        window: slice | None = None,
     ) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the tokens at the True positions of `where`.
 
         The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched. With `cfg_scale`
         w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, and the
-        logits are un + (w + 1)(cond − un).
+        logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up to `window.stop` whose keys
+        are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then covers these columns.
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
@@ -101,9 +109,15 @@ class State:
             unconditional = canvas.clone()
             unconditional[:, : self.prompt_length] = self.mask_id
             rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
-        hidden = self.tree.hidden(rows, real)
-        if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
-            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        if self.cache is None or window is None:
+            hidden = self.tree.hidden(rows, real)
+            if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
+                hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        else:
+            self.first = self.cache.first(rows)
+            hidden = self.cache.hidden(rows, real, window)
+            hidden = self.cache.shifted(hidden) if self.shift else hidden
+            where = where[:, self.first : window.stop]
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
         if point.watched:
             return point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float()

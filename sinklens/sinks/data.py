@@ -8,7 +8,10 @@ the scores of one pattern sum to S, the number of real tokens. The *unit* says h
 - "percent": 100 times "fraction";
 - "visible": the mean over the queries that can see key j (α_k of Gu et al., 2410.10781). Under causal attention more
   queries see early keys than late ones, which alone makes their sums larger; for bidirectional models it equals
-  "fraction". Masks set by hooks are ignored.
+  "fraction". Not available for block-causal models. Masks set by hooks are ignored.
+
+Of a block-causal run with a cache, a step's scores are sums over the queries that the step computed (its block), so
+they sum to the number of these queries, and only "sum" is available.
 
 Pitfall: with ε = 3 (the paper's) and unit "fraction" nothing can be a sink, since no fraction exceeds 1. The paper does
 not state the unit of its ε. "sum" is the default here.
@@ -40,8 +43,8 @@ class TrackData:
             autoregressive run); ``masked`` and ``committed`` [batch, step, pos]: still masked when the step began, and
             committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and
             any other recorded variables (`quantities`). Each axis has its indices as coordinate.
-            Attributes: model, revision, family, causal (0 or 1), settings, seed, prompt_length, dtype, device,
-            versions, vocabulary, special.
+            Attributes: model, revision, family, causal (0 or 1), block_length (0 without blocks), settings, seed,
+            prompt_length, dtype, device, versions, vocabulary, special.
     """
 
     def __init__(self, data: xr.Dataset) -> None:
@@ -90,6 +93,10 @@ class TrackData:
         return bool(self.data.attrs.get("causal", 0))
 
     @property
+    def _cached(self) -> bool:
+        return bool(json.loads(self.data.attrs.get("settings", "{}")).get("use_cache")) and not self.causal
+
+    @property
     def prompt_length(self) -> int:
         """Number of positions before the answers, including padding."""
         return int(self.data.attrs["prompt_length"])
@@ -115,6 +122,11 @@ class TrackData:
         score = self.data["score"].astype(np.float32).where(self.data["is_real"])
         if unit == "sum":
             return score
+        if self.data.attrs.get("block_length") and (unit == "visible" or self._cached):
+            raise TrackError(
+                f"unit {unit!r} is not available for this track of a block-causal run{' with a cache' * self._cached}: "
+                f"its keys are seen by different numbers of queries. Use unit='sum'."
+            )
         exists = score.notnull()
         if unit == "visible" and self.causal:  # queries j, j + 1, … see key j
             return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))

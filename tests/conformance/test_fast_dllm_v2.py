@@ -104,19 +104,10 @@ def test_recorded_sinks_are_the_column_sums_of_plain_attention(reference, load):
     run = sinklens.generate(model, reference.tensors["gen1.prompt"], gen_length=12, threshold=0.4)
     for step in range(run.steps_run):
         with torch.no_grad():
-            plain = plain_pass_of_tied(model, run.canvas[:, step], run.real)
+            plain = plain_pass(model, run.canvas[:, step], run.real).values
         for layer in range(model.cfg.n_layers):
             found = torch.from_numpy(run.sinks["score"].to_numpy()[:, step, layer])
             assert largest_difference(found, plain[f"blocks.{layer}.attn.hook_sink_scores"]) < TOLERANCE
-
-
-def plain_pass_of_tied(model, ids, real):
-    """`plain_pass` reads head_dim, which this config leaves to hidden_size / heads."""
-    model.config.head_dim = model.cfg.d_head
-    try:
-        return plain_pass(model, ids, real).values
-    finally:
-        del model.config.head_dim
 
 
 def test_a_prompt_of_exactly_one_block_is_seen(reference, load):

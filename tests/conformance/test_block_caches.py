@@ -1,0 +1,140 @@
+"""Block diffusion with a cache decides the same tokens as without, and records what its passes computed."""
+
+import pytest
+import torch
+from building import plain_pass
+from published import Reference, largest_difference
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import MaskedLogits, MaskSinks
+from sinklens.sinks import Record
+
+FOLDERS = ["sdar", "bd3lm", "fast-dllm-v2"]
+SETTINGS = [
+    ("sdar", {}),
+    ("sdar", {"remasking_strategy": "entropy_bounded", "eb_threshold": 4.0, "stop": False}),
+    ("sdar", {"temperature": 1.0, "seed": 4, "stop": False}),
+    ("bd3lm", {"steps": 11}),
+    ("bd3lm", {"cfg_scale": 1.5, "stop": False}),
+    ("bd3lm", {"right_shift_logits": True, "stop": False}),
+    ("fast-dllm-v2", {"threshold": 0.4}),
+    ("fast-dllm-v2", {"small_block_size": 2, "stop": False}),
+]
+
+
+@pytest.fixture(scope="module")
+def references(shared):
+    return {name: Reference(shared / "conformance" / name) for name in FOLDERS}
+
+
+@pytest.fixture(scope="module")
+def models(references, tmp_path_factory):
+    """By folder, with blocks of 4."""
+    return {
+        name: reference.loader(tmp_path_factory.mktemp(name))((), (("block_length", 4),))
+        for name, reference in references.items()
+    }
+
+
+def rows_of(reference):
+    """Prompts of different lengths."""
+    ids = reference.tensors["input_ids"][0].tolist()
+    return [ids[:10], ids[5:12], ids[3:18]]
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_canvases_are_equal_with_and_without_a_cache(references, models, name, settings):
+    model, rows = models[name], rows_of(references[name])
+    for prompts in ([rows[0]], rows):
+        plain = sinklens.generate(model, prompts, gen_length=13, record_sinks=False, **settings)
+        cached = sinklens.generate(model, prompts, gen_length=13, record_sinks=False, use_cache=True, **settings)
+        assert torch.equal(cached.canvas, plain.canvas)
+        assert plain.steps_run > 4
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_step_computes_only_what_is_new_and_key_positions_say_which_keys_it_attends_to(references, models, name):
+    model, seen = models[name], []
+
+    def see(value, hook):
+        seen.append((value.shape[2], len(hook.key_positions), value.shape[3]))
+
+    run = sinklens.generate(
+        model, rows_of(references[name])[:1], gen_length=12 if name == "bd3lm" else 14, use_cache=True, stop=False,
+        record_sinks=False, hooks=[("blocks.1.attn.hook_pattern", see)],
+    )  # fmt: skip
+    assert len(seen) == run.steps_run
+    assert all(keys == positions for _, positions, keys in seen)
+    assert {queries for queries, _, _ in seen[1:]} == {4, 8}  # a block, or the finished one before it too
+    assert seen[0][0] == seen[0][1] <= 16  # the prompt and the first block
+    assert seen[-1][2] == run.canvas.shape[2]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_recorded_scores_are_the_column_sums_of_the_computed_rows_and_absent_keys_are_nan(references, models, name):
+    model, spans = models[name], []
+
+    def span(value, hook):
+        spans.append((len(hook.key_positions) - value.shape[2], len(hook.key_positions)))
+
+    run = sinklens.generate(
+        model, rows_of(references[name])[:1], gen_length=14, use_cache=True, stop=False,
+        record_sinks=Record(["values"]), hooks=[("blocks.0.attn.hook_pattern", span)],
+    )  # fmt: skip
+    score, norm = (torch.from_numpy(run.sinks[key].to_numpy()) for key in ("score", "value_norm"))
+    if name == "bd3lm":
+        assert not run.real.all()
+    for step, (first, end) in enumerate(spans):
+        assert score[:, step, :, :, end:].isnan().all()
+        assert norm[:, step, :, :, end:].isnan().all()
+        assert norm[:, step, :, :, :first].isnan().all()
+        assert not norm[:, step, :, :, first:end].isnan().any()
+        if name == "bd3lm":  # plain torch counts blocks from the first token
+            continue
+        with torch.no_grad():
+            plain = plain_pass(model, run.canvas[:, step], run.real).values
+        for layer in range(model.cfg.n_layers):
+            expected = plain[f"blocks.{layer}.attn.hook_pattern"][:, :, first:end].sum(2)[..., :end]
+            assert largest_difference(score[:, step, layer, :, :end], expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_edit_of_cached_tokens_empties_the_cache(references, models, name):
+    def edit(value, hook):
+        if hook.step == 7:
+            value = value.clone()
+            value[:, value.shape[1] - 14 - 5] = 17
+        return value
+
+    runs = [
+        sinklens.generate(
+            models[name], rows_of(references[name])[:1], gen_length=13, use_cache=cached, stop=False,
+            record_sinks=False, hooks=[("denoise.hook_canvas", edit)],
+        )
+        for cached in (False, True)
+    ]  # fmt: skip
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert (runs[0].canvas[0, 7] == 17).any()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_replay_and_masked_sinks_work_with_a_cache(references, models, name):
+    model, rows = models[name], rows_of(references[name])
+    settings = {"gen_length": 13, "stop": False, "use_cache": True}
+    base = sinklens.generate(model, rows, record_sinks=False, **settings)
+    shown = []
+    hooks = [MaskSinks(top_k=1), ("blocks.1.attn.hook_pattern", lambda value, hook: shown.append(value.clone()))]
+    run = sinklens.generate(model, rows, replay=base, hooks=hooks, **settings)
+    assert torch.equal(run.canvas, base.canvas)
+    for step in range(1, run.steps_run):
+        before = torch.from_numpy(run.sinks["score"].to_numpy()[:, step - 1, 1]).nan_to_num(-1.0)
+        strongest = before.masked_fill(~run.real[:, None], -1.0).argmax(-1)
+        assert (shown[step].gather(-1, strongest[:, :, None, None].expand(-1, -1, shown[step].shape[2], 1)) == 0).all()
+
+
+def test_what_needs_every_position_is_refused_with_a_cache(references, models):
+    with pytest.raises(SettingError, match="MaskedLogits needs the logits of all masked positions; run with use_cache"):
+        sinklens.generate(
+            models["sdar"], rows_of(references["sdar"])[:1], gen_length=13, use_cache=True, hooks=[MaskedLogits()]
+        )

@@ -1,0 +1,51 @@
+"""Pages, terminals and evaluations of block-causal models."""
+
+import pytest
+from rich.console import Console
+from watching import PADDED
+
+import sinklens
+from sinklens.errors import TrackError
+from sinklens.evaluation.conditions import masking
+from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation.protocols import find_protocol
+from sinklens.evaluation.runner import evaluate
+from sinklens.sinks import SinkTrack
+from sinklens.views import report, terminal
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_run_has_a_page_a_file_and_a_line_per_step(worded, tmp_path, cached):
+    model = worded("sdar")
+    run = sinklens.generate(model, PADDED, gen_length=10, use_cache=cached, stop=False)
+    page = report(run, tmp_path / "page.html").read_text()
+    assert "w33" in page
+    saved = SinkTrack.open(run.sinks.save(tmp_path / "sinks.nc"))
+    assert saved.data["score"].equals(run.sinks.data["score"])
+    assert saved.data.attrs["block_length"] == 4
+    console = Console(record=True, width=120)
+    terminal.show(model, run, console)
+    assert len(console.export_text().splitlines()) >= run.steps_run
+
+
+def test_units_that_count_queries_are_refused(worded):
+    plain, cached = (
+        sinklens.generate(worded("sdar"), PADDED, gen_length=6, use_cache=cached).sinks for cached in (False, True)
+    )
+    assert plain.scores("fraction").notnull().any()
+    with pytest.raises(TrackError, match=r"unit 'visible' is not available for this track of a block-causal run: its"):
+        plain.scores("visible")
+    with pytest.raises(TrackError, match=r"unit 'fraction' is not available .* block-causal run with a cache"):
+        cached.scores("fraction")
+
+
+def test_an_evaluation_runs_and_gives_a_row_the_same_answer_in_any_batch(worded, tmp_path):
+    records = []
+    for batch in (1, 3):
+        ledger = tmp_path / str(batch)
+        protocol = find_protocol("tiny-gsm").with_settings({"gen_length": 8})
+        evaluate(worded("sdar"), protocol, masking([1]), ledger, limit=3, batch=batch)
+        found = [(run.folder.name, record) for run in LedgerRun.all(ledger) for record in run.records()]
+        records.append({(name, record["sample"]): record["tokens"] for name, record in found})
+    assert records[0] == records[1]
+    assert len(records[0]) == 6
