@@ -31,12 +31,16 @@ class Watch:
     Attributes:
         step: number of the current denoising step; None outside a run.
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
+        length: number of text positions up to the end of the pass that runs; None if its keys begin with the text.
+        keys: number of keys of the attention that runs, or ran last.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self.length: int | None = None
+        self.keys = 0
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
 
@@ -65,6 +69,16 @@ class Point(HookPoint):
     def step(self) -> int | None:
         """Number of the current denoising step; None outside a run."""
         return self.watch.step
+
+    @property
+    def key_positions(self) -> range:
+        """Text positions of the keys of the attention that runs, for hooks inside it.
+
+        With a cache, keys are the last positions up to the end of the pass: all of them, or in a layer with a sliding
+        window those in reach.
+        """
+        length = self.watch.keys if self.watch.length is None else self.watch.length
+        return range(length - self.watch.keys, length)
 
     @property
     def watched(self) -> bool:

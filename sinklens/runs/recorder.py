@@ -6,6 +6,9 @@ Zarr store on disk that grows by one chunk per step.
 
 In an autoregressive run with a key/value cache, a step computes only new positions; the values that a quantity keeps
 for earlier positions are carried over, and the recorded values equal those of a run without a cache.
+
+A model with an encoder computes the canvas of the step, and its queries see the cached keys in reach and the canvas.
+Values are recorded at the positions of the text that they belong to; all others are NaN.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
+from sinklens.hooks.names import position_axis
 from sinklens.sinks.quantities import Quantity, Scores
 from sinklens.sinks.record import Place, Record
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
@@ -46,6 +50,7 @@ class SinkRecorder:
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
         self._kept: dict[tuple[str, int], Tensor] = {}
+        self._places: dict[tuple[str, int], range] = {}
         self._before: dict[tuple[str, int], Tensor] = {}
         self._rows_of: dict[int, Tensor] = {}
         self._watching: list[Any] = []
@@ -66,7 +71,7 @@ class SinkRecorder:
         try:
             for part, layer, name in self._points:
                 point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append(after(point, self._keeper(part, layer)))
+                handles.append(after(point, self._keeper(part, layer, position_axis(name))))
             yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
@@ -77,15 +82,18 @@ class SinkRecorder:
                 handle.remove()
             self._watching.clear()
 
-    def _keeper(self, quantity: Quantity, layer: int) -> Callable[[Tensor], None]:
+    def _keeper(self, quantity: Quantity, layer: int, axis: int) -> Callable[[Tensor], None]:
         def keep(value: Tensor) -> None:
+            if self._tree.watch.length is not None:  # the pass covers the last positions of a text of this length
+                length = self._tree.watch.length
+                self._places[quantity.name, layer] = range(length - value.shape[axis], length)
             self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
 
         return keep
 
     def begin_step(self, step: int) -> None:
         """Watch the patterns requested for this step; with a cache, later patterns need the rows of earlier steps."""
-        causal = self._tree.hf.config.is_causal
+        causal = self._tree.causal
         for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
 
@@ -113,7 +121,7 @@ class SinkRecorder:
                 variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
             self._keep_pattern(step, layer, extends)
-        if not self._tree.hf.config.is_causal:
+        if not self._tree.causal:
             self._before.clear()
         arrays = {  # layers may be on several devices
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
@@ -127,13 +135,15 @@ class SinkRecorder:
         if extends and (part.name, layer) in self._before:
             kept = part.join(self._before[part.name, layer], kept)
         self._before[part.name, layer] = kept
-        exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
-        found = part.finish(kept, self._real[:, :exists].to(kept.device), self._tree.cfg.n_heads)
+        exists = range(self._before[Scores.name, layer].shape[-1])  # scores come first in every layer
+        place = self._places.pop((part.name, layer), exists)
+        found = part.finish(kept, self._real[:, place.start : place.stop].to(kept.device), self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
         if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
             returned = {name: list(value.shape) for name, value in found.items()}
             raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish returned {returned}.")
-        return {name: _filled(value, shapes[name], self._real.shape[1]) for name, value in found.items()}
+        length = self._real.shape[1]
+        return {name: _filled(value, shapes[name], length, place.start) for name, value in found.items()}
 
     def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
         rows = self._rows_of.pop(layer, None)
@@ -152,8 +162,8 @@ def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
     return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
 
 
-def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
-    """`value` padded to the canvas length; positions that do not exist yet are NaN, -1 (integers) or False."""
+def _filled(value: Tensor, axes: tuple[str, ...], length: int, start: int) -> Tensor:
+    """`value`, whose positions begin at `start`, on the complete canvas; others are NaN, -1 (integers) or False."""
     if value.is_floating_point():
         value, missing_value = value.float(), torch.nan
     else:
@@ -161,8 +171,8 @@ def _filled(value: Tensor, axes: tuple[str, ...], length: int) -> Tensor:
     if "pos" not in axes:
         return value
     axis = axes.index("pos")
-    missing = length - value.shape[axis]
-    return torch.nn.functional.pad(value.movedim(axis, -1), (0, missing), value=missing_value).movedim(-1, axis)
+    sides = (start, length - start - value.shape[axis])
+    return torch.nn.functional.pad(value.movedim(axis, -1), sides, value=missing_value).movedim(-1, axis)
 
 
 def _within(place: Place, steps: int, layers: int) -> Place:
