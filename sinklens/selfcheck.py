@@ -83,7 +83,8 @@ def _check_with_encoder(tree: HookTree) -> None:
         for name in dict.fromkeys(name for one in parts for name, _ in names.block_specs(one) if name != READ_ONLY):
             kinds[f"{prefix}blocks.*.{name}"] = [f"{prefix}blocks.{layer}.{name}" for layer in read]
     with torch.no_grad():
-        plain, seen = _canvas_logits(tree, 1, []), {name: [] for name in tree.point_names() if "denoise" not in name}
+        plain = _canvas_logits(tree, 1, [])
+        seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
         _check_finite(plain)
         keep = (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1]))
         _check_change(tree, plain, _canvas_logits(tree, 1, [keep]))
@@ -193,7 +194,8 @@ def _shape(tree: HookTree, name: str, tokens: int, seen: dict[str, list[Tensor]]
     d_head, kv_head, keys = cfg.d_head, cfg.n_key_value_heads, tokens
     if ".attn." in name and tree.architecture.encoder:  # layers differ, and a window hides keys
         layer = name.split(".attn.")[0]
-        kv_head, _, d_head = tree.get_submodule(f"{layer}.attn").W_K.shape
+        attn: Any = tree.get_submodule(f"{layer}.attn")
+        kv_head, _, d_head = attn.W_K.shape
         keys = seen[f"{layer}.attn.hook_rot_k"][0].shape[1]
     sizes = {
         "batch": 1, "pos": tokens, "query": tokens, "key": keys, "head": cfg.n_heads, "d_head": d_head,

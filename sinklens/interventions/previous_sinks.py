@@ -190,7 +190,7 @@ class PreviousSinks:
         keys = next(iter(scores.values())).shape[-1]
         real, among = self._run.real[:, :keys], self._among[:, :keys]
         among = among if there is None else among & there
-        found = {}
+        found: dict[int, Keys] = {}
         for start, layers in _by_start(scores, starts).items():
             self._refuse_unequal(len(layers) < len(scores))
             reach = torch.arange(keys, device=real.device) >= start
