@@ -19,12 +19,34 @@ class Experts:
         router: returns logits, weights and indices of the chosen experts, with batch and position as one axis.
         experts: called with tokens, indices and weights; a layer without this module has a dense MLP.
         shared: the shared expert, which sees every token; "" if the architecture has none.
+        logits: below the router, the module whose output are the logits; "" if the router returns them first.
+        count, chosen: config keys of the number of experts, and of those that a token is sent to.
+        branch: the norms of a layer whose experts stand beside a dense MLP; its router, experts and norms are then
+            below the layer. None if the experts replace the MLP.
     """
 
     routing: str
     router: str = "gate"
     experts: str = "experts"
     shared: str = ""
+    logits: str = ""
+    count: str = "num_local_experts"
+    chosen: str = "num_experts_per_tok"
+    branch: "Branch | None" = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Norms of a layer that adds the outputs of a dense MLP and of experts, below the layer.
+
+    Attributes:
+        norm: of what the experts read; the router reads the stream itself.
+        dense_post, experts_post: of the two outputs before they are added.
+    """
+
+    norm: str
+    dense_post: str
+    experts_post: str
 
 
 @dataclass(frozen=True)
@@ -39,10 +61,20 @@ class Architecture:
         q, k, v, o: projections below `attn`.
         gate, up, down: below `mlp`, computing down(act(gate(x)) * up(x)).
         eps: name of the norms' epsilon attribute.
+        activation: config key of the MLP's activation function.
         q_norm, k_norm: norms of queries and keys below `attn`; "" if the architecture has none. A layer without the
             modules has no such norms.
         qk_norm_last: these norms follow all projections, and not each its own.
         experts: below `mlp`, in layers whose MLP is a mixture of experts; None if the architecture has none.
+        ln1_post, ln2_post: norms of what attention and the MLP add to the stream; "" if the architecture has none.
+        values: below `attn`, the module whose output are the values, split into heads; "" for the projection `v`. Then
+            `v` may be missing from a layer, whose values are made from the output of `k`.
+        scalar: below a layer, the number that its output is multiplied with; "" if there is none.
+        softcap: attribute of the outer module; logits become softcap · tanh(logits / softcap). "" if it has none.
+        encoder: a second module like `base`, with the same layers, which reads the text before the canvas and writes
+            the keys and values that `base` reads; "" if the architecture has none.
+        self_conditioning: below `base`, the module that adds the last step's prediction to the embeddings; "" if there
+            is none.
     """
 
     base: str = "model"
@@ -62,10 +94,18 @@ class Architecture:
     up: str = "up_proj"
     down: str = "down_proj"
     eps: str = "variance_epsilon"
+    activation: str = "hidden_act"
     q_norm: str = ""
     k_norm: str = ""
     qk_norm_last: bool = False
     experts: Experts | None = None
+    ln1_post: str = ""
+    ln2_post: str = ""
+    values: str = ""
+    scalar: str = ""
+    softcap: str = ""
+    encoder: str = ""
+    self_conditioning: str = ""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -78,6 +118,33 @@ ARCHITECTURES: dict[str, Architecture] = {
         k_norm="k_norm",
         qk_norm_last=True,
         experts=Experts("grouped sigmoid", shared="shared_experts"),
+    ),
+    "diffusion_gemma": Architecture(
+        base="model.decoder",
+        ln1_post="post_attention_layernorm",
+        ln2="pre_feedforward_layernorm",
+        ln2_post="post_feedforward_layernorm",
+        eps="eps",
+        activation="hidden_activation",
+        q_norm="q_norm",
+        k_norm="k_norm",
+        values="v_norm",
+        experts=Experts(
+            "scaled softmax",
+            router="router",
+            logits="proj",
+            count="num_experts",
+            chosen="top_k_experts",
+            branch=Branch(
+                norm="pre_feedforward_layernorm_2",
+                dense_post="post_feedforward_layernorm_1",
+                experts_post="post_feedforward_layernorm_2",
+            ),
+        ),
+        scalar="layer_scalar",
+        softcap="final_logit_softcapping",
+        encoder="model.encoder.language_model",
+        self_conditioning="self_conditioning",
     ),
 }
 

@@ -105,6 +105,7 @@ def attention(
             operands = _operands(module, query, key, value, attention_mask, None, scaling, kwargs)
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    points.hook_rot_k.watch.keys = key.shape[2]
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
     bias = None

@@ -34,11 +34,12 @@ class Routing(NamedTuple):
     """How a router turns logits into experts and weights.
 
     Attributes:
-        choose: (router, logits [token, expert]) -> the chosen experts [token, k].
-        weigh: (router, logits [token, expert], experts [token, k]) -> their weights [token, k].
+        choose: (router, logits [token, expert]) -> the chosen experts [token, k]; None if the router reads its logits
+            from a module of its own (`Experts.logits`) and so follows an edit by itself.
+        weigh: (router, first output of the router [token, expert], experts [token, k]) -> their weights [token, k].
     """
 
-    choose: Callable[[Any, Tensor], Tensor]
+    choose: Callable[[Any, Tensor], Tensor] | None
     weigh: Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -79,8 +80,17 @@ def _sigmoid_weights(
     return weights * router.routed_scaling_factor
 
 
+def _scaled_probabilities(
+    router: Any, probabilities: Float[Tensor, "token expert"], experts: Int[Tensor, "token k"]
+) -> Float[Tensor, "token k"]:
+    """Probabilities divided by their sum over the chosen experts, times each expert's own scale."""
+    weights = probabilities.gather(1, experts)
+    return weights / weights.sum(dim=-1, keepdim=True) * value_of(router, "per_expert_scale")[experts]
+
+
 ROUTING = {
     "softmax": Routing(_top_softmax, _softmax_weights),
+    "scaled softmax": Routing(None, _scaled_probabilities),
     "grouped sigmoid": Routing(_top_of_groups, _sigmoid_weights),
 }
 
@@ -97,6 +107,13 @@ class ExpertTaps:
             mlp.get_submodule(experts.experts).register_forward_hook(self._mix),
         ):
             undo.callback(handle.remove)
+        if experts.logits:
+            router = mlp.get_submodule(experts.router)
+            undo.callback(router.get_submodule(experts.logits).register_forward_hook(self._score).remove)
+
+    def _score(self, _module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        """Logits that the router computes in a module of its own, and reads itself."""
+        return self._through(self.points.hook_router_logits, output)
 
     def _enter(self, _module: nn.Module, inputs: tuple[Tensor]) -> None:
         self.shape = inputs[0].shape[:2]
@@ -106,7 +123,7 @@ class ExpertTaps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, weights and indices, after the hooks on each."""
         logits, weights, indices = output
-        if self.points.hook_router_logits.watched:
+        if self.points.hook_router_logits.watched and self.rule.choose is not None:
             logits = self._through(self.points.hook_router_logits, logits)
             indices = self.rule.choose(router, logits)
             weights = self.rule.weigh(router, logits, indices)

@@ -5,7 +5,7 @@ TransformerLens's names; the layer owns them.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -104,6 +104,20 @@ class ExpertPoints(ExpertWeights, Points):
         self.__dict__["_place"] = layer, norm  # not a submodule: the layer owns it
 
 
+class BranchPoints(MlpWeights, Points):
+    """The points of a dense MLP with experts beside it, and the weights of the dense MLP."""
+
+    hook_router_logits: Point
+    hook_expert_indices: Point
+    hook_expert_weights: Point
+    hook_expert_out: Point
+    hook_shared_out: Point
+
+    def __init__(self, watch: Watch, parts: names.Parts, projections: dict[str, nn.Module]) -> None:
+        super().__init__(names.mlp_specs(parts), watch)
+        self.__dict__["_projections"] = projections
+
+
 class Block(nn.Module):
     """The points of one layer, in the order the forward pass reaches them.
 
@@ -113,40 +127,58 @@ class Block(nn.Module):
 
     hook_out_is_single_residual_stream = True  # TransformerLens's logit lens reads this attribute
 
-    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, d_head: int, number: int) -> None:
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> None:
         super().__init__()
         self.parts = parts_of(layer, architecture)
-        heads = {letter: getattr(architecture, letter) for letter in ("q", "k", "v", "o")}
+        attn: Any = layer.get_submodule(architecture.attn)
         self.hook_resid_pre = Point(watch)
         self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
-        self.attn = AttentionPoints(watch, _below(layer, architecture.attn, heads), d_head, self.parts)
+        projections = {letter: projection(attn, architecture, letter) for letter in ("q", "k", "v", "o")}
+        self.attn = AttentionPoints(watch, projections, attn.head_dim, self.parts)
+        if architecture.ln1_post:
+            self.ln1_post = NormPoints(watch, layer.get_submodule(architecture.ln1_post))
         self.hook_attn_out = Point(watch)
         self.hook_resid_mid = Point(watch)
         self.hook_mlp_in = Point(watch)
         self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2))
         self.mlp = self._mlp(watch, layer, architecture, number)
+        if architecture.ln2_post:
+            self.ln2_post = NormPoints(watch, layer.get_submodule(architecture.ln2_post))
         self.hook_mlp_out = Point(watch)
         self.hook_resid_post = Point(watch)
 
     def _mlp(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> Points:
-        if self.parts.experts:
+        if self.parts.experts and not self.parts.dense:
             return ExpertPoints(watch, self.parts, number, layer.get_submodule(architecture.ln2))
         paths = {part: getattr(architecture, part) for part in ("gate", "up", "down")}
-        return MlpPoints(watch, _below(layer, architecture.mlp, paths))
+        projections = _below(layer, architecture.mlp, paths)
+        if self.parts.experts:
+            return BranchPoints(watch, self.parts, projections)
+        return MlpPoints(watch, projections)
 
 
 def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
     """The parts that a layer has, of those that its architecture can have."""
     experts = architecture.experts
-    mixed = experts is not None and _has(layer, f"{architecture.mlp}.{experts.experts}")
+    beside = experts is not None and experts.branch is not None
+    mixed = experts is not None and _has(layer, experts.experts if beside else f"{architecture.mlp}.{experts.experts}")
     shared = experts.shared if mixed and experts is not None else None
     return names.Parts(
         qk_norm=bool(architecture.q_norm) and _has(layer, f"{architecture.attn}.{architecture.q_norm}"),
         qk_norm_last=architecture.qk_norm_last,
-        dense=not mixed,
+        dense=beside or not mixed,
         experts=mixed,
-        shared=bool(shared) and _has(layer, f"{architecture.mlp}.{shared}"),
+        shared=beside or (bool(shared) and _has(layer, f"{architecture.mlp}.{shared}")),
+        post_norms=bool(architecture.ln1_post),
     )
+
+
+def projection(attn: nn.Module, architecture: Architecture, letter: str) -> nn.Module:
+    """A projection of an attention layer; that of the keys where values are made from it."""
+    path = getattr(architecture, letter)
+    if letter == "v" and architecture.values and not _has(attn, path):
+        path = architecture.k
+    return attn.get_submodule(path)
 
 
 def _has(layer: nn.Module, path: str) -> bool:
@@ -156,3 +188,18 @@ def _has(layer: nn.Module, path: str) -> bool:
 def _below(layer: nn.Module, part: str, paths: dict[str, str]) -> dict[str, nn.Module]:
     """Modules below `part` of a layer, by their short names here."""
     return {name: layer.get_submodule(f"{part}.{path}") for name, path in paths.items()}
+
+
+class EncoderPoints(nn.Module):
+    """The points of an encoder: those of the tree outside the sampler.
+
+    Attributes:
+        hook_embed, blocks, ln_final: the points.
+    """
+
+    def __init__(self, watch: Watch, base: nn.Module, architecture: Architecture) -> None:
+        super().__init__()
+        self.hook_embed = Point(watch)
+        layers: Any = base.get_submodule(architecture.layers)
+        self.blocks = nn.ModuleList(Block(watch, layer, architecture, number) for number, layer in enumerate(layers))
+        self.ln_final = NormPoints(watch, base.get_submodule(architecture.norm))

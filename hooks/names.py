@@ -95,13 +95,26 @@ ATTN_OUT = PointSpec("hook_attn_out", "batch pos d_model", "what attention adds 
 RESID_MID = PointSpec("hook_resid_mid", "batch pos d_model", "residual stream between attention and MLP")
 MLP_OUT = PointSpec("hook_mlp_out", "batch pos d_model", "what the MLP adds to the stream")
 RESID_POST = PointSpec("hook_resid_post", "batch pos d_model", "residual stream leaving the block")
+CANVAS = PointSpec("hook_canvas", "batch pos", "token ids entering the step; editing remasks or forces tokens")
 DENOISE = (
-    PointSpec("hook_canvas", "batch pos", "token ids entering the step; editing remasks or forces tokens"),
+    CANVAS,
     PointSpec("hook_logits", "batch pos vocab", "logits of the token at each position; watching computes all of them"),
     PointSpec("hook_candidates", "batch pos", "proposed token ids"),
     PointSpec("hook_confidence", "batch pos", "confidence of each candidate; -inf where nothing is proposed"),
     PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
 )
+NOISE = (
+    CANVAS,
+    PointSpec("hook_self_conditioning", "batch pos d_model", "embedding of the last step's prediction; zeros at first"),
+    PointSpec("hook_logits", "batch pos vocab", "logits of the token at each position of the canvas"),
+    PointSpec("hook_candidates", "batch pos", "drawn token ids"),
+    PointSpec("hook_entropy", "batch pos", "entropy of each position's distribution, in nats; the lowest are accepted"),
+    PointSpec("hook_accepted", "batch pos", "True where the drawn token is accepted"),
+    PointSpec("hook_renoise", "batch pos", "random token ids, which replace the tokens that are not accepted"),
+)
+"""The sampler's points of a model whose canvas is random tokens; all but the first have the canvas's positions."""
+ENCODER = "encoder."
+"""Prefix of the points of an encoder, which has the points of the blocks for the text before the canvas."""
 
 # Points that are off until model.set_<switch>(True), by their name below a block.
 SWITCHED: dict[str, tuple[str, PointSpec]] = {
@@ -134,6 +147,8 @@ _OPTIONAL_ALIASES = {
     "attn.k_norm.hook_out": "attn.hook_k_normed",
     "mlp.gate.hook_out": "mlp.hook_router_logits",
     "mlp.shared_experts.hook_out": "mlp.hook_shared_out",
+    "ln1_post.hook_out": "hook_attn_out",
+    "ln2_post.hook_out": "hook_mlp_out",
 }
 _SWITCHED_ALIASES = {name.removeprefix("attn."): name for name in SWITCHED if name.startswith("attn.")}
 _ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
@@ -147,7 +162,8 @@ class Parts(NamedTuple):
         qk_norm_last: they are normalized after all projections, and not each after its own.
         dense: the MLP is dense.
         experts: the MLP is a mixture of experts.
-        shared: a shared expert is added to the mixture.
+        shared: the output of a shared expert, or of a dense MLP beside the experts, is added to the mixture.
+        post_norms: what attention and the MLP add to the stream is normalized.
     """
 
     qk_norm: bool = False
@@ -155,10 +171,11 @@ class Parts(NamedTuple):
     dense: bool = True
     experts: bool = False
     shared: bool = False
+    post_norms: bool = False
 
 
 PLAIN = Parts()
-EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True)
+EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True, post_norms=True)
 
 
 def merged(layers: Sequence[Parts]) -> Parts:
@@ -183,6 +200,14 @@ def _every_alias(n_layers: int) -> list[tuple[str, str]]:
     return [*found.items(), *_in_blocks(_OPTIONAL_ALIASES, n_layers).items()]
 
 
+def _spellings(known: Sequence[str], n_layers: int) -> list[tuple[str, str]]:
+    """`_every_alias`, also for the points of an encoder if `known` has any."""
+    found = _every_alias(n_layers)
+    if any(name.startswith(ENCODER) for name in known):
+        found += [(f"{ENCODER}{spelling}", f"{ENCODER}{point}") for spelling, point in found]
+    return found
+
+
 def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     """The point that `name` means.
 
@@ -195,18 +220,18 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         HookNameError: no such point; the message names the existing layers, or the nearest names.
         SettingError: the point is off; the message names the setter.
     """
-    match = re.match(r"blocks\.(-?\d+)\.(.+)$", name)
+    match = re.match(rf"((?:{re.escape(ENCODER)})?)blocks\.(-?\d+)\.(.+)$", name)
     if match:
-        layer, rest = int(match.group(1)), match.group(2)
+        layer, rest = int(match.group(2)), match.group(3)
         if not -n_layers <= layer < n_layers:
             raise HookNameError(
                 f"{name!r}: layer {layer} does not exist; this model has {n_layers} layers, "
                 f"0 to {n_layers - 1} (or -{n_layers} to -1 from the end)."
             )
-        name = f"blocks.{layer % n_layers}.{rest}"
+        name = f"{match.group(1)}blocks.{layer % n_layers}.{rest}"
     if name in known:
         return name
-    spelled = _every_alias(n_layers)
+    spelled = _spellings(known, n_layers)
     meant = [name, *(point for spelling, point in spelled if spelling == name)]
     for canonical in meant:
         if canonical in known:
@@ -225,6 +250,10 @@ def _refuse_absent(name: str, canonical: str, known: Sequence[str], n_layers: in
     """Raise an error if `canonical` is a point that only layers with another part have."""
     match = re.match(r"blocks\.(\d+)\.(?:attn|mlp)\.(\w+)$", canonical)
     if not match:
+        if canonical.startswith(ENCODER):
+            raise HookNameError(
+                f"{name!r}: this model has no encoder; its points are called {canonical[len(ENCODER) :]!r}, …"
+            )
         return
     layer, point = match.groups()
     mixed = [number for number in range(n_layers) if f"blocks.{number}.mlp.{ROUTER_LOGITS.name}" in known]
@@ -244,7 +273,7 @@ def _refuse_absent(name: str, canonical: str, known: Sequence[str], n_layers: in
 
 def switch_of(name: str) -> str | None:
     """The flag of ``model.cfg`` that turns on the point called `name`; None if it is always on."""
-    below = re.sub(r"^blocks\.\d+\.", "", name)
+    below = re.sub(rf"^(?:{re.escape(ENCODER)})?blocks\.\d+\.", "", name)
     return SWITCHED[below][0] if below in SWITCHED and below != name else None
 
 
@@ -259,7 +288,7 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     if isinstance(name, str):
         return [resolve(name, known, n_layers)]
     spellings: dict[str, list[str]] = {point: [point] for point in known}
-    for spelling, point in _every_alias(n_layers):
+    for spelling, point in _spellings(known, n_layers):
         spellings.get(point, []).append(spelling)
     chosen = [point for point in known if any(name(spelling) for spelling in spellings[point])]
     if not chosen:
@@ -277,7 +306,7 @@ def axes_of(name: str) -> list[str]:
     ['batch', 'head', 'query', 'key']
     """
     last = name.rsplit(".", 1)[-1]
-    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values())]
+    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), *NOISE]
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 
@@ -312,10 +341,12 @@ def block_specs(parts: Parts = PLAIN) -> Iterable[tuple[str, PointSpec]]:
     yield RESID_PRE.name, RESID_PRE
     yield from ((f"ln1.{spec.name}", spec) for spec in NORM)
     yield from ((f"attn.{spec.name}", spec) for spec in attention_specs(parts))
+    yield from ((f"ln1_post.{spec.name}", spec) for spec in NORM if parts.post_norms)
     yield ATTN_OUT.name, ATTN_OUT
     yield RESID_MID.name, RESID_MID
     yield from ((f"ln2.{spec.name}", spec) for spec in NORM)
     yield from ((f"mlp.{spec.name}", spec) for spec in mlp_specs(parts))
+    yield from ((f"ln2_post.{spec.name}", spec) for spec in NORM if parts.post_norms)
     yield MLP_OUT.name, MLP_OUT
     yield RESID_POST.name, RESID_POST
 

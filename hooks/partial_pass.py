@@ -87,7 +87,7 @@ def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
 
 
 def returned(
-    logits: Float[Tensor, "batch pos vocab"],
+    logits: Float[Tensor, "batch _ vocab"],
     input_ids: Int[Tensor, "batch pos"],
     attention_mask: Tensor | None,
     return_type: str | None,

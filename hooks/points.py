@@ -30,14 +30,16 @@ class Watch:
 
     Attributes:
         step: number of the current denoising step; None outside a run.
-        keys: number of keys of the current or last pass.
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
+        length: number of text positions up to the end of the pass that runs; None if its keys begin with the text.
+        keys: number of keys of the attention that runs, or ran last.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self.length: int | None = None
         self.keys = 0
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
@@ -70,11 +72,13 @@ class Point(HookPoint):
 
     @property
     def key_positions(self) -> range:
-        """Positions of the keys of the current pass, the last axis of a pattern; the last ones are its queries.
+        """Text positions of the keys of the current or last attention, the last axis of a pattern.
 
-        With a key/value cache, a pass has keys that it does not compute, and no keys of later blocks.
+        With a key/value cache, the keys are the last positions up to the end of the pass: all of them, or in a layer
+        with a sliding window those in reach. There are no keys of later blocks.
         """
-        return range(self.watch.keys)
+        length = self.watch.keys if self.watch.length is None else self.watch.length
+        return range(length - self.watch.keys, length)
 
     @property
     def watched(self) -> bool:

@@ -20,60 +20,86 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from sinklens.hooks import attention
-from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.architectures import Architecture, Experts
 from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
-    from sinklens.hooks.groups import AttentionPoints, Block, NormPoints, Points
+    from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
 
 BLOCK = "sinklens_block"  # key in a layer's __dict__, like attention.POINTS
 
 
 def connect(
-    hf: nn.Module, architecture: Architecture, embed: Point, ln_final: "NormPoints", blocks: Iterable["Block"]
-) -> ExitStack:
-    """Install all taps on a transformers model; called once, when its tree of points is built.
+    undo: ExitStack,
+    base: nn.Module,
+    architecture: Architecture,
+    embed: Point,
+    ln_final: "NormPoints",
+    blocks: Iterable["Block"],
+) -> None:
+    """Install all taps on `base`, a stack of layers; called once, when its tree of points is built.
 
-    Returns:
-        A stack that removes the taps when it is closed.
+    Args:
+        undo: removes the taps when it is closed.
     """
-    undo = ExitStack()
-    base = hf.get_submodule(architecture.base)
     _tap_output(undo, base.get_submodule(architecture.embed), embed)
     _tap_norm(undo, base.get_submodule(architecture.norm), ln_final, architecture.eps)
     layers: Any = base.get_submodule(architecture.layers)
     for layer, block in zip(layers, blocks, strict=True):
         _connect_layer(layer, block, architecture, undo)
-    return undo
+
+
+def connect_encoder(
+    undo: ExitStack, hf: nn.Module, architecture: Architecture, points: "EncoderPoints", sampler: "Points"
+) -> None:
+    """Install the taps of an encoder, and that of the self-conditioning signal that enters the canvas."""
+    base = hf.get_submodule(architecture.encoder)
+    connect(undo, base, architecture, points.hook_embed, points.ln_final, points.blocks)  # type: ignore[arg-type]
+    mixer = hf.get_submodule(f"{architecture.base}.{architecture.self_conditioning}")
+    point = sampler.hook_self_conditioning
+
+    def tap(_module: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        return (inputs[0], point(inputs[1])) if point.watched else None
+
+    undo.callback(mixer.register_forward_pre_hook(tap).remove)
 
 
 def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
     attn: Any = layer.get_submodule(architecture.attn)
     _tap_norm(undo, layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
     _tap_norm(undo, layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
-    for name in ("q", "k", "v"):
+    for name in ("q", "k"):
         _tap_heads(
             undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
         )
+    if architecture.values:
+        _tap_output(undo, attn.get_submodule(architecture.values), block.attn.hook_v)
+    else:
+        _tap_heads(undo, attn.get_submodule(architecture.v), block.attn.hook_v, attn.head_dim)
+    if architecture.ln1_post:
+        _tap_norm(undo, layer.get_submodule(architecture.ln1_post), block.ln1_post, architecture.eps)
+        _tap_norm(undo, layer.get_submodule(architecture.ln2_post), block.ln2_post, architecture.eps)
     if block.parts.qk_norm:
         _tap_output(undo, attn.get_submodule(architecture.q_norm), block.attn.hook_q_normed)
         _tap_output(undo, attn.get_submodule(architecture.k_norm), block.attn.hook_k_normed)
     attn.__dict__[attention.POINTS] = block.attn
     undo.callback(attn.__dict__.pop, attention.POINTS)
     _tap_result(undo, attn.get_submodule(architecture.o), block.attn)
-    _connect_mlp(layer.get_submodule(architecture.mlp), block, architecture, undo)
+    _connect_mlp(layer, block, architecture, undo)
     _replace_forward(layer, block, architecture, undo)
 
 
-def _connect_mlp(mlp: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
+def _connect_mlp(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
+    mlp, experts = layer.get_submodule(architecture.mlp), architecture.experts
     if block.parts.experts:
-        assert architecture.experts is not None
-        ExpertTaps(mlp, block.mlp, architecture.experts, undo)
-        if block.parts.shared:
-            _tap_output(undo, mlp.get_submodule(architecture.experts.shared), block.mlp.hook_shared_out)
+        assert experts is not None
+        ExpertTaps(layer if experts.branch else mlp, block.mlp, experts, undo)
+        if experts.shared and block.parts.shared:
+            _tap_output(undo, mlp.get_submodule(experts.shared), block.mlp.hook_shared_out)
+    if not block.parts.dense:
         return
     _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
     _tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
@@ -101,9 +127,29 @@ def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Ten
     ln2, mlp = self.get_submodule(architecture.ln2), self.get_submodule(architecture.mlp)
     resid_pre = at(block.hook_resid_pre, hidden_states)
     attn_out, _ = attn(hidden_states=ln1(resid_pre), **kwargs)
+    if architecture.ln1_post:
+        attn_out = self.get_submodule(architecture.ln1_post)(attn_out)
     resid_mid = at(block.hook_resid_mid, resid_pre + at(block.hook_attn_out, attn_out))
-    mlp_out = at(block.hook_mlp_out, mlp(ln2(resid_mid)))
-    return at(block.hook_resid_post, resid_mid + mlp_out)
+    mlp_out = mlp(ln2(resid_mid))
+    if architecture.experts is not None and architecture.experts.branch is not None:
+        mlp_out = _with_experts(self, block, architecture.experts, resid_mid, mlp_out)
+    if architecture.ln2_post:
+        mlp_out = self.get_submodule(architecture.ln2_post)(mlp_out)
+    resid_post = resid_mid + at(block.hook_mlp_out, mlp_out)
+    if architecture.scalar:
+        resid_post = resid_post * value_of(self, architecture.scalar)
+    return at(block.hook_resid_post, resid_post)
+
+
+def _with_experts(layer: nn.Module, block: "Block", experts: Experts, stream: Tensor, dense: Tensor) -> Tensor:
+    """The normalized output of a dense MLP plus that of the experts beside it, which read the same stream."""
+    branch = experts.branch
+    assert branch is not None
+    tokens = stream.flatten(0, 1)
+    _, weights, indices = layer.get_submodule(experts.router)(tokens)
+    mixed = layer.get_submodule(experts.experts)(layer.get_submodule(branch.norm)(tokens), indices, weights)
+    mixed = layer.get_submodule(branch.experts_post)(mixed.view_as(stream))
+    return at(block.mlp.hook_shared_out, layer.get_submodule(branch.dense_post)(dense)) + mixed
 
 
 def _tap_output(undo: ExitStack, module: nn.Module, point: Point) -> None:

@@ -11,7 +11,7 @@ Pitfall: two trees over one transformers model would both tap it. Build one tree
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,19 +24,23 @@ from sinklens.errors import HookNameError, PromptError, SettingError, SinklensEr
 from sinklens.hooks import names, partial_pass
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.blocks import Blocks, blocks_of
+from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.front import HookFront
-from sinklens.hooks.groups import Block, NormPoints, Points
+from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.offload import device_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.spellings import ByPoint
-from sinklens.hooks.taps import connect
+from sinklens.hooks.taps import connect, connect_encoder
 from sinklens.hooks.weights import ModelWeights
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Axis lengths and switches, under the names that TransformerLens's helpers read from ``cfg``."""
+    """Axis lengths and switches, under the names that TransformerLens's helpers read from ``cfg``.
+
+    Where layers differ, `d_head` and `n_key_value_heads` are those of layer 0.
+    """
 
     n_layers: int
     n_heads: int
@@ -88,31 +92,43 @@ class HookTree(ModelWeights, HookFront):
         cfg: axis lengths and switches under TransformerLens's names.
         tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
         blocks, hook_embed, ln_final, denoise: the points.
+        encoder: the points of the encoder, in a tree that has one; see canvas_pass.py.
     """
 
     def __init__(self, hf: PreTrainedModel, architecture: Architecture) -> None:
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
-        self.cfg = _sizes(hf)
+        self.cfg = _sizes(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self._switches = Switches()
         self.disconnected = False
-        self.denoise = Points(names.DENOISE, self.watch)
+        self._undo = ExitStack()
+        self.denoise = Points(self._sampler_specs(), self.watch)
+        if architecture.encoder:
+            self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
         self.hook_embed = Point(self.watch)
-        layers = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
+        base = hf.get_submodule(architecture.base)
+        layers: Any = base.get_submodule(architecture.layers)
         self.blocks = nn.ModuleList(
-            Block(self.watch, layer, architecture, self.cfg.d_head, number) for number, layer in enumerate(layers)
+            Block(self.watch, layer, architecture, number) for number, layer in enumerate(layers)
         )
-        self.ln_final = NormPoints(self.watch, hf.get_submodule(f"{architecture.base}.{architecture.norm}"))
+        self.ln_final = NormPoints(self.watch, base.get_submodule(architecture.norm))
         self.hf = hf
         self._setup_points()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
-        self._undo = connect(hf, architecture, self.hook_embed, self.ln_final, self.blocks)  # type: ignore[arg-type]
+        connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)  # type: ignore[arg-type]
+        if architecture.encoder:
+            connect_encoder(self._undo, hf, architecture, self.encoder, self.denoise)
         self._inputs = [
             LayerInputs(layer, block, architecture, self._switches, self._undo)
             for layer, block in zip(layers, self.blocks, strict=True)
+            if not architecture.values
         ]
+
+    def _sampler_specs(self) -> tuple[names.PointSpec, ...]:
+        """The rows of the sampler's points."""
+        return names.NOISE if self.architecture.encoder else names.DENOISE
 
     def _setup_points(self) -> None:
         """Run TransformerLens's `setup`, which names every module, and restore the `name` of transformers' modules."""
@@ -137,7 +153,13 @@ class HookTree(ModelWeights, HookFront):
         """All points that are on, in the order a step reaches them."""
         on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
-        return ["denoise.hook_canvas", *found, *(f"denoise.{spec.name}" for spec in names.DENOISE[1:])]
+        canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs())
+        return [canvas, *found, *others]
+
+    @property
+    def causal(self) -> bool:
+        """Whether queries attend only to their own and earlier keys; False for a canvas that an encoder precedes."""
+        return bool(getattr(self.hf.config, "is_causal", False))
 
     @property
     def parts(self) -> list[names.Parts]:
@@ -147,6 +169,17 @@ class HookTree(ModelWeights, HookFront):
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
         """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
         return partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
+
+    @property
+    def canvas_pass(self) -> CanvasPass:
+        """The passes of the encoder and of the canvas.
+
+        Raises:
+            SettingError: the model has no encoder.
+        """
+        if not self.architecture.encoder:
+            raise SettingError(f"a {self.hf.config.model_type} model has no encoder; its passes cover the canvas.")
+        return CanvasPass(self.hf, self.architecture, self.watch)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Accepted for TransformerLens; here ``hook_result`` is always on, and computed only while it is watched."""
@@ -165,6 +198,10 @@ class HookTree(ModelWeights, HookFront):
         self._switch("use_hook_mlp_in", use_hook_mlp_in)
 
     def _switch(self, flag: str, value: bool, unless: str = "") -> None:
+        if value and not self._inputs:
+            raise SettingError(
+                f"{flag} is not available: this model has layers whose keys and values share a projection."
+            )
         if value and getattr(self._switches, unless, False):
             raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
         setattr(self._switches, flag, value)
@@ -176,12 +213,16 @@ class HookTree(ModelWeights, HookFront):
         attention_mask: Int[Tensor, "batch key"] | Bool[Tensor, "batch key"] | None = None,
         past_key_values: Any = None,
         stream: Float[Tensor, "batch pos d_model"] | None = None,
-    ) -> Float[Tensor, "batch pos d_model"]:
+        self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
+    ) -> Float[Tensor, "batch _ d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
         Positions are counted from the first real token, so left padding does not shift a prompt. A `stream` replaces
-        the embeddings of `input_ids`.
+        the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
+        the output has these positions only.
         """
+        if self.architecture.encoder:
+            return self.canvas_pass.hidden(input_ids, attention_mask, self_conditioning)
         position_ids = None
         if attention_mask is not None:
             attention_mask = attention_mask.bool()
@@ -254,8 +295,12 @@ class HookTree(ModelWeights, HookFront):
                 )
 
     def head(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits of final-norm outputs."""
-        return self.hf.get_submodule(self.architecture.head)(hidden)
+        """Logits of final-norm outputs, softcapped in float32 if the architecture does so."""
+        logits = self.hf.get_submodule(self.architecture.head)(hidden)
+        if not self.architecture.softcap:
+            return logits
+        cap = getattr(self.hf, self.architecture.softcap)
+        return torch.tanh(logits.float() / cap) * cap
 
     def forward(
         self,
@@ -266,6 +311,7 @@ class HookTree(ModelWeights, HookFront):
         loss_per_token: bool = False,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
+        self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
@@ -276,6 +322,8 @@ class HookTree(ModelWeights, HookFront):
             loss_per_token: return the loss of each token instead of their mean.
             start_at_layer: the first layer to compute.
             stop_at_layer: the layer to stop before; the stream that would enter it is returned.
+            self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
+                ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -283,14 +331,15 @@ class HookTree(ModelWeights, HookFront):
         """
         self.refuse_unusable()
         layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
-        partial_pass.check_return_type(return_type, self.hf.config.is_causal, from_stream)
+        partial_pass.check_return_type(return_type, self.causal, from_stream)
         self._check_input(input_ids, from_stream)
+        self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
         base: Any = self.hf.get_submodule(self.architecture.base)
         stream = input_ids if from_stream else None
         ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
 
         def run() -> Tensor:
-            return self.hidden(ids, attention_mask, stream=stream)
+            return self.hidden(ids, attention_mask, stream=stream, self_conditioning=self_conditioning)
 
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
             if stop_at_layer is not None:
@@ -300,6 +349,15 @@ class HookTree(ModelWeights, HookFront):
                 )
             hidden = run()
         return partial_pass.returned(self.head(hidden), ids, attention_mask, return_type, loss_per_token)
+
+    def _check_canvas(self, start: int | None, stop: int | None, conditioning: Tensor | None) -> None:
+        """Refuse what a tree with an encoder, or one without, does not offer."""
+        if self.architecture.encoder and (start is not None or stop is not None):
+            raise SettingError(
+                "a model with an encoder runs all layers of both; leave start_at_layer and stop_at_layer out."
+            )
+        if conditioning is not None and not self.architecture.self_conditioning:
+            raise SettingError("this model is not conditioned on the last step's logits; leave self_conditioning out.")
 
     def _check_input(self, given: Any, from_stream: bool) -> None:
         kind = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
@@ -312,25 +370,26 @@ class HookTree(ModelWeights, HookFront):
             )
 
 
-def _sizes(hf: PreTrainedModel) -> Sizes:
-    config: Any = hf.config
+def _sizes(hf: PreTrainedModel, architecture: Architecture) -> Sizes:
+    config: Any = hf.config.get_text_config()
+    layer, experts = config.per_layer_config[0], architecture.experts
     first = next(hf.parameters(), None)
     if first is None:
         raise SinklensError("the model has no parameters; give a loaded transformers model.")
     return Sizes(
         n_layers=config.num_hidden_layers,
         n_heads=config.num_attention_heads,
-        n_key_value_heads=config.num_key_value_heads,
+        n_key_value_heads=layer.num_key_value_heads,
         d_model=config.hidden_size,
-        d_head=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        d_head=getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         d_mlp=config.intermediate_size,
         d_vocab=config.vocab_size,
         n_ctx=config.max_position_embeddings,
-        model_name=getattr(config, "name_or_path", "") or config.model_type,
+        model_name=getattr(hf.config, "name_or_path", "") or hf.config.model_type,
         device=device_of(hf.get_input_embeddings()),
         dtype=first.dtype,
-        act_fn=config.hidden_act,
+        act_fn=getattr(config, architecture.activation),
         eps=config.rms_norm_eps,
-        num_experts=getattr(config, "num_local_experts", None),
-        experts_per_token=getattr(config, "num_experts_per_tok", None),
+        num_experts=getattr(config, experts.count, None) if experts else None,
+        experts_per_token=getattr(config, experts.chosen, None) if experts else None,
     )

@@ -10,7 +10,7 @@ as `Model.to_tokens` returns for several texts, is rejected unless it comes with
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,7 +42,10 @@ ALLOWED = (
     "output, a dict with input_ids"
 )
 MARKS = "attention_mask is 1 on real tokens and 0 on padding, and has the shape of the ids"
-UNUSED = ("token_type_ids", "special_tokens_mask", "offset_mapping", "length")  # ignored keys of a tokenizer's output
+UNUSED = (  # ignored keys of the output of a tokenizer or processor
+    "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping", "length",
+)  # fmt: skip
+IMAGES = ("pixel_values", "image_position_ids", "image_grid_thw")  # keys of a processor's output for images
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class PromptReader:
         size: size of the vocabulary.
         pad: id of the padding token.
         device: device of the returned ids.
+        refused: token ids that prompts must not contain, and what they stand for.
     """
 
     name: str
@@ -62,6 +66,7 @@ class PromptReader:
     size: int
     pad: int
     device: torch.device
+    refused: Mapping[int, str] = field(default_factory=dict)
 
     def encode(self, prompt: Prompt, chat_template: bool | str = False, prepend_bos: bool | None = None) -> Encoded:
         """Ids left-padded to equal length, and which are real.
@@ -73,6 +78,7 @@ class PromptReader:
         given = self.read(prompt, chat_template, prepend_bos)
         if _unmarked(prompt):
             self._refuse_padding(given.ids.flip(1), "end", lone=given.ids.shape[1] + 1)
+        self._refuse_tokens(given)
         starts = given.real[:, 0].long() + (given.real.long().diff(dim=1) == 1).sum(dim=1)
         if not bool((starts == 1).all()):
             raise PromptError(
@@ -158,6 +164,16 @@ class PromptReader:
                 f"token ids range from {low} to {high}; this model's vocabulary is 0 to {self.size - 1}. "
                 f"Do they come from another tokenizer?"
             )
+
+    def _refuse_tokens(self, given: Encoded) -> None:
+        """Reject a prompt with tokens that stand for something other than text."""
+        for token, what in self.refused.items():
+            places = ((given.ids == token) & given.real).nonzero().tolist()
+            if places:
+                raise PromptError(
+                    f"prompt {places[0][0]} contains the {what} token ({token}) at position {places[0][1]}, but "
+                    f"sinklens reads text only; pass a prompt without {what}s."
+                )
 
     def _refuse_padding(self, ids: Int[Tensor, "batch pos"], side: str, lone: int) -> None:
         """Reject rows that look padded: their counts of leading padding tokens differ, or are all `lone` or more."""
@@ -264,6 +280,8 @@ def _texts(prompt: Any) -> list[str] | None:
 def _check_keys(prompt: Mapping[str, Any]) -> None:
     known = ("input_ids", "attention_mask", *UNUSED)
     for key in prompt:
+        if key in IMAGES:
+            raise PromptError(f"the prompt has {key}, but sinklens reads text only; pass a prompt without images.")
         if key not in known:
             raise PromptError(f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}")
     if "input_ids" not in prompt:

@@ -11,6 +11,9 @@ row gets one edit. Only that layer and the head see more than one row, so on a l
 than any other. Kinds of points that the last layer does not have (a dense MLP before mixtures of experts) are edited in
 all layers that have them, in two further passes.
 
+A model with an encoder is checked in three passes over a short text and a short canvas, with one row per kind of point
+throughout, and edits in all layers of the part that has the point. The last encoder layer's output reaches nothing.
+
 Limitation: the check runs short passes in the model's dtype and cannot detect a fault that needs a long context. A
 layer whose output is zero also hides its edits, so a kind of point whose edit in the last layer has no effect is edited
 in all layers before the model is rejected. `sinklens.load(..., check=False)` skips the check.
@@ -49,27 +52,95 @@ def check(tree: HookTree, causal: bool) -> None:
     Raises:
         SelfCheckError: a check failed; the message gives the measured value.
     """
+    if tree.architecture.encoder:
+        _check_with_encoder(tree)
+        return
     with torch.no_grad():
         blocks = blocks_of(tree.hf.config)
         tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
         ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
         plain = tree(ids)
-        if not torch.isfinite(plain).all():
-            raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
+        _check_finite(plain)
         seen, hooked = _watched_pass(tree, ids)
-        scale = max(1.0, plain.abs().max().item())
-        tolerance = TOLERANCE.get(tree.cfg.dtype, 1e-3)
-        change = (hooked[:1] - plain).abs().max().item() / scale
-        _require(change, tolerance, "watching every point changes the logits by")
+        _check_change(tree, plain, hooked[:1])
         _check_points(tree, seen, tokens)
-        for layer in range(tree.cfg.n_layers):
-            pattern = seen[f"blocks.{layer}.attn.hook_pattern"][0]
-            if normalizer_of(tree.hf) is softmax:
-                off = (pattern.float().sum(-1) - 1).abs().max().item()
-                _require(off, max(tolerance, 1e-3), f"rows of the pattern of layer {layer} miss 1 by")
-            _check_direction(pattern, layer, causal, blocks)
+        _check_patterns(tree, seen, "", causal, blocks)
         _check_embedding(tree, ids)
         _check_edits(tree, ids, seen, hooked)
+
+
+def _check_with_encoder(tree: HookTree) -> None:
+    """`check` of a model whose encoder reads the text before a canvas."""
+    parts = dict.fromkeys(tree.parts)
+    kinds = {
+        EMBED: [EMBED],
+        f"{names.ENCODER}{EMBED}": [f"{names.ENCODER}{EMBED}"],
+        "denoise.hook_self_conditioning": ["denoise.hook_self_conditioning"],
+        **{f"ln_final.{spec.name}": [f"ln_final.{spec.name}"] for spec in names.NORM},
+    }
+    layers = range(tree.cfg.n_layers)
+    for prefix, read in (("", layers), (names.ENCODER, layers[:-1])):
+        for name in dict.fromkeys(name for one in parts for name, _ in names.block_specs(one) if name != READ_ONLY):
+            kinds[f"{prefix}blocks.*.{name}"] = [f"{prefix}blocks.{layer}.{name}" for layer in read]
+    with torch.no_grad():
+        plain = _canvas_logits(tree, 1, [])
+        seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
+        _check_finite(plain)
+        keep = (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1]))
+        _check_change(tree, plain, _canvas_logits(tree, 1, [keep]))
+        _check_points(tree, seen, TOKENS)
+        _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
+        _check_patterns(tree, seen, "", causal=False, blocks=None)
+        kinds = {kind: places for kind, places in kinds.items() if places}
+        rows = {name: row for row, kind in enumerate(kinds) for name in kinds[kind]}
+        editing = False
+
+        def edit(value: Tensor, hook: Any) -> Tensor | None:
+            if not editing:
+                return None
+            changed = value.clone()
+            changed[rows[hook.name]] = _other(changed[rows[hook.name]], hook.name)
+            return changed
+
+        hooks: list[Any] = [(name, edit) for name in rows]
+        before = _canvas_logits(tree, len(kinds), hooks)
+        editing = True
+        after = _canvas_logits(tree, len(kinds), hooks)
+    if silent := [kind for row, kind in enumerate(kinds) if _same(tree, before[row], after[row])]:
+        _refuse_silent(silent)
+
+
+def _canvas_logits(tree: HookTree, rows: int, hooks: list[Any]) -> Float[Tensor, "row pos vocab"]:
+    """Logits of a canvas of `TOKENS` tokens after as many others, the same in every row."""
+    ids = (torch.arange(2 * TOKENS) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
+    passes = tree.canvas_pass
+    cache = passes.new_cache()
+    with tree.hooks(fwd_hooks=hooks):
+        passes.encode(ids[:, :TOKENS], None, cache)
+        return tree.head(passes.decode(ids[:, TOKENS:], None, cache))
+
+
+def _check_finite(plain: Tensor) -> None:
+    if not torch.isfinite(plain).all():
+        raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
+
+
+def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor) -> None:
+    change = (hooked - plain).abs().max().item() / max(1.0, plain.abs().max().item())
+    _require(change, TOLERANCE.get(tree.cfg.dtype, 1e-3), "watching every point changes the logits by")
+
+
+def _check_patterns(
+    tree: HookTree, seen: dict[str, list[Tensor]], prefix: str, causal: bool, blocks: Blocks | None
+) -> None:
+    """Check sums and direction of the patterns below `prefix`."""
+    tolerance = max(TOLERANCE.get(tree.cfg.dtype, 1e-3), 1e-3)
+    for layer in range(tree.cfg.n_layers):
+        pattern = seen[f"{prefix}blocks.{layer}.attn.hook_pattern"][0]
+        if normalizer_of(tree.hf) is softmax:
+            off = (pattern.float().sum(-1) - 1).abs().max().item()
+            _require(off, tolerance, f"rows of the pattern of {prefix}layer {layer} miss 1 by")
+        _check_direction(pattern, f"{prefix}layer {layer}", causal, blocks)
 
 
 def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, list[Tensor]], Tensor]:
@@ -110,47 +181,52 @@ def _check_points(tree: HookTree, seen: dict[str, list[Tensor]], tokens: int) ->
                 f"either; every point must be reached exactly once. A module of this model does not run its class's "
                 f"forward: pass the model to sinklens.load before other libraries change its modules."
             )
-        if values[0].shape != (expected := _shape(tree, name, tokens)):
+        if values[0].shape != (expected := _shape(tree, name, tokens, seen)):
             raise SelfCheckError(
                 f"{name} showed a value of shape {list(values[0].shape)}, but {list(expected)} was expected; "
                 f"the module at this point does not compute what sinklens assumes."
             )
 
 
-def _shape(tree: HookTree, name: str, tokens: int) -> tuple[int, ...]:
+def _shape(tree: HookTree, name: str, tokens: int, seen: dict[str, list[Tensor]]) -> tuple[int, ...]:
     """The shape that the table of points gives for a point in the pass of the check."""
     cfg, kind = tree.cfg, name.rsplit(".", 1)[-1]
+    d_head, kv_head, keys = cfg.d_head, cfg.n_key_value_heads, tokens
+    if ".attn." in name and tree.architecture.encoder:  # layers differ, and a window hides keys
+        layer = name.split(".attn.")[0]
+        attn: Any = tree.get_submodule(f"{layer}.attn")
+        kv_head, _, d_head = attn.W_K.shape
+        keys = seen[f"{layer}.attn.hook_rot_k"][0].shape[1]
     sizes = {
-        "batch": 1, "pos": tokens, "query": tokens, "key": tokens, "head": cfg.n_heads, "d_head": cfg.d_head,
-        "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "query|1": 1, "1": 1,
+        "batch": 1, "pos": tokens, "query": tokens, "key": keys, "head": cfg.n_heads, "d_head": d_head,
+        "kv_head": kv_head, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "query|1": 1, "1": 1,
         "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
     }  # fmt: skip
     return tuple(sizes[axis] for axis in names.axes_of(kind))
 
 
 def _check_direction(
-    pattern: Float[Tensor, "batch head query key"], layer: int, causal: bool, blocks: Blocks | None
+    pattern: Float[Tensor, "batch head query key"], layer: str, causal: bool, blocks: Blocks | None
 ) -> None:
-    later = pattern.float().triu(1).sum().item()
+    later = pattern.float().triu(1 + pattern.shape[-1] - pattern.shape[-2]).sum().item()
     if blocks is not None:
         _check_blocks(pattern, layer, blocks)
         causal = blocks.length == 1
     if causal and later > 0:
-        raise SelfCheckError(f"layer {layer} attends to later positions (mass {later:.3g}), but its family is causal.")
+        raise SelfCheckError(f"{layer} attends to later positions (mass {later:.3g}), but its family is causal.")
     if not causal and later == 0:
         raise SelfCheckError(
-            f"layer {layer} never attends to later positions, but its family is bidirectional: "
-            f"the causal mask is still on."
+            f"{layer} never attends to later positions, but its family is bidirectional: the causal mask is still on."
         )
 
 
-def _check_blocks(pattern: Float[Tensor, "batch head query key"], layer: int, blocks: Blocks) -> None:
+def _check_blocks(pattern: Float[Tensor, "batch head query key"], layer: str, blocks: Blocks) -> None:
     """Check that no query attends to a later block."""
     number = torch.arange(pattern.shape[-1], device=pattern.device) // blocks.length
     beyond = pattern.float().masked_fill(number[None, :] <= number[:, None], 0.0).sum().item()
     if beyond > 0:
         raise SelfCheckError(
-            f"layer {layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
+            f"{layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
             f"is block-causal."
         )
 

@@ -1,10 +1,10 @@
 """The checkpoint families: one declarative record each.
 
 LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder, DiffuCoder) is
-Qwen2 without the causal mask, with logits that predict the *next* position, and LLaDA-MoE is Qwen3-MoE without the
-causal mask. A family record therefore says how to translate its config to a transformers config, how its weights are
-named and packed, and how to sample from it. Code that ships with a checkpoint never runs. `register` adds families from
-outside the package.
+Qwen2 without the causal mask, with logits that predict the *next* position, LLaDA-MoE is Qwen3-MoE without the causal
+mask, and DiffusionGemma is a class of transformers. A family record therefore says how to translate its config to a
+transformers config, how its weights are named and packed, and how to sample from it. Code that ships with a checkpoint
+never runs. `register` adds families from outside the package.
 
 Limitation: a config value that the translation cannot express raises an error that names it; see `Family.required`.
 """
@@ -48,11 +48,20 @@ class Family:
         needed: keys that config.json must have.
         fused: name of a stored weight -> the weights that it holds one after another along its first axis, both below
             the module that owns them.
-        required: config key -> values that can be expressed; a missing key is accepted.
+        required: config key -> values that can be expressed; a missing key is accepted. A dot leads into a part of the
+            config, as in ``text_config.use_bidirectional_attention``.
         renames: regular expression -> replacement, applied to weight names in order; at most one group.
         mask_token_id: used if neither the config nor the tokenizer names one.
         eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
         verified: how far agreement with the reference code was checked.
+        model_class: transformers' auto class that builds the model.
+        class_attention: name of the attention if transformers' class decides which of its passes are causal; "" if
+            `causal` decides.
+        masked: whether undecided positions hold a mask token; False for a canvas of random tokens.
+        config_settings: config key -> sampler setting that it is the default of.
+        generation_settings: key of generation_config.json -> sampler setting that it is the default of; a dot leads
+            into a part.
+        refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
     """
 
     name: str
@@ -78,10 +87,18 @@ class Family:
     convert: str = ""
     needed: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    model_class: str = "AutoModelForCausalLM"
+    class_attention: str = ""
+    masked: bool = True
+    config_settings: Mapping[str, str] = field(default_factory=dict)
+    generation_settings: Mapping[str, str] = field(default_factory=dict)
+    refused_tokens: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def attention(self) -> str:
-        """The attention that the family was trained with: "causal", "block-causal" or "bidirectional"."""
+        """The attention it was trained with: "causal", "block-causal", "bidirectional" or `class_attention`."""
+        if self.class_attention:
+            return self.class_attention
         return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
 
 
@@ -164,6 +181,16 @@ _RND1_REQUIRED: Required = {
     "is_causal": (False,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
+}
+_GEMMA_SETTINGS = {
+    "max_new_tokens": "gen_length",
+    "max_denoising_steps": "max_denoising_steps",
+    "sampler_config.entropy_bound": "entropy_bound",
+    "t_max": "t_max",
+    "t_min": "t_min",
+    "stability_threshold": "stability_threshold",
+    "confidence_threshold": "confidence_threshold",
+    "pad_token_id": "pad_token_id",
 }
 
 FAMILIES: list[Family] = [
@@ -329,6 +356,20 @@ FAMILIES: list[Family] = [
         "autoregressive",
         "logits equal transformers' own on tiny weights",
         causal=True,
+    ),
+    Family(
+        "diffusion-gemma",
+        ("diffusion_gemma",),
+        "diffusion_gemma",
+        "diffusion-gemma",
+        "logits equal transformers' own on tiny weights; text only; full size not built",
+        model_class="AutoModelForMultimodalLM",
+        class_attention="encoder-decoder",
+        masked=False,
+        required={"text_config.use_bidirectional_attention": ("vision", None)},
+        config_settings={"canvas_length": "canvas_length"},
+        generation_settings=_GEMMA_SETTINGS,
+        refused_tokens={"image_token_id": "image"},
     ),
 ]
 

@@ -4,7 +4,8 @@ In this order: the config is translated; the headers are checked against a model
 type, tokenizer and mask token are determined; and only then are the weights read, so a failure leaves nothing
 half-loaded. transformers reads them (`from_pretrained` with the translated config and the family's renames).
 `is_causal` is set on the config, which decides the mask, and on every attention module, where transformers' fused
-attention looks for it if no mask is passed.
+attention looks for it if no mask is passed. A class that decides this itself (`Family.class_attention`) keeps its
+flags.
 """
 
 import json
@@ -20,7 +21,7 @@ from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
-from sinklens.checkpoints.translate import check_required, translate
+from sinklens.checkpoints.translate import check_required, translate, value_at
 from sinklens.errors import CheckpointError
 from sinklens.hooks.blocks import Blocks, write
 
@@ -43,6 +44,7 @@ class Checkpoint:
         eos_token_ids: tokens that end an answer.
         defaults: the checkpoint's sampler settings.
         blocks: the blocks of a block-causal model; None for other attention.
+        refused_tokens: token ids that prompts must not contain, and what they stand for.
         name: the name or path that was loaded.
         revision: the requested branch, tag or commit, if any.
         undo: closing it restores everything that `prepare` changed in the transformers model.
@@ -57,20 +59,25 @@ class Checkpoint:
     name: str
     revision: str | None = None
     blocks: Blocks | None = None
+    refused_tokens: dict[int, str] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
 
-def build_empty(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """The family's model on the meta device, which has names and shapes but takes no memory.
+def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCausalLM") -> "PreTrainedModel":
+    """A family's model on the meta device, which has names and shapes but takes no memory.
+
+    Args:
+        config: its transformers config.
+        model_class: as in `Family`.
 
     Raises:
         CheckpointError: transformers cannot build the model, e.g. because it lacks the activation function.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            return getattr(transformers, model_class).from_config(config, attn_implementation="sdpa")
     except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"transformers cannot build a {config.model_type} model from this config: {type(error).__name__}: {error}."
@@ -93,7 +100,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: see `sinklens.load`.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     import sinklens.hooks.attention as attention
 
@@ -103,20 +110,19 @@ def load_checkpoint(
     blocks = blocks_for(raw, family, block_length, str(folder))
     config = translate(raw, family, str(folder))
     weights = files.read_headers(folder, family)
-    empty = build_empty(config)
-    tied = set(getattr(empty, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    expected = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters(remove_duplicate=False)}
+    empty = build_empty(config, family.model_class)
+    expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     expected = stored_shapes(expected, family.fused)
-    files.check_weights(weights, expected, tied, str(folder))
+    files.check_weights(weights, expected, set(empty.all_tied_weights_keys), str(folder))
     if device is not None and device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
     target = _device(device)
     chosen = _dtype(dtype, weights, target)
     found = tokenizer if tokenizer is not None else _tokenizer(folder, config)
-    _mask_token(raw, found, family, config.vocab_size, str(name_or_path))
-    defaults = _sampler_defaults(folder)
+    _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
+    defaults = _sampler_defaults(folder, family)
     with _progress_bars(weights.parameters >= SMALL):
-        hf = AutoModelForCausalLM.from_pretrained(
+        hf = getattr(transformers, family.model_class).from_pretrained(
             folder,
             config=config,
             key_mapping=dict(family.renames) or None,
@@ -144,18 +150,21 @@ def prepare(
     """Put a transformers model into the state that sinklens requires, and return it with its special tokens."""
     import sinklens.hooks.attention as attention
 
-    mask = _mask_token(raw, tokenizer, family, hf.config.vocab_size, name)  # first: a rejected model stays unchanged
+    vocabulary = hf.config.get_text_config().vocab_size
+    mask = _mask_token(raw, tokenizer, family, vocabulary, name)  # first: a rejected model stays unchanged
     undo = ExitStack()
     undo.callback(_restorer(hf))
     hf.eval()
-    hf.config.is_causal = family.causal
+    hf.config.is_causal = None if family.class_attention else family.causal
     write(hf.config, blocks)
     hf.set_attn_implementation(attention.NAME)
     for module in hf.modules():
-        if hasattr(module, "is_causal"):
+        if hasattr(module, "is_causal") and not family.class_attention:
             module.is_causal = family.causal
     ends = _end_tokens(hf, tokenizer, raw)
-    return Checkpoint(hf, tokenizer, family, mask, ends, defaults or {}, name, revision, blocks, undo)
+    chosen = {setting: raw[key] for key, setting in family.config_settings.items() if key in raw} | (defaults or {})
+    refused = {raw[key]: what for key, what in family.refused_tokens.items() if raw.get(key) is not None}
+    return Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
 
 
 def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
@@ -179,8 +188,8 @@ def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
 def _mask_token(
     raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None", family: Family, vocabulary: int, name: str
 ) -> int | None:
-    """The mask token: the config's, else the tokenizer's, else the family's; None for autoregressive models."""
-    if family.causal:
+    """The mask token: the config's, else the tokenizer's, else the family's; None for models without one."""
+    if family.causal or not family.masked:
         return None
     named = (raw.get("mask_token_id"), getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
     mask = next((token for token in named if token is not None), None)
@@ -233,7 +242,10 @@ def from_pretrained_model(
         )
     name = getattr(hf.config, "name_or_path", "") or kind
     check_required(raw, family, name)
-    return prepare(hf, tokenizer, family, raw, name, blocks=blocks_for(raw, family, block_length, name))
+    generation = getattr(hf, "generation_config", None)
+    defaults = {} if generation is None else _generation_defaults(generation.to_dict(), family)
+    blocks = blocks_for(raw, family, block_length, name)
+    return prepare(hf, tokenizer, family, raw, name, defaults=defaults, blocks=blocks)
 
 
 @contextmanager
@@ -314,12 +326,19 @@ def _end_tokens(
     return () if end is None else (end,)
 
 
-def _sampler_defaults(folder: Path) -> dict[str, Any]:
-    """Sampler settings that a checkpoint lists in generation_config.json under ``"sinklens"``."""
+def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
+    """Sampler settings in generation_config.json: the family's keys, and those that it lists under ``"sinklens"``."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")).get("sinklens") or {})
+        generation = json.loads(file.read_text(encoding="utf-8"))
+        return _generation_defaults(generation, family) | dict(generation.get("sinklens") or {})
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{file} has no valid settings ({error}). Download it again.") from error
+
+
+def _generation_defaults(generation: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The sampler settings among the entries of a generation config."""
+    found = {setting: value_at(generation, key) for key, setting in family.generation_settings.items()}
+    return {setting: value for setting, value in found.items() if value is not None}

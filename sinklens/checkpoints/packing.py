@@ -3,7 +3,7 @@
 transformers converts them while it loads; here only names and shapes are converted, so that the headers of a checkpoint
 can be checked before anything is read:
 
-- experts are stored one by one and held stacked: ``mlp.experts.7.gate_proj.weight`` is a part of
+- experts of an MLP are stored one by one and held stacked: ``mlp.experts.7.gate_proj.weight`` is a part of
   ``mlp.experts.gate_up_proj``;
 - a family may store queries, keys and values as one weight (`Family.fused`).
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 
 
 def stored_shapes(parameters: Shapes, fused: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:

@@ -72,7 +72,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
         raise CheckpointError(
             f"{where}: config.json does not describe a {family.architecture} model: {reason}"
         ) from error
-    made.is_causal = family.causal
+    made.is_causal = None if family.class_attention else family.causal
     _check_defaults(config, made, family, where)
     return made
 
@@ -90,11 +90,11 @@ def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, A
 def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
     """A key that config.json leaves out gets transformers' default, which the family must be able to express too."""
     for key, allowed in family.required.items():
-        if key not in config and key in made.__dict__ and made.__dict__[key] not in allowed:
+        if not has_key(config, key) and has_key(made, key) and value_at(made, key) not in allowed:
             expected = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(
                 f"{where}: config.json has no {key}, and transformers' default for {family.architecture} is "
-                f"{made.__dict__[key]!r}; the {family.name} family can express only {expected}. Set it in config.json."
+                f"{value_at(made, key)!r}; the {family.name} family can express only {expected}. Set it in config.json."
             )
 
 
@@ -105,11 +105,11 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
         CheckpointError: they cannot; the message names the key, its value and the values that can be expressed.
     """
     for key, allowed in family.required.items():
-        if key in config and config[key] not in allowed:
+        if has_key(config, key) and value_at(config, key) not in allowed:
             expected = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(
-                f"{where}: config.json has {key} = {config[key]!r}; the {family.name} family can express only "
-                f"{expected}. Ignoring the value would compute a different model."
+                f"{where}: config.json has {key} = {value_at(config, key)!r}; the {family.name} family can express "
+                f"only {expected}. Ignoring the value would compute a different model."
             )
     if unknown := [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]:
         raise CheckpointError(f"{where}: config.json has {unknown[0]!r}; sinklens reads only {weighing.CONFIG_KEY}.")
@@ -157,6 +157,22 @@ def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, An
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
     settings["vocab_size"] = config["vocab_size"]
     return settings
+
+
+def has_key(config: Any, key: str) -> bool:
+    """Whether a config, a dictionary or an object, has `key`; a dot leads into a part."""
+    first, _, rest = key.partition(".")
+    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    return first in entries and (not rest or has_key(entries[first], rest))
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of `key` in a config; None if it has no such key."""
+    if not has_key(config, key):
+        return None
+    first, _, rest = key.partition(".")
+    value = (config if isinstance(config, dict) else config.__dict__)[first]
+    return value_at(value, rest) if rest else value
 
 
 def family_named(name: str) -> Family:

@@ -249,7 +249,7 @@ def run_hooks(options: argparse.Namespace) -> None:
     raw = read_config(folder)
     family = family_of(raw, str(folder))
     config = translate(raw, family, str(folder))
-    tree = HookTree(build_empty(config), architecture_of(config.model_type))
+    tree = HookTree(build_empty(config, family.model_class), architecture_of(config.model_type))
     cfg = tree.cfg
     sizes = {
         "head": cfg.n_heads, "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head,

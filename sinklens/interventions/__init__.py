@@ -8,6 +8,7 @@ from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
+from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
 from sinklens.interventions.values import AblateSinkValues
 from sinklens.runs.caches import StepCaches
@@ -18,6 +19,7 @@ __all__ = [
     "AblateSinkAttention",
     "AblateSinkValues",
     "Activations",
+    "FixedNoise",
     "ForceTokens",
     "FreezePattern",
     "HeadOutputs",

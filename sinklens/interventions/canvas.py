@@ -6,7 +6,7 @@ the answer then reports them (`Answer.masks`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,6 +29,8 @@ class ForceTokens(Intervention):
     Attributes:
         tokens: position -> token id; positions as in ``positions=``, not counting padding.
     """
+
+    on_canvas: ClassVar[bool] = True
 
     tokens: Mapping[int, int]
 

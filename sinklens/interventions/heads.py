@@ -8,7 +8,7 @@ anything the model has seen; compare with the mean and with resampled outputs.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class AblateHeads(Intervention):
     Raises:
         SettingError: an unknown `by`, or a missing reference.
     """
+
+    on_canvas: ClassVar[bool] = True
 
     by: Literal["zero", "mean", "resample"] = "zero"
     reference: HeadOutputs | None = None
@@ -99,6 +101,8 @@ class AblateHeads(Intervention):
             return torch.zeros_like(z)
         if self.reference is None:
             real = z.new_ones(z.shape[:2]) if run is None else run.real.to(z)
+            first = 0 if run is None else run.first(step or 0, z.shape[1])
+            real = real[:, first : first + z.shape[1]]
             weights = real / real.sum(dim=1, keepdim=True)
             return torch.einsum("bp,bphd->bhd", weights, z)[:, None].expand_as(z)
         if self.by == "mean":

@@ -14,7 +14,7 @@ whose pattern was all zero at step t − 1 has no strongest key, so none of its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -137,6 +137,8 @@ class MaskSinks(OnSinks):
             which queries; see `OnSinks`.
     """
 
+    on_canvas: ClassVar[bool] = True
+
     def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
 
@@ -166,10 +168,14 @@ class MaskSinks(OnSinks):
                 continue
             before = track.isel(step=steps.index(step - 1)).scores()
             scores = torch.from_numpy(before.fillna(0.0).to_numpy()[:, 0])
-            by_layer = {layer: scores[:, layer] for layer in layers}
-            chosen = self.selection.choose(by_layer, real, None, None, step, among=place_mask(self.positions, real))
-            for layer, keys in chosen.items():
-                found[:, steps.index(step), layer, heads] = keys.numpy()[:, heads]
+            known = torch.from_numpy(before.notnull().any("head").to_numpy()[:, 0])
+            now = torch.from_numpy(track.data["score"].notnull().any("head").to_numpy()[:, steps.index(step)])
+            for group in _alike(known, layers):
+                by_layer, there = {layer: scores[:, layer] for layer in group}, real & known[:, group[0]]
+                chosen = self.selection.choose(by_layer, there, None, None, step, place_mask(self.positions, real))
+                for layer, keys in chosen.items():
+                    present = keys & now[:, layer, None]
+                    found[:, steps.index(step), layer, heads] = present.numpy()[:, heads]
         return track.data["score"].copy(data=found)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
@@ -183,6 +189,18 @@ class MaskSinks(OnSinks):
             return value.masked_fill(found.keys, -torch.inf)
 
         return chosen.pairs(forbid)
+
+
+def _alike(known: Bool[Tensor, "batch layer pos"], layers: Sequence[int]) -> list[list[int]]:
+    """Groups of `layers` that have scores at the same positions."""
+    groups: list[list[int]] = []
+    for layer in layers:
+        group = next((group for group in groups if torch.equal(known[:, group[0]], known[:, layer])), None)
+        if group is None:
+            groups.append([layer])
+        else:
+            group.append(layer)
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +218,8 @@ class KeepKeys(Intervention):
         scope, only, same_step, source, seed, persistent: as in `MaskSinks`.
         positions: keys that may be kept because of their score.
     """
+
+    on_canvas: ClassVar[bool] = True
 
     top_k: int | None = 8
     detector: "Detector | None" = None
@@ -256,6 +276,8 @@ class WindowAttention(Intervention):
         SettingError: neither `width` nor a side is given, or both; or `right` alone, in a causal model.
     """
 
+    on_canvas: ClassVar[bool] = True
+
     width: int | None = None
     left: int | None = None
     right: int | None = None
@@ -289,7 +311,10 @@ class WindowAttention(Intervention):
             rows = touched.of(hook.step, queries, value.device)
             if rows is None:
                 return None
-            free = place_mask(self.always, value.new_ones(1, keys).bool()) if always is None else always[:, :keys]
+            if run is None or always is None:
+                free = place_mask(self.always, value.new_ones(1, keys).bool())
+            else:
+                free = always[:, _text(run, keys)]
             seen = self._within(distance) | free[:, None].to(value.device) | ~rows[:, :, None]
             return _without(value, seen[:, None], distance, heads, model, run)
 
@@ -314,8 +339,14 @@ def _without(
     if bool(model.config.is_causal):  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
     if run is not None:
-        hidden = hidden & run.real[:, None, None, : value.shape[-1]].to(value.device)
+        hidden = hidden & run.real[:, None, None, _text(run, value.shape[-1])].to(value.device)
     return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
+
+
+def _text(run: RunContext, keys: int) -> slice:
+    """The text positions of the keys of a pass."""
+    length = run.tree.watch.length
+    return slice(0, keys) if length is None else slice(length - keys, length)
 
 
 def _check_window(width: object) -> None:

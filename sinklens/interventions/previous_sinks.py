@@ -9,7 +9,7 @@ scores or to the pattern. List interventions on the mask before this one.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,6 +103,7 @@ class PreviousSinks:
         self._every_query = every_query
         self._canvas = Canvas(run)
         self._now: dict[int, Scores] = {}
+        self._starts: dict[int, int] = {}  # by layer: first text position that is a key, where a window hides others
         self._chosen: dict[int, dict[int, Keys]] = {}  # by step; in a diffusion run only the current step
         self._some: dict[int, bool] = {}  # by layer: whether the latest step has keys there
         self._scored_rows: dict[int, Bool[Tensor, " batch"]] = {}  # by step: rows that have scores
@@ -112,6 +113,11 @@ class PreviousSinks:
         self._key: Tensor | None = None
         if same_step and source is None and run.causal:
             raise SettingError("same_step needs a second pass over the canvas; it is available in diffusion runs only.")
+        if same_step and source is None and run.tree.architecture.encoder:
+            raise SettingError(
+                "same_step needs a second pass over the canvas, which lacks the self-conditioning of the step in a "
+                "model with an encoder; use the sinks of the previous step."
+            )
         if source is not None:
             self._check_source(source)
 
@@ -169,8 +175,8 @@ class PreviousSinks:
         if self._source is not None and not self._prompts_checked:
             self._check_prompts(self._source, value)
             self._prompts_checked = True
-        step, seen = int(hook.step or 0), self._now
-        self._now = {}
+        step, seen, starts = int(hook.step or 0), self._now, self._starts
+        self._now, self._starts = {}, {}
         if not self.causal:
             self._chosen.clear()
             self._scored_rows.clear()
@@ -179,15 +185,31 @@ class PreviousSinks:
         scores, canvas, track, there = self._evidence(step, value, seen)
         if not scores:
             return
+        if track is not None:
+            starts = _first_keys(track, self.layers)
         keys = next(iter(scores.values())).shape[-1]
         canvas = None if canvas is None else Snapshot(canvas.ids[:, :keys], canvas.undecided[:, :keys])
         real, among = self._run.real[:, :keys], self._among[:, :keys]
         among = among if there is None else among & there
-        found = self._selection.choose(scores, real, self._run, canvas, step, among=among, track=track)
+        found: dict[int, Keys] = {}
+        for start, layers in _by_start(scores, starts).items():
+            self._refuse_unequal(len(layers) < len(scores))
+            reach = torch.arange(keys, device=real.device) >= start
+            found |= self._selection.choose(
+                layers, real & reach, self._run, canvas, step, among=among & reach, track=track
+            )
+        found = {layer: found[layer] for layer in scores}
         self._scored_rows[step] = (real if there is None else there).any(dim=1)
         self._chosen[step] = {layer: self._heads_only(mask) for layer, mask in found.items()}
         some = torch.stack([mask.any() for mask in self._chosen[step].values()]).tolist()
         self._some = dict(zip(self._chosen[step], some, strict=True))
+
+    def _refuse_unequal(self, unequal: bool) -> None:
+        if unequal and self._selection.scope == "model":
+            raise SettingError(
+                "scope='model' pools the scores of all layers, but layers with a sliding window have other keys; use "
+                "scope='layer' or 'head'."
+            )
 
     def _evidence(self, step: int, ids: Tensor, seen: dict[int, Scores]) -> Evidence:
         if self._source is not None:
@@ -228,7 +250,11 @@ class PreviousSinks:
         if step not in self._chosen:
             return None
         keys = self._chosen[step][layer]
-        if keys.shape[-1] != value.shape[-1]:  # with a cache, passes have unequal numbers of keys
+        if self._run.tree.watch.length is not None:
+            place = hook.key_positions
+            missing = max(0, place.stop - keys.shape[-1])  # positions that are new
+            keys = torch.nn.functional.pad(keys, (0, missing))[..., place.start : place.stop]
+        elif keys.shape[-1] != value.shape[-1]:  # with a cache, passes have unequal numbers of keys
             keys = torch.nn.functional.pad(keys, (0, value.shape[-1] - keys.shape[-1]))
         rows = self._scored_rows[step][:, None].to(value.device)
         return Chosen(keys[:, :, None].to(value.device), rows, self._some[layer])
@@ -265,6 +291,9 @@ class PreviousSinks:
         return Chosen(found, self._scored_rows[step][:, None].to(value.device))
 
     def _keep_scores(self, value: Scores, hook: Point) -> None:
+        if self._run.tree.watch.length is not None:
+            start = self._starts[layer_of(hook)] = hook.key_positions.start
+            value = torch.nn.functional.pad(value, (start, 0))
         self._now[layer_of(hook)] = value.to(
             self._run.real.device
         )  # keys are chosen there; layers may be on other devices
@@ -287,6 +316,20 @@ class PreviousSinks:
         counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
         weights = normalizer_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
         self._now[layer_of(hook)] = (weights * counts).to(self._run.real.device)
+
+
+def _by_start(scores: dict[int, Scores], starts: dict[int, int]) -> dict[int, dict[int, Scores]]:
+    """The layers whose keys begin at the same text position."""
+    grouped: dict[int, dict[int, Scores]] = {}
+    for layer, values in scores.items():
+        grouped.setdefault(starts.get(layer, 0), {})[layer] = values
+    return grouped
+
+
+def _first_keys(track: SinkTrack, layers: Sequence[int]) -> dict[int, int]:
+    """The first position of each layer that has a score in the one step of `track`."""
+    known = track.data["score"].notnull().any(("batch", "step", "head")).to_numpy()
+    return {layer: int(row.argmax()) for layer, row in zip(layers, known, strict=True)}
 
 
 def place_of(track: SinkTrack, step: int) -> int | None:

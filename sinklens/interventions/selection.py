@@ -124,7 +124,7 @@ class Selection:
         if self.detector is None and self.pick in ("strongest", "weakest", "random"):
             number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
             return self._plain(pooled, allowed, number, run, step)
-        found = self._found(pooled, allowed, run, canvas, step, track)
+        found = self._found(pooled, real, allowed, run, canvas, step, track)
         return found if self.pick == "strongest" else self._control(pooled, found, allowed, run, canvas, step)
 
     def _plain(
@@ -143,6 +143,7 @@ class Selection:
     def _found(
         self,
         layers: dict[int, Scores],
+        real: Bool[Tensor, "batch key"],
         allowed: Bool[Tensor, "batch key"],
         run: RunContext | None,
         canvas: Snapshot | None,
@@ -153,7 +154,8 @@ class Selection:
         if self.detector is None:
             number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
             return replace(self, pick="strongest", persistent=False)._plain(layers, allowed, number, run, step)
-        detected = self._detected(layers, _need(run), _need(canvas), track)
+        known = {layer: scores.masked_fill(~real[:, None], torch.nan) for layer, scores in layers.items()}
+        detected = self._detected(known, _need(run), _need(canvas), track)
         return {layer: keys & allowed[:, None] for layer, keys in detected.items()}
 
     def _control(

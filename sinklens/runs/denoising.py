@@ -222,6 +222,11 @@ class Denoising:
         found = []
         for entry in entries:
             if isinstance(entry, Intervention):
+                if self.model.tree.architecture.encoder and not entry.on_canvas:
+                    raise SettingError(
+                        f"{type(entry).__name__} is not available for {self.model.family} models, whose passes cover "
+                        f"one canvas; use hook functions, or interventions with on_canvas = True such as MaskSinks."
+                    )
                 found += entry.hooks_for(self.model, self._context())
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
@@ -368,7 +373,7 @@ class Denoising:
             "model": self.model.name,
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
-            "causal": int(self.model.config.is_causal),
+            "causal": int(self.model.tree.causal),
             "block_length": self.model.block_length or 0,
             "attention": normalizer_name(self.model.config),
             "sampler": sampler_of(self.settings).name,

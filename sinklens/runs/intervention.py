@@ -19,7 +19,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -82,7 +82,7 @@ class RunContext:
     @property
     def causal(self) -> bool:
         """Whether queries attend only to their own and earlier keys."""
-        return bool(self.tree.hf.config.is_causal)
+        return self.tree.causal
 
     def undecided(self, ids: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """The undecided positions of the current step, which works on the canvas `ids`."""
@@ -91,6 +91,8 @@ class RunContext:
 
     def first(self, step: int, queries: int) -> int:
         """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
+        if self.tree.watch.length is not None:
+            return self.tree.watch.length - queries
         return self.prompt_length + step - queries if self.causal else self.first_column()
 
     def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
@@ -113,6 +115,9 @@ class Intervention(ABC):
         positions: position indices, not counting padding; negative ones count from the end of the canvas, or of the ids
             in a single pass. None means all.
     """
+
+    on_canvas: ClassVar[bool] = False
+    """Whether it is exact where a pass covers only the canvas of a step, and its keys are the text in reach."""
 
     steps: Sequence[int] | None = None
     layers: Sequence[int] | None = None

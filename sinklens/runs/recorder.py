@@ -6,6 +6,9 @@ Zarr store on disk that grows by one chunk per step.
 
 In an autoregressive run with a key/value cache, a step computes only new positions; the values that a quantity keeps
 for earlier positions are carried over, and the recorded values equal those of a run without a cache.
+
+A model with an encoder computes the canvas of the step, and its queries see the cached keys in reach and the canvas.
+Values are recorded at the positions of the text that they belong to; all others are NaN.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
+from sinklens.hooks.names import position_axis
 from sinklens.sinks.quantities import Quantity, Scores
 from sinklens.sinks.record import Place, Record
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
@@ -46,6 +50,7 @@ class SinkRecorder:
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
         self._kept: dict[tuple[str, int], Tensor] = {}
+        self._places: dict[tuple[str, int], range] = {}
         self._before: dict[tuple[str, int], Tensor] = {}
         self._rows_of: dict[int, Tensor] = {}
         self._watching: list[Any] = []
@@ -66,7 +71,7 @@ class SinkRecorder:
         try:
             for part, layer, name in self._points:
                 point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append(after(point, self._keeper(part, layer)))
+                handles.append(after(point, self._keeper(part, layer, position_axis(name))))
             yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
@@ -77,15 +82,18 @@ class SinkRecorder:
                 handle.remove()
             self._watching.clear()
 
-    def _keeper(self, quantity: Quantity, layer: int) -> Callable[[Tensor], None]:
+    def _keeper(self, quantity: Quantity, layer: int, axis: int) -> Callable[[Tensor], None]:
         def keep(value: Tensor) -> None:
+            if self._tree.watch.length is not None:  # the pass covers the last positions of a text of this length
+                length = self._tree.watch.length
+                self._places[quantity.name, layer] = range(length - value.shape[axis], length)
             self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
 
         return keep
 
     def begin_step(self, step: int) -> None:
         """Watch the patterns requested for this step; with a cache, later patterns need the rows of earlier steps."""
-        causal = self._tree.hf.config.is_causal
+        causal = self._tree.causal
         for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
 
@@ -108,7 +116,7 @@ class SinkRecorder:
         for handle in self._watching:
             handle.remove()
         self._watching.clear()
-        causal = self._tree.hf.config.is_causal
+        causal = self._tree.causal
         extends, first = causal and first > 0, 0 if causal else first
         variables: dict[str, list[Tensor]] = {}
         for part, layer, _ in self._points:
@@ -132,12 +140,14 @@ class SinkRecorder:
         self._before[part.name, layer] = kept
         exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
         first = 0 if part.name == Scores.name else first  # scores are about keys, cached ones included
-        found = part.finish(kept, self._real[:, first:exists].to(kept.device), self._tree.cfg.n_heads)
+        place = self._places.pop((part.name, layer), range(first, exists))
+        found = part.finish(kept, self._real[:, place.start : place.stop].to(kept.device), self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
         if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
             returned = {name: list(value.shape) for name, value in found.items()}
             raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish returned {returned}.")
-        return {name: _filled(value, shapes[name], first, self._real.shape[1]) for name, value in found.items()}
+        length = self._real.shape[1]
+        return {name: _filled(value, shapes[name], place.start, length) for name, value in found.items()}
 
     def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
         rows = self._rows_of.pop(layer, None)

@@ -1,5 +1,6 @@
-"""The samplers: LLaDA's, Dream's, of block diffusion, left to right. Each is a loop over one function per decision."""
+"""The samplers: masked, block and canvas diffusion, and left to right. Each is a loop of one function per decision."""
 
+from sinklens.sampling.diffusion_gemma_settings import DiffusionGemmaSettings
 from sinklens.sampling.registry import SAMPLERS, Sampler, make_settings, register, sampler_of, settings_for
 from sinklens.sampling.settings import (
     AutoregressiveSettings,
@@ -16,6 +17,7 @@ __all__ = [
     "SAMPLERS",
     "AutoregressiveSettings",
     "Bd3lmSettings",
+    "DiffusionGemmaSettings",
     "DreamSettings",
     "FastDllmV2Settings",
     "LladaSettings",

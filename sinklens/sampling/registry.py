@@ -19,6 +19,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from sinklens.errors import SettingError, nearest
+from sinklens.sampling.diffusion_gemma_settings import DiffusionGemmaSettings
 from sinklens.sampling.settings import (
     AutoregressiveSettings,
     DreamSettings,
@@ -42,7 +43,8 @@ class Sampler:
         settings: frozen dataclass of its settings, with ``gen_length`` and ``steps``; no other sampler may use it.
         steps: a generator function of `sampling.state.State` and the settings, which yields once before each step; or a
             reference ``"module:function"``.
-        attention: attention of the families that it fits: "bidirectional", "causal" or "block-causal".
+        attention: attention of the families that it fits: "bidirectional", "causal", "block-causal" or
+            "encoder-decoder".
     """
 
     name: str
@@ -73,6 +75,12 @@ SAMPLERS: dict[str, Sampler] = {
         Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
         Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
         Sampler("fast-dllm-v2", FastDllmV2Settings, "sinklens.sampling.fast_dllm_v2:denoise", ("block-causal",)),
+        Sampler(
+            "diffusion-gemma",
+            DiffusionGemmaSettings,
+            "sinklens.sampling.diffusion_gemma:denoise",
+            ("encoder-decoder",),
+        ),
     )
 }
 

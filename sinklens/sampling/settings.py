@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from sinklens.errors import SettingError
 
@@ -47,12 +47,21 @@ class Settings(TypedDict, total=False):
     greedy: bool
     eb_gamma: float
     closing: Closing
+    canvas_length: int
+    max_denoising_steps: int
+    entropy_bound: float
+    t_min: float
+    t_max: float
+    stability_threshold: int
+    confidence_threshold: float
+    pad_token_id: int
 
 
 class RunSettings(Settings, total=False):
-    """The settings of a run: those of its sampler, and the sampler."""
+    """The settings of a run: those of its sampler, those that only Python can give, and the sampler."""
 
     sampler: str
+    start_canvas: Any
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,41 @@ class TrackData:
         """Ids of special tokens: "mask", "start", "end" and "markup" (the others, such as chat headers)."""
         return {"mask": [], "start": [], "end": [], "markup": [], **json.loads(self.data.attrs.get("special", "{}"))}
 
+    @property
+    def decided(self) -> xr.DataArray:
+        """True where a position held a decided token when the step began, [batch, step, pos]; also in the prompt."""
+        return ~self.data["masked"].astype(bool) & (self.data["token_id"] >= 0) & self.data["is_real"]
+
+    @property
+    def renoised(self) -> xr.DataArray:
+        """True where a token that was decided before the last step is undecided again, [batch, step, pos]."""
+        return self._before(self.decided) & self.data["masked"].astype(bool)
+
+    @property
+    def edited(self) -> xr.DataArray:
+        """True where a token that was decided before the last step is another decided token, [batch, step, pos]."""
+        token = self.data["token_id"]
+        changed = self._before(self.decided) & (token != token.shift(step=1, fill_value=-1))
+        return changed & self.decided
+
+    @property
+    def on_canvas(self) -> xr.DataArray:
+        """True on the positions whose queries the step computed, [batch, step, pos].
+
+        These are all positions, except in a run with canvases of random tokens, where they are the canvas of the step
+        and all other scores are those of the text before it: ``track.scores().where(~track.on_canvas)``.
+        """
+        exists = (self.data["token_id"] >= 0) & self.data["is_real"]
+        length = json.loads(self.data.attrs.get("settings", "{}")).get("canvas_length")
+        if length is None:
+            return exists
+        stop = (self.data["token_id"] >= 0).cumsum("pos").argmax("pos") + 1
+        return exists & (self.data["pos"] >= stop - length)
+
+    def _before(self, state: xr.DataArray) -> xr.DataArray:
+        """`state` one step earlier; False in the first step."""
+        return state.shift(step=1, fill_value=False)
+
     def scores(self, unit: Unit = "sum") -> Float[xr.DataArray, "batch step layer head pos"]:
         """The scores in `unit`, in float32; NaN on padding and where a position does not exist yet.
 

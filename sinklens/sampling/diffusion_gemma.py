@@ -1,0 +1,231 @@
+"""DiffusionGemma's sampler: canvas after canvas of random tokens, without a mask token.
+
+A *canvas* is `canvas_length` positions. It begins as tokens drawn uniformly from the vocabulary. In every step the
+decoder sees the text before the canvas, which the encoder has written to a cache, and the canvas itself. From its
+logits, divided by a temperature that falls with the steps, a token is drawn at every position. The positions of lowest
+entropy are *accepted*: they get the drawn token. All others are *renoised*: they get a fresh random token. Acceptance
+is not remembered, so a later step may renoise an accepted position. The logits of a step condition the next one
+(*self-conditioning*). A row's canvas is finished when its most likely tokens and its entropy say so; it then waits for
+the other rows. The most likely tokens, not the drawn ones, become part of the text, and the next canvas begins.
+
+``denoise.hook_canvas`` is the text so far with the canvas of the step; the other points of the sampler have the
+positions of the canvas only. The encoder runs in the first step of each canvas, over the text that is new; if an edit
+changes tokens that it has read, it reads the text again.
+
+Known failure: positions that do not exist yet hold -1, which is not a token id.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import at
+from sinklens.sampling import decisions
+from sinklens.sampling.diffusion_gemma_settings import DiffusionGemmaSettings
+from sinklens.sampling.state import State
+
+
+def denoise(state: State, settings: DiffusionGemmaSettings) -> Iterator[None]:
+    """Yield before each step; when resumed, run the step on `state.canvas`."""
+    _check_canvas(state, settings)
+    prefix = _Prefix(state)
+    ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
+    for number in range(settings.canvases):
+        start = state.prompt_length + number * settings.canvas_length
+        block = _Block(state, settings, start)
+        state.canvas = _begun(state, settings, start)
+        state.undecided = state.canvas < 0
+        state.undecided[:, start:] = True
+        for step in range(settings.max_denoising_steps):
+            yield
+            block.run(step, prefix, ended)
+            if block.over:
+                break
+        ended = ended | _has_end(state, state.canvas[:, start : start + settings.canvas_length])
+        if bool(ended.all()):
+            return
+
+
+class _Prefix:
+    """The text before the canvas, as the encoder has read it."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self._passes = state, state.tree.canvas_pass
+        self._cache, self._read = self._passes.new_cache(), state.canvas[:, :0]
+
+    def cache(self, text: Int[Tensor, "batch earlier"]) -> object:
+        """The cache of `text`; reads what is new, or all of it if it does not continue what was read."""
+        length = self._read.shape[1]
+        if length > text.shape[1] or not torch.equal(text[:, :length], self._read):
+            self._cache, length = self._passes.new_cache(), 0
+        if length < text.shape[1]:
+            self._passes.encode(text[:, length:], self._state.real[:, : text.shape[1]], self._cache)
+        self._read = text
+        return self._cache
+
+
+class _Block:
+    """One canvas while it is denoised.
+
+    Attributes:
+        final: the most likely tokens of every row, which become part of the text.
+        over: whether the last step has run.
+    """
+
+    def __init__(self, state: State, settings: DiffusionGemmaSettings, start: int) -> None:
+        self._state, self._settings, self._start = state, settings, start
+        self._stop = start + settings.canvas_length
+        rows, device = len(state.canvas), state.canvas.device
+        self._finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._history: list[Tensor] = []
+        self._logits: Tensor | None = None
+        self.final, self.over = state.canvas[:, start : self._stop], False
+
+    def run(self, step: int, prefix: _Prefix, ended: Bool[Tensor, " batch"]) -> None:
+        """Run one step; the last one of a canvas leaves its most likely tokens."""
+        state, waiting = self._state, self._finished
+        text = state.through_canvas_point(state.canvas[:, : self._stop])
+        state.step_canvas = torch.cat([text, state.canvas[:, self._stop :]], dim=1)
+        state.step_undecided = state.undecided
+        canvas = text[:, self._start :]
+        hidden = state.tree.canvas_pass.decode(
+            canvas, state.real[:, : self._stop], prefix.cache(text[:, : self._start]), self._logits
+        )
+        logits = at(state.tree.denoise.hook_logits, state.tree.head(hidden)) / self._settings.temperature(step)
+        sampled = at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))
+        entropy = at(state.tree.denoise.hook_entropy, entropies(logits))
+        accepted = at(state.tree.denoise.hook_accepted, lowest_entropies(entropy, self._settings.entropy_bound))
+        noise = at(state.tree.denoise.hook_renoise, self._noise(canvas))
+        left = torch.where(accepted, sampled, noise)
+        self._finish(logits, entropy)
+        self.over = self._is_last(step)
+        undecided = self._undecided(~accepted, waiting)
+        self._leave(text, torch.where(waiting[:, None], canvas, left), undecided, ended)
+
+    def _is_last(self, step: int) -> bool:
+        """Whether step `step` is the last one of the canvas; a replay decides it by what it did next."""
+        replay, done = self._state.replay, self._state.steps_done + 1
+        if replay is None or done >= replay.shape[1]:
+            return step == self._settings.max_denoising_steps - 1 or bool(self._finished.all())
+        if self._stop == replay.shape[2]:
+            return done == replay.shape[1] - 1
+        return bool((replay[:, done, self._stop] >= 0).any())
+
+    def _draw(self, logits: Float[Tensor, "batch pos vocab"], canvas: Tensor) -> Int[Tensor, "batch pos"]:
+        """A token at every position; rows that wait keep theirs and draw no random numbers."""
+        active = ~self._finished[:, None].expand_as(canvas)
+        noise = self._state.noise.uniform(active, dtype=torch.float64)
+        drawn = decisions.categorical_candidates(logits[active].softmax(dim=-1, dtype=torch.float32), noise)
+        return canvas.masked_scatter(active, drawn)
+
+    def _noise(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """Random tokens at every position, also where the step accepts another one."""
+        active = ~self._finished[:, None].expand_as(canvas)
+        return canvas.masked_scatter(active, random_tokens(self._state, active))
+
+    def _finish(self, logits: Float[Tensor, "batch pos vocab"], entropy: Float[Tensor, "batch pos"]) -> None:
+        """Update the most likely tokens, the logits for the next step, and which rows are finished."""
+        settings, waiting = self._settings, self._finished
+        best = torch.where(waiting[:, None], self.final, logits.argmax(dim=-1))
+        embedded = logits.to(self._state.tree.cfg.dtype)
+        self._logits = embedded if self._logits is None else torch.where(waiting[:, None, None], self._logits, embedded)
+        stable = torch.full_like(waiting, len(self._history) >= settings.stability_threshold)
+        for earlier in self._history[len(self._history) - settings.stability_threshold :]:
+            stable &= (earlier == best).all(dim=1)
+        self._history.append(best)
+        self._finished = waiting | (stable & (entropy.mean(dim=1) < settings.confidence_threshold))
+        self.final = best
+
+    def _undecided(
+        self, noisy: Bool[Tensor, "batch canvas"], waiting: Bool[Tensor, " batch"]
+    ) -> Bool[Tensor, "batch pos"]:
+        """The undecided positions of the text after this step, without the end of the canvas."""
+        assert self._state.undecided is not None
+        undecided = self._state.undecided.clone()
+        before = undecided[:, self._start : self._stop]
+        undecided[:, self._start : self._stop] = torch.where(waiting[:, None], before, noisy)
+        return undecided
+
+    def _leave(self, text: Tensor, left: Tensor, undecided: Bool[Tensor, "batch pos"], ended: Tensor) -> None:
+        """End the step with `left` on the canvas, or after the last step with the final tokens."""
+        canvas = self._state.canvas.clone()
+        canvas[:, : self._stop] = text
+        if self.over:
+            left = self.final = _padded(self._state, self._settings, self.final, ended)
+            undecided[:, self._start : self._stop] = False
+        canvas[:, self._start : self._stop] = left
+        self._state.end_step(canvas, undecided)
+
+
+def entropies(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, "batch pos"]:
+    """−Σ_v p_v log p_v in nats, with p = softmax(logits)."""
+    logs = logits.log_softmax(dim=-1)
+    return -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
+
+
+def lowest_entropies(entropy: Float[Tensor, "batch pos"], bound: float) -> Bool[Tensor, "batch pos"]:
+    """True at the positions of lowest entropy whose predecessors, in ascending order, add up to at most `bound`.
+
+    The sum without a position's own entropy bounds the mutual information of the accepted tokens (2505.24857). The
+    lowest is always accepted.
+    """
+    ordered, order = entropy.sort(dim=-1)
+    accepted = ordered.cumsum(dim=-1) - ordered <= bound
+    return torch.zeros_like(accepted).scatter(-1, order, accepted)
+
+
+def random_tokens(state: State, where: Bool[Tensor, "batch pos"]) -> Int[Tensor, " drawn"]:
+    """A token id, uniform over the vocabulary, for every True of `where`."""
+    size = state.tree.cfg.d_vocab
+    return (state.noise.uniform(where, dtype=torch.float64) * size).long().clamp(max=size - 1)
+
+
+def _begun(state: State, settings: DiffusionGemmaSettings, start: int) -> Int[Tensor, "batch pos"]:
+    """The text with random tokens on the canvas at `start`, unless a replay or ``start_canvas`` gives them."""
+    canvas, place = state.canvas.clone(), slice(start, start + settings.canvas_length)
+    everywhere = torch.ones_like(canvas[:, place], dtype=torch.bool)
+    drawn = random_tokens(state, everywhere).view_as(canvas[:, place])
+    if settings.start_canvas is not None and start == state.prompt_length:
+        drawn = torch.tensor(settings.start_canvas, device=canvas.device).expand_as(drawn)
+    replay = state.replay
+    if replay is not None and replay.shape[::2] == canvas.shape and state.steps_done < replay.shape[1]:
+        drawn = replay[:, state.steps_done, place].to(canvas.device)
+    canvas[:, place] = drawn
+    return canvas
+
+
+def _check_canvas(state: State, settings: DiffusionGemmaSettings) -> None:
+    rows, length = state.canvas.shape
+    if length != state.prompt_length + settings.gen_length:
+        raise SettingError(
+            "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; put "
+            "them before the prompt."
+        )
+    given = settings.start_canvas
+    if given is None:
+        return
+    if len(given) not in (1, rows):
+        raise SettingError(
+            f"start_canvas has {len(given)} rows, but there are {rows} prompts; give one row, or {rows}."
+        )
+    size = state.tree.cfg.d_vocab
+    if outside := [token for row in given for token in row if not 0 <= token < size]:
+        raise SettingError(f"start_canvas has the token id {outside[0]}; the vocabulary is 0 to {size - 1}.")
+
+
+def _has_end(state: State, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+    return torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).any(dim=1)
+
+
+def _padded(
+    state: State, settings: DiffusionGemmaSettings, tokens: Int[Tensor, "batch pos"], ended: Bool[Tensor, " batch"]
+) -> Int[Tensor, "batch pos"]:
+    """`tokens` with padding after the first end token, and everywhere in rows that ended in an earlier canvas."""
+    if settings.pad_token_id is None:
+        return tokens
+    ends = torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).long()
+    after = (ends.cumsum(dim=1) - ends > 0) | ended[:, None]
+    return tokens.masked_fill(after, settings.pad_token_id)

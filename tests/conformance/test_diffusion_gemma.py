@@ -1,0 +1,163 @@
+"""DiffusionGemma equals transformers' own class: logits, patterns, routing, and every pass of every stored run."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import sinklens
+from sinklens.interventions import FixedNoise
+
+TOLERANCE = 2e-4
+PASSES = (0, 1, 2)
+RUNS = range(8)
+
+
+@cache
+def _model(folder: Path) -> sinklens.Model:
+    return sinklens.load(folder)
+
+
+@cache
+def _expected(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "expected.safetensors")
+
+
+@pytest.fixture
+def folder(shared: Path) -> Path:
+    return shared / "conformance" / "diffusion-gemma"
+
+
+def _max_difference(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()
+
+
+def _text(expected: dict[str, Tensor], number: int, *parts: str) -> tuple[Tensor, Tensor]:
+    """Prompt and canvas of a stored pass, and its attention mask."""
+    ids = expected[f"fwd{number}.input_ids"]
+    text = torch.cat([ids, *(expected[f"fwd{number}.{part}"] for part in parts)], dim=1)
+    mask = torch.ones_like(text)
+    mask[:, : ids.shape[1]] = expected.get(f"fwd{number}.attention_mask", torch.ones_like(ids))
+    return text, mask
+
+
+@pytest.mark.parametrize("number", PASSES)
+def test_logits_equal_the_references(folder, number):
+    expected, model = _expected(folder), _model(folder)
+    text, mask = _text(expected, number, "canvas")
+    with torch.no_grad():
+        plain = model(text, attention_mask=mask)
+        conditioned = model(text, attention_mask=mask, self_conditioning=expected[f"fwd{number}.sc_logits"])
+    assert _max_difference(plain, expected[f"fwd{number}.decoder.logits"]) < TOLERANCE
+    assert _max_difference(conditioned, expected[f"fwd{number}.decoder_sc.logits"]) < TOLERANCE
+
+
+def test_a_longer_text_gives_the_logits_of_an_extended_cache(folder):
+    expected = _expected(folder)
+    extended = [number for number in PASSES if f"fwd{number}.ext.canvas" in expected]
+    assert extended
+    for number in extended:
+        text, mask = _text(expected, number, "ext.tokens", "ext.canvas")
+        with torch.no_grad():
+            logits = _model(folder)(text, attention_mask=mask)
+        assert _max_difference(logits, expected[f"fwd{number}.ext.decoder.logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("number", PASSES)
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_patterns_streams_and_routing_equal_the_references(folder, number, part):
+    expected, model = _expected(folder), _model(folder)
+    text, mask = _text(expected, number, "canvas")
+    prefix = "encoder." if part == "encoder" else ""
+    with torch.no_grad():
+        _, cache = model.run_with_cache(text, attention_mask=mask)
+    canvas = expected[f"fwd{number}.canvas"].shape[1]
+    real = mask[:, :-canvas].bool() if part == "encoder" else mask[:, -canvas:].bool()
+    for layer in range(model.cfg.n_layers):
+        pattern = cache[f"{prefix}blocks.{layer}.attn.hook_pattern"].transpose(1, 2)[real]
+        assert _max_difference(pattern, expected[f"fwd{number}.{part}.pattern.{layer}"].transpose(1, 2)[real]) < 1e-4
+        stream = cache[f"{prefix}blocks.{layer}.hook_resid_post"][real]
+        assert _max_difference(stream, expected[f"fwd{number}.{part}.hidden"][layer + 1][real]) < TOLERANCE
+        experts = cache[f"{prefix}blocks.{layer}.mlp.hook_expert_indices"][real]
+        assert torch.equal(experts, expected[f"fwd{number}.{part}.router_index"][layer][real])
+        weights = cache[f"{prefix}blocks.{layer}.mlp.hook_expert_weights"][real]
+        assert _max_difference(weights, expected[f"fwd{number}.{part}.router_weight"][layer][real]) < TOLERANCE
+        logits = cache[f"{prefix}blocks.{layer}.mlp.hook_router_logits"][real]
+        assert _max_difference(logits.softmax(-1), expected[f"fwd{number}.{part}.router_probs"][layer][real]) < 1e-4
+
+
+@pytest.mark.parametrize("number", PASSES)
+def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder, number):
+    expected, model = _expected(folder), _model(folder)
+    text, mask = _text(expected, number, "canvas")
+    with torch.no_grad():
+        _, cache = model.run_with_cache(text, attention_mask=mask, names_filter=lambda name: "sink_scores" in name)
+    for layer in range(model.cfg.n_layers):
+        sums = expected[f"fwd{number}.decoder.pattern.{layer}"].sum(dim=2)
+        assert _max_difference(cache[f"blocks.{layer}.attn.hook_sink_scores"], sums) < TOLERANCE
+
+
+def _settings(run: dict[str, Any], prompt_length: int) -> dict[str, Any]:
+    """The settings of a stored run under sinklens's names, without those of the model."""
+    given = dict(run["settings"])
+    length = given.pop("max_new_tokens", None) or given.pop("max_length") - prompt_length
+    given.pop("max_length", None)
+    given.pop("eos_token_id", None)
+    return given | {"gen_length": -(-length // 8) * 8}
+
+
+def _prompt(expected: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    ids = expected[f"gen{number}.prompt"]
+    if number == 7:  # continues gen1, whose cache lacks its last canvas
+        ids = torch.cat([expected["gen1.sequences"][:, :-8], ids], dim=1)
+    return {"input_ids": ids, "attention_mask": expected.get(f"gen{number}.attention_mask", torch.ones_like(ids))}
+
+
+def _repeated(folder: Path, number: int, **more: Any) -> sinklens.runs.result.Generation:
+    """A stored run, repeated with its draws."""
+    expected, run = _expected(folder), json.loads((folder / "expected.json").read_text())["generate"][number]
+    prompt = _prompt(expected, number)
+    settings = _settings(run, prompt["input_ids"].shape[1])
+    starts = expected[f"gen{number}.draws.init"]
+    if f"gen{number}.decoder_input_ids" in expected:
+        settings["start_canvas"], starts = expected[f"gen{number}.decoder_input_ids"], None
+    noise = FixedNoise(
+        starts=starts,
+        sampled=expected[f"gen{number}.draws.sample"],
+        renoised=expected[f"gen{number}.draws.renoise"],
+    )
+    model = _model(folder)
+    ends = tuple(run["settings"].get("eos_token_id", model.eos_token_ids))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "eos_token_ids", ends)
+        return sinklens.generate(model, prompt, hooks=[noise], **settings, **more)
+
+
+def test_every_run_of_the_reference_is_compared(folder):
+    assert len(json.loads((folder / "expected.json").read_text())["generate"]) == len(RUNS)
+
+
+@pytest.mark.parametrize("number", RUNS)
+def test_every_pass_equals_the_references_with_its_draws(folder, number):
+    expected, run = _expected(folder), _repeated(folder, number, record_sinks=False)
+    assert run.steps_run == len(expected[f"gen{number}.step"])
+    size = expected[f"gen{number}.canvas_in"].shape[-1]
+    finished = torch.zeros(len(run.canvas), dtype=torch.bool)
+    for step, block in enumerate(expected[f"gen{number}.block"].tolist()):
+        place = slice(run.prompt_length + block * size, run.prompt_length + (block + 1) * size)
+        assert torch.equal(run.canvas[:, step, place], expected[f"gen{number}.canvas_in"][step])
+        last = step + 1 == run.steps_run or int(expected[f"gen{number}.block"][step + 1]) != block
+        if not last:
+            accepted = expected[f"gen{number}.accepted_mask"][step]
+            assert torch.equal(~run.undecided[~finished, step + 1, place], accepted[~finished])
+        finished = torch.zeros_like(finished) if last else expected[f"gen{number}.finished_denoising"][step]
+    sequences = expected[f"gen{number}.sequences"]
+    start = run.prompt_length - expected[f"gen{number}.prompt"].shape[1]
+    assert torch.equal(run.tokens[:, start : start + sequences.shape[1]], sequences)
+    assert bool((run.tokens[:, start + sequences.shape[1] :] == -1).all())

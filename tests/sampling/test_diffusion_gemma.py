@@ -1,0 +1,345 @@
+"""DiffusionGemma's sampler and what is measured and changed in its runs, on the tiny checkpoint of ../shared."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sinklens
+from sinklens.errors import HookFunctionError, PromptError, SettingError
+from sinklens.interventions import AblateHeads, FixedNoise, Intervention, MaskSinks, Remask
+from sinklens.sampling import DiffusionGemmaSettings, make_settings
+from sinklens.sampling.diffusion_gemma import entropies, lowest_entropies
+from sinklens.sinks import Record
+
+SETTINGS: dict[str, Any] = {
+    "gen_length": 16,
+    "max_denoising_steps": 4,
+    "entropy_bound": 1.5,
+    "confidence_threshold": 0.3,
+}
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def gemma(shared: Path) -> sinklens.Model:
+    return sinklens.load(shared / "conformance" / "diffusion-gemma")
+
+
+@pytest.fixture
+def prompt() -> Tensor:
+    return torch.arange(18).reshape(2, 9) * 5 + 3
+
+
+def test_the_lowest_entropies_are_accepted_up_to_the_bound():
+    entropy = torch.tensor([[0.5, 0.1, 0.3, 0.2], [2.0, 3.0, 4.0, 5.0]])
+    assert lowest_entropies(entropy, 0.3).tolist() == [[False, True, True, True], [True, False, False, False]]
+    assert lowest_entropies(entropy, 0.29).tolist() == [[False, True, False, True], [True, False, False, False]]
+
+
+def test_entropies_are_those_of_torch():
+    logits = torch.randn(2, 3, 7) * 4
+    torch.testing.assert_close(entropies(logits), torch.distributions.Categorical(logits=logits).entropy())
+
+
+def test_the_temperature_falls_from_t_max_and_never_reaches_t_min():
+    settings = DiffusionGemmaSettings(8, 8, max_denoising_steps=4, t_min=0.2, t_max=1.0)
+    assert [round(settings.temperature(step), 6) for step in range(4)] == [1.0, 0.8, 0.6, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"gen_length": 13, "canvas_length": 8},
+            r"gen_length 13 is not a multiple of canvas_length 8.*8 or 16",
+        ),
+        ({"t_min": 0.5, "t_max": 0.5}, r"t_min and t_max must satisfy 0 <= t_min < t_max; got 0.5 and 0.5"),
+        ({"entropy_bound": 0.0}, r"entropy_bound must be a finite number above 0; got 0.0"),
+        ({"stability_threshold": -1}, r"stability_threshold must be an integer of at least 0; got -1"),
+        ({"confidence_threshold": -1.0}, r"confidence_threshold must be a finite number of at least 0"),
+        ({"start_canvas": [[1, 2]], "canvas_length": 8}, r"start_canvas must be token ids \[batch, 8\]"),
+        ({"steps": 4}, r"steps is not a setting of the diffusion-gemma sampler"),
+    ],
+)
+def test_a_bad_setting_raises_an_error_that_says_what_is_allowed(given, text):
+    with pytest.raises(SettingError, match=text):
+        make_settings("diffusion-gemma", given, {})
+
+
+def test_settings_come_from_the_generation_config(gemma):
+    settings = sinklens.sampling.settings_for(gemma, {})
+    assert (settings.canvas_length, settings.gen_length, settings.max_denoising_steps) == (8, 256, 48)
+    assert (settings.entropy_bound, settings.t_min, settings.t_max, settings.pad_token_id) == (0.1, 0.4, 0.8, 0)
+    assert gemma.eos_token_ids == (1, 106, 50)
+    assert gemma.mask_token_id is None
+
+
+def test_another_familys_sampler_is_refused(gemma, prompt):
+    with pytest.raises(SettingError, match=r"fits bidirectional attention, but diffusion-gemma models"):
+        sinklens.generate(gemma, prompt, sampler="llada", gen_length=8)
+
+
+def test_positions_exist_from_their_canvas_on(gemma, prompt):
+    run = sinklens.generate(gemma, prompt, **SETTINGS)
+    exists = run.canvas >= 0
+    assert bool(exists[:, :, :9].all())
+    second = int((run.canvas[0, :, 17] >= 0).long().argmax())
+    assert 0 < second <= 4
+    assert not bool(exists[:, :second, 17:].any())
+    assert bool(exists[:, second:].all())
+    assert bool(run.undecided[:, 0, 9:].all())
+    assert not bool(run.undecided[:, -1].any())
+    assert not bool(run.undecided[:, second, :17].any())
+
+
+def test_unmask_step_is_the_step_that_left_the_final_token(gemma, prompt):
+    run = sinklens.generate(gemma, prompt, **SETTINGS)
+    for row in range(2):
+        for pos in range(9, 25):
+            step = int(run.unmask_step[row, pos])
+            assert run.canvas[row, step + 1 :, pos].unique().numel() == 1
+            assert not bool(run.undecided[row, step + 1 :, pos].all())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_row_alone_gives_the_tokens_of_its_batch(gemma, prompt, seed):
+    together = sinklens.generate(gemma, [prompt[0].tolist(), prompt[1, :4].tolist()], seed=seed, **SETTINGS)
+    for row, alone in enumerate((prompt[:1], prompt[1:, :4])):
+        run = sinklens.generate(gemma, alone, seed=seed, **SETTINGS)
+        length = run.tokens.shape[1] - alone.shape[1]
+        assert torch.equal(run.tokens[0, -length:], together.tokens[row, -length:])
+
+
+def test_the_same_seed_repeats_a_run_and_another_does_not(gemma, prompt):
+    runs = [sinklens.generate(gemma, prompt, seed=seed, record_sinks=False, **SETTINGS) for seed in (0, 0, 1)]
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert not torch.equal(runs[0].canvas[:, 0], runs[2].canvas[:, 0])
+
+
+def test_a_replay_repeats_every_canvas_and_isolates_an_edit(gemma, prompt):
+    run = sinklens.generate(gemma, prompt, **SETTINGS)
+    again = sinklens.generate(gemma, prompt, replay=run, **SETTINGS)
+    assert torch.equal(run.canvas, again.canvas)
+    np.testing.assert_array_equal(run.sinks["score"], again.sinks["score"])
+    ablated = sinklens.generate(gemma, prompt, replay=run, hooks=AblateHeads(heads=[0]), **SETTINGS)
+    assert torch.equal(run.canvas, ablated.canvas)
+    assert not np.array_equal(run.sinks["score"], ablated.sinks["score"], equal_nan=True)
+
+
+def test_a_start_canvas_is_the_first_canvas(gemma, prompt):
+    start = torch.arange(8) + 100
+    run = sinklens.generate(gemma, prompt, start_canvas=start, record_sinks=False, **SETTINGS)
+    assert torch.equal(run.canvas[:, 0, 9:17], start.expand(2, -1))
+    with pytest.raises(SettingError, match=r"start_canvas has 3 rows, but there are 2 prompts; give one row, or 2"):
+        sinklens.generate(gemma, prompt, start_canvas=[[1] * 8] * 3, **SETTINGS)
+
+
+def test_given_draws_replace_the_random_ones(gemma, prompt):
+    drawn: dict[str, list[Tensor]] = {"hook_candidates": [], "hook_renoise": []}
+    hooks = [(f"denoise.{name}", lambda v, hook, kept=kept: kept.append(v.clone())) for name, kept in drawn.items()]
+    run = sinklens.generate(gemma, prompt, hooks=hooks, record_sinks=False, **SETTINGS)
+    second = int((run.canvas[0, :, 17] >= 0).long().argmax())
+    starts = torch.stack([run.canvas[:, 0, 9:17], run.canvas[:, second, 17:]])
+    noise = FixedNoise(
+        starts=starts, sampled=torch.stack(drawn["hook_candidates"]), renoised=torch.stack(drawn["hook_renoise"])
+    )
+    again = sinklens.generate(gemma, prompt, seed=9, hooks=noise, record_sinks=False, **SETTINGS)
+    assert torch.equal(run.canvas, again.canvas)
+
+
+def test_edits_of_the_samplers_points_take_effect(gemma, prompt):
+    plain = sinklens.generate(gemma, prompt, record_sinks=False, **SETTINGS)
+
+    def accept(value: Tensor, hook: Any) -> Tensor:
+        return torch.ones_like(value)
+
+    run = sinklens.generate(gemma, prompt, hooks=[("denoise.hook_accepted", accept)], record_sinks=False, **SETTINGS)
+    assert not bool(run.undecided[:, 1, :17].any())
+    for name in ("hook_self_conditioning", "hook_logits", "hook_entropy", "hook_renoise", "hook_candidates"):
+
+        def change(value: Tensor, hook: Any) -> Tensor:
+            return value.flip(1) + (1.0 if value.is_floating_point() and hook.name.endswith("ing") else 0)
+
+        changed = sinklens.generate(gemma, prompt, hooks=[(f"denoise.{name}", change)], record_sinks=False, **SETTINGS)
+        size = min(plain.steps_run, changed.steps_run)
+        assert not torch.equal(plain.canvas[:, 1:size], changed.canvas[:, 1:size]), name
+
+
+def test_an_edit_of_the_prompt_is_encoded_again(gemma, prompt):
+    def edit(value: Tensor, hook: Any) -> Tensor | None:
+        return value.index_fill(1, torch.tensor([2]), 77) if hook.step == 1 else None
+
+    def logits(into: list[Tensor]) -> Any:
+        return ("denoise.hook_logits", lambda value, hook: into.append(value.clone()))
+
+    seen: list[Tensor] = []
+    run = sinklens.generate(
+        gemma, prompt, hooks=[("denoise.hook_canvas", edit), logits(seen)], record_sinks=False, **SETTINGS
+    )
+    assert bool((run.canvas[:, 1, 2] == 77).all())
+    processed = seen[0] / run.settings.temperature(0)
+    with torch.no_grad():
+        expected = gemma(run.canvas[:, 1, :17], self_conditioning=processed)
+    torch.testing.assert_close(seen[1], expected, atol=2e-4, rtol=0)
+
+
+def _patterns(model: sinklens.Model, prompt: Tensor, *hooks: Any) -> tuple[Any, dict[tuple[int, int], Any]]:
+    """A run, and the pattern of every step and layer with the text positions of its keys."""
+    seen: dict[tuple[int, int], Any] = {}
+
+    def keep(value: Tensor, hook: Any) -> None:
+        seen[hook.step, int(hook.name.split(".")[1])] = (value.clone(), hook.key_positions)
+
+    points = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(LAYERS)]
+    return sinklens.generate(model, prompt, hooks=[*hooks, *points], **SETTINGS), seen
+
+
+def test_recorded_scores_are_the_column_sums_at_the_positions_of_the_keys(gemma, prompt):
+    run, patterns = _patterns(gemma, prompt)
+    fused = sinklens.generate(gemma, prompt, **SETTINGS).sinks["score"].to_numpy()
+    score = run.sinks["score"].to_numpy()
+    assert len(patterns) == run.steps_run * LAYERS
+    for (step, layer), (pattern, keys) in patterns.items():
+        text = int((run.canvas[0, step] >= 0).sum())
+        assert keys.stop == text
+        assert keys.start == (text - 15 if layer < 5 else 0)  # a window of 8: 7 cached keys and the canvas
+        for found in (score, fused):
+            np.testing.assert_allclose(
+                found[:, step, layer][..., keys.start : keys.stop], pattern.sum(2), atol=1e-5, rtol=1e-5
+            )
+            assert np.isnan(found[:, step, layer][..., : keys.start]).all()
+            assert np.isnan(found[:, step, layer][..., keys.stop :]).all()
+
+
+def test_scores_split_into_canvas_and_prefix(gemma, prompt):
+    run, patterns = _patterns(gemma, prompt)
+    score, canvas = run.sinks.scores(), run.sinks.on_canvas
+    assert (canvas.sum("pos") == 8).all()
+    for (step, layer), (pattern, _) in patterns.items():
+        part = score.where(~canvas).isel(step=step, layer=layer).sum("pos").to_numpy()
+        np.testing.assert_allclose(part, pattern[..., :-8].sum((2, 3)), atol=1e-4)
+
+
+def test_states_of_a_track_follow_the_marks(gemma, prompt):
+    run = sinklens.generate(gemma, prompt, **SETTINGS)
+    undecided, canvas = run.undecided[:, :-1].numpy(), run.canvas[:, :-1].numpy()
+    decided = ~undecided
+    np.testing.assert_array_equal(run.sinks.decided.to_numpy(), decided)
+    renoised, edited = np.zeros_like(decided), np.zeros_like(decided)
+    renoised[:, 1:] = decided[:, :-1] & undecided[:, 1:]
+    edited[:, 1:] = decided[:, :-1] & decided[:, 1:] & (canvas[:, 1:] != canvas[:, :-1])
+    assert renoised.any()
+    np.testing.assert_array_equal(run.sinks.renoised.to_numpy(), renoised)
+    np.testing.assert_array_equal(run.sinks.edited.to_numpy(), edited)
+
+
+def test_other_quantities_are_recorded_at_the_canvas(gemma, prompt):
+    run = sinklens.generate(gemma, prompt, record_sinks=Record(["values", "stream", "outputs"]), **SETTINGS)
+    known = run.sinks["stream_peak"].notnull().isel(layer=0)
+    assert (known == run.sinks.on_canvas).all()
+    assert (run.sinks["value_norm"].notnull().isel(layer=5, head=0) == run.sinks.on_canvas).all()
+
+
+@pytest.mark.parametrize("hidden", [1, 2])
+def test_mask_sinks_hides_the_strongest_keys_of_the_step_before(gemma, prompt, hidden):
+    _, patterns = _patterns(gemma, prompt, MaskSinks(top_k=hidden))
+    for (step, layer), (pattern, keys) in patterns.items():
+        gone = torch.zeros(2, 4, 25, dtype=torch.bool)
+        if step:
+            before, earlier = patterns[step - 1, layer]
+            strongest = before.sum(2).topk(hidden).indices + earlier.start
+            gone.scatter_(2, strongest, True)
+        gone = gone[..., keys.start : keys.stop]
+        assert torch.equal((pattern == 0).all(dim=2), gone), (step, layer)
+        assert torch.equal((pattern == 0).any(dim=2), gone), (step, layer)
+
+
+def test_mask_sinks_says_from_a_track_which_keys_it_masked(gemma, prompt):
+    masking = MaskSinks(top_k=1)
+    run, patterns = _patterns(gemma, prompt, masking)
+    masked = masking.keys(run.sinks).to_numpy()
+    for (step, layer), (pattern, keys) in patterns.items():
+        assert np.array_equal(masked[:, step, layer][..., keys.start : keys.stop], (pattern == 0).all(dim=2).numpy())
+        assert masked[:, step, layer].sum() == (pattern == 0).all(dim=2).sum()
+
+
+def test_masking_the_sinks_of_another_run_uses_its_positions(gemma, prompt):
+    free, patterns = _patterns(gemma, prompt)
+    _, masked = _patterns(gemma, prompt, MaskSinks(top_k=1, source=free))
+    for (step, layer), (pattern, keys) in masked.items():
+        if step == 0 or (step, layer) not in patterns:
+            continue
+        before, earlier = patterns[step - 1, layer]
+        strongest = before.sum(2).argmax(-1) + earlier.start
+        present = (strongest >= keys.start)[..., None]
+        expected = torch.zeros(2, 4, 25, dtype=torch.bool).scatter_(2, strongest[..., None], present)
+        assert torch.equal((pattern == 0).all(dim=2), expected[..., keys.start : keys.stop])
+
+
+def test_scope_model_and_same_step_are_refused(gemma, prompt):
+    with pytest.raises(SettingError, match=r"scope='model' pools the scores .* use scope='layer' or 'head'"):
+        sinklens.generate(gemma, prompt, hooks=MaskSinks(top_k=1, scope="model"), **SETTINGS)
+    with pytest.raises(SettingError, match=r"same_step needs a second pass .* use the sinks of the previous step"):
+        sinklens.generate(gemma, prompt, hooks=MaskSinks(top_k=1, same_step=True), **SETTINGS)
+
+
+def test_an_ablated_head_writes_nothing_to_the_canvas(gemma, prompt):
+    seen: list[Tensor] = []
+    keep = ("blocks.5.attn.hook_result", lambda value, hook: seen.append(value.clone()))
+    changed = sinklens.generate(gemma, prompt, hooks=[AblateHeads(layers=[5], heads=[2]), keep], **SETTINGS)
+    plain = sinklens.generate(gemma, prompt, **SETTINGS)
+    assert len(seen) == changed.steps_run
+    assert all(not bool(value[:, :, 2].any()) and bool(value[:, :, 1].any()) for value in seen)
+    assert not torch.equal(plain.tokens, changed.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Appended(Intervention):
+    """Puts a token after the answer."""
+
+    on_canvas = True
+
+    def extend(self, model: Any, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return ids, real, torch.full_like(ids[:, :1], 7)
+
+    def hooks_for(self, model: Any, run: Any = None) -> list[Any]:
+        return []
+
+
+def test_tokens_after_the_answer_are_refused(gemma, prompt):
+    with pytest.raises(SettingError, match=r"reads nothing that follows its canvas; put them before the prompt"):
+        sinklens.generate(gemma, prompt, hooks=Appended(), **SETTINGS)
+
+
+def test_interventions_on_the_complete_text_are_refused(gemma, prompt):
+    with pytest.raises(SettingError, match=r"Remask is not available for diffusion-gemma models, whose passes cover"):
+        sinklens.generate(gemma, prompt, hooks=Remask(positions=[-1]), **SETTINGS)
+
+
+def test_images_are_refused(gemma, prompt):
+    with pytest.raises(PromptError, match=r"contains the image token \(254\) at position 3, but sinklens reads"):
+        sinklens.generate(gemma, [[5, 6, 7, 254, 8]], **SETTINGS)
+    with pytest.raises(PromptError, match=r"the prompt has pixel_values, but sinklens reads text only"):
+        sinklens.generate(gemma, {"input_ids": prompt, "pixel_values": torch.zeros(1)}, **SETTINGS)
+
+
+def test_a_trace_block_reads_encoder_decoder_and_sampler(gemma, prompt):
+    with sinklens.trace(gemma, prompt, **SETTINGS) as t:
+        for step in t.steps:
+            if step == 0:
+                encoded = t["encoder.blocks.1.attn.hook_pattern"].shape
+            pattern = t["blocks.-1.attn.hook_pattern"].shape
+            t["denoise.hook_accepted"][:] = True
+    assert tuple(encoded) == (2, 4, 9, 9)
+    assert tuple(pattern) == (2, 4, 8, 25)
+    assert not bool(t.undecided[:, 1, 9:17].any())
+
+
+def test_a_hook_must_return_the_shape_of_the_canvas(gemma, prompt):
+    with pytest.raises(HookFunctionError, match=r"got a value of shape \[2, 8\] and returned \[2, 7\]"):
+        sinklens.generate(gemma, prompt, hooks=[("denoise.hook_accepted", lambda v, hook: v[:, 1:])], **SETTINGS)
