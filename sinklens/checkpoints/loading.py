@@ -18,7 +18,7 @@ import torch
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
-from sinklens.checkpoints.packing import stored_shapes
+from sinklens.checkpoints.packing import class_for, stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, translate
 from sinklens.errors import CheckpointError
@@ -93,7 +93,6 @@ def load_checkpoint(
     Raises:
         CheckpointError: see `sinklens.load`.
     """
-    from transformers import AutoModelForCausalLM
 
     import sinklens.hooks.attention as attention
 
@@ -106,6 +105,7 @@ def load_checkpoint(
     empty = build_empty(config)
     tied = set(getattr(empty, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     expected = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters(remove_duplicate=False)}
+    expected |= {name: tuple(value.shape) for name, value in empty.state_dict().items() if name not in expected}
     expected = stored_shapes(expected, family.fused)
     files.check_weights(weights, expected, tied, str(folder))
     if device is not None and device_map is not None:
@@ -116,7 +116,7 @@ def load_checkpoint(
     _mask_token(raw, found, family, config.vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder)
     with _progress_bars(weights.parameters >= SMALL):
-        hf = AutoModelForCausalLM.from_pretrained(
+        hf = class_for(config, family.fused).from_pretrained(
             folder,
             config=config,
             key_mapping=dict(family.renames) or None,
