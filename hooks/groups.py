@@ -144,7 +144,7 @@ def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
         qk_norm_last=architecture.qk_norm_last,
         dense=not mixed,
         experts=mixed,
-        shared=mixed and bool(experts.shared) and _has(layer, f"{architecture.mlp}.{experts.shared}"),
+        shared=experts is not None and bool(experts.shared) and _has(layer, f"{architecture.mlp}.{experts.shared}"),
     )
 
 

@@ -60,8 +60,8 @@ def llada2(config: Config) -> Config:
     Keys that the published code does not read have no effect here either: the router is a sigmoid in float32 whose bias
     only chooses, and the weights of the chosen experts are divided by their sum.
     """
-    same = ("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace")
-    same += ("n_group", "topk_group", "routed_scaling_factor")
+    same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
+    same += ["n_group", "topk_group", "routed_scaling_factor"]
     rotation = _rotation(config) | {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
     return {
         **_kept(config),
