@@ -29,13 +29,14 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "llada-moe": "qwen3_moe",
+    "llada2": "glm4_moe",
     "rnd1": "qwen3_moe",
     "open-dcoder": "qwen2",
     "qwen3-moe": "qwen3_moe",
 }
 """Family -> the transformers class that computes the same."""
 
-BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "bd3lm-qwen2", "bd3lm-qwen3")
+BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "llada2", "bd3lm-qwen2", "bd3lm-qwen3")
 """Families whose queries see their own block and earlier ones; here blocks of 4."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "llada-moe": {"head_dim": 4, "norm_topk_prob": False},
@@ -82,6 +83,8 @@ def public_weights(family: str, hf: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of `hf` under the names that the family's files use."""
     tied = hf.config.tie_word_embeddings
     own = {name: value.clone() for name, value in hf.state_dict().items() if not (tied and name == "lm_head.weight")}
+    if family == "llada2":
+        return _llada2_weights(experts_alone(own), hf.config.num_hidden_layers)
     if ARCHITECTURES[family] in EXPERTS:
         return experts_alone(own)
     if family not in ("llada", "mmada"):
@@ -105,12 +108,38 @@ def experts_alone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+LLADA2_NAMES = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
+}
+"""GLM-4-MoE's part of a weight name -> LLaDA2's."""
+
+
+def _llada2_weights(own: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Queries, keys and values as one weight, in this order, and LLaDA2's names."""
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        pieces = [own.pop(f"{at}.self_attn.{letter}_proj.weight") for letter in "qkv"]
+        own[f"{at}.attention.query_key_value.weight"] = torch.cat(pieces)
+    found = {}
+    for name, value in own.items():
+        for theirs, ours in LLADA2_NAMES.items():
+            name = name.replace(theirs, ours)
+        found[name] = value
+    return found
+
+
 def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
     """config.json of `hf` with the keys that the family's repositories use."""
     if family in ("llada", "mmada"):
         return _llada_config(family, hf.config)
     if family == "llada-moe":
         return _llada_moe_config(hf.config)
+    if family == "llada2":
+        return _llada2_config(hf.config)
     theta = hf.config.rope_parameters["rope_theta"]
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     same += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -136,6 +165,20 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
         window = False if family == "rnd1" else None
         config |= {"use_sliding_window": False, "sliding_window": window, "max_window_layers": 28}
     return config
+
+
+def _llada2_config(config: Any) -> dict[str, Any]:
+    same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    same += ("rms_norm_eps", "max_position_embeddings", "intermediate_size", "moe_intermediate_size", "n_group")
+    same += ("num_experts_per_tok", "first_k_dense_replace", "topk_group", "routed_scaling_factor")
+    return {key: getattr(config, key) for key in same} | {
+        "model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"], "num_experts": config.n_routed_experts,
+        "num_shared_experts": config.n_shared_experts, "rope_theta": config.rope_parameters["rope_theta"],
+        "partial_rotary_factor": 0.5, "rotary_dim": 2, "use_bias": False, "use_qkv_bias": False, "hidden_act": "silu",
+        "rope_scaling": None, "use_sliding_window": False, "using_split_qkv_in_self_attention": False,
+        "norm_topk_prob": True, "score_function": "sigmoid", "tie_word_embeddings": False, "mask_token_id": 60,
+        "eos_token_id": 2, "pad_token_id": 2,
+    }  # fmt: skip
 
 
 def _llada_moe_config(config: Any) -> dict[str, Any]:

@@ -54,6 +54,29 @@ def rnd1(config: Config) -> Config:
     }
 
 
+def llada2(config: Config) -> Config:
+    """LLaDA2's config as GLM-4-MoE's.
+
+    Keys that the published code does not read have no effect here either: the router is a sigmoid in float32 whose bias
+    only chooses, and the weights of the chosen experts are divided by their sum.
+    """
+    same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
+    same += ["n_group", "topk_group", "routed_scaling_factor"]
+    rotation = _rotation(config) | {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+    return {
+        **_kept(config),
+        **{key: config[key] for key in same},
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": config["num_shared_experts"],
+        "attention_bias": config.get("use_qkv_bias", False),
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+        "rope_parameters": rotation,
+        "partial_rotary_factor": rotation["partial_rotary_factor"],
+    }
+
+
 def _kept(config: Config) -> Config:
     """Keys that mean the same in both; tokens that the config does not name become None."""
     return {key: config[key] for key in _SAME if key in config} | {key: config.get(key) for key in _TOKENS}

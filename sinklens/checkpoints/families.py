@@ -192,6 +192,28 @@ _GEMMA_SETTINGS = {
     "confidence_threshold": "confidence_threshold",
     "pad_token_id": "pad_token_id",
 }
+_LLADA2_NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "rope_theta", "rms_norm_eps", "max_position_embeddings", "intermediate_size", "moe_intermediate_size",
+    "num_experts", "num_experts_per_tok", "num_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
+    "routed_scaling_factor", "use_bias",
+)  # fmt: skip
+_LLADA2_REQUIRED: Required = {
+    "hidden_act": ("silu",),
+    "rope_scaling": (None,),
+    "use_bias": (False,),
+    "use_qk_norm": (True,),
+    "use_sliding_window": (False,),
+    "using_split_qkv_in_self_attention": (False,),
+}
+_LLADA2_RENAMES = {
+    r"^model\.word_embeddings\.": "model.embed_tokens.",
+    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.query_layernorm\.": ".self_attn.q_norm.",
+    r"\.attention\.key_layernorm\.": ".self_attn.k_norm.",
+    r"\.attention\.query_key_value\.": ".self_attn.query_key_value.",
+    r"\.mlp\.gate\.expert_bias$": ".mlp.gate.e_score_correction_bias",
+}
 
 FAMILIES: list[Family] = [
     Family(
@@ -264,6 +286,22 @@ FAMILIES: list[Family] = [
         classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
         convert="sinklens.checkpoints.conversions:llada_moe",
         needed=_LLADA_MOE_NEEDED,
+    ),
+    Family(
+        "llada2",
+        ("llada2_moe",),
+        "glm4_moe",
+        "sdar",
+        "logits, patterns, routing and canvases of 2.0 without early stop equal the reference's on tiny weights; "
+        "no sampler for 2.1; full size built, not run",
+        required=_LLADA2_REQUIRED,
+        renames=_LLADA2_RENAMES,
+        mask_token_id=156895,
+        block_causal=True,
+        block_length=32,
+        convert="sinklens.checkpoints.conversions:llada2",
+        needed=_LLADA2_NEEDED,
+        fused={"query_key_value.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")},
     ),
     Family(
         "rnd1",

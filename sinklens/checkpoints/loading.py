@@ -19,7 +19,7 @@ import torch
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
-from sinklens.checkpoints.packing import stored_shapes
+from sinklens.checkpoints.packing import class_for, stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, translate, value_at
 from sinklens.errors import CheckpointError
@@ -100,7 +100,6 @@ def load_checkpoint(
     Raises:
         CheckpointError: see `sinklens.load`.
     """
-    import transformers
 
     import sinklens.hooks.attention as attention
 
@@ -122,7 +121,7 @@ def load_checkpoint(
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
     with _progress_bars(weights.parameters >= SMALL):
-        hf = getattr(transformers, family.model_class).from_pretrained(
+        hf = class_for(config, family).from_pretrained(
             folder,
             config=config,
             key_mapping=dict(family.renames) or None,

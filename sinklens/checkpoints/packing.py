@@ -7,11 +7,19 @@ can be checked before anything is read:
   ``mlp.experts.gate_up_proj``;
 - a family may store queries, keys and values as one weight (`Family.fused`).
 
+`class_for` is a class that transformers splits a fused weight for, with its own converters.
+
 Limitation: this is a description of what transformers does, not derived from it; a test loads each kind.
 """
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sinklens.checkpoints.families import Family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -54,3 +62,27 @@ def _fused(shapes: Shapes, whole: str, pieces: tuple[str, ...]) -> dict[str, tup
         joined = name.removesuffix(piece) + whole
         found[joined] = (found.get(joined, (0,))[0] + shape[0], *shape[1:])
     return found
+
+
+def class_for(config: "PreTrainedConfig", family: Family) -> Any:
+    """The class whose ``from_pretrained`` loads a checkpoint with this transformers config.
+
+    transformers looks its weight converters up by the name of a class. With fused weights the result is a subclass
+    that computes the same and has its own converters: those of the model type, and a split of each fused weight.
+    """
+    import transformers
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.core_model_loading import Split, WeightConverter
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not family.fused:
+        return getattr(transformers, family.model_class)
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made = type(f"Fused{base.__name__}", (base,), {"__module__": base.__module__})
+    splits = [WeightConverter(whole, list(pieces), [Split(dim=0)]) for whole, pieces in family.fused.items()]
+    converters = [*(get_checkpoint_conversion_mapping(config.model_type) or []), *splits]
+    register_checkpoint_conversion_mapping(made.__name__, converters, overwrite=True)
+    return made

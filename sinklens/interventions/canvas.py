@@ -108,7 +108,7 @@ class Suffix(Intervention):
             )
         added = {"prepend_bos": False} if isinstance(self.text, str) else {}
         suffix = model.encode(self.text, **added).ids[0]
-        if model.mask_token_id is not None and bool(suffix.eq(model.mask_token_id).any()):
+        if model.mask_token_id in suffix.tolist():
             raise SettingError(
                 f"the suffix contains the mask token ({model.mask_token_id}), which the sampler would replace."
             )

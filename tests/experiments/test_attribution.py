@@ -12,13 +12,14 @@ from layouts import write_family
 import sinklens
 from sinklens.errors import HookNameError, PromptError, SettingError
 from sinklens.experiments.attribution import Agreement, agreement, attribution_patching, of_step, patching_effects
-from sinklens.hooks import table
+from sinklens.hooks import names, table
 from sinklens.tasks.word_problems import held_out
 
 LENGTH = 6
-AXES = {name.removeprefix("blocks.{l}."): spec.axes.split() for name, spec in table()}
+AXES = {name.removeprefix("blocks.{l}."): spec.axes.split() for name, spec in table(names.EVERY)}
 NO_VALUES = ("attn.hook_attn_mask", "attn.hook_sink_scores")
-KINDS = [name for name in AXES if not name.startswith("denoise.") and name not in NO_VALUES]
+KINDS = [name.removeprefix("blocks.{l}.") for name, _ in table() if not name.startswith("denoise.")]
+KINDS = [name for name in KINDS if name not in NO_VALUES]
 MODELS = pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("qwen3", True)])
 
 
