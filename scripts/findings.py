@@ -117,6 +117,52 @@ TABLES: dict[str, Table] = {
         Row("… ÷ tokens decided earlier, same step and place",
             {"measure": "ratio", "others": "decided earlier", "matched": "step, position"}, 1.0, 1, "events-landings"),
     ), DIFFUSION),
+    "content": Table(
+        "content-costs",
+        tuple(
+            Row(f"{kind}, {place}: {what}", {"measure": "cost", "kind": kind, "part": part, "change": change}, 100.0, 0)
+            for kind, part, place in (
+                ("any", "all", "everywhere"),
+                ("digit", "sink", "a sink"),
+                ("digit", "other", "no sink"),
+                ("not digit", "sink", "a sink"),
+                ("not digit", "other", "no sink"),
+            )
+            for change, what in (
+                ("mask", "masked"),
+                ("value", "value replaced"),
+                ("mask_random", "random key masked"),
+                ("mask_kind", "random key of the kind masked"),
+            )
+        ),
+        DIFFUSION,
+    ),
+    "thresholds": Table(
+        "necessity-thresholds",
+        tuple(
+            Row(f"ε = {epsilon:g}: {what}", {"measure": "above_cost", "epsilon": epsilon, "pick": pick}, 100.0, 0)
+            for epsilon in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+            for pick, what in (("strongest", "keys above ε"), ("random", "as many random keys"))
+        ),
+        ("tiny-llada", "tiny-dream", "tiny-llama"),
+    ),
+    "definitions": Table(
+        "definitions-excess",
+        tuple(
+            Row(
+                f"{definition}, {hidden}, {count} per head",
+                {"measure": "cost", "definition": code, "reach": reach, "top_k": count}, 100.0, 0,
+            )
+            for code, definition in (
+                ("columns_steady", "column sums, steady"), ("columns_step", "column sums, step before"),
+                ("row_steady", "newest query's row, steady"), ("row_step", "newest query's row, step before"),
+                ("first", "first tokens"),
+            )
+            for reach, hidden in (("all", "from all queries"), ("newest", "from the newest"))
+            for count in (1, 5)
+        ),
+        ("tiny-llada", "tiny-llama"),
+    ),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
         for kind, ranges in (
@@ -155,9 +201,10 @@ def number(value: float, digits: int) -> str:
 
 
 def rendered(table: Table) -> str:
-    """A table in Markdown."""
+    """A table in Markdown, without rows that no model has."""
     lines = [["", *table.models], ["---"] * (len(table.models) + 1)]
-    lines += [[row.label, *(cell(row, table.file, model) for model in table.models)] for row in table.rows]
+    cells = [[row.label, *(cell(row, table.file, model) for model in table.models)] for row in table.rows]
+    lines += [line for line in cells if any(line[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
