@@ -3,10 +3,10 @@
     sinklens analyse content tiny-llada tiny-mmada tiny-dream --number 50
 
 A digit that an answer has to copy is attended to for its content, and is often a sink too (Rulli et al., 2510.15731,
-Eq. 3). This study masks, at every step, the strongest key of each head of the unchanged run's previous step: every one;
-only those whose token is a digit, or is not; and of these only those that are a sink, or are not. In each cell of this
-table it changes the same heads and steps in further ways: only the *value* of the key is replaced by the row's mean
-value, its attention left alone (is the message missed, or the attention?); and other keys are masked or replaced as
+Eq. 3). At every step, this study masks each head's strongest key of the unchanged run's previous step: all of them;
+only digits, or only other tokens; and of these only sinks, or only keys that are not sinks. In the heads and steps of
+each cell of this table it also makes other changes. It replaces only the *value* of the key by the row's mean value and
+leaves the attention unchanged (is the message missed, or the attention?), and it masks or replaces other keys as
 controls. The controls are weaker than the key that they stand for and are the same at every step.
 
 Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
     from sinklens.model import Model
 
-PARTS: dict[Part, str] = {"all": "in every head and step", "sink": "where it is a sink", "other": "where it is no sink"}
+PARTS: dict[Part, str] = {
+    "all": "in every head and step",
+    "sink": "where it is a sink",
+    "other": "where it is not a sink",
+}
 CHANGES = {
     "mask": "attention to the strongest key masked",
     "value": "value of the strongest key replaced by the mean",
@@ -160,8 +164,8 @@ def _differences(cost: xr.DataArray, kind: str) -> dict[str, xr.DataArray]:
 
     other = f"not {kind}"
     found = {
-        f"a {kind} that is a sink costs more than one that is none": of(kind, "sink") - of(kind, "other"),
-        "another token that is a sink costs more than one that is none": of(other, "sink") - of(other, "other"),
+        f"a {kind} that is a sink costs more than one that is not": of(kind, "sink") - of(kind, "other"),
+        "another token that is a sink costs more than one that is not": of(other, "sink") - of(other, "other"),
         f"among sinks, a {kind} costs more than another token": of(kind, "sink") - of(other, "sink"),
         f"among others, a {kind} costs more than another token": of(kind, "other") - of(other, "other"),
     }

@@ -117,7 +117,7 @@ class Definitions(Study):
         return found
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``definitions``: every measure by definition, reach, pick and number of keys, without what no model has;
+        """``definitions``: every measure by definition, reach, pick and number of keys, as far as a model has it;
         ``excess``: the cost minus that of random keys, paired by prompt.
         """
         costs = interval_table(measured, [*MEASURES, *BASE], self.seed)

@@ -3,16 +3,16 @@
     sinklens analyse events tiny-llada tiny-dream
 
 *Order.* At every step, over the undecided positions: the rank correlation of a position's score (column sum, mean over
-heads, and over layers) with the step that decides it. Below 0, strong keys are decided earlier. Both also depend on the
-position, so it is reported crude, with the position held fixed (partial correlation), and within strata: between
-prompts, at the same step and place in the answer.
+heads, and over layers) with the step that decides it. Below 0, strong keys are decided earlier. Score and step also
+depend on the position, so the correlation is reported crude, with the position held fixed (partial correlation), and
+within strata (between prompts, at the same step and place in the answer).
 
-*Jumps.* A head's strongest key jumps at step t if it is another position than at step t − 1. The *landing rate* of a
+*Jumps.* A head's strongest key jumps at step t if its position differs from step t − 1. The *landing rate* of a
 place is the number of heads that jump to it / the number of heads that could (those that were elsewhere). The *age* of
 an answer token at a step is the number of steps since the one that decided it: 1 where this is the first step that
-sees it, 0 or below where it is still masked. Reported are the landing rate at age 1 relative to that of other answer
-places, of all or of those decided earlier, crude and at the same step and place across prompts (strata.py); and the
-same for each age, which shows whether the jump comes with the decision, or with what precedes it.
+sees it, 0 or below where it is still masked. The tables report the landing rate at age 1 relative to that of other
+answer places (all of them, or those decided earlier), crude and at the same step and place across prompts (strata.py).
+They report the same for each age, which shows whether the jump comes with the decision or with what precedes it.
 
 In an autoregressive model, step and place determine the age and the order, so nothing can be matched; all numbers are
 NaN.

@@ -5,9 +5,9 @@
 Draws the histogram of scores (Rulli et al., 2510.15731, Figs. 3 and 9) and the share of positions that are not sinks
 against the threshold ε (Fig. 10), in every unit that ε could refer to, and counts what each detector finds.
 
-Beside each count stands the value norm at those sinks, relative to the median of the row. About 1 means that they are
-ordinary tokens that send a message, not the no-op sinks with near-zero values that explanations by a need to attend to
-nothing are about (sinklens/sinks/values.py).
+Each count comes with the value norm at those sinks, relative to the median of the row. About 1 means that they are
+ordinary tokens that send a message. The no-op sinks of the usual explanation, which absorb attention that has nowhere
+to go, have values near zero (sinklens/sinks/values.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Training runs that differ in their seed only: one estimate over seeds and prompts.
 
-Models trained alike differ by chance in training, often by far more than an interval over prompts suggests. Here the
+Models trained with one recipe differ by chance, often by far more than an interval over prompts suggests. Here the
 seeds are a sample, too: each model is one seed, and the interval is over seeds and prompts (`hierarchical`). A verdict
 other than "cannot tell" requires that the interval excludes the threshold and that every seed's estimate is on the same
 side of it.
@@ -72,7 +72,7 @@ def hierarchical(values: Sequence[Float[np.ndarray, " _"]], paired: bool = True,
     Args:
         values: one array for each seed; NaN prompts are left out.
         paired: whether all seeds answered the same prompts, in the same order: a resample then draws the same prompts
-            for all seeds. False: each seed has prompts of its own, and their numbers may differ.
+            for all seeds. False: each seed has its own prompts, and their numbers may differ.
 
     Raises:
         SettingError: there is no seed, or paired seeds have different numbers of prompts.

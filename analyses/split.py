@@ -13,9 +13,9 @@ A sink score is a sum over queries. Here the queries of every step are split int
   that uniform attention is 1), which is undefined where neither group has a sink. ``jaccard_low`` and ``jaccard_high``
   are its bounds: they count those steps and heads as 0 (nothing in common) and as 1 (they agree).
 
-Beside them stands what the overlap rests on: ``neither`` and ``one``, the shares of steps and heads where neither group
-has a sink and where only one has; and ``compared``, the share of steps at which both groups have members. The other
-steps have nothing to compare and are left out of all measures but this one.
+The tables also report what the overlap is based on: ``neither`` and ``one``, the shares of steps and heads where
+neither group has a sink and where only one has; and ``compared``, the share of steps at which both groups have members.
+The other steps have nothing to compare and are left out of all measures but this one.
 
 The control splits the same queries at random into groups of the same sizes. Most unmasked queries belong to the prompt,
 so this also splits left from right; the rows ``answer`` therefore split only the answer's queries, masked against

@@ -9,8 +9,9 @@ sinks are masks, preferred or not.
 Numbers are pooled over prompts, so a prompt with many sinks counts more; intervals resample prompts and pool again.
 
 Limitation: a token at the same position of every prompt, such as the start token or the last colon, cannot be
-distinguished from that position; prompts of one form make any position look like a kind. Matched by position, such a
-token has nothing to be compared with and drops out; ``matched_share`` is the share of the sinks that remain.
+distinguished from that position; if all prompts have the same form, any position looks like a kind. Matched by
+position, such a token has nothing to be compared with and drops out; ``matched_share`` is the share of the sinks that
+remain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -193,7 +194,7 @@ def _preference(name: str, data: xr.Dataset, by: str, seed: int) -> "DataFrame":
 
 
 def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
-    """The risk ratio of each kind and state against the others, by what its places are matched.
+    """The risk ratio of each kind and state against the others, for each choice of what places are matched by.
 
     ``matched``: what places of both must share. ``matched_share``: share of the set's sinks at places that have others
     to compare with. A ratio is infinite where only other places have no sinks, and missing where neither has any.

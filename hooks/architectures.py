@@ -19,8 +19,8 @@ class Experts:
         router: returns logits, weights and indices of the chosen experts, with batch and position as one axis.
         experts: called with tokens, indices and weights; a layer without this module has a dense MLP.
         shared: the shared expert, which sees every token; "" if the architecture has none.
-        logits: below the router, the module whose output are the logits; "" if the router returns them first.
-        count, chosen: config keys of the number of experts, and of those that a token is sent to.
+        logits: below the router, the module that returns the logits; "" if the router returns them first.
+        count, chosen: config keys of the number of experts, and of the number that each token is sent to.
         branch: the norms of a layer whose experts stand beside a dense MLP; its router, experts and norms are then
             below the layer. None if the experts replace the MLP.
     """
@@ -64,12 +64,12 @@ class Architecture:
         activation: config key of the MLP's activation function.
         q_norm, k_norm: norms of queries and keys below `attn`; "" if the architecture has none. A layer without the
             modules has no such norms.
-        qk_norm_last: these norms follow all projections, and not each its own.
+        qk_norm_last: these norms run after all projections, not each right after its own.
         experts: below `mlp`, in layers whose MLP is a mixture of experts; None if the architecture has none.
         ln1_post, ln2_post: norms of what attention and the MLP add to the stream; "" if the architecture has none.
-        values: below `attn`, the module whose output are the values, split into heads; "" for the projection `v`. Then
+        values: below `attn`, the module that returns the values, split into heads; "" for the projection `v`. Then
             `v` may be missing from a layer, whose values are made from the output of `k`.
-        scalar: below a layer, the number that its output is multiplied with; "" if there is none.
+        scalar: below a layer, the number that multiplies its output; "" if there is none.
         softcap: attribute of the outer module; logits become softcap · tanh(logits / softcap). "" if it has none.
         encoder: a second module like `base`, with the same layers, which reads the text before the canvas and writes
             the keys and values that `base` reads; "" if the architecture has none.

@@ -1,8 +1,9 @@
 """Block-causal attention: a query sees its own block of positions and all earlier blocks.
 
-The rule is two values of the transformers config, which `write` sets and `blocks_of` reads, so that it holds in every
-pass of the model, whoever calls it. A *block* is `length` consecutive positions. Blocks are counted from each row's
-first token that is not padding ("token"), or from the first column of the batch, padding included ("column").
+Two values of the transformers config define the rule; `write` sets them and `blocks_of` reads them. The rule therefore
+applies to every pass of the model, whatever code calls it. A *block* is `length` consecutive positions. Blocks are
+counted from each row's first token that is not padding ("token"), or from the first column of the batch, padding
+included ("column").
 
 Pitfall: a single pass over part of a text must begin where a block begins; otherwise its blocks differ from those of
 the complete text.
@@ -47,7 +48,7 @@ class Blocks:
         return columns - real.long().argmax(dim=1, keepdim=True) if self.start == "token" else columns
 
     def mask(self, real: Bool[Tensor, "batch key"], queries: slice) -> Bool[Tensor, "batch 1 query key"]:
-        """True where a query may see a key. Padding is no key; as a query it sees all keys, and no position reads it.
+        """True where a query may see a key. Padding is never a key. As a query it sees all keys; no position reads it.
 
         A row without any key would become NaN in some fused kernels.
         """

@@ -1,10 +1,10 @@
 """The taps of a mixture of experts: the router's logits, the experts it chooses, their weights and their outputs.
 
-A *router* maps each token to one logit per expert, chooses k experts and weighs them; the output of the layer is the
+A *router* maps each token to one logit per expert, chooses k experts and weights them; the output of the layer is the
 weighted sum of their outputs, plus that of a *shared expert* that sees every token. The points follow each other, and
-an edit of one changes those after it:
+editing one changes those after it:
 
-- ``hook_router_logits``: experts are chosen and weighed from the value that the hooks return;
+- ``hook_router_logits``: experts are chosen and weighted from the value that the hooks return;
 - ``hook_expert_indices``: an expert that a hook puts in gets the weight that the router's logits give it;
 - ``hook_expert_weights``: multiplied with the outputs as they are, without another normalization;
 - ``hook_expert_out``: each chosen expert alone; while it is watched, the experts are computed a second time.
@@ -12,7 +12,7 @@ an edit of one changes those after it:
 transformers' routers compute logits, choice and weights in one function, so the rules are written out here
 (`ROUTING`); a test compares each with transformers' own, bit for bit.
 
-Limitation: experts see batch and position as one axis, and transformers multiplies all tokens of an expert at once. The
+Limitation: experts see batch and position as one axis, and transformers computes all tokens of an expert at once. The
 last bits of a token's result therefore depend on which other tokens have the same expert.
 """
 
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
     Attributes:
         choose: (router, logits [token, expert]) -> the chosen experts [token, k]; None if the router reads its logits
-            from a module of its own (`Experts.logits`) and so follows an edit by itself.
+            from a module of its own (`Experts.logits`) and so follows edits automatically.
         weigh: (router, first output of the router [token, expert], experts [token, k]) -> their weights [token, k].
     """
 
@@ -58,9 +58,9 @@ def _softmax_weights(
 
 
 def _top_of_groups(router: Any, logits: Float[Tensor, "token expert"]) -> Int[Tensor, "token k"]:
-    """The best experts of the best groups, by sigmoid plus the bias that only chooses.
+    """The best experts of the best groups, by sigmoid plus a bias that affects only this choice.
 
-    Groups are runs of experts; a group's score is the sum of its two best experts.
+    A group is a run of consecutive experts; its score is the sum of its two best experts.
     """
     scores = logits.sigmoid() + value_of(router, "e_score_correction_bias")
     grouped = scores.unflatten(-1, (router.num_group, -1))

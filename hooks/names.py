@@ -75,10 +75,12 @@ MLP = (
     PointSpec("hook_pre_linear", "batch pos d_mlp", "the linear branch"),
     PointSpec("hook_post", "batch pos d_mlp", "activated gate times linear branch"),
 )
-ROUTER_LOGITS = PointSpec("hook_router_logits", "batch pos expert", "the router's logits; editing them routes again")
+ROUTER_LOGITS = PointSpec("hook_router_logits", "batch pos expert", "the router's logits; editing them reroutes tokens")
 EXPERTS = (
     ROUTER_LOGITS,
-    PointSpec("hook_expert_indices", "batch pos k", "the chosen experts; edited, others with their own weights"),
+    PointSpec(
+        "hook_expert_indices", "batch pos k", "the chosen experts; those that an edit puts in get their own weights"
+    ),
     PointSpec("hook_expert_weights", "batch pos k", "weights of the chosen experts; 0 ablates one"),
     PointSpec("hook_expert_out", "batch pos k d_model", "output of each chosen expert, before its weight"),
 )
@@ -159,7 +161,7 @@ class Parts(NamedTuple):
 
     Attributes:
         qk_norm: queries and keys are normalized before the rotation.
-        qk_norm_last: they are normalized after all projections, and not each after its own.
+        qk_norm_last: they are normalized after all projections, not each right after its own.
         dense: the MLP is dense.
         experts: the MLP is a mixture of experts.
         shared: the output of a shared expert, or of a dense MLP beside the experts, is added to the mixture.

@@ -138,7 +138,7 @@ class MlpWeights:
 
 
 class ExpertWeights:
-    """What a mixture of experts has of the weights of an MLP: no bias.
+    """The weights of an MLP for a layer with experts: only a zero output bias.
 
     The group stores its layer's number and the norm before it under ``_place`` in its ``__dict__``.
     """
@@ -150,8 +150,8 @@ class ExpertWeights:
 
     def _refuse(self) -> Tensor:
         raise SettingError(
-            f"the MLP of layer {self.__dict__['_place'][0]} is a mixture of experts, so it has none of W_gate, W_in, "
-            f"W_out, b_gate and b_in; the weights of its experts are parameters of model.tree.hf."
+            f"the MLP of layer {self.__dict__['_place'][0]} is a mixture of experts, so it has no W_gate, W_in, W_out, "
+            f"b_gate or b_in; the weights of its experts are parameters of model.tree.hf."
         )
 
     W_gate = W_in = W_out = b_gate = b_in = property(_refuse, doc="Raises a `SettingError`.")

@@ -3,7 +3,7 @@
 For families whose config is more than a list of renamed keys; `Family.convert` names the function. Each gets the parsed
 config.json, whose values were checked against `Family.required`, and returns transformers' settings.
 
-Limitation: a key that no function here reads is dropped, so what a key must not say belongs in `Family.required`.
+Limitation: a key that no function here reads is dropped, so list the allowed values of such a key in `Family.required`.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def llada_moe(config: Config) -> Config:
 
 
 def rnd1(config: Config) -> Config:
-    """RND1's config as Qwen3-MoE's, whose keys it has; all layers are mixtures, and ``false`` there means none."""
+    """RND1's config as Qwen3-MoE's, whose keys it uses; there, ``false`` means none. All layers are mixtures."""
     named = ("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
     return {
         **_kept(config),
@@ -58,7 +58,7 @@ def llada2(config: Config) -> Config:
     """LLaDA2's config as GLM-4-MoE's.
 
     Keys that the published code does not read have no effect here either: the router is a sigmoid in float32 whose bias
-    only chooses, and the weights of the chosen experts are divided by their sum.
+    affects only the choice, and the weights of the chosen experts are divided by their sum.
     """
     same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
     same += ["n_group", "topk_group", "routed_scaling_factor"]

@@ -224,7 +224,7 @@ def from_pretrained_model(
     family = choose_family(raw, type(hf).__name__, family_name, block_length)
     if family.architecture != kind:
         raise CheckpointError(
-            f"the {family.name} family is loaded into a {family.architecture} model, and this {type(hf).__name__} has "
+            f"the {family.name} family needs a {family.architecture} model, but this {type(hf).__name__} has "
             f"model_type {kind!r}; name another family, or leave family= out."
         )
     if type(hf).__module__.startswith("transformers_modules"):

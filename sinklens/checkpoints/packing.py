@@ -1,4 +1,4 @@
-"""Parameters that a checkpoint stores in other pieces than its transformers class holds them.
+"""Parameters that a checkpoint stores in different pieces than its transformers class does.
 
 transformers converts them while it loads; here only names and shapes are converted, so that the headers of a checkpoint
 can be checked before anything is read:
@@ -7,9 +7,9 @@ can be checked before anything is read:
   ``mlp.experts.gate_up_proj``;
 - a family may store queries, keys and values as one weight (`Family.fused`).
 
-`class_for` is a class that transformers splits a fused weight for, with its own converters.
+`class_for` returns a class with its own converters, with which transformers splits fused weights.
 
-Limitation: this is a description of what transformers does, not derived from it; a test loads each kind.
+Limitation: this module restates what transformers does and is not derived from it; a test loads each kind.
 """
 
 import re

@@ -1,7 +1,7 @@
 """How a checkpoint was trained, where its config.json leaves that open: which family, and which block length.
 
-A wrong guess computes another model without an error, so nothing is guessed: `choose_family` and `blocks_for` take what
-config.json says, then what the caller says, and otherwise refuse with the choices.
+A wrong guess would compute another model without an error, so nothing is guessed: `choose_family` and `blocks_for` use
+config.json and the caller's arguments. If these leave the question open, the error says what to pass.
 """
 
 from typing import Any
@@ -33,19 +33,19 @@ def choose_family(config: dict[str, Any], where: str, name: str | None, block_le
     choices = "; ".join(f"family={one.name!r}, {one.regime}" for one in sharing)
     raise CheckpointError(
         f"{where}: model_type {config['model_type']!r} does not say how the checkpoint was trained, and a wrong choice "
-        f"computes another model. Its model card does; pass one of {choices}."
+        f"computes another model. Its model card says it; pass one of {choices}."
     )
 
 
 def _refuse_ambiguous_code(config: dict[str, Any], family: Family, where: str) -> None:
-    """Refuse a checkpoint that brings code which another family's checkpoints bring, under this family's model_type."""
+    """Refuse a checkpoint with this family's model_type that names the code of another family's checkpoints."""
     brought = config.get("auto_map")
     classes = {name for name in brought.values() if isinstance(name, str)} if isinstance(brought, dict) else set()
     others = [one.name for one in FAMILIES if one is not family and classes & set(one.code)]
     if others:
         raise CheckpointError(
-            f"{where}: config.json is that of {family.name}, but names code ({', '.join(sorted(classes))}) as "
-            f"{others[0]} checkpoints do, whose attention is another. Pass family={others[0]!r} or "
+            f"{where}: config.json is that of {family.name}, but names the code ({', '.join(sorted(classes))}) of "
+            f"{others[0]} checkpoints, whose attention differs. Pass family={others[0]!r} or "
             f"family={family.name!r}, as the model card says."
         )
 
@@ -67,7 +67,7 @@ def blocks_for(config: dict[str, Any], family: Family, given: int | None, where:
     found = next((n for n in (given, config.get(family.block_length_key), family.block_length) if n is not None), None)
     if found is None:
         raise CheckpointError(
-            f"{where}: config.json does not say with which block length this {family.name} checkpoint was trained; "
+            f"{where}: config.json does not give the block length of this {family.name} checkpoint; "
             f"pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it."
         )
     try:

@@ -64,7 +64,7 @@ def _replaced(ids: Int[Tensor, "batch pos"], model: Model, old: str, new: str) -
     if len(before) != len(after):
         raise PromptError(
             f"{old!r} has {len(before)} tokens ({model.to_str_tokens(before)}) and {new!r} has {len(after)} "
-            f"({model.to_str_tokens(after)}); positions stay aligned only if both have as many tokens."
+            f"({model.to_str_tokens(after)}); positions stay aligned only if both have the same number of tokens."
         )
     windows = ids.unfold(1, len(before), 1) if len(before) <= ids.shape[1] else ids.new_zeros(len(ids), 0, len(before))
     found = (windows == before).all(dim=-1).nonzero().tolist()

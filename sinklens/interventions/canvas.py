@@ -103,8 +103,7 @@ class Suffix(Intervention):
         """See `Intervention.extend`."""
         if bool(model.config.is_causal) or model.block_length is not None:
             raise SettingError(
-                f"an answer of {model.name} does not see text after it, so it cannot be filled in; use a bidirectional "
-                f"model."
+                f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model."
             )
         added = {"prepend_bos": False} if isinstance(self.text, str) else {}
         suffix = model.encode(self.text, **added).ids[0]

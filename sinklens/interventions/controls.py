@@ -1,8 +1,8 @@
-"""Control keys: as many other keys as the strongest, matched to them by what else could explain an effect.
+"""Control keys: as many keys as the strongest, matched to them by what else could explain an effect.
 
-*Rest*: the keys that may be taken and are weaker than every key that the strongest would take; the other controls draw
-from them, so a control never contains a key that it is the control of. *Order*: random numbers per head; the keys with
-the largest are taken first, so an order that does not change between steps gives keys that do not change either.
+*Rest*: the allowed keys that are weaker than all of the strongest. The other controls draw from them, so a control
+never contains a key that it controls for. *Order*: random numbers per head; the keys with the largest are taken first,
+so an order that does not change between steps gives keys that do not change either.
 
 Limitation: a head with one dominant key has no other key of the same mass. `same_mass` then takes many keys, all of
 the rest in the extreme, and `same_kind` takes fewer where the rest has too few of a kind.

@@ -68,7 +68,7 @@ def track_of(source: "SinkTrack | Generation | Literal['itself'] | None") -> Sin
 
 @dataclass(frozen=True, kw_only=True)
 class OnSinks(Intervention):
-    """An intervention at step t on the sinks of step t − 1; the base of those that differ in what they do to them.
+    """Base class of interventions at step t on the sinks of step t − 1; subclasses define what happens to them.
 
     Attributes:
         top_k: number of strongest keys per head; the paper masks 1, 5 and 10.
@@ -76,7 +76,7 @@ class OnSinks(Intervention):
             `source`. It sees the chosen layers with all their heads.
         scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model" (averaged over the
             chosen layers too).
-        pick: "strongest"; or other keys as a control: "weakest"; "random", by chance also the strongest; or keys that
+        pick: "strongest"; or other keys as a control: "weakest"; "random", possibly also the strongest; or keys that
             are all weaker than the strongest: "random_rest"; "same_mass", random keys that together receive the same
             attention; "same_kind", random keys with the same kinds of token; "nearest", the nearest positions; or
             "permuted", the strongest keys of another head.
@@ -288,7 +288,7 @@ class WindowAttention(Intervention):
         sides = [side for side in (self.left, self.right) if side is not None]
         if (self.width is None) == (not sides):
             raise SettingError(
-                f"pass either width, a distance to both sides, or left or right or both; got width={self.width}, "
+                f"pass either width (a distance to both sides), or left, right or both; got width={self.width}, "
                 f"left={self.left}, right={self.right}."
             )
         for size in sides if self.width is None else [self.width]:

@@ -1,4 +1,4 @@
-"""Given random draws for a model whose canvas is random tokens.
+"""Fixed random draws for a model whose canvas is random tokens.
 
 The same seed already repeats a run. `FixedNoise` repeats the draws of another program, or those of a run under other
 settings: the tokens with which each canvas begins, the tokens drawn at every step, and those that replace the rejected
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedNoise(Intervention):
-    """Puts given draws in place of a run's random ones.
+    """Replaces a run's random draws with given ones.
 
     Attributes:
         starts: token ids with which each canvas begins; None leaves them random.

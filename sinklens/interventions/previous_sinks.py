@@ -207,8 +207,8 @@ class PreviousSinks:
     def _refuse_unequal(self, unequal: bool) -> None:
         if unequal and self._selection.scope == "model":
             raise SettingError(
-                "scope='model' pools the scores of all layers, but layers with a sliding window have other keys; use "
-                "scope='layer' or 'head'."
+                "scope='model' pools the scores of all layers, but layers with a sliding window have different keys; "
+                "use scope='layer' or 'head'."
             )
 
     def _evidence(self, step: int, ids: Tensor, seen: dict[int, Scores]) -> Evidence:

@@ -42,7 +42,7 @@ class Selection:
         top_k: number of keys per head; None if `detector` chooses them.
         detector: finds them in a one-step track; its strength is not used.
         pick: "strongest", or other keys as a control:
-            "weakest": as many of the weakest; "random": as many random keys, by chance also the strongest;
+            "weakest": as many of the weakest; "random": as many random keys, possibly among the strongest;
             "random_rest": as many random keys that are weaker than all of the strongest;
             "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
             "same_kind": for each of the strongest a random key of that rest with the same kind of token;
@@ -78,13 +78,13 @@ class Selection:
             raise SettingError(f"scope must be 'head', 'layer' or 'model'; got {self.scope!r}.")
         if self.pick == "permuted" and self.scope != "head":
             raise SettingError(
-                f"pick='permuted' exchanges the sets of heads, but scope={self.scope!r} makes them equal; "
+                f"pick='permuted' exchanges sets of keys between heads, but scope={self.scope!r} makes all sets equal; "
                 f"use scope='head'."
             )
         if self.persistent and self.pick not in DRAWN:
             raise SettingError(
-                f"persistent=True is for random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
-                f"none at any step. Leave it out."
+                f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
+                f"none. Leave it out."
             )
         check_only(self.only)
 

@@ -1,11 +1,11 @@
-"""Replace what sinks say, not how much they are attended to.
+"""Replace what sinks say, not how much attention they receive.
 
-A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `AblateSinkValues` leaves
-every weight of the layer alone and replaces v_j by the mean value of the row, or by zero. If that costs as much as
-masking, the message of the key is missed, not the attention that it absorbs. Values are replaced per query head, even
-where heads share v_j through a common key/value head: z changes by Σ_{j chosen} A[j] (v̄ − v_j), added at ``hook_z``.
+A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `AblateSinkValues` keeps
+every weight of the layer and replaces v_j by the mean value of the row, or by zero. If that costs as much as masking,
+the message of the key is missed, not the attention that it absorbs. Values are replaced per query head, even where
+heads share v_j through a common key/value head: z changes by Σ_{j chosen} A[j] (v̄ − v_j), added at ``hook_z``.
 
-Pitfall: attention is left alone only in the layer itself. The changed outputs change the queries and keys of the next.
+Pitfall: attention is unchanged only in the layer itself. The changed outputs change the queries and keys of the next.
 """
 
 from dataclasses import dataclass

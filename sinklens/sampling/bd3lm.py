@@ -4,8 +4,8 @@ Prompts are padded on the left to a whole number of blocks, so a block never hol
 be shorter. Within a block, the sampler is LLaDA's with another schedule (`decisions.linear_schedule`).
 
 Where the published implementation depends on the batch or on accidental tokens, this sampler does not: a row whose
-finished block contains an end token ends there (the reference goes on with it until all rows have ended), and a
-generated padding token is a token like any other (the reference hides it from the next block on).
+finished block contains an end token ends there (the reference continues it until all rows have ended), and a generated
+padding token is an ordinary token (the reference hides it from the next block on).
 """
 
 from collections.abc import Iterator

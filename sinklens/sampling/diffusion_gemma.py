@@ -12,7 +12,7 @@ the other rows. The most likely tokens, not the drawn ones, become part of the t
 positions of the canvas only. The encoder runs in the first step of each canvas, over the text that is new; if an edit
 changes tokens that it has read, it reads the text again.
 
-Known failure: positions that do not exist yet hold -1, which is not a token id.
+Pitfall: positions that do not exist yet hold -1, which is not a token id.
 """
 
 from collections.abc import Iterator

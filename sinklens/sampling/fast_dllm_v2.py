@@ -1,8 +1,8 @@
 """Fast-dLLM v2's sampler: blocks from left to right, each in sub-blocks; the logits predict the next position.
 
 The model was made from an autoregressive one, so the first token of a block is decided as there: from the last position
-of the finished block before it, in a step of its own. The other positions of a block are decided sub-block by
-sub-block: every step accepts the most confident proposal and all above a threshold.
+of the finished block before it, in a separate step. The other positions of a block are decided sub-block by sub-block:
+every step accepts the most confident proposal and all above a threshold.
 
 Where the published implementation fails, this sampler does not: a prompt of exactly one block is seen (the reference
 ignores it), and a proposed mask token stays masked (the reference never ends).

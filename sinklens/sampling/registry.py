@@ -7,8 +7,8 @@ point in the group ``sinklens.samplers``, which names a function without argumen
 Importing this module imports no sampler: `Sampler.steps` may be a reference ``"module:function"``, which is imported
 when a run begins.
 
-Pitfall: the attention that a sampler fits is necessary, not sufficient. A checkpoint trained with one schedule may
-answer badly under another.
+Pitfall: matching attention is necessary, not sufficient. A checkpoint trained with one schedule may answer badly under
+another.
 """
 
 import re

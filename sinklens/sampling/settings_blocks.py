@@ -1,7 +1,7 @@
 """Settings of the samplers that decode block by block under block-causal attention.
 
 Pitfall: the block length is the model's, not the run's, because attention depends on it. It is a setting only so that a
-run records it; another value than the model's is an error.
+run records it; a value other than the model's is an error.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ class Bd3lmSettings(SamplerSettings):
         temperature: randomness of the proposed tokens (Gumbel noise in float64); 0 takes the most likely.
         cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off.
         remasking: which proposals stay masked: the least confident, or random ones.
-        right_shift_logits: logits at i predict the token at i + 1, for models trained so.
+        right_shift_logits: logits at i predict the token at i + 1, for models trained to do so.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
     """

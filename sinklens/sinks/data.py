@@ -123,7 +123,7 @@ class TrackData:
 
     @property
     def edited(self) -> xr.DataArray:
-        """True where a token that was decided before the last step is another decided token, [batch, step, pos]."""
+        """True where a token that was decided before the last step was replaced by another one, [batch, step, pos]."""
         token = self.data["token_id"]
         changed = self._before(self.decided) & (token != token.shift(step=1, fill_value=-1))
         return changed & self.decided

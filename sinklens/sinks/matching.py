@@ -102,7 +102,9 @@ def matched_enrichment(
     by: str = "kind",
     matched: Sequence[str] = MATCHED_BY,
 ) -> xr.Dataset:
-    """Whether sinks prefer a kind of token over the others at comparable places, pooled over rows. Variables [kind]:
+    """Whether sinks prefer a kind of token over the others at comparable places, pooled over rows.
+
+    The variables, [kind] each:
 
     - ``ratio``: the `risk_ratio` of places of the kind against all other places of the same stratum, 1 if sinks are as
       frequent on both. The events are the sinks of all layers and heads. NaN where no stratum has both, or sinks.

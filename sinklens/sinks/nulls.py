@@ -1,7 +1,8 @@
 """What measures of motion show where nothing moves.
 
-The column sums of an autoregressive model hardly can move: its rows never change, and a step adds one row to a sum of
-many. So a low rate of jumps does not show that its sinks are still. Two comparisons separate the two:
+The column sums of an autoregressive model can hardly move: its rows never change, and a step adds one row to a sum of
+many. So a low rate of jumps does not show that its sinks are still. Two comparisons separate stillness from
+bookkeeping:
 
 - `causal_null`: one pattern that does not change over the steps, of any model, masked causally and revealed row by
   row. It shows the motion that an autoregressive model with this pattern would show. For an autoregressive model it

@@ -1,8 +1,8 @@
 """The strongest keys of a kind of token, and only where they are sinks, or only where they are not.
 
-Every head has a strongest key at every step; it is a sink only where it stands out. And a key can be strong because of
-what its token says: a digit that an answer has to copy is attended to for its content. `StrongestKeys` selects by both,
-so that a study can separate them. Names of states and kinds (``only=``) are as in `sinklens.interventions.MaskSinks`.
+Every head has a strongest key at every step; it is a sink only where it stands out. A key can be strong because of what
+its token says: a digit that an answer has to copy is attended to for its content. `StrongestKeys` selects by both, so
+that a study can separate them. Names of states and kinds (``only=``) are as in `sinklens.interventions.MaskSinks`.
 
 Pitfall: the strongest digit of a head may be its fifth strongest key. Its rank among all keys, and how often it is a
 sink, differ between kinds; with ``overall=True`` only keys of the same rank are compared.
@@ -73,7 +73,7 @@ def in_only(
 
 @dataclass(frozen=True)
 class StrongestKeys(Detector):
-    """The `k` strongest keys of a kind, of every head and step; of these, all, only sinks, or only others.
+    """The `k` strongest keys of a kind, per head and step: all of them, only the sinks, or only the others.
 
     A head whose scores are all 0 has no strongest key. The first of equal keys is taken.
 

@@ -1,4 +1,4 @@
-"""How long sinks last, although many are still sinks when the observation ends: the Kaplan–Meier estimate.
+"""How long sinks last, although many still exist when the observation ends: the Kaplan–Meier estimate.
 
 A *life* (`motion.lifetimes`) is *censored* if its true length is unknown: it lasts until the row's last step, or was
 there at the first recorded step of a track that begins later than its run. The mean length of all lives is too small,
@@ -52,8 +52,9 @@ class Lifetime(NamedTuple):
 
 
 def life_table(track: SinkTrack, detector: Detector | None = None, ages: int | None = None) -> xr.Dataset:
-    """Lives of the sinks of a track by age: ``ended`` and ``at_risk`` [batch, age], for ages 1 to `ages`; and their
-    number, ``lives`` [batch].
+    """Lives of a track's sinks by age.
+
+    ``ended`` and ``at_risk`` [batch, age], for ages 1 to `ages`; and the number of lives, ``lives`` [batch].
 
     Args:
         detector: definition of a sink; by default as in ``track.detect``.
@@ -87,7 +88,7 @@ def life_table(track: SinkTrack, detector: Detector | None = None, ages: int | N
 def survival(
     ended: Float[np.ndarray, "*rest age"], at_risk: Float[np.ndarray, "*rest age"]
 ) -> Float[np.ndarray, "*rest age"]:
-    """S(a) for the ages a = 1, 2, …; where no life is at risk any more, as at the age before."""
+    """S(a) for the ages a = 1, 2, …; where no life is at risk any more, the value of the age before."""
     dying = np.divide(ended, at_risk, out=np.zeros(np.shape(at_risk)), where=np.asarray(at_risk) > 0)
     return np.cumprod(1 - dying, axis=-1)
 

@@ -1,8 +1,8 @@
 """Value norms at sinks: whether the sinks of a model are no-ops.
 
-A head that attends to a sink with a near-zero value adds nothing to the stream: the sink is a *no-op*, where attention
-goes that has nowhere to go. A sink with an ordinary value passes a message on. Conclusions about no-op sinks need a
-model that has them, so report the ratio beside every count of sinks. Needs the quantity "values".
+A head that attends to a sink with a near-zero value adds nothing to the stream: the sink is a *no-op*, which absorbs
+attention that has nowhere to go. A sink with an ordinary value passes a message on. Conclusions about no-op sinks need
+a model that has them, so report the ratio beside every count of sinks. Needs the quantity "values".
 
 Caveat: the norm of a value is not the norm of what the head writes; the output matrix can still shrink or enlarge it.
 """
@@ -29,10 +29,10 @@ def value_over_median(track: TrackData) -> Float[xr.DataArray, "batch step layer
 
 
 def values_at(track: TrackData, found: Bool[xr.DataArray, "batch step layer head pos"]) -> xr.Dataset:
-    """Value norms at the sinks `found`, [batch], over all steps, layers and heads:
+    """Value norms at the sinks `found`, over all steps, layers and heads.
 
-    ``sinks``: their number; ``value_ratio``: mean of `value_over_median` over them, about 1 if their values are
-    ordinary; ``no_op``: share of them whose ratio is below 0.2. NaN for a row without sinks.
+    Variables, [batch] each. ``sinks``: their number; ``value_ratio``: mean of `value_over_median` over them, about 1 if
+    their values are ordinary; ``no_op``: share of them whose ratio is below 0.2. NaN for a row without sinks.
 
     Args:
         found: as returned by ``track.detect``.

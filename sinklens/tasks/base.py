@@ -95,7 +95,7 @@ class Task(ABC):
         """Whether `text` answers `sample` correctly; None if a program has to run to decide."""
 
     def malformed(self, sample: Sample, text: str) -> bool | None:
-        """Whether `text` is not an answer of the required form at all, right or wrong; None if the task requires none.
+        """Whether `text` lacks the required form of an answer, right or wrong; None if the task requires no form.
 
         By default, whether `extract` finds nothing.
         """

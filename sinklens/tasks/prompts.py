@@ -83,7 +83,7 @@ class Prompts(Task):
         return self.extract(text) == self.extract(sample.reference)
 
     def malformed(self, sample: Sample, text: str) -> None:
-        """Always None: an expected answer of free text or ids has no form."""
+        """Always None: an expected answer of free text or ids has no required form."""
 
     def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool:
         if isinstance(sample, IdSample) and sample.expected is not None:

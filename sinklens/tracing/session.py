@@ -68,9 +68,10 @@ def trace(
         record_sinks: record the sink scores of every step, layer and head; a `sinks.Record` sets what else to record,
             and where.
         replay: an earlier run; its canvas is forced at every step, which isolates the effect of an intervention in each
-            step. Its prompts may differ from these if they have as many tokens: then this run has its own prompts and
-            the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like ``run.canvas``, with any
-            changes from the second on; the run ends early if one of them leaves nothing to decide.
+            step. Its prompts may differ from these if they have the same number of tokens: then this run has its own
+            prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
+            ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
+            decide.
         progress: show a progress bar; by default on a terminal, after a few seconds.
         **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
             `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing

@@ -71,11 +71,11 @@ def test_claims_are_paired_differences_of_costs():
     data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = number < 16
     data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
     table = claims({"planted": data}, "digit", 0).set_index("measure")
-    assert table.loc["a digit that is a sink costs more than one that is none", "estimate"] == pytest.approx(0.55)
-    assert table.loc["a digit that is a sink costs more than one that is none", "verdict"] == "holds"
+    assert table.loc["a digit that is a sink costs more than one that is not", "estimate"] == pytest.approx(0.55)
+    assert table.loc["a digit that is a sink costs more than one that is not", "verdict"] == "holds"
     costs = table.loc["digit, where it is a sink: masking costs more than replacing the value"]
     assert (costs["estimate"], costs["verdict"]) == (pytest.approx(0.4), "holds")
     assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.8)
-    assert table.loc["another token that is a sink costs more than one that is none", "verdict"] == "undecided"
+    assert table.loc["another token that is a sink costs more than one that is not", "verdict"] == "undecided"
     data["base"] = ("prompt", np.zeros(40))
     assert set(claims({"planted": data}, "digit", 0)["verdict"]) == {"not measured"}

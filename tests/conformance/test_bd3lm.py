@@ -170,7 +170,7 @@ def test_a_checkpoint_that_does_not_say_its_regime_is_refused_with_the_choices(r
         sinklens.load(folder)
     assert sinklens.load(folder, family="a2d-qwen3").block_length is None
     assert sinklens.load(folder, block_length=4).family == "bd3lm-qwen3"
-    with pytest.raises(CheckpointError, match="does not say with which block length this bd3lm-qwen3 checkpoint"):
+    with pytest.raises(CheckpointError, match="does not give the block length of this bd3lm-qwen3 checkpoint"):
         sinklens.load(folder, family="bd3lm-qwen3")
 
 

@@ -312,7 +312,7 @@ def test_rnd1_commits_at_least_one_token_and_everything_within_the_bound(shared,
 
 
 def test_a_suffix_is_refused_where_the_answer_does_not_see_it(tiny_llama, tiny_llada):
-    with pytest.raises(SettingError, match=r"does not see text after it, so it cannot be filled in"):
+    with pytest.raises(SettingError, match=r"does not see text after its answer, so it cannot fill a gap"):
         sinklens.generate(tiny_llama, "Question", gen_length=2, hooks=[Suffix(text="end")])
     with pytest.raises(SettingError, match=r"the suffix contains the mask token"):
         sinklens.generate(tiny_llada, "Question", gen_length=2, hooks=[Suffix(text=[tiny_llada.mask_token_id])])

@@ -231,7 +231,7 @@ def test_a_proposed_mask_token_stays_masked_and_the_run_goes_on(reference, model
 
 def test_a_block_length_is_asked_for_and_checked(reference, tmp_path, load):
     folder = reference.write(tmp_path / "silent")
-    with pytest.raises(CheckpointError, match=r"does not say with which block length .* sinklens.load\(..., block_len"):
+    with pytest.raises(CheckpointError, match=r"does not give the block length .* sinklens.load\(..., block_len"):
         sinklens.load(folder)
     with pytest.raises(CheckpointError, match="block_length must be an integer of at least 1; got 0"):
         sinklens.load(folder, block_length=0)

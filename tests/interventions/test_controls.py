@@ -250,10 +250,10 @@ def base_of(model, settings):
     [
         (
             lambda: MaskSinks(pick="permuted", scope="layer"),
-            r"pick='permuted' exchanges the sets of heads, but scope=",
+            r"pick='permuted' exchanges sets of keys between heads, but scope=",
         ),
-        (lambda: MaskSinks(persistent=True), r"persistent=True is for random keys, .*; pick='strongest' draws none"),
-        (lambda: KeepKeys(pick="nearest", persistent=True), r"pick='nearest' draws none at any step"),
+        (lambda: MaskSinks(persistent=True), r"persistent=True needs random keys, .*; pick='strongest' draws none"),
+        (lambda: KeepKeys(pick="nearest", persistent=True), r"pick='nearest' draws none"),
         (
             lambda: AblateSinkAttention(pick="same_kind"),
             r"pick='same_kind' needs the tokens of the step; use MaskSinks",

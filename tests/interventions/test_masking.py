@@ -353,7 +353,7 @@ def test_a_reach_to_the_right_alone_is_rejected_in_an_autoregressive_model(worde
     "given", [{}, {"width": 1, "left": 1}, {"width": 1, "right": 0}, {"width": 2, "left": 2, "right": 2}]
 )
 def test_a_window_needs_either_a_width_or_sides(given):
-    with pytest.raises(SettingError, match="pass either width, a distance to both sides, or left or right or both; "):
+    with pytest.raises(SettingError, match=r"pass either width \(a distance to both sides\), or left, right or both; "):
         WindowAttention(**given)
 
 
