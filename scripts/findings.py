@@ -163,6 +163,26 @@ TABLES: dict[str, Table] = {
         ),
         ("tiny-llada", "tiny-llama"),
     ),
+    "interaction": Table(
+        "interaction-costs",
+        (
+            *(
+                percent(f"answers right, {window}", 0, measure="base", window=code)
+                for code, window in (("none", "all keys"), ("earlier", "earlier keys only"))
+            ),
+            *(
+                percent(f"points lost by masking, {window}: {what}", 0, measure="cost", window=code, pick=pick)
+                for code, window in (("none", "all keys"), ("earlier", "earlier keys only"))
+                for pick, what in (("strongest", "strongest keys"), ("random", "random keys"))
+            ),
+            *(
+                plain(f"KL in nats, {window}: {what}", measure="kl", window=code, pick=pick)
+                for code, window in (("none", "all keys"), ("earlier", "earlier keys only"))
+                for pick, what in (("strongest", "strongest keys"), ("random", "random keys"))
+            ),
+        ),
+        ("tiny-llada", "tiny-dream"),
+    ),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
         for kind, ranges in (
