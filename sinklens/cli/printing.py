@@ -40,6 +40,8 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
             if any(line.accuracy.total for line in of_model):
                 console.print(_second_table(model, of_model))
             console.print(_third_table(model, of_model))
+            if any(line.formed is not None for line in of_model):
+                console.print(_form_table(model, of_model))
     console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
     if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
         console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
@@ -88,14 +90,20 @@ def _second_table(model: str, lines: Sequence["Line"]) -> Table:
 
 def _third_table(model: str, lines: Sequence["Line"]) -> Table:
     """Irregular answers, sinks and throughput."""
-    table = _table(
-        f"{model}: its answers", ("malformed", "right of formed", *IRREGULAR, "sinks/head", "samples/s", "guess")
-    )
+    table = _table(f"{model}: its answers", (*IRREGULAR, "sinks/head", "samples/s", "guess"))
     for line in lines:
         shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
         numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
+        table.add_row(_masked(line), *shares, *numbers)
+    return table
+
+
+def _form_table(model: str, lines: Sequence["Line"]) -> Table:
+    """Answers that are not of the required form, and accuracy over the others; "–" for records without this."""
+    table = _table(f"{model}: form of its answers", ("malformed", "right of formed"))
+    for line in lines:
         formed = ("–", "–") if line.formed is None else (f"{line.malformed:.1%}", f"{line.formed.share:.3f}")
-        table.add_row(_masked(line), *formed, *shares, *numbers)
+        table.add_row(_masked(line), *formed)
     return table
 
 

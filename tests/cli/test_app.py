@@ -84,7 +84,10 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["hooks", "tiny-lada"], "Nearest: tiny-llada"),
         (["trace", "tiny-llada", "--prompt", "", "--out", "x"], "the prompt is empty"),
         (["trace", "tiny-llada", "--prompt", "@/no/such/file", "--out", "x"], "could not read the prompt"),
-        (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--alg", "entropy"], "belongs to the dream sampler"),
+        (
+            ["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--alg", "entropy"],
+            "belongs to the dream and open-dcoder samplers",
+        ),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
         (["demo", "--problem", "500"], "must be between 0 and 499"),
         (["train", "tiny-lada"], "Nearest: tiny-llada"),
@@ -132,8 +135,8 @@ def test_help_explains_every_sampler_setting(capsys):
         "--block-length INT [llada, sdar, bd3lm, fast-dllm-v2] blocks of this length are decoded from left to right"
         in printed
     )
-    assert "--alg-temp FLOAT [dream] temperature for choosing positions" in printed
-    assert "--top-k INT [dream, autoregressive, sdar] propose from this many most likely tokens" in printed
+    assert "--alg-temp FLOAT [dream, open-dcoder] temperature for choosing positions" in printed
+    assert "--top-k INT [dream, autoregressive, rnd1, open-dcoder, sdar] propose from this many" in printed
     for name in Settings.__annotations__:
         assert len(setting_help(name).partition("]")[2]) > 10, name
 

@@ -12,6 +12,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateSinkAttention, KeepKeys, MaskSinks, RunContext
 from sinklens.interventions.selection import Selection
+from sinklens.runs.intervention import Snapshot
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.tasks.word_problems import held_out
@@ -38,7 +39,7 @@ def choose(step=3, causal=False, scores=None, **given):
     noise = torch.Generator().manual_seed(step)
     scores = scores or {layer: torch.rand(2, HEADS, KEYS, generator=noise) ** 4 for layer in LAYERS}
     plain = {"top_k": 2, "detector": None, "pick": "strongest", "scope": "head", "only": (), "seed": 3}
-    canvas = torch.full((2, KEYS), 7)
+    canvas = Snapshot(torch.full((2, KEYS), 7), torch.zeros(2, KEYS, dtype=torch.bool))
     found = Selection(**(plain | given)).choose(scores, REAL, run_context(causal), canvas, step)
     positions = {
         layer: [[head.nonzero()[:, 0].tolist() for head in row] for row in keys] for layer, keys in found.items()
