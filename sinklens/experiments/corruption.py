@@ -23,7 +23,7 @@ from sinklens.tracing import generate
 def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = (), **options: Any) -> Generation:
     """Run the prompts of `base`, with some of their text replaced, on the canvases of `base`.
 
-        kept = Activations(names="attn.hook_z")
+        kept = Activations(names=["blocks.0.attn.hook_z"])
         other = corrupted(base, {" 6": " 8"}, hooks=kept)
         run = sinklens.generate(model, prompt, replay=base, hooks=PatchHooks(source=kept.caches))
 

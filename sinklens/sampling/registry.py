@@ -89,11 +89,15 @@ def register(sampler: Sampler) -> None:
     """Add a sampler in this process; registering the same record again has no effect.
 
     Raises:
-        SettingError: another sampler has the name or the settings class.
+        SettingError: another sampler has the name or the settings class, or the class is not one of settings.
     """
     known = SAMPLERS.get(sampler.name)
     if known is not None and known != sampler:
         raise SettingError(f"a sampler called {sampler.name!r} already exists; choose another name.")
+    if not issubclass(sampler.settings, SamplerSettings) or "gen_length" not in sampler.setting_names():
+        raise SettingError(
+            f"{sampler.settings.__name__} must be a dataclass derived from SamplerSettings with a field gen_length."
+        )
     owner = next((one for one in SAMPLERS.values() if one.settings is sampler.settings and one != sampler), None)
     if owner is not None:
         raise SettingError(

@@ -86,4 +86,6 @@ def test_names_and_settings_classes_are_unique(right_to_left):
         register(Sampler("right-to-left", RightToLeft, "other:steps"))
     with pytest.raises(SettingError, match="RightToLeft belongs to the sampler 'right-to-left'"):
         register(Sampler("another", RightToLeft, from_the_right))
+    with pytest.raises(SettingError, match=r"SamplerSettings must be a dataclass derived .* with a field gen_length"):
+        register(Sampler("another", SamplerSettings, from_the_right))
     assert find_sampler("llada").settings is LladaSettings
