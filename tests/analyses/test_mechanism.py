@@ -23,6 +23,7 @@ from sinklens.analyses.mechanism import (
     correlations,
     orders,
 )
+from sinklens.checkpoints import family_named
 from sinklens.evaluation.statistics import holm
 from sinklens.interventions import MaskSinks
 from sinklens.tasks.word_problems import held_out
@@ -36,7 +37,7 @@ def run_of(canvases):
     """A run of one row that only holds its canvas."""
     canvas = torch.tensor(canvases)[None]
     real = torch.ones(1, canvas.shape[2], dtype=torch.bool)
-    return SimpleNamespace(canvas=canvas, real=real, model=SimpleNamespace(mask_token_id=MASK))
+    return SimpleNamespace(canvas=canvas, real=real, undecided=canvas == MASK)
 
 
 def test_halves_split_the_undecided_positions_of_a_step():
@@ -93,7 +94,9 @@ def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):
 
 
 def test_dreams_sampler_has_no_left_to_right_order():
-    model = SimpleNamespace(family_record=SimpleNamespace(sampler="dream"), checkpoint=SimpleNamespace(defaults={}))
+    model = SimpleNamespace(
+        family_record=family_named("dream"), checkpoint=SimpleNamespace(defaults={}), block_length=None
+    )
     found = orders(model, {"gen_length": 6, "alg": "topk_margin", "steps": 2})
     assert found["confidence"] == {"gen_length": 6, "steps": 6, "alg": "topk_margin"}
     assert found["random"]["alg"] == "origin"
