@@ -69,12 +69,12 @@ class Architecture:
         ln1_post, ln2_post: norms of what attention and the MLP add to the stream; "" if the architecture has none.
         values: below `attn`, the module that returns the values, split into heads; "" for the projection `v`. Then
             `v` may be missing from a layer, whose values are made from the output of `k`.
-        scalar: below a layer, the number that multiplies its output; "" if there is none.
+        scalar: below a layer, the number that multiplies its output; "" without one.
         softcap: attribute of the outer module; logits become softcap · tanh(logits / softcap). "" if it has none.
         encoder: a second module like `base`, with the same layers, which reads the text before the canvas and writes
             the keys and values that `base` reads; "" if the architecture has none.
-        self_conditioning: below `base`, the module that adds the last step's prediction to the embeddings; "" if there
-            is none.
+        self_conditioning: below `base`, the module that adds the last step's prediction to the embeddings; "" without
+            one.
     """
 
     base: str = "model"

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -61,6 +62,25 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     """The largest absolute difference of two tensors of one shape."""
     assert found.shape == expected.shape
     return (found - expected).abs().max().item()
+
+
+def assert_same_pass(model: sinklens.Model, reference: Reference, tolerance: float) -> None:
+    """A single pass has the reference's logits and patterns, and its sink scores are their column sums.
+
+    The logits are compared with nothing watched, and with the patterns or the sink scores watched, which use other
+    code paths.
+    """
+    ids, pattern = reference.tensors["input_ids"], reference.tensors["pattern"]
+    with torch.no_grad():
+        plain = model(ids)
+        explicit, patterns = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
+        fused, sinks = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_sink_scores"))
+    for logits in (plain, explicit, fused):
+        assert largest_difference(logits, reference.tensors["logits"]) < tolerance
+    for layer in range(model.cfg.n_layers):
+        assert largest_difference(patterns["pattern", layer], pattern[:, layer]) < tolerance
+        scores = sinks[f"blocks.{layer}.attn.hook_sink_scores"]
+        assert largest_difference(scores, pattern[:, layer].sum(dim=2)) < tolerance
 
 
 def assert_same_canvases(run: sinklens.Generation, canvas: Tensor, result: Tensor) -> None:

@@ -12,9 +12,24 @@ Limitation: a config value that the translation cannot express raises an error t
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sinklens.checkpoints.config_keys import (
+    BLOCK_DIFFUSION,
+    GEMMA_SETTINGS,
+    LLADA2_NEEDED,
+    LLADA2_RENAMES,
+    LLADA2_REQUIRED,
+    LLADA_CONFIG,
+    LLADA_MOE_NEEDED,
+    LLADA_MOE_REQUIRED,
+    LLADA_RENAMES,
+    LLADA_REQUIRED,
+    MASKED_DIFFUSION,
+    QWEN_REQUIRED,
+    RND1_NEEDED,
+    RND1_REQUIRED,
+    Required,
+)
 from sinklens.hooks.blocks import Start
-
-Required = Mapping[str, tuple[str | int | list[int] | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -102,119 +117,6 @@ class Family:
         return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
 
 
-_LLADA_CONFIG = {
-    "d_model": "hidden_size",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "n_layers": "num_hidden_layers",
-    "mlp_hidden_size": "intermediate_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "max_sequence_length": "max_position_embeddings",
-    "weight_tying": "tie_word_embeddings",
-}
-_LLADA_REQUIRED: Required = {
-    "alibi": (False,),
-    "rope": (True,),
-    "block_type": ("llama",),
-    "block_group_size": (1, None),
-    "activation_type": ("silu",),
-    "layer_norm_type": ("rms",),
-    "layer_norm_with_affine": (True,),
-    "attention_layer_norm": (False,),
-    "input_emb_norm": (False,),
-    "include_bias": (False,),
-    "include_qkv_bias": (False, None),
-    "bias_for_layer_norm": (False, None),
-    "multi_query_attention": (None, False),
-    "scale_logits": (False,),
-    "clip_qkv": (None,),
-    "rope_scaling": (None,),
-}
-_LLADA_RENAMES = {
-    r"^model\.transformer\.wte\.": "model.embed_tokens.",
-    r"^model\.transformer\.ln_f\.": "model.norm.",
-    r"^model\.transformer\.ff_out\.": "lm_head.",
-    r"^model\.transformer\.blocks\.": "model.layers.",
-    r"\.attn_norm\.": ".input_layernorm.",
-    r"\.ff_norm\.": ".post_attention_layernorm.",
-    r"\.([qkv]_proj)\.": r".self_attn.\1.",
-    r"\.attn_out\.": ".self_attn.o_proj.",
-    r"\.ff_proj\.": ".mlp.gate_proj.",
-    r"\.up_proj\.": ".mlp.up_proj.",
-    r"\.ff_out\.": ".mlp.down_proj.",
-}
-_QWEN_REQUIRED: Required = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "use_sliding_window": (False,),
-}
-_MASKED_DIFFUSION = "trained by masked diffusion (mdlm)"
-_BLOCK_DIFFUSION = "trained by block diffusion (bd3lm), with the block_length= that the card names, 32 by default"
-_LLADA_MOE_NEEDED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta",
-    "rms_norm_eps", "max_position_embeddings", "num_experts", "num_experts_per_tok", "expert_intermediate_size",
-    "dense_intermediate_size",
-)  # fmt: skip
-_LLADA_MOE_REQUIRED: Required = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "partial_rotary_factor": (1, None),
-    "shared_expert_intermediate_size": (None,),
-    "moe_router_enable_expert_bias": (False,),
-    "clip_qkv": (None,),
-    "qk_layernorm": (True,),
-    "attention_bias": (False,),
-    "use_sliding_window": (False,),
-}
-_RND1_NEEDED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "rope_theta", "rms_norm_eps", "max_position_embeddings", "num_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "norm_topk_prob",
-)  # fmt: skip
-_RND1_REQUIRED: Required = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None, False),
-    "sliding_window": (None, False),
-    "use_sliding_window": (False,),
-    "attention_bias": (False,),
-    "is_causal": (False,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([], None),
-}
-_GEMMA_SETTINGS = {
-    "max_new_tokens": "gen_length",
-    "max_denoising_steps": "max_denoising_steps",
-    "sampler_config.entropy_bound": "entropy_bound",
-    "t_max": "t_max",
-    "t_min": "t_min",
-    "stability_threshold": "stability_threshold",
-    "confidence_threshold": "confidence_threshold",
-    "pad_token_id": "pad_token_id",
-}
-_LLADA2_NEEDED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "rope_theta", "rms_norm_eps", "max_position_embeddings", "intermediate_size", "moe_intermediate_size",
-    "num_experts", "num_experts_per_tok", "num_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
-    "routed_scaling_factor", "use_bias",
-)  # fmt: skip
-_LLADA2_REQUIRED: Required = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "use_bias": (False,),
-    "use_qk_norm": (True,),
-    "use_sliding_window": (False,),
-    "using_split_qkv_in_self_attention": (False,),
-}
-_LLADA2_RENAMES = {
-    r"^model\.word_embeddings\.": "model.embed_tokens.",
-    r"\.attention\.dense\.": ".self_attn.o_proj.",
-    r"\.attention\.query_layernorm\.": ".self_attn.q_norm.",
-    r"\.attention\.key_layernorm\.": ".self_attn.k_norm.",
-    r"\.attention\.query_key_value\.": ".self_attn.query_key_value.",
-    r"\.mlp\.gate\.expert_bias$": ".mlp.gate.e_score_correction_bias",
-}
-
 FAMILIES: list[Family] = [
     Family(
         "llada",
@@ -222,9 +124,9 @@ FAMILIES: list[Family] = [
         "llama",
         "llada",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
-        config_names=_LLADA_CONFIG,
-        required=_LLADA_REQUIRED,
-        renames=_LLADA_RENAMES,
+        config_names=LLADA_CONFIG,
+        required=LLADA_REQUIRED,
+        renames=LLADA_RENAMES,
         mask_token_id=126336,
         eot_token_id=126348,
     ),
@@ -234,9 +136,9 @@ FAMILIES: list[Family] = [
         "llama",
         "llada",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
-        config_names=_LLADA_CONFIG,
-        required=_LLADA_REQUIRED,
-        renames=_LLADA_RENAMES,
+        config_names=LLADA_CONFIG,
+        required=LLADA_REQUIRED,
+        renames=LLADA_RENAMES,
         mask_token_id=126336,
         eot_token_id=126348,
     ),
@@ -247,7 +149,7 @@ FAMILIES: list[Family] = [
         "dream",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
         shift=True,
-        required=_QWEN_REQUIRED,
+        required=QWEN_REQUIRED,
         mask_token_id=151666,
     ),
     Family(
@@ -256,7 +158,7 @@ FAMILIES: list[Family] = [
         "qwen3",
         "sdar",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
-        required={**_QWEN_REQUIRED, "attention_bias": (False,)},
+        required={**QWEN_REQUIRED, "attention_bias": (False,)},
         mask_token_id=151669,
         block_causal=True,
         block_length_key="block_size",
@@ -270,7 +172,7 @@ FAMILIES: list[Family] = [
         "logits, patterns and greedy canvases equal the reference code's on tiny weights, without its sub-block cache; "
         "full size built, not run",
         shift=True,
-        required=_QWEN_REQUIRED,
+        required=QWEN_REQUIRED,
         mask_token_id=151665,
         block_causal=True,
         block_length_key="bd_size",
@@ -281,11 +183,11 @@ FAMILIES: list[Family] = [
         "qwen3_moe",
         "llada",
         "logits, patterns, routing and greedy canvases equal the reference's on tiny weights; full size built, not run",
-        required=_LLADA_MOE_REQUIRED,
+        required=LLADA_MOE_REQUIRED,
         mask_token_id=156895,
         classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
         convert="sinklens.checkpoints.conversions:llada_moe",
-        needed=_LLADA_MOE_NEEDED,
+        needed=LLADA_MOE_NEEDED,
     ),
     Family(
         "llada2",
@@ -294,13 +196,13 @@ FAMILIES: list[Family] = [
         "sdar",
         "logits, patterns, routing and canvases of 2.0 without early stop equal the reference's on tiny weights; "
         "no sampler for 2.1; full size built, not run",
-        required=_LLADA2_REQUIRED,
-        renames=_LLADA2_RENAMES,
+        required=LLADA2_REQUIRED,
+        renames=LLADA2_RENAMES,
         mask_token_id=156895,
         block_causal=True,
         block_length=32,
         convert="sinklens.checkpoints.conversions:llada2",
-        needed=_LLADA2_NEEDED,
+        needed=LLADA2_NEEDED,
         fused={"query_key_value.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")},
     ),
     Family(
@@ -310,10 +212,10 @@ FAMILIES: list[Family] = [
         "rnd1",
         "logits, patterns, routing and greedy canvases equal the reference's on tiny weights; full size built, not run",
         shift=True,
-        required=_RND1_REQUIRED,
+        required=RND1_REQUIRED,
         mask_token_id=151669,
         convert="sinklens.checkpoints.conversions:rnd1",
-        needed=_RND1_NEEDED,
+        needed=RND1_NEEDED,
     ),
     Family(
         "open-dcoder",
@@ -322,7 +224,7 @@ FAMILIES: list[Family] = [
         "open-dcoder",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
         shift=True,
-        required=_QWEN_REQUIRED,
+        required=QWEN_REQUIRED,
         dropped=("trust_remote_code",),
         code=("modeling_qwen2.Qwen2ForCausalLM",),
     ),
@@ -340,7 +242,7 @@ FAMILIES: list[Family] = [
         "llada",
         "architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
         required={"use_sliding_window": (False,)},
-        regime=_MASKED_DIFFUSION,
+        regime=MASKED_DIFFUSION,
     ),
     Family(
         "bd3lm-qwen2",
@@ -348,10 +250,10 @@ FAMILIES: list[Family] = [
         "qwen2",
         "bd3lm",
         "architecture equals transformers' Qwen2 with the block-causal mask; no reference outputs compared",
-        required=_QWEN_REQUIRED,
+        required=QWEN_REQUIRED,
         block_causal=True,
         blocks_start="column",
-        regime=_BLOCK_DIFFUSION,
+        regime=BLOCK_DIFFUSION,
     ),
     Family(
         "a2d-qwen3",
@@ -360,7 +262,7 @@ FAMILIES: list[Family] = [
         "llada",
         "architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
         required={"use_sliding_window": (False,)},
-        regime=_MASKED_DIFFUSION,
+        regime=MASKED_DIFFUSION,
     ),
     Family(
         "bd3lm-qwen3",
@@ -368,10 +270,10 @@ FAMILIES: list[Family] = [
         "qwen3",
         "bd3lm",
         "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
-        required={**_QWEN_REQUIRED, "attention_bias": (False,)},
+        required={**QWEN_REQUIRED, "attention_bias": (False,)},
         block_causal=True,
         blocks_start="column",
-        regime=_BLOCK_DIFFUSION,
+        regime=BLOCK_DIFFUSION,
     ),
     Family(
         "llama",
@@ -406,7 +308,7 @@ FAMILIES: list[Family] = [
         masked=False,
         required={"text_config.use_bidirectional_attention": ("vision", None)},
         config_settings={"canvas_length": "canvas_length"},
-        generation_settings=_GEMMA_SETTINGS,
+        generation_settings=GEMMA_SETTINGS,
         refused_tokens={"image_token_id": "image"},
     ),
 ]

@@ -7,7 +7,6 @@ Pitfall: two simultaneous runs of one model would fire each other's hooks; `trac
 of the same model.
 """
 
-import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +25,7 @@ from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point
 from sinklens.memory import explained
 from sinklens.model import Model
+from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
@@ -235,9 +235,9 @@ class Denoising:
                     f"[(name, fn), MaskSinks(top_k=1), …]; got {entry!r}."
                 )
             points = names.select(entry[0], known, layers)
-            if not _takes_hook(entry[1]):
+            if not takes_hook(entry[1]):
                 raise HookFunctionError(
-                    f"{_label(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
+                    f"{label(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
                     f"and, as an argument named `hook`, the point: def fn(value, hook): ..."
                 )
             found += [(point, entry[1]) for point in points]
@@ -269,10 +269,10 @@ class Denoising:
             changed = function(seen, hook=hook)
             if changed is None:
                 return None
-            if not _same_shape(changed, seen, hook.name or ""):
+            if not same_shape(changed, seen, hook.name or ""):
                 raise HookFunctionError(
-                    f"{_label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
-                    f"and returned {_shape_of(changed)}; return the same shape, or None to change nothing."
+                    f"{label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
+                    f"and returned {shape_of(changed)}; return the same shape, or None to change nothing."
                 )
             if not guided:
                 return changed
@@ -384,47 +384,6 @@ class Denoising:
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
         }
-
-
-def _takes_hook(function: HookFunction) -> bool:
-    """Whether `function` can be called with a value and ``hook=``; True if its signature is unknown."""
-    try:
-        inspect.signature(function).bind(None, hook=None)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True
-
-
-def _label(function: HookFunction) -> str:
-    return f"hook function {getattr(function, '__name__', repr(function))}"
-
-
-def refuse_shape(value: Any, there: Tensor, what: str, point: str) -> None:
-    """Check that `value` may replace the value `there` at `point`.
-
-    Raises:
-        HookFunctionError: `value` is not a tensor of the same shape.
-    """
-    if not _same_shape(value, there, point):
-        raise HookFunctionError(
-            f"{what} is {_shape_of(value)}, but the value at this point has shape {list(there.shape)}; assign a tensor "
-            f"of that shape, or edit parts in place: t[name][:] = 0."
-        )
-
-
-def _same_shape(value: Any, there: Tensor, point: str) -> bool:
-    """Whether `value` has the shape of `there`; a mask may have one row, or one row per query."""
-    free = 2 if point.endswith("hook_attn_mask") else None
-    if not isinstance(value, Tensor):
-        return False
-    found, wanted = ([size for axis, size in enumerate(one.shape) if axis != free] for one in (value, there))
-    return found == wanted
-
-
-def _shape_of(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 class _Recording:

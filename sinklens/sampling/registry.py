@@ -127,7 +127,7 @@ def find_sampler(name: str) -> Sampler:
     """The sampler called `name`.
 
     Raises:
-        SettingError: there is none.
+        SettingError: no sampler has this name.
     """
     if name not in SAMPLERS:
         register_installed()

@@ -104,7 +104,7 @@ def restricted_mean(
 def median_lifetime(
     ended: Float[np.ndarray, "*rest age"], at_risk: Float[np.ndarray, "*rest age"]
 ) -> Float[np.ndarray, "*rest"]:
-    """The smallest age with S ≤ 1/2; NaN if there is none."""
+    """The smallest age with S ≤ 1/2; NaN if S stays above it."""
     below = survival(ended, at_risk) <= 0.5 + 1e-12
     return np.where(below.any(axis=-1), 1.0 + below.argmax(axis=-1), np.nan)
 

@@ -23,7 +23,8 @@ from sinklens.hooks.interleaving import BlockTracer, Rows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
-from sinklens.runs.denoising import Denoising, Hooks, refuse_shape
+from sinklens.runs.denoising import Denoising, Hooks
+from sinklens.runs.hook_functions import refuse_shape
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.result import Generation, Replayable

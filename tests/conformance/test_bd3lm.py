@@ -6,27 +6,18 @@ from typing import Any
 import pytest
 import torch
 from building import plain_pass
-from published import Reference, assert_same_canvases, largest_difference
+from published import assert_same_canvases, assert_same_pass, largest_difference
 
 import sinklens
 from sinklens.errors import CheckpointError
 from sinklens.interventions import MaskSinks
 from sinklens.sampling.decisions import linear_schedule
 
+FOLDER = "bd3lm"
 TOLERANCE = 1e-4
 RUNS = 7
 """Runs of BD3LMSampler that are compared. Run 7 draws its own padding token, which the reference then hides; runs 8 to
 11 are the model card's sampler, which is not implemented."""
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    return Reference(shared / "conformance" / "bd3lm")
-
-
-@pytest.fixture(scope="module")
-def load(reference, tmp_path_factory):
-    return reference.loader(tmp_path_factory.mktemp("bd3lm"))
 
 
 def model_of(load, length: int, end: int = 305) -> sinklens.Model:
@@ -48,17 +39,7 @@ def test_every_run_of_the_reference_is_compared_or_listed(reference):
 
 
 def test_logits_patterns_and_sink_scores_equal_the_references(reference, load):
-    model, ids = model_of(load, 8), reference.tensors["input_ids"]
-    wanted = ("hook_pattern", "hook_sink_scores")
-    with torch.no_grad():
-        plain = model(ids)
-        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(wanted))
-    for found in (plain, logits):
-        assert largest_difference(found, reference.tensors["logits"]) < TOLERANCE
-    pattern = reference.tensors["pattern"]
-    for layer in range(model.cfg.n_layers):
-        assert largest_difference(cache["pattern", layer], pattern[:, layer]) < TOLERANCE
-        assert largest_difference(cache[f"blocks.{layer}.attn.hook_sink_scores"], pattern[:, layer].sum(2)) < TOLERANCE
+    assert_same_pass(model_of(load, 8), reference, TOLERANCE)
 
 
 def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(reference, load):

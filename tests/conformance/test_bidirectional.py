@@ -8,7 +8,7 @@ import pytest
 import torch
 from building import plain_pass
 from layouts import word_tokenizer
-from published import Reference, largest_difference
+from published import Reference, assert_same_pass, largest_difference
 
 import sinklens
 from sinklens.checkpoints import build_empty, family_named, translate
@@ -77,15 +77,8 @@ def test_the_config_is_translated_key_by_key(reference, model, name):
         assert config.head_dim == raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
 
 
-def test_logits_and_patterns_equal_the_references(reference, model):
-    ids = reference.tensors["input_ids"]
-    with torch.no_grad():
-        plain = model(ids)
-        logits, kept = model.run_with_cache(ids, names_filter=lambda name: "hook_pattern" in name)
-    patterns = torch.stack([kept["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
-    assert largest_difference(patterns, reference.tensors["pattern"]) < TOLERANCE
-    for found in (plain, logits):
-        assert largest_difference(found, reference.tensors["logits"]) < TOLERANCE
+def test_logits_patterns_and_sink_scores_equal_the_references(reference, model):
+    assert_same_pass(model, reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -99,13 +92,6 @@ def test_the_routing_equals_the_references(reference, model):
         assert largest_difference(kept[f"blocks.{layer}.mlp.hook_router_logits"], stored["logits"]) < TOLERANCE
         weights = kept[f"blocks.{layer}.mlp.hook_expert_weights"].gather(-1, order)
         assert largest_difference(weights, stored["weights"]) < TOLERANCE
-
-
-def test_sink_scores_are_the_column_sums_of_the_references_patterns(reference, model):
-    with torch.no_grad():
-        _, kept = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: "sink_scores" in name)
-    scores = torch.stack([kept[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(3)], dim=1)
-    assert largest_difference(scores, reference.tensors["pattern"].sum(dim=3)) < TOLERANCE
 
 
 def settings_of(name: str, stored: dict[str, Any]) -> dict[str, Any]:

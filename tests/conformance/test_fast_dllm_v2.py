@@ -5,24 +5,15 @@ from typing import Any
 import pytest
 import torch
 from building import plain_pass
-from published import Reference, largest_difference
+from published import assert_same_pass, largest_difference
 
 import sinklens
 
+FOLDER = "fast-dllm-v2"
 TOLERANCE = 1e-4
 COMPARED = [0, 1, 2, 3, 4, 5, 6]
 """Run 2 used the sub-block cache; its tokens and canvases are those of the run before. Run 7 shows a defect of the
 reference, run 8 is its batched sampler, which is compared by its results."""
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    return Reference(shared / "conformance" / "fast-dllm-v2")
-
-
-@pytest.fixture(scope="module")
-def load(reference, tmp_path_factory):
-    return reference.loader(tmp_path_factory.mktemp("fast-dllm-v2"))
 
 
 def model_of(load, length: int, end: int = 305) -> sinklens.Model:
@@ -51,17 +42,7 @@ def test_the_block_length_is_that_of_the_config(reference, load):
 
 
 def test_logits_patterns_and_sink_scores_equal_the_references(reference, load):
-    model, ids = load(), reference.tensors["input_ids"]
-    wanted = ("hook_pattern", "hook_sink_scores")
-    with torch.no_grad():
-        plain = model(ids)
-        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(wanted))
-    for found in (plain, logits):
-        assert largest_difference(found, reference.tensors["logits"]) < TOLERANCE
-    pattern = reference.tensors["pattern"]
-    for layer in range(model.cfg.n_layers):
-        assert largest_difference(cache["pattern", layer], pattern[:, layer]) < TOLERANCE
-        assert largest_difference(cache[f"blocks.{layer}.attn.hook_sink_scores"], pattern[:, layer].sum(2)) < TOLERANCE
+    assert_same_pass(load(), reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("recording", [True, False])

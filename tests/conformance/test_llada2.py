@@ -2,24 +2,15 @@
 
 import pytest
 import torch
-from published import Reference, assert_same_canvases, largest_difference
+from published import assert_same_canvases, assert_same_pass, largest_difference
 
 import sinklens
 from sinklens.checkpoints import build_empty, family_named, translate
 
+FOLDER = "llada2-moe"
 TOLERANCE = 1e-4
 COMPARED = [0, 1, 2, 3, 4, 6, 7]
 """Runs of sampler 2.0; run 5 stops early, and the others are runs of 2.1, which edits committed tokens."""
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    return Reference(shared / "conformance" / "llada2-moe")
-
-
-@pytest.fixture(scope="module")
-def load(reference, tmp_path_factory):
-    return reference.loader(tmp_path_factory.mktemp("llada2"))
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +39,8 @@ def test_the_config_is_translated_key_by_key(reference, model):
     assert (model.family, model.block_length, model.mask_token_id) == ("llada2", 8, 315)
 
 
-def test_logits_patterns_and_sinks_equal_the_references(reference, model):
-    ids, expected = reference.tensors["input_ids"], reference.tensors
-    with torch.no_grad():
-        plain = model(ids)
-        logits, kept = model.run_with_cache(ids, names_filter=lambda name: name.endswith(("pattern", "sink_scores")))
-    patterns = torch.stack([kept["pattern", layer] for layer in range(3)], dim=1)
-    sinks = torch.stack([kept[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(3)], dim=1)
-    assert largest_difference(patterns, expected["pattern"]) < TOLERANCE
-    assert largest_difference(sinks, expected["pattern"].sum(dim=3)) < TOLERANCE
-    for found in (plain, logits):
-        assert largest_difference(found, expected["logits"]) < TOLERANCE
+def test_logits_patterns_and_sink_scores_equal_the_references(reference, model):
+    assert_same_pass(model, reference, TOLERANCE)
 
 
 def test_the_routing_equals_the_references(reference, model):

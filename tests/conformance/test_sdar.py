@@ -7,24 +7,15 @@ from typing import Any
 import pytest
 import torch
 from building import block_causal, plain_pass
-from published import Reference, assert_same_canvases, largest_difference
+from published import assert_same_canvases, assert_same_pass, largest_difference
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.interventions import AblateHeads, MaskSinks
 
+FOLDER = "sdar"
 TOLERANCE = 1e-4
 RUNS = 12
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    return Reference(shared / "conformance" / "sdar")
-
-
-@pytest.fixture(scope="module")
-def load(reference, tmp_path_factory):
-    return reference.loader(tmp_path_factory.mktemp("sdar"))
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +63,8 @@ def test_the_config_is_translated_key_by_key(reference, model):
     assert config.is_causal is False
 
 
-def test_logits_and_patterns_equal_the_references(reference, model):
-    ids = reference.tensors["input_ids"]
-    with torch.no_grad():
-        plain = model(ids)
-        logits, cache = model.run_with_cache(ids, names_filter=lambda name: "hook_pattern" in name)
-    patterns = torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
-    assert largest_difference(patterns, reference.tensors["pattern"]) < TOLERANCE
-    for found in (plain, logits):
-        assert largest_difference(found, reference.tensors["logits"]) < TOLERANCE
-
-
-def test_sink_scores_are_the_column_sums_of_the_references_patterns(reference, model):
-    with torch.no_grad():
-        _, cache = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: "sink_scores" in name)
-    scores = torch.stack([cache[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(3)], dim=1)
-    assert largest_difference(scores, reference.tensors["pattern"].sum(dim=3)) < TOLERANCE
+def test_logits_patterns_and_sink_scores_equal_the_references(reference, model):
+    assert_same_pass(model, reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("recording", [True, False])

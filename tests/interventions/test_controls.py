@@ -94,7 +94,7 @@ def test_persistent_keys_change_only_where_one_of_them_becomes_one_of_the_strong
     before, changes, kept, redrawn = None, 0, 0, 0
     for step in range(1, 12):
         found, scores = choose(step, pick="random_rest", persistent=True)
-        anew, _ = choose(step, pick="random_rest")
+        fresh, _ = choose(step, pick="random_rest")
         for layer, row, head in places():
             drawn = order_of(layer, row, head, "run")
             strongest = by_strength(scores[layer][row, head], row)[:2]
@@ -102,8 +102,8 @@ def test_persistent_keys_change_only_where_one_of_them_becomes_one_of_the_strong
             kept += {*drawn[:2]} - {*displaced} <= {*found[layer][row][head]}
             changes += found[layer][row][head] != sorted(drawn[:2])
             assert (found[layer][row][head] != sorted(drawn[:2])) == bool(displaced)
-            redrawn += before is not None and anew[layer][row][head] != before[layer][row][head]
-        before = anew
+            redrawn += before is not None and fresh[layer][row][head] != before[layer][row][head]
+        before = fresh
     assert kept == 11 * len(places())
     assert 0 < changes < 0.5 * redrawn
 

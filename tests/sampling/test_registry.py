@@ -41,17 +41,17 @@ def from_the_right(state, settings):
 
 @pytest.fixture
 def right_to_left():
-    sampler = Sampler("right-to-left", RightToLeft, from_the_right)
+    sampler = Sampler("from-the-right", RightToLeft, from_the_right)
     register(sampler)
     yield sampler
-    del SAMPLERS["right-to-left"]
+    del SAMPLERS["from-the-right"]
 
 
 def test_a_registered_sampler_runs_with_its_settings_and_records_sinks(tiny_llada, right_to_left):
-    run = sinklens.generate(tiny_llada, "2 + 3", sampler="right-to-left", gen_length=4)
+    run = sinklens.generate(tiny_llada, "2 + 3", sampler="from-the-right", gen_length=4)
     assert run.settings == RightToLeft(4)
     assert run.unmask_step[0, run.prompt_length :].tolist() == [3, 2, 1, 0]
-    assert run.sinks.data.attrs["sampler"] == "right-to-left"
+    assert run.sinks.data.attrs["sampler"] == "from-the-right"
     assert run.sinks.data.sizes["step"] == 4
 
 
@@ -75,16 +75,16 @@ def test_an_unknown_sampler_is_refused_with_the_known_ones(tiny_llada):
 
 def test_a_setting_of_another_sampler_is_refused(tiny_llada, right_to_left):
     with pytest.raises(
-        SettingError, match="alg is not a setting of the right-to-left sampler: it belongs to the dream"
+        SettingError, match="alg is not a setting of the from-the-right sampler: it belongs to the dream"
     ):
-        sinklens.generate(tiny_llada, "2 + 3", sampler="right-to-left", alg="entropy")
+        sinklens.generate(tiny_llada, "2 + 3", sampler="from-the-right", alg="entropy")
 
 
 def test_names_and_settings_classes_are_unique(right_to_left):
     register(right_to_left)  # the same record again
-    with pytest.raises(SettingError, match="a sampler called 'right-to-left' already exists"):
-        register(Sampler("right-to-left", RightToLeft, "other:steps"))
-    with pytest.raises(SettingError, match="RightToLeft belongs to the sampler 'right-to-left'"):
+    with pytest.raises(SettingError, match="a sampler called 'from-the-right' already exists"):
+        register(Sampler("from-the-right", RightToLeft, "other:steps"))
+    with pytest.raises(SettingError, match="RightToLeft belongs to the sampler 'from-the-right'"):
         register(Sampler("another", RightToLeft, from_the_right))
     with pytest.raises(SettingError, match=r"SamplerSettings must be a dataclass derived .* with a field gen_length"):
         register(Sampler("another", SamplerSettings, from_the_right))

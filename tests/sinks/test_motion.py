@@ -109,7 +109,7 @@ def variance(values):
     return sum((value - sum(values) / len(values)) ** 2 for value in values) / len(values)
 
 
-def same(found, expected):
+def assert_same(found, expected):
     np.testing.assert_allclose(np.asarray(found, dtype=float), expected, rtol=1e-5, atol=1e-7)
 
 
@@ -118,9 +118,9 @@ def test_the_strongest_key_has_the_largest_column_sum(kind, seed):
     track = random_track(kind, seed)
     main = motion.strongest_key(track)
     assert main.dims == ("batch", "step", "layer", "head")
-    same(main, naive_main(track))
-    same(main.fillna(-1), track.top(1).isel(rank=0))
-    same(motion.existing(track), naive_existing(track))
+    assert_same(main, naive_main(track))
+    assert_same(main.fillna(-1), track.top(1).isel(rank=0))
+    assert_same(motion.existing(track), naive_existing(track))
 
 
 @every_random
@@ -133,12 +133,14 @@ def test_jumps_and_drift_equal_loops(kind, seed):
         pairs = [(x, y) for x, y in itertools.pairwise(p) if not (np.isnan(x) or np.isnan(y))]
         far = [abs(y - x) for x, y in pairs if x != y]
         expected = [len(far), len(pairs), len(far) / len(pairs) if pairs else NAN, mean_or_nan(far)]
-        same([moves[name].isel(at).item() for name in ("changes", "pairs", "share", "distance")], expected)
+        assert_same([moves[name].isel(at).item() for name in ("changes", "pairs", "share", "distance")], expected)
         t = np.flatnonzero(~np.isnan(p))
         assert line["steps"].isel(at).item() == len(t)
         slope = np.polyfit(t, p[t], 1)[0] if len(t) > 1 else NAN
         fit = np.corrcoef(t, p[t])[0, 1] if len(t) > 1 and len(set(p[t])) > 1 else NAN
-        same([line[name].isel(at).item() for name in ("slope", "correlation", "r_squared")], [slope, fit, fit**2])
+        assert_same(
+            [line[name].isel(at).item() for name in ("slope", "correlation", "r_squared")], [slope, fit, fit**2]
+        )
 
 
 @every_random
@@ -149,12 +151,12 @@ def test_static_shares_equal_loops(kind, seed):
     for b in range(3):
         heads = [{*main[b, :, layer, h]} for layer, h in places(track, "layer", "head")]
         heads = [{p for p in head if not np.isnan(p)} for head in heads]
-        same(shares[0][b], mean_or_nan([len(head) == 1 for head in heads if head]))
+        assert_same(shares[0][b], mean_or_nan([len(head) == 1 for head in heads if head]))
         stays = []
         for layer, h, j in places(track, "layer", "head", "pos"):
             is_sink = [found[b, t, layer, h, j] for t in range(7) if exists[b, t, layer, h, j]]
             stays += [all(is_sink)] if any(is_sink) else []
-        same(shares[1][b], mean_or_nan(stays))
+        assert_same(shares[1][b], mean_or_nan(stays))
 
 
 @every_random
@@ -195,13 +197,13 @@ def test_overlap_equals_loops(kind, seed):
         if t:
             both = there[b, t, layer, h].any() and there[b, t - 1, layer, h].any()
             expected = naive_jaccard(found[b, t, layer, h], found[b, t - 1, layer, h]) if both else NAN
-            same(steps.isel(batch=b, layer=layer, head=h).sel(step=t), expected)
+            assert_same(steps.isel(batch=b, layer=layer, head=h).sel(step=t), expected)
         if layer:
             both = there[b, t, layer].any() and there[b, t, layer - 1].any()
             union = found[b, t, layer].any(axis=0), found[b, t, layer - 1].any(axis=0)
-            same(layers.isel(batch=b, step=t).sel(layer=layer), naive_jaccard(*union) if both else NAN)
+            assert_same(layers.isel(batch=b, step=t).sel(layer=layer), naive_jaccard(*union) if both else NAN)
         pairs = itertools.combinations(found[b, t, layer], 2)
-        same(heads.isel(batch=b, step=t, layer=layer), mean_or_nan([naive_jaccard(x, y) for x, y in pairs]))
+        assert_same(heads.isel(batch=b, step=t, layer=layer), mean_or_nan([naive_jaccard(x, y) for x, y in pairs]))
 
 
 def naive_mass(track, unit, pooled):
@@ -229,7 +231,7 @@ def test_spatial_variance_equals_loops(kind, seed, unit, pooled):
     for b, layer, h in np.ndindex(mass.shape[0], *mass.shape[2:4]):
         means = [mean_or_nan(mass[b, :, layer, h, j]) for j in range(9)]
         expected = variance([value for value in means if not np.isnan(value)])
-        same(result[b] if pooled else result[b, layer, h], expected)
+        assert_same(result[b] if pooled else result[b, layer, h], expected)
 
 
 @every_random
@@ -249,9 +251,9 @@ def test_centroid_and_temporal_variance_equal_loops(kind, seed, pooled, detector
             chosen = naive_sinks(m, detector, pooled)
             weight = sum(m[j] for j in chosen)
             path.append(sum(m[j] * j for j in chosen) / weight if weight > 0 else NAN)
-        same(centre.isel(at), path)
+        assert_same(centre.isel(at), path)
         path = [value for value in path if not np.isnan(value)]
-        same(spread.isel(at), variance(path) if len(path) > 1 else NAN)
+        assert_same(spread.isel(at), variance(path) if len(path) > 1 else NAN)
 
 
 def naive_sinks(mass, detector, pooled):
@@ -368,14 +370,14 @@ def test_a_step_with_an_all_zero_pattern_has_neither_a_jump_nor_a_sink():
     assert motion.drift(track)["slope"].item() == pytest.approx(5 / 7)  # through (0, 2), (2, 4), (3, 4)
     assert motion.lifetimes(track.detect(), motion.existing(track))["censored"].tolist() == [False, False]
     centre = motion.centroid(track)[0].to_numpy()
-    same(centre, [2, NAN, 4, 4, NAN])
+    assert_same(centre, [2, NAN, 4, 4, NAN])
 
 
 def test_the_overlap_of_two_empty_sets_is_nan_and_with_one_empty_set_it_is_zero():
     track = path([2, 2, 2, 2])
     found = track.detect().copy()
     found[0, 1:3] = False
-    same(motion.overlap(found, motion.existing(track)).to_numpy().ravel(), [0.0, NAN, 0.0])
+    assert_same(motion.overlap(found, motion.existing(track)).to_numpy().ravel(), [0.0, NAN, 0.0])
 
 
 def test_layers_are_compared_as_unions_and_heads_pairwise():
@@ -385,8 +387,8 @@ def test_layers_are_compared_as_unions_and_heads_pairwise():
         score[0, 0, layer, range(3), positions] = 6.0
     track = built(score)
     found, exists = track.detect(), motion.existing(track)
-    same(motion.overlap(found, exists, "layer").to_numpy().ravel(), [2 / 3])
-    same(motion.overlap(found, exists, "head").to_numpy().ravel(), [1 / 3, 0])
+    assert_same(motion.overlap(found, exists, "layer").to_numpy().ravel(), [2 / 3])
+    assert_same(motion.overlap(found, exists, "head").to_numpy().ravel(), [1 / 3, 0])
 
 
 def test_the_centroid_lies_between_two_sinks_by_their_mass():
@@ -403,8 +405,8 @@ def test_unit_visible_gives_late_keys_of_a_causal_model_more_weight():
     score = np.array([8.0, 0.5, 4.0, 0.1]).reshape(1, 1, 1, 1, 4)
     track = sinklens.SinkTrack(built(score).data.assign_attrs(causal=1))
     for pooled in (True, False):
-        same(motion.centroid(track, TopK(2), "sum", pooled).item(), 2 / 3)
-        same(motion.centroid(track, TopK(2), "visible", pooled).item(), 1.0)
+        assert_same(motion.centroid(track, TopK(2), "sum", pooled).item(), 2 / 3)
+        assert_same(motion.centroid(track, TopK(2), "visible", pooled).item(), 1.0)
 
 
 def test_pooling_finds_the_sink_that_the_heads_share():
@@ -467,15 +469,17 @@ def test_the_table_holds_the_means_of_the_measures(kind, seed, tmp_path):
     assert table["steps"].tolist() == [7, 7, 4]
     for b in range(3):
         row = {"batch": b}
-        same(table["jump_share"][b], mean_or_nan(motion.jumps(track)["share"].isel(row).to_numpy().ravel()))
-        same(table["drift"][b], mean_or_nan(motion.drift(track)["slope"].isel(row).to_numpy().ravel()))
-        same(table["overlap_head"][b], mean_or_nan(motion.overlap(found, exists, "head").isel(row).to_numpy().ravel()))
+        assert_same(table["jump_share"][b], mean_or_nan(motion.jumps(track)["share"].isel(row).to_numpy().ravel()))
+        assert_same(table["drift"][b], mean_or_nan(motion.drift(track)["slope"].isel(row).to_numpy().ravel()))
+        assert_same(
+            table["overlap_head"][b], mean_or_nan(motion.overlap(found, exists, "head").isel(row).to_numpy().ravel())
+        )
         spread = motion.temporal_variance(track, LOW, pooled=False)
-        same(table["temporal_variance"][b], mean_or_nan(spread.isel(row).to_numpy().ravel()))
-        same(table["pooled_temporal_variance"][b], motion.temporal_variance(track)[b])
-        same(table["lifetime"][b], lives.loc[lives["batch"] == b, "length"].mean())
+        assert_same(table["temporal_variance"][b], mean_or_nan(spread.isel(row).to_numpy().ravel()))
+        assert_same(table["pooled_temporal_variance"][b], motion.temporal_variance(track)[b])
+        assert_same(table["lifetime"][b], lives.loc[lives["batch"] == b, "length"].mean())
         there = exists.isel(row).any("pos").to_numpy()
-        same(table["sinks"][b], found.isel(row).to_numpy().sum() / there.sum())
+        assert_same(table["sinks"][b], found.isel(row).to_numpy().sum() / there.sum())
     table.to_csv(tmp_path / "motion.csv")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "motion.csv", index_col="batch"), table)
 
@@ -533,9 +537,9 @@ def test_lives_and_shares_of_a_batch_equal_those_of_single_rows(tracks, tiny_lla
         assert of_row["length"].tolist() == own["length"].tolist()
         assert of_row["censored"].tolist() == own["censored"].tolist()
         for measure in (motion.static_share, motion.spatial_variance, motion.temporal_variance):
-            same(measure(together)[row], measure(alone)[0])
-        same(motion.jumps(together)["pairs"][row], motion.jumps(alone)["pairs"][0])
-        same(motion.drift(together)["steps"][row], motion.drift(alone)["steps"][0])
+            assert_same(measure(together)[row], measure(alone)[0])
+        assert_same(motion.jumps(together)["pairs"][row], motion.jumps(alone)["pairs"][0])
+        assert_same(motion.drift(together)["steps"][row], motion.drift(alone)["steps"][0])
 
 
 @pytest.mark.usefixtures("unchecked")

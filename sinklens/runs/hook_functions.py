@@ -1,0 +1,55 @@
+"""Checks of hook functions and of the values that they return.
+
+Limitation: a function whose signature Python cannot read, such as a builtin, is accepted, and fails at its first call.
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from sinklens.errors import HookFunctionError
+from sinklens.runs.intervention import HookFunction
+
+
+def takes_hook(function: HookFunction) -> bool:
+    """Whether `function` can be called with a value and ``hook=``; True if its signature is unknown."""
+    try:
+        inspect.signature(function).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def label(function: HookFunction) -> str:
+    """How errors name `function`."""
+    return f"hook function {getattr(function, '__name__', repr(function))}"
+
+
+def refuse_shape(value: Any, there: Tensor, what: str, point: str) -> None:
+    """Check that `value` may replace the value `there` at `point`.
+
+    Raises:
+        HookFunctionError: `value` is not a tensor of the same shape.
+    """
+    if not same_shape(value, there, point):
+        raise HookFunctionError(
+            f"{what} is {shape_of(value)}, but the value at this point has shape {list(there.shape)}; assign a tensor "
+            f"of that shape, or edit parts in place: t[name][:] = 0."
+        )
+
+
+def same_shape(value: Any, there: Tensor, point: str) -> bool:
+    """Whether `value` has the shape of `there`; a mask may have one row, or one row per query."""
+    free = 2 if point.endswith("hook_attn_mask") else None
+    if not isinstance(value, Tensor):
+        return False
+    found, wanted = ([size for axis, size in enumerate(one.shape) if axis != free] for one in (value, there))
+    return found == wanted
+
+
+def shape_of(value: Any) -> str:
+    """The shape of a tensor, or the type of another value."""
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
