@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError
 from sinklens.model import Model
-from sinklens.runs.denoising import Hooks
+from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation
 from sinklens.tracing import generate
 

@@ -23,10 +23,11 @@ from sinklens.hooks.interleaving import BlockTracer, Rows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
-from sinklens.runs.denoising import Denoising, Hooks
+from sinklens.runs.denoising import Denoising
 from sinklens.runs.hook_functions import refuse_shape
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
+from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, Replayable
 from sinklens.sampling import RunSettings
 from sinklens.sinks.record import Record
@@ -85,7 +86,11 @@ def trace(
         HookNameError: a name in `hooks` (or in the block) is not a hook point.
         HookOrderError: the block requested a point that the step had already passed.
     """
-    return Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
+    request = RunRequest(
+        prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
+        record_sinks=record_sinks, replay=replay, progress=progress,
+    )  # fmt: skip
+    return Trace(_denoising(model, request))
 
 
 def generate(
@@ -121,23 +126,17 @@ def generate(
     Returns:
         The result of the run: text, canvases, when each token was decided, and sinks.
     """
-    denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
+    request = RunRequest(
+        prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
+        record_sinks=record_sinks, replay=replay, progress=progress,
+    )  # fmt: skip
+    denoising = _denoising(model, request)
     _refuse_nesting(denoising.model)
     denoising.carry_out()
     return denoising.result()
 
 
-def _denoising(
-    model: Any,
-    prompt: Any,
-    settings: Any,
-    seed: int,
-    chat_template: bool | str,
-    hooks: Hooks,
-    record_sinks: bool | Record,
-    replay: Replayable | Tensor | None,
-    progress: bool | None,
-) -> Denoising:
+def _denoising(model: Any, request: RunRequest) -> Denoising:
     loaded = load(model)
     if loaded.has_edits:
         raise SinklensError(
@@ -145,17 +144,7 @@ def _denoising(
             "the change as hooks=[(name, fn)], or write it in the block of sinklens.trace; model.clear_edits() removes "
             "the edits."
         )
-    return Denoising(
-        loaded,
-        prompt,
-        given=dict(settings),
-        seed=seed,
-        chat_template=chat_template,
-        hooks=hooks,
-        record_sinks=record_sinks,
-        replay=replay,
-        progress=progress,
-    )
+    return Denoising(loaded, request)
 
 
 def _refuse_nesting(model: Model) -> None:
