@@ -1,8 +1,9 @@
 """The tree of hook points over one transformers model.
 
-`HookTree` is a TransformerLens `HookedRootModule`: front.py defines its `run_with_cache`, `run_with_hooks` and `hooks`,
-weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers model, which does
-the computation. taps.py connects the points to the computation, which passes through them only while they are watched.
+`HookTree` is a TransformerLens `HookedRootModule`: front.py defines its `run_with_cache`, `run_with_hooks` and
+`hooks`, model_weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers
+model, which does the computation. taps.py connects the points to the computation, which passes through them only while
+they are watched.
 
 ``denoise`` contains the points of the sampler. They are part of the tree so that all quantities of a run share one
 namespace; a single forward pass does not reach them.
@@ -28,11 +29,11 @@ from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
+from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.offload import device_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.taps import connect, connect_encoder
-from sinklens.hooks.weights import ModelWeights
 
 
 @dataclass(frozen=True)
