@@ -105,6 +105,8 @@ DENOISE = (
     PointSpec("hook_confidence", "batch pos", "confidence of each candidate; -inf where nothing is proposed"),
     PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
 )
+EDIT = PointSpec("hook_edit", "batch pos", "True where a decided token is replaced by the proposal in this step")
+"""A point of samplers that replace decided tokens; block-causal models have it."""
 NOISE = (
     CANVAS,
     PointSpec("hook_self_conditioning", "batch pos d_model", "embedding of the last step's prediction; zeros at first"),
@@ -308,7 +310,7 @@ def axes_of(name: str) -> list[str]:
     ['batch', 'head', 'query', 'key']
     """
     last = name.rsplit(".", 1)[-1]
-    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), *NOISE]
+    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), EDIT, *NOISE]
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 

@@ -105,7 +105,8 @@ class HookTree(ModelWeights, HookFront):
         self._switches = Switches()
         self.disconnected = False
         self._undo = ExitStack()
-        self.denoise = Points(self._sampler_specs(), self.watch)
+        self._sampler_specs = _sampler_specs(hf, architecture)
+        self.denoise = Points(self._sampler_specs, self.watch)
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
         self.hook_embed = Point(self.watch)
@@ -126,10 +127,6 @@ class HookTree(ModelWeights, HookFront):
             for layer, block in zip(layers, self.blocks, strict=True)
             if not architecture.values
         ]
-
-    def _sampler_specs(self) -> tuple[names.PointSpec, ...]:
-        """The rows of the sampler's points."""
-        return names.NOISE if self.architecture.encoder else names.DENOISE
 
     def _setup_points(self) -> None:
         """Run TransformerLens's `setup`, which names every module, and restore the `name` of transformers' modules."""
@@ -154,7 +151,7 @@ class HookTree(ModelWeights, HookFront):
         """All points that are on, in the order a step reaches them."""
         on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
-        canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs())
+        canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
         return [canvas, *found, *others]
 
     @property
@@ -369,6 +366,13 @@ class HookTree(ModelWeights, HookFront):
                 f"start_at_layer takes the residual-stream tensor that enters the layer, "
                 f"[batch, pos, {self.cfg.d_model}]; got {kind}."
             )
+
+
+def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[names.PointSpec, ...]:
+    """The rows of the sampler's points."""
+    if architecture.encoder:
+        return names.NOISE
+    return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
 
 
 def _sizes(hf: PreTrainedModel, architecture: Architecture) -> Sizes:

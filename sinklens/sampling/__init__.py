@@ -11,6 +11,7 @@ from sinklens.sampling.settings import (
     Settings,
 )
 from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
 from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "DiffusionGemmaSettings",
     "DreamSettings",
     "FastDllmV2Settings",
+    "Llada2Settings",
+    "Llada21Settings",
     "LladaSettings",
     "OpenDcoderSettings",
     "Rnd1Settings",

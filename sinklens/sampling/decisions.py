@@ -197,6 +197,15 @@ def most_confident(
     return commit & (confidence > -torch.inf)
 
 
+def above_or_best(
+    confidence: Float[Tensor, "batch pos"], counts: Sequence[int], threshold: float
+) -> Bool[Tensor, "batch pos"]:
+    """True above `threshold` in rows with at least `counts` such positions, else at the `counts` most confident."""
+    high = confidence > threshold
+    enough = high.sum(dim=1) >= torch.tensor(counts, device=high.device)
+    return torch.where(enough[:, None], high, most_confident(confidence, counts, None))
+
+
 def leftmost(where: Bool[Tensor, "batch pos"], counts: Sequence[int]) -> Bool[Tensor, "batch pos"]:
     """True at the first `counts` True positions of each row of `where`."""
     return where & (where.cumsum(dim=1) <= torch.tensor(counts, device=where.device)[:, None])

@@ -44,6 +44,11 @@ class Settings(TypedDict, total=False):
     stop: bool
     right_shift_logits: bool
     small_block_size: int
+    minimal_topk: int
+    eos_early_stop: bool
+    editing_threshold: float
+    max_post_steps: int
+    num_to_transfer: int
     greedy: bool
     eb_gamma: float
     closing: Closing

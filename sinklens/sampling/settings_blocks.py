@@ -6,7 +6,7 @@ run records it; a value other than the model's is an error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from sinklens.sampling.settings import (
     ConfidenceOf,
@@ -22,8 +22,31 @@ from sinklens.sampling.settings import (
 )
 
 
+class WholeBlocks(SamplerSettings):
+    """Base class of settings whose last block is always complete; its `blocks` are those of the row that has most."""
+
+    if TYPE_CHECKING:  # fields of the subclasses
+        block_length: int
+        blocks: int
+
+    def _check_blocks(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        require_integer("block_length", self.block_length)
+        object.__setattr__(self, "blocks", self.blocks or -(-self.gen_length // self.block_length))
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "WholeBlocks":
+        """With the number of blocks of the row that has most."""
+        size = self.block_length
+        blocks = max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths)
+        return replace(self, blocks=blocks)  # type: ignore[type-var]
+
+    def spare(self, prompt_length: int) -> int:
+        """The positions that complete the last block."""
+        return -(prompt_length + self.gen_length) % self.block_length
+
+
 @dataclass(frozen=True)
-class SdarSettings(SamplerSettings):
+class SdarSettings(WholeBlocks):
     """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
 
     Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
@@ -64,10 +87,8 @@ class SdarSettings(SamplerSettings):
     blocks: int = field(default=0, metadata={"setting": False})
 
     def __post_init__(self) -> None:
-        require_integer("gen_length", self.gen_length)
-        require_integer("block_length", self.block_length)
+        self._check_blocks()
         object.__setattr__(self, "denoising_steps", self.denoising_steps or self.block_length)
-        object.__setattr__(self, "blocks", self.blocks or -(-self.gen_length // self.block_length))
         require_integer("denoising_steps", self.denoising_steps)
         require(
             self.denoising_steps <= self.block_length,
@@ -88,15 +109,6 @@ class SdarSettings(SamplerSettings):
     def steps(self) -> int:
         """Largest number of steps: the passes of all blocks."""
         return self.blocks * self.denoising_steps
-
-    def fitted(self, prompt_lengths: Sequence[int]) -> "SdarSettings":
-        """With the number of blocks of the row that has most."""
-        size = self.block_length
-        return replace(self, blocks=max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths))
-
-    def spare(self, prompt_length: int) -> int:
-        """The positions that complete the last block."""
-        return -(prompt_length + self.gen_length) % self.block_length
 
 
 @dataclass(frozen=True)
