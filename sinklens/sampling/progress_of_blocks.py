@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.hooks.blocks import Blocks
 from sinklens.sampling.state import State
 
 
@@ -22,12 +23,18 @@ class BlockProgress:
             these passes even if positions are still masked.
         stop_ids: tokens that end a row once a block with one of them is finished.
         early: end a row as soon as no masked answer position precedes a stop token, within a block too.
+        blocks: how blocks are counted; None for the model's rule.
     """
 
     def __init__(
-        self, state: State, schedule: Callable[[int], Sequence[int]], stop_ids: tuple[int, ...], early: bool = False
+        self,
+        state: State,
+        schedule: Callable[[int], Sequence[int]],
+        stop_ids: tuple[int, ...],
+        early: bool = False,
+        blocks: Blocks | None = None,
     ) -> None:
-        blocks = state.tree.attention_blocks
+        blocks = blocks or state.tree.attention_blocks
         assert blocks is not None, "the registry allows these samplers for block-causal models only"
         columns = torch.arange(state.real.shape[1], device=state.real.device)
         self._answer = state.real & (columns >= state.prompt_length)

@@ -27,7 +27,7 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     require_integer,
 )
-from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
 from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
 from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
 
@@ -77,6 +77,7 @@ SAMPLERS: dict[str, Sampler] = {
         Sampler("llada2", Llada2Settings, "sinklens.sampling.llada2:denoise", ("block-causal",)),
         Sampler("llada2.1", Llada21Settings, "sinklens.sampling.llada21:denoise", ("block-causal",)),
         Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
+        Sampler("bd3lm-card", Bd3lmCardSettings, "sinklens.sampling.bd3lm_card:denoise", ("block-causal",)),
         Sampler("fast-dllm-v2", FastDllmV2Settings, "sinklens.sampling.fast_dllm_v2:denoise", ("block-causal",)),
         Sampler(
             "diffusion-gemma",

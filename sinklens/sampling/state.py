@@ -95,19 +95,22 @@ class State:
         where: Bool[Tensor, "batch pos"],
         cfg_scale: float = 0.0,
         window: slice | None = None,
+        given: Bool[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the tokens at the True positions of `where`.
 
         The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched. With `cfg_scale`
-        w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, and the
-        logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up to `window.stop` whose keys
-        are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then covers these columns.
+        w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, or the
+        positions `given`, and the logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up
+        to `window.stop` whose keys are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then
+        covers these columns.
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
         if cfg_scale > 0:
-            unconditional = canvas.clone()
-            unconditional[:, : self.prompt_length] = self.mask_id
+            if given is None:
+                given = (torch.arange(canvas.shape[1], device=canvas.device) < self.prompt_length).expand_as(canvas)
+            unconditional = canvas.masked_fill(given, self.mask_id)
             rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
         if self.cache is None or window is None:
             hidden = self.tree.hidden(rows, real)

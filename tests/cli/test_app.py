@@ -131,7 +131,10 @@ def test_help_explains_every_sampler_setting(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "--block-length INT [llada, sdar, llada2, llada2.1, bd3lm, fast-dllm-v2] blocks of this length" in printed
+    assert (
+        "--block-length INT [llada, sdar, llada2, llada2.1, bd3lm, bd3lm-card, fast-dllm-v2] blocks of this length"
+        in printed
+    )
     assert "--alg-temp FLOAT [dream, open-dcoder] temperature for choosing positions" in printed
     assert (
         "--top-k INT [dream, autoregressive, rnd1, open-dcoder, sdar, llada2, llada2.1] propose from this many"
