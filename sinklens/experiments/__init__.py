@@ -2,7 +2,8 @@
 
 `compare` and `effect` compare two runs; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step; `head_outputs` collects head outputs as a reference for ablations.
+reads the residual stream of every step; `write_attribution` splits a score over its writers; `head_outputs` collects
+head outputs as a reference for ablations.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects
@@ -11,6 +12,7 @@ from sinklens.experiments.comparison import Effect, attention_to, compare, effec
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.sweeps import sweep
+from sinklens.experiments.writers import write_attribution
 
 __all__ = [
     "Effect",
@@ -26,4 +28,5 @@ __all__ = [
     "of_step",
     "patching_effects",
     "sweep",
+    "write_attribution",
 ]
