@@ -11,10 +11,12 @@ from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.comparison import Effect, attention_to, compare, effect
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.writers import write_attribution
 
 __all__ = [
+    "AcrossSteps",
     "Effect",
     "LogitLens",
     "agreement",
@@ -27,6 +29,7 @@ __all__ = [
     "logit_lens",
     "of_step",
     "patching_effects",
+    "path_across_steps",
     "sweep",
     "write_attribution",
 ]
