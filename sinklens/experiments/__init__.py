@@ -10,6 +10,7 @@ from sinklens.experiments.attribution import agreement, attribution_patching, of
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.comparison import Effect, attention_to, compare, effect
 from sinklens.experiments.corruption import corrupted
+from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.sweeps import sweep
@@ -17,6 +18,7 @@ from sinklens.experiments.writers import write_attribution
 
 __all__ = [
     "AcrossSteps",
+    "Edge",
     "Effect",
     "LogitLens",
     "agreement",
@@ -24,12 +26,15 @@ __all__ = [
     "attribution_patching",
     "compare",
     "corrupted",
+    "edge_attribution",
     "effect",
     "head_outputs",
     "logit_lens",
     "of_step",
     "patching_effects",
     "path_across_steps",
+    "path_patching_effects",
+    "strongest_edges",
     "sweep",
     "write_attribution",
 ]

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import of_step
+from sinklens.experiments.attribution import of_step, wide
 from sinklens.hooks.rotary import rotations
 from sinklens.runs.intervention import within
 
@@ -172,7 +172,7 @@ class _Read:
         points += [f"blocks.{one}.{name}" for one in range(layer) for name in ("attn.hook_z", "hook_mlp_out")]
         points += [f"{attn}.hook_{name}" for name in ("q", "k", "rot_q", "rot_k", "attn_scores")]
         _, cache = model.tree.run_with_cache(ids[None], names_filter=points)
-        values = {name: _wide(cache[name][0]).to(model.cfg.device) for name in points}
+        values = {name: wide(cache[name][0]).to(model.cfg.device) for name in points}
         key_head = cls._key_head(model, head)
         query, key = values[f"{attn}.hook_rot_q"][:, head], values[f"{attn}.hook_rot_k"][:, key_head]
         return cls(model, layer, head, values, query, key, values[f"{attn}.hook_attn_scores"][head])
@@ -237,22 +237,17 @@ class _Read:
         norm = getattr(attn, f"{letter}_norm")
         if norm is not None:
             raw = self.values[f"blocks.{self.layer}.attn.hook_{letter}"][:, head]
-            toward = toward * _wide(norm.w) / (raw.pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
-        weight, bias = (_wide(getattr(attn, f"{kind}_{letter.upper()}")[head]) for kind in "Wb")
-        ln1, scale = _wide(self.model.blocks[self.layer].ln1.w), self.values[f"blocks.{self.layer}.ln1.hook_scale"]
+            toward = toward * wide(norm.w) / (raw.pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
+        weight, bias = (wide(getattr(attn, f"{kind}_{letter.upper()}")[head]) for kind in "Wb")
+        ln1, scale = wide(self.model.blocks[self.layer].ln1.w), self.values[f"blocks.{self.layer}.ln1.hook_scale"]
         return self._of_stream(toward @ weight.T * ln1 / scale, own=(toward * bias).sum())
 
     def _of_stream(self, direction: Float[Tensor, "pos d_model"], own: Float[Tensor, ""]) -> Float[Tensor, " writer"]:
         """Σ_pos writer · `direction` of every writer, then `own`."""
         found = [(self.values["hook_embed"] * direction).sum()[None]]
         for layer in range(self.layer):
-            z, weight = self.values[f"blocks.{layer}.attn.hook_z"], _wide(self.model.blocks[layer].attn.W_O)
+            z, weight = self.values[f"blocks.{layer}.attn.hook_z"], wide(self.model.blocks[layer].attn.W_O)
             found.append(torch.einsum("phd,hdm,pm->h", z, weight, direction))
             found.append((self.values[f"blocks.{layer}.hook_mlp_out"] * direction).sum()[None])
         bias = self.model.tree.accumulated_bias(self.layer, include_mlp_biases=False)
-        return torch.cat([*found, (direction @ _wide(bias).to(direction)).sum()[None], own[None]])
-
-
-def _wide(value: Tensor) -> Tensor:
-    """Cast to float32, unless already wider."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+        return torch.cat([*found, (direction @ wide(bias).to(direction)).sum()[None], own[None]])

@@ -146,7 +146,7 @@ def _exists(match: re.Match[str], heads: int, model: "Model") -> tuple[int, int]
 
 def _normalized(stream: Stream, model: "Model") -> Stream:
     """The stream divided by its root mean square, without a norm's weight."""
-    wide = stream.float()
+    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
     return wide / (wide.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
 
 
