@@ -49,8 +49,25 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
     for old, new in changes.items():
         ids = _replaced(ids, model, old, new)
     prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+    return _run(base, prompts, replay=base, hooks=hooks, **options)
+
+
+def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:
+    """Run the prompts of `base` again with its settings and seed.
+
+    Args:
+        base: a run.
+        hooks: as in `sinklens.generate`.
+        **options: further keyword arguments of `sinklens.generate`, such as ``replay``.
+    """
+    real = base.real[:, : base.prompt_length]
+    ids = base.canvas[:, 0, : base.prompt_length]
+    return _run(base, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)], hooks=hooks, **options)
+
+
+def _run(base: Generation, prompts: Any, **options: Any) -> Generation:
     settings = {name: value for name, value in _settings(base).items() if name not in options}
-    run = generate(model, prompts, seed=base.seed, replay=base, hooks=hooks, **settings, **options)
+    run = generate(base.model, prompts, seed=base.seed, **settings, **options)
     return replace(run, single=base.single)
 
 

@@ -10,6 +10,7 @@ from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
+from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.values import AblateSinkValues
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, RunContext
@@ -29,6 +30,7 @@ __all__ = [
     "MaskedLogits",
     "OnSinks",
     "PatchHooks",
+    "PathPatch",
     "Remask",
     "RunContext",
     "SinkToken",
