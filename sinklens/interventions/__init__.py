@@ -10,14 +10,14 @@ from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
-from sinklens.interventions.values import AblateSinkValues
+from sinklens.interventions.values import AblateValues
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, RunContext
 
 __all__ = [
     "AblateHeads",
     "AblateSinkAttention",
-    "AblateSinkValues",
+    "AblateValues",
     "Activations",
     "FixedNoise",
     "ForceTokens",
