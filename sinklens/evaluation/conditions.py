@@ -81,8 +81,10 @@ class Condition:
         if not self.of_unmasked:
             return list(self.hooks)
         track = unmasked()
-        steady = [isinstance(hook, OnSinks) and hook.where is None for hook in self.hooks]
-        return [replace(hook, source=track) if of else hook for hook, of in zip(self.hooks, steady, strict=True)]
+        return [
+            replace(hook, source=track) if isinstance(hook, OnSinks) and hook.where is None else hook
+            for hook in self.hooks
+        ]
 
 
 def _check_state_in_fields(hook: Intervention) -> None:

@@ -2,7 +2,8 @@
 
 `compare` and `effect` compare two runs; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step; `head_outputs` collects head outputs as a reference for ablations.
+reads the residual stream of every step; `head_outputs`, `donors` and `difference_of_means` collect outputs, matched
+values and directions from runs of other prompts, for ablating, resampling and steering.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects
@@ -10,6 +11,7 @@ from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.comparison import Effect, attention_to, compare, effect
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.sweeps import sweep
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "attribution_patching",
     "compare",
     "corrupted",
+    "difference_of_means",
+    "donors",
     "effect",
     "head_outputs",
     "logit_lens",

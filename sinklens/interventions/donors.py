@@ -19,11 +19,11 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.kinds_now import kinds_now, states_now
-from sinklens.interventions.patching import along
+from sinklens.interventions.patching import along, at_heads, head_axis
 from sinklens.interventions.places import Places
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.caches import chosen_points
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse, refuse_empty
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
 from sinklens.sinks.kinds import Kind, State
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class Resample(AtPositions):
         match: what donor and position must have in common, of "step", "state", "position" and "kind".
         seed: seed of the draws, which depend only on the seed, the row's prompt, the step (in a diffusion run), the
             layer and the position.
+        heads: heads whose values are replaced, at points with a head axis (key/value heads where the point has those).
         positions, where: positions whose values are replaced.
     """
 
@@ -162,7 +163,6 @@ class Resample(AtPositions):
 
     def __post_init__(self) -> None:
         refuse_empty(self)
-        refuse(self, "heads")
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
@@ -171,6 +171,7 @@ class Resample(AtPositions):
         points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
         for name in points:
             self.donors.of_point(name)
+            _ = None if self.heads is None else head_axis(name)
         places, draws = Places(self, model, run), Draws(self.donors, self.match, self.seed, run)
 
         def resample(value: Tensor, hook: Point) -> Tensor | None:
@@ -181,6 +182,7 @@ class Resample(AtPositions):
             first = run.first(step, queries)
             wanted = torch.nn.functional.pad(mask.any(dim=1), (first, 0))
             new = draws.values(hook, name, wanted, value.dtype)[:, first:]
-            return torch.where(along(mask, name, value), new, value)
+            chosen = along(mask, name, value)
+            return torch.where(chosen if self.heads is None else chosen & at_heads(self.heads, name, value), new, value)
 
         return [*draws.first(), *places.first(), *((name, resample) for name in points), *places.last()]

@@ -229,11 +229,7 @@ class PatchHooks(AtPositions):
             )
         if mask is not None:
             new = torch.where(along(mask, name, here), new, here)
-        if self.heads is None:
-            return new
-        heads = head_axis(name)
-        chosen = head_mask(within("head", self.heads, here.shape[heads]), here.shape[heads], here.device)
-        return torch.where(chosen.view([-1 if axis == heads else 1 for axis in range(here.ndim)]), new, here)
+        return new if self.heads is None else torch.where(at_heads(self.heads, name, here), new, here)
 
     def _moved(self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"]) -> Tensor:
         """`here` with values of `new` at `places`; places outside of it belong to other steps."""
@@ -323,6 +319,13 @@ def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> B
         return mask[:, 0].reshape(shape)
     shape[head] = mask.shape[1]
     return (mask if head < names.position_axis(name) % value.ndim else mask.transpose(1, 2)).reshape(shape)
+
+
+def at_heads(heads: Sequence[int], name: str, value: Tensor) -> Bool[Tensor, "..."]:
+    """True at `heads` along the head axis of `value`, of size 1 along the others."""
+    axis = head_axis(name)
+    chosen = head_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
+    return chosen.view([-1 if other == axis else 1 for other in range(value.ndim)])
 
 
 def head_axis(name: str) -> int:
