@@ -262,24 +262,6 @@ def refuse_empty(what: Intervention, *more: str) -> None:
             )
 
 
-class Queries:
-    """The queries of a pass that an intervention affects: those at its `positions` that one of its `steps` owns."""
-
-    def __init__(self, what: Intervention, run: RunContext | None) -> None:
-        self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
-        self._places = None if run is None else place_mask(what.positions, run.real)
-
-    def of(self, step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
-        """True at the affected queries, per row or with one row for all; None if this step affects none."""
-        if self._run is None or self._places is None:
-            return place_mask(self._positions, torch.ones(1, queries, dtype=torch.bool, device=device))
-        active = torch.zeros(queries, dtype=torch.bool, device=device)
-        for span in self._run.query_spans(step or 0, queries):
-            active[span.start : span.stop] = self._in_step(span.step)
-        first = self._run.first(step or 0, queries)
-        return self._places[:, first : first + queries].to(device) & active if bool(active.any()) else None
-
-
 class Distances:
     """Key position minus query position in a pass; counts the queries, which a one-row additive mask does not show.
 
