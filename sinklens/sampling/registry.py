@@ -28,7 +28,7 @@ from sinklens.sampling.settings import (
     require_integer,
 )
 from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
-from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
+from sinklens.sampling.settings_shifted import DreamBlockSettings, OpenDcoderSettings, Rnd1Settings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -69,6 +69,7 @@ SAMPLERS: dict[str, Sampler] = {
     for sampler in (
         Sampler("llada", LladaSettings, "sinklens.sampling.llada:denoise"),
         Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
+        Sampler("dream-blocks", DreamBlockSettings, "sinklens.sampling.dream_blocks:denoise"),
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
         Sampler("rnd1", Rnd1Settings, "sinklens.sampling.rnd1:denoise"),
         Sampler("open-dcoder", OpenDcoderSettings, "sinklens.sampling.open_dcoder:denoise"),
