@@ -57,6 +57,7 @@ class AttentionPoints(AttentionWeights, Points):
     hook_q: Point
     hook_k: Point
     hook_v: Point
+    hook_fresh: Point
     hook_rot_q: Point
     hook_rot_k: Point
     hook_attn_mask: Point
@@ -81,6 +82,7 @@ class AttentionPoints(AttentionWeights, Points):
         self.__dict__["_projections"] = (projections, d_head)  # not submodules: the layer owns them
         self.__dict__["_norms"] = norms
         outside = {"hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name}  # tapped at the projections
+        outside.add("hook_fresh")  # known before attention begins
         outside |= {spec.name for spec in names.QK_NORM.values()}
         inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
         self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]

@@ -263,14 +263,15 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover, keys = self.watch.handover, self.watch.keys
+        handover, keys, held = self.watch.handover, self.watch.keys, self.watch.held
         self.watch.peeked = peeked = dict.fromkeys(wanted)
+        self.watch.held = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked, self.watch.keys = None, keys
+            self.watch.peeked, self.watch.keys, self.watch.held = None, keys, held
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.

@@ -17,6 +17,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("model", "passes", "tokens", "prompts", "fingerprint", "selfcheck"),
     ("sinks",),
     ("identity",),
+    ("caching",),
     ("runs",),
     ("tracing",),
     ("interventions",),

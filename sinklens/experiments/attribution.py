@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import axes_of
 from sinklens.prompts import Prompt
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 Metric = Callable[[Tensor], Tensor]
-UNPATCHED = ("hook_attn_mask", "hook_sink_scores", "hook_expert_indices")  # zeros, a result, and numbers of experts
+UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts
 SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes over which effects are summed
 EMBED = "hook_embed"
 ORDER = ("layer", "head", "kv_head", "query", "pos", "key", "expert", "k")

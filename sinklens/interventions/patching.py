@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places, head_mask, on_heads
 from sinklens.interventions.where import AtPositions
@@ -82,7 +83,7 @@ class PatchHooks(AtPositions):
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
             many as this run has.
-        names: points to patch; by default all that `source` holds, except the read-only ``hook_sink_scores``.
+        names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
         steps: steps of this run; by default those for which `source` holds values.
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
@@ -121,7 +122,7 @@ class PatchHooks(AtPositions):
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         chosen, example = self._chosen_steps(run), self.source[min(self.source)]
-        default = [str(name) for name in example if not str(name).endswith("hook_sink_scores")]
+        default = [str(name) for name in example if not str(name).endswith(READ_ONLY)]
         points = chosen_points(default if self.names is None else self.names, model, self.layers)
         for name in points:
             if any(name not in self.source[step + self.shift] for step in chosen):

@@ -26,6 +26,7 @@ from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
+from sinklens.runs.policies import key_cache_for, read_by_policy
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
@@ -55,6 +56,7 @@ class Denoising:
         self.model, self.request = model, request
         started = start(model, request)
         self.settings, self.state = started.settings, started.state
+        self.state.keys = key_cache_for(model, self.settings, self.state, request.cache)
         self._vocabulary: dict[int, str] = {}
         self.hooks = self._resolve(request.entries)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
@@ -151,13 +153,13 @@ class Denoising:
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         """Attach the run's hooks to their points; on exit, restore the model."""
-        tree = self.model.tree
+        tree, recorder = self.model.tree, self._recorder
         handles = []
         try:
             for name, function in self.hooks:
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]
                 handles.append((point, point.add_hook(self._checked(function))))
-            with nullcontext() if self._recorder is None else self._recorder.attached():
+            with read_by_policy(self.state.keys), nullcontext() if recorder is None else recorder.attached():
                 yield
         finally:
             for point, handle in handles:

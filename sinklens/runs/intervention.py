@@ -93,6 +93,8 @@ class RunContext:
         """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
         if self.tree.watch.length is not None:
             return self.tree.watch.length - queries
+        if not self.causal and queries == self.real.shape[1]:
+            return 0  # keys and values of all columns, of which the pass may compute a part
         return self.prompt_length + step - queries if self.causal else self.first_column()
 
     def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
@@ -270,18 +272,21 @@ class Distances:
 
     def __init__(self) -> None:
         self._queries = 0
+        self._first: int | None = None
 
     def pairs(self, layers: Sequence[int]) -> Pairs:
         """The hooks that count the queries."""
         return [(f"blocks.{layer}.attn.hook_rot_q", self._count) for layer in layers]
 
     def _count(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        self._queries = value.shape[1]
+        self._queries, held = value.shape[1], hook.watch.held
+        self._first = None if held is None else held.window.start
 
     def of(self, mask: Tensor) -> Int[Tensor, "query key"]:
-        """The distances for the additive mask `mask`; queries are the last positions."""
+        """The distances for the additive mask `mask`; queries are the last positions, or the computed window."""
         keys = torch.arange(mask.shape[-1], device=mask.device)
-        return keys[None, :] - keys[len(keys) - self._queries :, None]
+        first = len(keys) - self._queries if self._first is None else self._first
+        return keys[None, :] - keys[first : first + self._queries, None]
 
 
 def row_key(prompt: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sinklens.hooks.names import HookName
 from sinklens.runs.intervention import HookFunction, Intervention
 from sinklens.runs.result import Replayable
+from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
 
 Hooks = Intervention | Sequence[tuple[HookName, HookFunction] | Intervention]
@@ -29,6 +30,7 @@ class RunRequest:
         hooks: (name or predicate, function) pairs and interventions.
         record_sinks: whether sinks are recorded, or what is recorded.
         replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
+        cache: a cache policy or its name; None computes every position in every step.
         progress: whether a progress bar is shown; None shows it on a terminal.
         copies: how many times the prompts are repeated in the batch, one complete copy after another (`sweep`).
         entries: the hooks as a tuple; a generator can be read only once.
@@ -41,6 +43,7 @@ class RunRequest:
     hooks: Hooks = ()
     record_sinks: bool | Record = True
     replay: Replayable | Tensor | None = None
+    cache: Policy | str | None = None
     progress: bool | None = None
     copies: int = 1
     entries: tuple[tuple[HookName, HookFunction] | Intervention, ...] = field(init=False, repr=False, compare=False)

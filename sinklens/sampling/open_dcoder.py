@@ -37,10 +37,11 @@ def denoise(state: State, settings: OpenDcoderSettings) -> Iterator[None]:
 
 def _step(state: State, settings: OpenDcoderSettings, times: Float[Tensor, " step"], step: int) -> None:
     canvas = state.begin_step()
-    where = (canvas == state.mask_id) & state.real
+    masked = (canvas == state.mask_id) & state.real
+    where = masked & state.computed()
     drawn = _draw(state, settings, canvas, where)
     confidence = state.spread_confidence(where, _confidence(settings, drawn))
-    counts = decisions.dream_schedule(where.sum(dim=1), times, step)
+    counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
     if settings.alg_temp:
         commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
     else:

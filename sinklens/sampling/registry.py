@@ -29,7 +29,7 @@ from sinklens.sampling.settings import (
 )
 from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
 from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
-from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
+from sinklens.sampling.settings_shifted import DreamBlockSettings, OpenDcoderSettings, Rnd1Settings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -70,6 +70,7 @@ SAMPLERS: dict[str, Sampler] = {
     for sampler in (
         Sampler("llada", LladaSettings, "sinklens.sampling.llada:denoise"),
         Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
+        Sampler("dream-blocks", DreamBlockSettings, "sinklens.sampling.dream_blocks:denoise"),
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
         Sampler("rnd1", Rnd1Settings, "sinklens.sampling.rnd1:denoise"),
         Sampler("open-dcoder", OpenDcoderSettings, "sinklens.sampling.open_dcoder:denoise"),

@@ -30,6 +30,7 @@ from sinklens.runs.recorder import after
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, Replayable
 from sinklens.sampling import RunSettings
+from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
 from sinklens.tracing.steps import Steps, StepServer
 
@@ -43,6 +44,7 @@ def trace(
     hooks: Hooks = (),
     record_sinks: bool | Record = True,
     replay: Replayable | Tensor | None = None,
+    cache: Policy | str | None = None,
     progress: bool | None = None,
     **settings: Unpack[RunSettings],
 ) -> "Trace":
@@ -74,6 +76,9 @@ def trace(
             prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
             ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
             decide.
+        cache: a policy of `sinklens.caching` (`DualCache()`, or its name, "dual"): which keys and values a step
+            computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
+            only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
         progress: show a progress bar; by default on a terminal, after a few seconds.
         **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
             `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing
@@ -88,7 +93,7 @@ def trace(
     """
     request = RunRequest(
         prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
-        record_sinks=record_sinks, replay=replay, progress=progress,
+        record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
     )  # fmt: skip
     return Trace(_denoising(model, request))
 
@@ -102,6 +107,7 @@ def generate(
     hooks: Hooks = (),
     record_sinks: bool | Record = True,
     replay: Replayable | Tensor | None = None,
+    cache: Policy | str | None = None,
     progress: bool | None = None,
     **settings: Unpack[RunSettings],
 ) -> Generation:
@@ -120,6 +126,7 @@ def generate(
         hooks: ``[(name or predicate, fn(value, hook)), …]`` and interventions.
         record_sinks: record sink scores; a `sinks.Record` sets what else to record.
         replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
+        cache: a cache policy or its name; None computes every position in every step.
         progress: show a progress bar; None shows it on a terminal, after a few seconds.
         **settings: settings of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
 
@@ -128,7 +135,7 @@ def generate(
     """
     request = RunRequest(
         prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
-        record_sinks=record_sinks, replay=replay, progress=progress,
+        record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
     )  # fmt: skip
     denoising = _denoising(model, request)
     _refuse_nesting(denoising.model)
