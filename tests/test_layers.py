@@ -22,6 +22,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("tracing",),
     ("interventions",),
     ("experiments",),
+    ("features",),
     ("views",),
     ("tasks",),
     ("evaluation",),
