@@ -20,7 +20,7 @@ receiver's queries for ``.q``, and those of its keys and values for ``.k`` and `
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -172,6 +172,8 @@ class PathPatch(Intervention):
             refuses, or a model with norms after its sublayers.
     """
 
+    within_step: ClassVar[bool] = True
+
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
     source: Mapping[int, Any]
@@ -180,6 +182,10 @@ class PathPatch(Intervention):
 
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
+
+    def acting_steps(self, steps: int) -> list[int]:
+        """See `Intervention.acting_steps`."""
+        return [step - self.shift for step in self.source] if self.steps is None else super().acting_steps(steps)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
