@@ -139,10 +139,11 @@ def _depends_on_the_batch(given: dict[str, Any], answer: Tensor) -> bool:
 def _fast_dllm_v2(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
     prompt, canvas, result = _parts(folder, number)
     size, length = given["block_size"], prompt.shape[1]
-    if given["sampler"] != "generate" or given.get("use_block_cache") or length == size:
+    if given["sampler"] != "generate" or length == size:
         return
     settings = {"small_block_size": given["small_block_size"], "threshold": float(given["threshold"])}
     settings |= {"gen_length": (length // size + given["max_new_tokens"] // size) * size + 1 - length}
+    settings |= {"use_block_cache": True} if given.get("use_block_cache") else {}
     changes = {"eos_token_id": given["stop_token"]}
     yield StoredRun(number, prompt, settings, canvas, result, None, changes, size, first_in_pass=size)
 

@@ -8,8 +8,8 @@ from sinklens.devices.conformance import _single
 from sinklens.devices.parts import Setting
 from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_runs
 
-LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {2, 7, 8}}
-"""Runs that depend on the batch or show a defect, that use stale keys, or that are the reference's batched sampler."""
+LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}}
+"""Runs that depend on the batch or show a defect, or that are the reference's batched sampler."""
 QUICK = {"sdar": 6, "bd3lm": 11, "fast-dllm-v2": 5, "llada2-moe": 10, "rnd1": 1, "open-dcoder": 8, "diffusion-gemma": 4}
 
 
