@@ -268,7 +268,8 @@ def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], querie
         raise SinklensError(
             f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."
         )
-    known = {name for sampler in samplers for name in find_sampler(sampler).setting_names()}
+    samplers = [given["sampler"]] if "sampler" in given else samplers
+    known = {"sampler", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
     for name in given:
         if name not in known:
             raise SinklensError(

@@ -46,6 +46,7 @@ class Settings(TypedDict, total=False):
     stop: bool
     right_shift_logits: bool
     small_block_size: int
+    use_block_cache: bool
     minimal_topk: int
     eos_early_stop: bool
     editing_threshold: float
