@@ -178,7 +178,7 @@ class HeldKeys:
         norm: nn.Module | None = getattr(attn, architecture.k_norm, None) if architecture.k_norm else None
         keys = (raw if norm is None else class_forward(norm, raw)).transpose(1, 2)
         cos, sin = base.rotary_emb(raw, position_ids=self._positions)
-        rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb
         return rotate(keys, keys, cos, sin)[1]
 
     def keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:

@@ -26,7 +26,7 @@ from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
-from sinklens.runs.policies import key_cache_for, read_by_policy
+from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
@@ -123,7 +123,8 @@ class Denoising:
                 f"record_sinks must be True, False or a Record such as Record(['values']); got {record!r}."
             )
         chosen = Record() if record is True else record
-        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
+        more = VARIABLES if self.state.keys is not None else None
+        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more)
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs, including those of interventions."""
@@ -278,7 +279,7 @@ class Denoising:
         self.describe()  # first, because a step is readable as soon as it is in the store
         assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
-        self._recorder.end_step(step, state.first, canvases)
+        self._recorder.end_step(step, state.first, canvases | recorded(state.keys))
 
     def describe(self, **run_arrays: np.ndarray) -> None:
         """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new."""
@@ -310,7 +311,7 @@ class Denoising:
             "dtype": str(self.model.cfg.dtype),
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
-        }
+        } | ({} if self.state.keys is None else {"cache": repr(self.state.keys.policy)})
 
 
 class _Recording:
