@@ -169,7 +169,8 @@ class PatchHooks(AtPositions):
     def _places(self, points: Sequence[str], model: "Model", run: RunContext | None) -> Places:
         """The positions to patch at `points`."""
         layered = [name for name in points if name.startswith("blocks.")]
-        places = Places(self, model, run, sorted({int(name.split(".")[1]) for name in layered}))
+        layers = sorted({int(name.split(".")[1]) for name in layered})
+        places = Places(self, model, run, layers, queries=any(map(of_queries, points)))
         for name in points:
             if name not in layered:
                 places.refuse_by_layer(name)
