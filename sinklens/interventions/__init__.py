@@ -8,6 +8,7 @@ follow the run.
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.interventions.keys import HideKeys, HoldSinks
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
@@ -32,6 +33,8 @@ __all__ = [
     "ForceTokens",
     "FreezePattern",
     "HeadOutputs",
+    "HideKeys",
+    "HoldSinks",
     "Intervention",
     "KeepKeys",
     "MaskSinks",
