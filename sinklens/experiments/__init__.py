@@ -15,6 +15,7 @@ from sinklens.experiments.edges import Edge, edge_attribution, path_patching_eff
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.reference_runs import difference_of_means, donors
+from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.writers import write_attribution
 
@@ -38,6 +39,7 @@ __all__ = [
     "patching_effects",
     "path_across_steps",
     "path_patching_effects",
+    "sinks_compared",
     "strongest_edges",
     "sweep",
     "write_attribution",
