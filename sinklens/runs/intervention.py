@@ -65,6 +65,7 @@ class RunContext:
         special: ids of special tokens, as in `Model.special_tokens`.
         marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
         first_column: returns the first canvas column that the current pass of a diffusion run computes.
+        computed: returns the positions that the current step computes under a cache policy; None without a policy.
     """
 
     tree: "HookTree"
@@ -78,6 +79,7 @@ class RunContext:
     special: dict[str, list[int]]
     marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     first_column: Callable[[], int] = lambda: 0
+    computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
 
     @property
     def causal(self) -> bool:
