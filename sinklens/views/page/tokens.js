@@ -72,6 +72,7 @@ function sentence() {
   }
   const state = info.causal ? `${count(existing(step), "position exists", "positions exist")} when it begins. ` : `${count(open, "position is", "positions are")} undecided when it begins. `;
   const start = [strong(`Step ${info.steps[step]}. `), state];
+  if (run.live && view.head === ALL) return [...start, `The figures of ${who} are complete when the run has ended.`];
   if (at === null) return [...start, `${who[0].toUpperCase()}${who.slice(1)} has no attention at all.`];
   const score = scoreAt(step, at), where = strong(`position ${numberOf(at)}`);
   where.className = "where";
