@@ -119,10 +119,12 @@ function editCell(at) {
   write(byId("chip-fields"), one.box);
   byId("chip-form").onsubmit = () => {
     const given = one.read(), id = given !== null && /^\d+$/.test(given) ? Number(given) : null;
-    if (!lab.edits || lab.edits.step !== step || lab.edits.run !== shownId()) lab.edits = { step, run: shownId(), cells: new Map() };
-    lab.edits.cells.set(at, given === null ? { token: modelOf(shownId()).mask_token, text: "░" } : { token: id ?? given, text: given });
+    if (shownId() === lab.B) setA(lab.B);
+    if (!lab.edits || lab.edits.step !== step) lab.edits = { step, cells: new Map() };
+    lab.edits.cells.set(at, given === null ? { token: modelOf(lab.A).mask_token, text: "░" } : { token: id ?? given, text: given });
+    performance.mark("chip");
     drawEdits();
-    keep();
+    changed();
   };
   byId("chip-dialog").showModal();
 }
@@ -130,13 +132,13 @@ function editCell(at) {
 function drawEdits() {
   byId("edits").hidden = !lab.edits;
   if (!lab.edits) return;
-  byId("edits-title").textContent = `The canvas when step ${lab.edits.step} begins`;
+  byId("edits-title").textContent = `The canvas of run A when step ${lab.edits.step} begins`;
   write(byId("edit-list"), ...[...lab.edits.cells].map(([at, { text }]) => {
     const item = make("li", undefined, "chip"), said = make("span", undefined, "said");
     write(said, `position ${at}: `, quoted(text));
     const label = make("label");
     label.append(said);
-    item.append(label, button("×", `Leave position ${at} as it is`, () => { lab.edits.cells.delete(at); if (!lab.edits.cells.size) lab.edits = null; drawEdits(); }));
+    item.append(label, button("×", `Leave position ${at} as it is`, () => { lab.edits.cells.delete(at); if (!lab.edits.cells.size) lab.edits = null; drawEdits(); changed(); }));
     return item;
   }));
 }
@@ -151,6 +153,6 @@ function listenChips() {
   for (const name of ["same", "model-b"]) byId(name).addEventListener("change", changed);
   byId("auto").addEventListener("change", () => keep());
   byId("run-b").addEventListener("click", attempt(runB));
-  byId("edit-run").addEventListener("click", attempt(continueEdited));
-  byId("edit-clear").addEventListener("click", () => { lab.edits = null; drawEdits(); });
+  byId("edit-run").addEventListener("click", attempt(runB));
+  byId("edit-clear").addEventListener("click", () => { lab.edits = null; drawEdits(); changed(); });
 }

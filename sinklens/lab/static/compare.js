@@ -9,18 +9,26 @@ function tokenOf(of, step, pos) {
 }
 
 const compare = attempt(async () => {
-  const { A, B } = lab, ready = A && B && [A, B].every((id) => lab.runs.has(id) && !isActive(id));
-  byId("compare").hidden = !ready;
-  for (const of of lab.opened.values()) of.differs = null;
-  if (!ready) { drawTokens(); return; }
+  const { A, B } = lab, card = byId("compare"), ready = A && B && [A, B].every((id) => lab.runs.has(id) && !isActive(id));
+  card.setAttribute("aria-busy", String(Boolean(B && !ready)));
+  if (!B) card.hidden = true;
+  for (const of of lab.opened.values()) of.differs = lab.pair && ready ? of.differs : null;
+  if (!ready) return;
   const [a, b] = await Promise.all([opened(A), opened(B)]);
-  if (!a || !b || a.live || b.live) { byId("compare").hidden = true; return; }
-  if (!lab.pair || lab.pair.key !== `${A}/${B}`) lab.pair = { key: `${A}/${B}`, a, b, ...(await askJson(`/api/compare?a=${A}&b=${B}`)) };
   if (lab.A !== A || lab.B !== B) return;
+  if (!a || !b || a.live || b.live) { card.hidden = true; return; }
+  if (!lab.pair || lab.pair.key !== `${A}/${B}`) {
+    const numbers = await askJson(`/api/compare?a=${A}&b=${B}`);
+    if (lab.A !== A || lab.B !== B) return;
+    lab.pair = { key: `${A}/${B}`, a, b, ...numbers };
+  }
   markDifferences(lab.pair);
+  card.hidden = false;
   drawTokens();
   drawCompare();
+  card.dataset.pair = lab.pair.key;
   if (performance.getEntriesByName("chip").length) performance.measure("chip-to-picture", "chip");
+  performance.clearMarks("chip");
 });
 
 function markDifferences(pair) {

@@ -58,13 +58,15 @@ function historyItem(summary) {
 
 // Shows a run as A or B; the changes become those of B, and as A the form becomes that of A.
 async function place(slot, id) {
-  if (slot === "B" && !lab.A) slot = "A";
-  if (lab[other(slot)] === id) Object.assign(lab, { A: id, B: null });
-  else Object.assign(lab, { [slot]: id });
-  Object.assign(lab, { shown: slot === "B" && !lab.B ? "A" : slot, pair: null, following: false, edits: null });
-  const request = await requestOf(id);
-  if (slot === "B") lab.chips = (request.chips || []).map((chip) => ({ ...chip }));
-  else fillForm(request);
+  lab.following = false;
+  const request = await requestOf(id), asB = slot === "B" && lab.A && lab.A !== id;
+  if (asB) Object.assign(lab, { B: id, shown: "B", pair: null, chips: (request.chips || []).map((chip) => ({ ...chip })) });
+  else {
+    const B = lab.B !== id && lab.B;
+    setA(id);
+    if (B) lab.B = B;
+    fillForm(request);
+  }
   drawChips();
   drawHistory();
   await present();
@@ -72,7 +74,7 @@ async function place(slot, id) {
 
 // Makes run B the reference.
 async function pin() {
-  Object.assign(lab, { A: lab.B, B: null, shown: "A", pair: null });
+  setA(lab.B);
   drawHistory();
   await present();
 }

@@ -38,9 +38,9 @@ async function post(body) {
 
 async function runA() {
   performance.mark("asked");
-  lab.chips = lab.chips.filter(Boolean);
   const id = await post(requestOfForm());
-  Object.assign(lab, { A: id, B: null, shown: "A", pair: null, edits: null, again: lab.chips.some(({ on }) => on) });
+  setA(id);
+  lab.again = lab.chips.some(({ on }) => on);
   present();
 }
 
@@ -50,7 +50,9 @@ async function runB() {
   const mine = ++lab.sent, before = lab.B;
   if (before && isActive(before)) askJson(`/api/runs/${before}/cancel`, {}).catch(() => {});
   const other = byId("model-b").value, request = await requestOf(lab.A);
-  const body = { ...request, chips: lab.chips, replay: byId("same").checked && other === "" ? lab.A : null, compare_to: lab.A };
+  const canvas = lab.edits ? { run_id: lab.A, step: lab.edits.step, cells: [...lab.edits.cells].map(([at, { token }]) => [at, token]) } : request.canvas || null;
+  const replay = byId("same").checked && other === "" && !canvas ? lab.A : null;
+  const body = { ...request, chips: lab.chips, canvas, replay, compare_to: lab.A };
   if (other) Object.assign(body, { model: other, settings: {}, sampler: null });
   const id = await post(body);
   if (mine !== lab.sent) return undefined;
@@ -58,18 +60,16 @@ async function runB() {
   return present();
 }
 
-async function continueEdited() {
-  const { step, cells } = lab.edits, from = shownId();
-  const body = { ...(await requestOf(from)), canvas: { run_id: from, step, cells: [...cells].map(([at, { token }]) => [at, token]) }, replay: null, compare_to: from };
-  const id = await post(body);
-  Object.assign(lab, { A: from, B: id, shown: "B", pair: null, edits: null });
-  drawEdits();
-  return present();
-}
-
 async function requestOf(id) {
   if (!lab.requests.has(id)) lab.requests.set(id, (await askJson(`/api/runs/${id}`)).request);
   return lab.requests.get(id);
+}
+
+// Another run A; edits of the canvas belong to the one before.
+function setA(id) {
+  Object.assign(lab, { A: id, B: null, shown: "A", pair: null, edits: null });
+  lab.sent++;
+  drawEdits();
 }
 
 const halt = async () => Promise.all([lab.A, lab.B].filter((id) => id && isActive(id)).map((id) => askJson(`/api/runs/${id}/cancel`, {})));
@@ -79,7 +79,7 @@ function changed() {
   drawChips();
   keep();
   if (!byId("auto").checked || !lab.A) return;
-  if (!lab.chips.some(({ on }) => on) && byId("model-b").value === "") return dropB();
+  if (!lab.chips.some(({ on }) => on) && !lab.edits && byId("model-b").value === "") return dropB();
   clearTimeout(lab.soon);
   lab.soon = setTimeout(() => attempt(runB)(), 20);
 }
@@ -120,17 +120,17 @@ const present = attempt(async () => {
   const wanted = (lab.wanted = id), next = await opened(id);
   if (lab.wanted !== wanted || !next || next.info.steps.length === 0) return;
   await show(next);
-  if (!next.live) await compare();
+  await compare();
   keep();
 });
 
 async function show(next) {
-  const first = byId("results").hidden, follow = !run || (run.live && view.step === T - 1), other = run !== next;
+  const first = byId("results").hidden, different = run !== next;
   byId("results").hidden = false;
   byId("bar").hidden = false;
   const same = run && run.info.positions === next.info.positions && !next.live && !run.live && run.id !== next.id;
   useRun(next);
-  view.step = follow || view.step >= T ? T - 1 : view.step;
+  view.step = Math.min(view.wish ?? T - 1, T - 1);
   if (!has(view.layer) || view.layer >= L || view.head >= H) Object.assign(view, { layer: ALL, head: ALL });
   if (view.position !== null && view.position >= P) view.position = null;
   fillControls();
@@ -141,7 +141,7 @@ async function show(next) {
   if (start) lab.fresh = false;
   if (start) await choose(...next.info.start);
   else await choose(view.layer, view.head);
-  if (other || first) startAttention();
+  if (different || first) startAttention();
   listProposals();
   document.body.dataset.shown = `${next.id}/${next.live ? "live" : "done"}`;
 }
@@ -152,11 +152,10 @@ function grow() {
   const next = lab.live.get(shownId());
   if (!next || !next.info.steps.length) return;
   if (run !== next) { present(); return; }
-  const follow = view.step >= T - 2;
   useRun(next);
   byId("step").max = T - 1;
   for (const name of ["step", "play", "back", "forward"]) byId(name).disabled = T < 2;
-  if (follow) view.step = T - 1;
+  view.step = Math.min(view.wish ?? T - 1, T - 1);
   choose(view.layer, view.head);
   document.body.dataset.shown = `${next.id}/live`;
   document.body.dataset.steps = T;
@@ -184,7 +183,7 @@ const HANDLERS = {
   removed({ run: id }) {
     for (const store of [lab.runs, lab.opened, lab.live, lab.requests]) store.delete(id);
     if (id === lab.B) dropB();
-    if (id === lab.A) Object.assign(lab, { A: lab.B, B: null, shown: "A", pair: null });
+    if (id === lab.A) setA(lab.B);
   },
 };
 

@@ -242,10 +242,11 @@ function listenAttention() {
 function startAttention() {
   const { places, why } = run.attention, none = places !== null && !places.length;
   byId("attention").querySelectorAll("#attention-choice, .pair, .circuits").forEach((part) => { part.hidden = none; });
+  shown.ready = !none;
   if (none) { byId("attention-text").textContent = why; return; }
   const best = places ? places.filter(([, layer]) => layer === view.layer) : [[info.steps[view.step], Math.max(0, view.layer)]];
   const [step, layer] = best[Math.floor(best.length / 2)] || places[0];
-  Object.assign(shown, { step, layer, head: Math.max(0, view.head), ready: true });
+  Object.assign(shown, { step, layer, head: Math.max(0, view.head) });
   fillAttention();
   showAttention().then(() => performance.mark("attention")).catch(fail);
 }

@@ -15,7 +15,8 @@ async function choose(layer, head) {
 
 function goTo(step) {
   const before = view.step;
-  view.step = Math.max(0, Math.min(T - 1, step));
+  view.step = clamp(step, 0, T - 1);
+  view.wish = view.step === T - 1 ? null : view.step; // the step to show in another run; null: its last
   drawStep();
   if (view.step !== before) followStep();
 }
