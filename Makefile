@@ -65,6 +65,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up .venv; the first time this takes minutes"
 	$(PYTHON) -m venv .venv || { rm -f $(UNFINISHED); exit 1; }
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip || { rm -f $(UNFINISHED); exit 1; }
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray,lm-eval]' || { rm -f $(UNFINISHED); exit 1; }
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,lab,ray,lm-eval]' || { rm -f $(UNFINISHED); exit 1; }
 	@$(BIN)/python scripts/name_checkout.py
 	@mv $(UNFINISHED) $(STAMP)

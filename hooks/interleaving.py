@@ -24,29 +24,30 @@ from torch import nn
 from sinklens.errors import HookNameError, SinklensError, nearest
 
 
-def _import_beartype_first() -> None:
-    """Import beartype, if installed, while all attributes of `object` are hashable.
+@contextmanager
+def object_without_save() -> Iterator[None]:
+    """Remove `save`, which nnsight adds to `object`, during the block.
 
-    nnsight adds an unhashable `save` to `object`, and beartype hashes all attributes of `object` on import; so ``import
-    beartype`` fails in any process that imported nnsight first. nnsight itself imports anyio first for a similar
-    reason. If nnsight was imported before sinklens, `save` is removed during the import of beartype.
+    For imports of libraries that inspect all attributes of `object`: beartype hashes them, and `save` is unhashable;
+    anyio's classes of socket attributes require that each has a type. nnsight imports parts of anyio first for the
+    same reason.
     """
-    if "beartype" in sys.modules or importlib.util.find_spec("beartype") is None:
-        return
     if "nnsight" not in sys.modules or "save" not in vars(object):
-        importlib.import_module("beartype")
+        yield
         return
     from nnsight import save
     from nnsight._c import mount, unmount
 
     unmount("save")
     try:
-        importlib.import_module("beartype")
+        yield
     finally:
         mount(save, "save")
 
 
-_import_beartype_first()
+if "beartype" not in sys.modules and importlib.util.find_spec("beartype") is not None:
+    with object_without_save():  # `import beartype` fails in any process that imported nnsight first
+        importlib.import_module("beartype")
 
 from nnsight import NNsight  # noqa: E402
 from nnsight.intervention.batching import Batcher  # noqa: E402

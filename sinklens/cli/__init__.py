@@ -1,4 +1,4 @@
-"""The command line: ``sinklens demo | trace | analyse | evaluate | score | table | hooks | models | train``."""
+"""The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``."""
 
 from sinklens.cli.app import main
 

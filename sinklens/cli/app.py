@@ -1,4 +1,4 @@
-"""The command line: ``sinklens demo | trace | analyse | evaluate | score | table | hooks | models | train``.
+"""The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``.
 
 Exit codes: 0 success; 1 an error explained by the message; 2 incorrect usage; 130 interrupted. Files are written
 atomically: an interrupted command leaves no partial file.
@@ -51,6 +51,7 @@ class _ExactParser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     from sinklens.cli.evaluation import add_evaluation
+    from sinklens.cli.lab import add_lab
     from sinklens.cli.studies import add_analyse, add_table
 
     parser = argparse.ArgumentParser(
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_demo(commands)
     _add_trace(commands)
+    add_lab(commands)
     add_analyse(commands)
     add_evaluation(commands)
     add_table(commands)

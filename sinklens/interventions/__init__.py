@@ -6,6 +6,7 @@ pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``
 
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.interventions.keys import HideKeys, HoldSinks
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
@@ -23,6 +24,8 @@ __all__ = [
     "ForceTokens",
     "FreezePattern",
     "HeadOutputs",
+    "HideKeys",
+    "HoldSinks",
     "Intervention",
     "KeepKeys",
     "MaskSinks",

@@ -254,7 +254,7 @@ class KeepKeys(Intervention):
                 return None
             distance = distances.of(value)
             seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
-            return _without(value, seen, distance, chosen.heads, model, run)
+            return without(value, seen, distance, chosen.heads, model, run)
 
         return [*distances.pairs(chosen.layers), *chosen.pairs(forbid)]
 
@@ -314,9 +314,9 @@ class WindowAttention(Intervention):
             if run is None or always is None:
                 free = place_mask(self.always, value.new_ones(1, keys).bool())
             else:
-                free = always[:, _text(run, keys)]
+                free = always[:, text_of_keys(run, keys)]
             seen = self._within(distance) | free[:, None].to(value.device) | ~rows[:, :, None]
-            return _without(value, seen[:, None], distance, heads, model, run)
+            return without(value, seen[:, None], distance, heads, model, run)
 
         return [*distances.pairs(layers), *((f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers)]
 
@@ -329,7 +329,7 @@ class WindowAttention(Intervention):
         return inside if right is None else inside & (distance <= right)
 
 
-def _without(
+def without(
     value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext | None
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
@@ -339,11 +339,11 @@ def _without(
     if bool(model.config.is_causal):  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
     if run is not None:
-        hidden = hidden & run.real[:, None, None, _text(run, value.shape[-1])].to(value.device)
+        hidden = hidden & run.real[:, None, None, text_of_keys(run, value.shape[-1])].to(value.device)
     return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
 
-def _text(run: RunContext, keys: int) -> slice:
+def text_of_keys(run: RunContext, keys: int) -> slice:
     """The text positions of the keys of a pass."""
     length = run.tree.watch.length
     return slice(0, keys) if length is None else slice(length - keys, length)

@@ -353,6 +353,11 @@ class Denoising:
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
         self._recorder.end_step(step, state.first, canvases)
 
+    @property
+    def latest(self) -> dict[str, np.ndarray]:
+        """The variables that the step that ended last recorded, such as ``score`` [batch, layer, head, pos]."""
+        return {} if self._recorder is None else self._recorder.latest
+
     def describe(self, **run_arrays: np.ndarray) -> None:
         """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new."""
         assert self._recorder is not None

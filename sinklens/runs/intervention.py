@@ -263,11 +263,15 @@ def refuse_empty(what: Intervention, *more: str) -> None:
 
 
 class Queries:
-    """The queries of a pass that an intervention affects: those at its `positions` that one of its `steps` owns."""
+    """The queries of a pass that an intervention affects: those at its `positions` that one of its `steps` owns.
 
-    def __init__(self, what: Intervention, run: RunContext | None) -> None:
-        self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
-        self._places = None if run is None else place_mask(what.positions, run.real)
+    Args:
+        every: queries at all positions, for interventions whose `positions` are keys.
+    """
+
+    def __init__(self, what: Intervention, run: RunContext | None, every: bool = False) -> None:
+        self._run, self._in_step, self._positions = run, what.step_test(run), None if every else what.positions
+        self._places = None if run is None else place_mask(self._positions, run.real)
 
     def of(self, step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
         """True at the affected queries, per row or with one row for all; None if this step affects none."""

@@ -37,6 +37,7 @@ class SinkRecorder:
     Attributes:
         patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
         store: where finished steps are kept.
+        latest: the variables of the step that ended last, [batch, ...]; empty before the first.
     """
 
     def __init__(self, record: Record, tree: "HookTree", real: Bool[Tensor, "batch pos"], steps: int) -> None:
@@ -49,6 +50,7 @@ class SinkRecorder:
         ]
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
+        self.latest: dict[str, np.ndarray] = {}
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._places: dict[tuple[str, int], range] = {}
         self._before: dict[tuple[str, int], Tensor] = {}
@@ -130,7 +132,8 @@ class SinkRecorder:
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
             for name, layers in variables.items()
         }
-        self.store.append(arrays | canvases)
+        self.latest = arrays | canvases
+        self.store.append(self.latest)
 
     def _finished(self, part: Quantity, layer: int, extends: bool, first: int) -> dict[str, Tensor]:
         """The variables of one quantity in one layer, padded to the length of the canvas."""

@@ -1,0 +1,62 @@
+"""``sinklens lab``: a live lab in the browser."""
+
+import argparse
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from sinklens.errors import SettingError
+
+
+def add_lab(commands: Any) -> None:
+    """Add ``lab``."""
+    text = "open a live lab in the browser: run the model, change the run by pointing, compare, copy as Python"
+    lab = commands.add_parser("lab", help=text, description=text)
+    lab.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
+    lab.add_argument(
+        "--compare", metavar="MODEL", nargs="+", default=[], help="further models for the same prompts (default: none)"
+    )
+    lab.add_argument(
+        "--keep", type=Path, metavar="DIR",
+        help="folder that keeps the runs, also to open them again (default: runs are deleted when the lab closes)",
+    )  # fmt: skip
+    lab.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
+    lab.add_argument("--no-browser", action="store_true", help="only print the link (default: also open it)")
+    lab.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS",
+        help="address to listen at; others than this machine's own need --allow-network (default: %(default)s)",
+    )  # fmt: skip
+    lab.add_argument(
+        "--allow-network", action="store_true", help="allow a --host that other machines reach (default: no)"
+    )
+    lab.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+    lab.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
+    lab.set_defaults(command=run_lab)
+
+
+def run_lab(options: argparse.Namespace) -> None:
+    """`sinklens lab`."""
+    from sinklens.lab.security import is_local
+    from sinklens.lab.server import Lab, bound, require_extra, warning_of
+
+    require_extra()
+    if not is_local(options.host) and not options.allow_network:
+        raise SettingError(
+            f"--host {options.host} lets other machines reach the lab, where whoever has its link can run the model. "
+            f"Add --allow-network if that is meant; from another machine, ssh -L is safer."
+        )
+    if not 0 <= options.port < 65_536:
+        raise SettingError(f"--port must be from 0 to 65535; got {options.port}.")
+    listener = bound(options.host, options.port)
+    from sinklens.lab.loading import lab_models
+
+    models = lab_models([options.model, *options.compare], dtype=options.dtype, device=options.device)
+    lab = Lab(models, keep=options.keep, host=options.host, listener=listener, framed=False)
+    print(warning_of(options.host), end="\n" if warning_of(options.host) else "")
+    print(f"The lab is open. Anyone with this link can use it:\n  {lab.url}\nCtrl+C closes it.", flush=True)
+    if not options.no_browser:
+        webbrowser.open(lab.url)
+    try:
+        lab.serve()
+    except KeyboardInterrupt:
+        print("\nThe lab is closed." + (f" Its runs are in {options.keep}." if options.keep else ""))

@@ -1,0 +1,304 @@
+"""The lab's web application: the page, its files, and its API, as described in docs/concepts/lab.md.
+
+Every handler reads JSON and returns JSON; a refusal and an error of sinklens become ``{"error": sentence}``. Names in
+addresses are looked up among what exists and are never part of a file's path.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+
+from sinklens.errors import SinklensError
+from sinklens.lab import comparing, forms, problems, reading, saving
+from sinklens.lab.detail import check_index, detail, packed, scores_of_layer
+from sinklens.lab.refusal import Refused, require
+from sinklens.lab.script import script
+from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded
+from sinklens.lab.session import Session
+from sinklens.versions import version_of
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+REMEMBERED = 64  # results that are not computed again
+MOST_STREAMS = 32  # tabs that follow the events at once
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(session: Session, guard: Guard) -> App:
+    """The application behind its guard."""
+    return Guarded(LabApp(session, guard).starlette(), guard)
+
+
+class LabApp:
+    """The handlers of one lab."""
+
+    def __init__(self, session: Session, guard: Guard) -> None:
+        self._session, self._guard = session, guard
+        self._files = {file.name: file for file in STATIC.iterdir() if file.suffix in TYPES}
+        self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
+        self._streams = 0
+
+    def starlette(self) -> Starlette:
+        """The routes."""
+        table: list[tuple[str, str, Handler]] = [
+            ("GET", "/", self.page),
+            ("GET", "/static/{name}", self.file),
+            ("GET", "/api/session", self.describe),
+            ("GET", "/api/tasks/{task}/{index:int}", self.problem),
+            ("GET", "/api/events", self.events),
+            ("POST", "/api/runs", self.submit),
+            ("GET", "/api/runs/{run}", self.run),
+            ("DELETE", "/api/runs/{run}", self.remove),
+            ("POST", "/api/runs/{run}/cancel", self.cancel),
+            ("GET", "/api/runs/{run}/scores", self.scores),
+            ("GET", "/api/runs/{run}/pattern", self.pattern),
+            ("GET", "/api/runs/{run}/proposals", self.proposals),
+            ("GET", "/api/runs/{run}/python", self.python),
+            ("GET", "/api/runs/{run}/page", self.report),
+            ("GET", "/api/compare", self.compare),
+            ("POST", "/api/state", self.add_state),
+            ("GET", "/api/state/{link}", self.state),
+        ]
+        routes = [Route(path, _sentences(handler), methods=[method]) for method, path, handler in table]
+        return Starlette(routes=routes)
+
+    # The page
+
+    async def page(self, request: Request) -> Response:
+        """The page; a link with the token sets the cookie and leads to the page without it."""
+        if "token" in request.query_params:
+            response: Response = RedirectResponse("/", 303)
+            response.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
+            return response
+        return self._static("lab.html")
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page."""
+        return self._static(request.path_params["name"])
+
+    def _static(self, name: str) -> Response:
+        require(name in self._files, "no such file.", 404)
+        return FileResponse(self._files[name], media_type=TYPES[self._files[name].suffix])
+
+    async def describe(self, request: Request) -> Response:
+        """What the page can offer, and the history."""
+        models = self._session.models
+        return JSONResponse(
+            {
+                "models": [forms.of_model(name, entry.model) for name, entry in models.items()],
+                "settings": {name: forms.of_settings(entry.model) for name, entry in models.items()},
+                "chips": forms.of_chips(),
+                "tasks": problems.listed(),
+                "runs": self._session.runs(),
+                "kept": self._session.history.kept,
+                "event": self._session.events.newest,
+                "version": version_of("sinklens"),
+            }
+        )
+
+    async def problem(self, request: Request) -> Response:
+        """A problem of a task."""
+        task, index = request.path_params["task"], request.path_params["index"]
+        found = problems.problem(task, index)
+        return JSONResponse({"prompt": found.prompt, "reference": found.reference, "size": len(problems.samples(task))})
+
+    async def events(self, request: Request) -> Response:
+        """The events as they come."""
+        require(
+            self._streams < MOST_STREAMS, f"{MOST_STREAMS} tabs follow this lab, which is the most; close one.", 429
+        )
+        last = request.headers.get("last-event-id") or request.query_params.get("since")
+        require(last is None or (last.isdigit() and len(last) < 20), "an event's number must be a number.")
+        number = self._session.events.newest if last is None else int(last)
+
+        async def follow() -> Any:
+            self._streams += 1
+            try:
+                async for text in self._session.events.follow(number):
+                    yield text
+            finally:
+                self._streams -= 1
+
+        return StreamingResponse(follow(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    # Runs
+
+    async def submit(self, request: Request) -> Response:
+        """Queue a run."""
+        body = await _body(request)
+        return JSONResponse({"run": self._session.submit(body)}, 202)
+
+    async def run(self, request: Request) -> Response:
+        """Everything about a run."""
+        run = self._session.run(request.path_params["run"])
+        found = await asyncio.to_thread(detail, self._session, run)
+        return JSONResponse(found)
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a run."""
+        self._session.cancel(request.path_params["run"])
+        return JSONResponse({}, 202)
+
+    async def remove(self, request: Request) -> Response:
+        """Remove a run."""
+        self._session.remove(request.path_params["run"])
+        return JSONResponse({})
+
+    async def scores(self, request: Request) -> Response:
+        """The scores of a layer."""
+        run = self._session.run(request.path_params["run"])
+        return JSONResponse(await asyncio.to_thread(scores_of_layer, run, self._session, _number(request, "layer")))
+
+    async def pattern(self, request: Request) -> Response:
+        """The attention pattern of a step and layer."""
+        run, step, layer = request.path_params["run"], _number(request, "step"), _number(request, "layer")
+        spec, outcome = self._session.outcome(run)
+        model = self._session.model(spec.model)
+        check_index("step", step, outcome.steps)
+        check_index("layer", layer, outcome.score.shape[1])
+
+        def compute() -> dict[str, Any]:
+            found = reading.patterns(spec, outcome, model, step, [layer])[layer]
+            return packed(found.numpy()) | {"step": step, "layer": layer}
+
+        return JSONResponse(await self._computed(("pattern", run, step, layer), compute))
+
+    async def proposals(self, request: Request) -> Response:
+        """The proposals for a position at a step."""
+        run, step, pos = request.path_params["run"], _number(request, "step"), _number(request, "pos")
+        spec, outcome = self._session.outcome(run)
+        model = self._session.model(spec.model)
+        check_index("step", step, outcome.steps)
+        check_index("position", pos, outcome.canvas.shape[1])
+        found = await self._computed(("proposals", run, step), lambda: reading.proposals(spec, outcome, model, step))
+        empty = {"confidence": None, "proposals": []}
+        return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
+
+    async def compare(self, request: Request) -> Response:
+        """Two runs beside each other."""
+        ids = [_word(request, name) for name in ("a", "b")]
+        runs = [self._session.outcome(run) for run in ids]
+        specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
+        found = await asyncio.to_thread(comparing.differences, *outcomes)
+        why, divergence = comparing.why_not(specs, outcomes), None
+        if why is None:
+            model = self._session.model(specs[0].model)
+            try:
+                divergence = await self._computed(("kl", *ids), lambda: comparing.divergence(specs, outcomes, model))
+            except SinklensError as error:
+                why = str(error)
+        right = [self._session.run(run).facts.get("right") for run in ids]
+        return JSONResponse(found | {"kl": divergence, "kl_why": why, "right": right})
+
+    async def python(self, request: Request) -> Response:
+        """The script that repeats a run, or two."""
+        ids = [request.path_params["run"], *request.query_params.getlist("other")[:1]]
+        names = ("run",) if len(ids) == 1 else ("first", "second")
+        specs = {name: self._session.run(run).spec for name, run in zip(names, ids, strict=True)}
+        for spec in specs.values():
+            self._session.model(spec.model)
+        return PlainTextResponse(script(specs, self._session.loading))
+
+    async def report(self, request: Request) -> Response:
+        """The offline report of a run, or of two, as a download."""
+        ids = [request.path_params["run"], *request.query_params.getlist("other")[:1]]
+        runs = [self._session.outcome(run) for run in ids]
+        models = [self._session.model(spec.model) for spec, _ in runs]
+
+        def compute() -> str:
+            pages = [
+                saving.page(spec, outcome, model, saving.BUDGET / len(runs))
+                for (spec, outcome), model in zip(runs, models, strict=True)
+            ]
+            return pages[0] if len(pages) == 1 else saving.pair(pages)
+
+        text = await asyncio.wrap_future(self._session.thread.compute(compute))
+        name = "-".join(["sinklens", *ids])
+        return Response(text, media_type="text/html", headers={
+            "Content-Disposition": f'attachment; filename="{name}.html"',
+            "Content-Security-Policy": "sandbox allow-scripts",  # if a browser shows it, it is not a page of the lab
+        })  # fmt: skip
+
+    async def add_state(self, request: Request) -> Response:
+        """Keep what a tab shows."""
+        return JSONResponse({"link": self._session.history.add_state(await _body(request))}, 201)
+
+    async def state(self, request: Request) -> Response:
+        """What a tab showed."""
+        return JSONResponse(self._session.history.state(request.path_params["link"]))
+
+    async def _computed(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """A result of the model thread; one that several requests want is computed once."""
+        future = self._results.get(key)
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._session.thread.compute(compute)
+            self._results[key] = future
+            while len(self._results) > REMEMBERED:
+                self._results.popitem(last=False)
+        self._results.move_to_end(key)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _sentences(handler: Handler) -> Handler:
+    """`handler` with refusals and errors of sinklens as JSON."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return JSONResponse({"error": str(refusal)}, refusal.status)
+        except SinklensError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return handle
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request.
+
+    Raises:
+        Refused: it is too large, or not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    require(kind == "application/json", "the request must be application/json.", 415)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        require(size <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes.", 413)
+        parts.append(part)
+    try:
+        return json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise Refused("the request is not valid JSON.") from error
+
+
+def _number(request: Request, name: str) -> int:
+    """An index in the query."""
+    text = request.query_params.get(name, "")
+    require(text.isascii() and text.isdigit() and len(text) < 10, f"{name}= must be a number.")
+    return int(text)
+
+
+def _word(request: Request, name: str) -> str:
+    text = request.query_params.get(name)
+    if text is None:
+        raise Refused(f"{name}= is missing.")
+    return text

@@ -1,0 +1,220 @@
+"""Runs a specification on a model, step by step, with a report of every step and a way to stop between two.
+
+`LiveRun` uses `Denoising` as `sinklens.generate` does, with the same prompt, settings, hooks and replay, and adds one
+listener. So a run of the lab equals the call that `script` prints.
+
+Limitation: a run stops between steps; a pass of a large model is completed first.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinklens.lab.outcome import Outcome
+from sinklens.lab.spec import RunSpec
+from sinklens.runs.denoising import Denoising
+from sinklens.runs.result import Generation
+from sinklens.sinks.record import Record
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.sampling.state import State
+
+STRONGEST = 3  # keys of each head that a step reports
+Report = Callable[..., None]
+
+
+class Stopped(Exception):
+    """The run was cancelled."""
+
+
+class LiveRun:
+    """A run under way.
+
+    Attributes:
+        denoising: the run.
+        canvases: the canvases so far: what each step worked on, and the newest.
+        undecided: their undecided positions.
+        scores: sink scores of the finished steps, [layer, head, pos] each.
+        seconds: time since the first step began.
+    """
+
+    def __init__(self, spec: RunSpec, model: "Model", replay: Generation | None, report: Report) -> None:
+        """Prepare the run; see `Denoising` for the errors raised."""
+        self._report, self._spec = report, spec
+        self._stop = threading.Event()
+        self.denoising = denoising(spec, model, replay=replay)
+        self.canvases: list[np.ndarray] = []
+        self.undecided: list[np.ndarray] = []
+        self.scores: list[np.ndarray] = []
+        self._known: set[int] = set()
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the run before its next step."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was told to end."""
+        return self._stop.is_set()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._began
+
+    def carry_out(self) -> Outcome | None:
+        """Run all steps, or those before it was stopped; None if none finished.
+
+        Raises:
+            DeviceMemoryError: memory ran out; the model remains usable.
+        """
+        state, planned = self.denoising.state, self.denoising.settings.steps
+        self._began = time.perf_counter()
+        self._report(
+            "started", steps=planned, prompt_length=state.prompt_length, positions=state.canvas.shape[1],
+            canvas=state.canvas[0].tolist(), tokens=self._new_tokens(state.canvas[0].tolist()),
+        )  # fmt: skip
+        with suppress(Stopped):
+            self.denoising.carry_out([self])
+        run = self.denoising.result()
+        return None if run.sinks is None else Outcome.of(run)
+
+    def before(self, step: int, state: "State") -> None:
+        """Stop if that was requested."""
+        if self._stop.is_set():
+            raise Stopped
+        if step == 0:
+            self.canvases.append(state.canvas[0].cpu().numpy())
+            self.undecided.append(state.undecided_after()[0].cpu().numpy())
+
+    def after(self, step: int, state: "State") -> None:
+        """Report the step."""
+        latest = self.denoising.latest
+        assert state.step_canvas is not None
+        self.canvases[-1] = state.step_canvas[0].cpu().numpy()
+        self.undecided[-1] = state.undecided_before()[0].cpu().numpy()
+        canvas, undecided = state.canvas[0].cpu().numpy(), state.undecided_after()[0].cpu().numpy()
+        self.scores.append(latest["score"][0])
+        self.canvases.append(canvas)
+        self.undecided.append(undecided)
+        seconds, done = self.seconds, step + 1
+        self._report(
+            "step",
+            step=step,
+            canvas=canvas.tolist(),
+            undecided=np.flatnonzero(undecided).tolist(),
+            committed=np.flatnonzero(latest["committed"][0]).tolist(),
+            sinks=strongest(latest["score"][0]),
+            tokens=self._new_tokens(canvas.tolist()),
+            seconds=round(seconds, 3),
+            left=round(seconds / done * (self.denoising.settings.steps - done), 3),
+        )
+
+    def _new_tokens(self, ids: Sequence[int]) -> dict[int, str]:
+        """Text of tokens that no event has had yet."""
+        new = set(ids) - self._known
+        self._known |= new
+        return texts(self.denoising.model, new)
+
+
+def texts(model: "Model", ids: Any) -> dict[int, str]:
+    """Text of token ids; empty for a model without a tokenizer."""
+    if model.tokenizer is None:
+        return {}
+    return {int(token): str(model.tokenizer.decode([int(token)])) for token in ids if token >= 0}
+
+
+def strongest(score: np.ndarray) -> list[list[list[list[float]]]]:
+    """The strongest keys of every layer and head as [position, score], strongest first."""
+    known = np.nan_to_num(score.astype(np.float32), nan=-np.inf)
+    number = min(STRONGEST, known.shape[-1])
+    places = np.argsort(-known, axis=-1, kind="stable")[..., :number]
+    values = np.take_along_axis(known, places, axis=-1)
+    return [
+        [
+            [[int(place), round(float(value), 3)] for place, value in zip(*head, strict=True) if np.isfinite(value)]
+            for head in zip(*layer, strict=True)
+        ]
+        for layer in zip(places, values, strict=True)
+    ]
+
+
+def denoising(
+    spec: RunSpec,
+    model: "Model",
+    *,
+    replay: Generation | None = None,
+    extra: Sequence[Any] = (),
+    record: bool | Record = True,
+) -> Denoising:
+    """The run of `spec`, not yet carried out.
+
+    Args:
+        replay: the run that `spec.replay` names.
+        extra: hooks that change nothing, after those of the run.
+        record: what to record.
+    """
+    return Denoising(
+        model,
+        spec.prompt,
+        given=spec.given,
+        seed=spec.seed,
+        chat_template=spec.chat_template,
+        hooks=[*(change.build() for change in spec.changes), *extra],
+        record_sinks=record,
+        replay=replay,
+        progress=False,
+    )
+
+
+def repeat(
+    spec: RunSpec,
+    model: "Model",
+    outcome: Outcome,
+    *,
+    steps: int | None = None,
+    extra: Sequence[Any] = (),
+    record: bool | Record = False,
+) -> Generation:
+    """Repeat a finished run on its own canvases, to read what it did not keep.
+
+    Args:
+        steps: number of steps to repeat, from the first; by default all.
+        extra: hooks that keep values.
+        record: what to record.
+    """
+    again = denoising(spec, model, extra=extra, record=record)
+    frames = (outcome.steps if steps is None else steps) + 1
+    canvases = torch.from_numpy(outcome.canvas[None, :frames].astype(np.int64))
+    canvases[:, 0] = again.state.canvas.cpu()  # a token forced at step 0 is on the recorded canvas; it is forced again
+    again.state.replay = canvases
+    again.state.replay_undecided = torch.from_numpy(outcome.undecided[None, :frames].copy())
+    again.carry_out()
+    return again.result()
+
+
+def snapshot(live: LiveRun) -> Mapping[str, Any]:
+    """The steps so far of a run under way, in the form of `Outcome`'s arrays."""
+    done = len(live.scores)
+    return {
+        "canvas": list(live.canvases[: done + 1]),
+        "undecided": list(live.undecided[: done + 1]),
+        "score": list(live.scores[:done]),
+    }
+
+
+def confidence_hook(kept: dict[int, Tensor]) -> tuple[str, Callable[..., None]]:
+    """A hook that keeps the confidence of every position by step."""
+
+    def keep(value: Tensor, hook: Any) -> None:
+        kept[hook.step or 0] = value[0].detach().float().cpu()
+
+    return "denoise.hook_confidence", keep

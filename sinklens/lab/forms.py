@@ -1,0 +1,85 @@
+"""What the page can offer: models, sampler settings and kinds of chips, each with its meaning, as JSON."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sinklens.errors import SettingError
+from sinklens.lab.chips import CHIPS
+from sinklens.sampling.registry import SAMPLERS, find_sampler, setting_help, settings_for
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+Form = dict[str, Any]
+
+
+def of_model(name: str, model: "Model") -> Form:
+    """A model's entry in the session."""
+    return {
+        "name": name,
+        "family": model.family,
+        "layers": model.cfg.n_layers,
+        "heads": model.cfg.n_heads,
+        "positions": model.cfg.n_ctx,
+        "vocabulary": model.cfg.d_vocab,
+        "tokenizer": model.tokenizer is not None,
+        "causal": bool(model.config.is_causal),
+        "chat_template": bool(getattr(model.tokenizer, "chat_template", None)),
+        "mask_token": model.mask_token_id,
+        "parameters": sum(parameter.numel() for parameter in model.tree.hf.parameters()),
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
+        "device": str(model.cfg.device),
+    }
+
+
+def of_settings(model: "Model") -> Form:
+    """The samplers that fit a model, and the settings of each."""
+    family = model.family_record
+    fitting = [one.name for one in SAMPLERS.values() if family.attention in one.attention]
+    forms = {sampler: _settings(model, sampler) for sampler in fitting}
+    return {"sampler": family.sampler, "samplers": fitting, "fields": forms[family.sampler], "of": forms}
+
+
+def _settings(model: "Model", sampler: str) -> list[Form]:
+    """The settings of a sampler; the defaults are those that a run of the model would use."""
+    found = find_sampler(sampler)
+    hints = get_type_hints(found.settings)
+    defaults = _defaults(model, sampler)
+    return [
+        {
+            "name": name,
+            **_type(hints.get(name, str)),
+            "default": defaults.get(name),
+            "help": re.sub(r"^\[[^\]]*\] ?", "", setting_help(name)),
+        }
+        for name in found.setting_names()
+    ]
+
+
+def _defaults(model: "Model", sampler: str) -> Mapping[str, Any]:
+    """The settings of a run for which none is given; where those do not fit together, the sampler's own."""
+    try:
+        return asdict(settings_for(model, {"sampler": sampler}))
+    except SettingError:
+        kind = find_sampler(sampler).settings
+        return {entry.name: entry.default for entry in fields(kind) if entry.default is not MISSING}
+
+
+def _type(hint: Any) -> Form:
+    """The type of a setting, and the words that it may be."""
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return {"type": "str", "choices": list(get_args(hint))}
+    return {"type": hint.__name__ if hint in (int, float, bool) else "str"}
+
+
+def of_chips() -> list[Form]:
+    """The kinds of chips."""
+    return [
+        {"kind": kind, "label": chip.label, "help": chip.help, "fields": [asdict(entry) for entry in chip.fields]}
+        for kind, chip in CHIPS.items()
+    ]

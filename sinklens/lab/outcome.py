@@ -1,0 +1,126 @@
+"""The result of a run as arrays, the form in which the lab keeps runs, shows them and writes them to disk."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from sinklens.runs.result import Answer, Generation
+from sinklens.sampling.registry import find_sampler, sampler_of
+from sinklens.sinks.track import SinkTrack, build_track
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+ARRAYS = ("canvas", "undecided", "committed", "unmask_step", "real", "score")
+LARGE = 64_000_000  # bytes of scores above which they are kept in float16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of a run.
+
+    Attributes:
+        canvas: the ids that each step worked on, and those after the last, [step + 1, pos]; -1 where an autoregressive
+            run has not arrived.
+        undecided: the undecided positions of each canvas, [step + 1, pos].
+        committed: the positions that each step decided, [step, pos].
+        unmask_step: the step that decided each position, [pos].
+        real: False on padding, [pos].
+        score: sink scores, [step, layer, head, pos]; NaN where there is none.
+        prompt_length: positions before the answer.
+        answer: the answer.
+        sampler, settings: the sampler and its settings, with defaults filled in.
+        attrs: attributes of the sink track: the run's provenance, and the text of its tokens.
+    """
+
+    canvas: Int[np.ndarray, "frame pos"]
+    undecided: Bool[np.ndarray, "frame pos"]
+    committed: Bool[np.ndarray, "step pos"]
+    unmask_step: Int[np.ndarray, " pos"]
+    real: Bool[np.ndarray, " pos"]
+    score: Float[np.ndarray, "step layer head pos"]
+    prompt_length: int
+    answer: Answer
+    sampler: str
+    settings: Mapping[str, Any]
+    attrs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: Generation) -> "Outcome":
+        """The outcome of a run of one prompt with at least one step."""
+        assert run.sinks is not None, "a run of the lab records its sinks"
+        score = run.sinks.data["score"].to_numpy()[0]
+        return cls(
+            canvas=run.canvas[0].numpy(),
+            undecided=run.undecided[0].numpy(),
+            committed=run.sinks.data["committed"].to_numpy()[0],
+            unmask_step=run.unmask_step[0].numpy(),
+            real=run.real[0].numpy(),
+            score=score.astype(np.float16) if score.nbytes > LARGE else score,
+            prompt_length=run.prompt_length,
+            answer=run.answers[0],
+            sampler=sampler_of(run.settings).name,
+            settings=asdict(run.settings),
+            attrs={name: _plain(value) for name, value in run.sinks.data.attrs.items()},
+        )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that ran."""
+        return len(self.canvas) - 1
+
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """Text of every token of the run."""
+        return {int(token): text for token, text in json.loads(self.attrs.get("vocabulary", "{}")).items()}
+
+    def track(self) -> SinkTrack:
+        """The sink track of the run."""
+        return build_track(
+            self.score[None].astype(np.float32),
+            self.canvas[None, :-1].astype(np.int32),
+            self.undecided[None, :-1],
+            self.committed[None],
+            self.real[None],
+            self.unmask_step[None],
+            dict(self.attrs),
+        )
+
+    def generation(self, model: "Model") -> Generation:
+        """The run as `sinklens.generate` returned it."""
+        kind = find_sampler(self.sampler).settings
+        made = {entry.name: self.settings[entry.name] for entry in fields(kind) if entry.init}
+        return Generation(
+            canvas=torch.from_numpy(self.canvas.copy())[None],
+            undecided=torch.from_numpy(self.undecided.copy())[None],
+            unmask_step=torch.from_numpy(self.unmask_step.copy())[None],
+            real=torch.from_numpy(self.real.copy())[None],
+            prompt_length=self.prompt_length,
+            answers=(self.answer,),
+            settings=kind(**made),
+            seed=int(self.attrs["seed"]),
+            sinks=self.track(),
+            single=True,
+            model=model,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the arrays, as JSON."""
+        plain = {"prompt_length": self.prompt_length, "sampler": self.sampler, "settings": dict(self.settings)}
+        return plain | {"answer": asdict(self.answer), "attrs": dict(self.attrs)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Outcome":
+        """The outcome with this record and these arrays."""
+        rest = {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
+        return cls(**{name: arrays[name] for name in ARRAYS}, answer=Answer(**record["answer"]), **rest)
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number as a Python number."""
+    return value.item() if isinstance(value, np.generic) else value

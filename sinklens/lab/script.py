@@ -1,0 +1,93 @@
+"""A run of the lab as a Python script that repeats it.
+
+The script contains what the run executed: the interventions of chips.py, the settings that were given, and the run that
+it replays. Texts from the page appear only as Python literals, so none of them is ever executed.
+
+Caveat: a model that was passed to `sinklens.lab` as an object is loaded by its name; where that is not the checkpoint
+it came from, edit the script's ``sinklens.load``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sinklens.lab.spec import RunSpec
+
+WIDTH = 100  # characters of a call above which it is spread over lines
+
+
+def script(runs: Mapping[str, RunSpec], loading: Mapping[str, str]) -> str:
+    """The script.
+
+    Args:
+        runs: the runs by the names of their variables.
+        loading: for each model of the lab, the expression that loads it.
+    """
+    writer = _Writer(loading)
+    names = [writer.run(spec, name) for name, spec in runs.items()]
+    changes = sorted({change.name for spec in writer.specs for change in spec.changes})
+    imports = ["import sinklens", *([f"from sinklens.interventions import {', '.join(changes)}"] if changes else [])]
+    printed = [_print(name, spec) for name, spec in zip(names, runs.values(), strict=True)]
+    if len(names) == 2 and _comparable(*runs.values()):
+        imports.insert(1, "from sinklens.experiments import compare")
+        printed.append(f"print(compare({', '.join(names)}))")
+    return "\n".join([*imports, "", *writer.lines, "", *printed, ""])
+
+
+def _comparable(first: RunSpec, second: RunSpec) -> bool:
+    return (first.model, first.prompt, first.chat_template) == (second.model, second.prompt, second.chat_template)
+
+
+def _print(name: str, spec: RunSpec) -> str:
+    if isinstance(spec.prompt, str):
+        return f"print({name}.text)"
+    return f"print({name}.tokens[0].tolist())"
+
+
+class _Writer:
+    """Collects the statements; a run or a model that is needed twice is written once."""
+
+    def __init__(self, loading: Mapping[str, str]) -> None:
+        self._loading, self._models = loading, dict[str, str]()
+        self.lines: list[str] = []
+        self.specs: list[RunSpec] = []
+        self._names: list[str] = []
+
+    def run(self, spec: RunSpec, name: str) -> str:
+        """Write a run, after the one that it replays; returns the name of its variable."""
+        if spec in self.specs:
+            return self._names[self.specs.index(spec)]
+        replayed = None if spec.replayed is None else self.run(spec.replayed, f"base_of_{name}")
+        model = self._model(spec.model)
+        arguments = [model, ascii(spec.prompt), f"seed={spec.seed}"]
+        arguments += ["chat_template=True"] if spec.chat_template else []
+        arguments += [f"{key}={value!a}" for key, value in spec.given.items() if value is not None]
+        arguments += [_listed(spec)] if spec.changes else []
+        arguments += [] if replayed is None else [f"replay={replayed}"]
+        if spec.task is not None:
+            self.lines.append(f"# problem {spec.task[1]} of {spec.task[0]}")
+        self.lines.append(_call(f"{name} = sinklens.generate", arguments))
+        self.specs.append(spec)
+        self._names.append(name)
+        return name
+
+    def _model(self, model: str) -> str:
+        if model not in self._models:
+            name = "model" if not self._models else f"model_{len(self._models) + 1}"
+            self.lines.append(f"{name} = {self._loading[model]}")
+            self._models[model] = name
+        return self._models[model]
+
+
+def _listed(spec: RunSpec) -> str:
+    """``hooks=`` of a run."""
+    changes = [change.source() for change in spec.changes]
+    short = f"hooks=[{', '.join(changes)}]"
+    return short if len(short) <= WIDTH else "hooks=[\n        " + ",\n        ".join(changes) + ",\n    ]"
+
+
+def _call(function: str, arguments: Sequence[Any]) -> str:
+    """A call on one line, or with one argument per line."""
+    short = f"{function}({', '.join(arguments)})"
+    if len(short) <= WIDTH and "\n" not in short:
+        return short
+    return f"{function}(\n    " + ",\n    ".join(arguments) + ",\n)"

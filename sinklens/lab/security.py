@@ -1,0 +1,213 @@
+"""Who may talk to the lab, and what a page of it may do.
+
+The lab runs a model for whoever can reach it, so it is protected as a notebook server is. A request passes, in order:
+
+- *Host*: the name in the request must be one of the lab's. A page that has its own name resolve to 127.0.0.1 (DNS
+  rebinding) sends its own name.
+- *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
+  something need a matching Origin, or the token as a header, which another site's page cannot send.
+- *Token*: 256 random bits, in a cookie that scripts cannot read and other sites' pages do not send, or in a header. It
+  is compared in constant time.
+- *Size*: a body has at most `MOST_BYTES`.
+
+Every response forbids scripts and requests other than the lab's own files and API, framing, caching and referrers.
+
+Limitation: the connection is not encrypted. On a network that others can read, use an SSH tunnel.
+"""
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from sinklens.lab.refusal import Refused, require
+
+MOST_BYTES = 1_000_000  # of a request's body
+TOKEN_HEADER = "x-sinklens-token"
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
+)
+FRAMED_BY = "http://localhost:* http://127.0.0.1:* https://localhost:* https://127.0.0.1:*"  # notebooks on this machine
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+SAFE = ("GET", "HEAD")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What requests are checked against.
+
+    Attributes:
+        token: the token.
+        host, port: where the lab listens.
+        framed: whether a page of this machine may show the lab in a frame, as a notebook does.
+    """
+
+    token: str
+    host: str
+    port: int
+    framed: bool = False
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie; cookies do not distinguish ports."""
+        return f"sinklens-lab-{self.port}"
+
+    def headers(self) -> dict[str, str]:
+        """Headers of every response."""
+        ancestors = FRAMED_BY if self.framed else "'none'"
+        found = HEADERS | {"Content-Security-Policy": POLICY.format(ancestors=ancestors)}
+        return found if self.framed else found | {"X-Frame-Options": "DENY"}
+
+    def check(self, scope: Scope) -> None:
+        """Refuse a request that may not pass.
+
+        Raises:
+            Refused: it may not; the text does not say what would have been right.
+        """
+        given = _Headers(scope)
+        host = given.one("host")
+        require(
+            host is not None and self._is_ours(host), "this address is not the lab's; open the link it printed.", 421
+        )
+        origin, site, header = given.one("origin"), given.one("sec-fetch-site"), given.one(TOKEN_HEADER)
+        entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
+        foreign = "requests from pages of other sites are refused."
+        require(origin is None or origin == f"http://{host}", foreign, 403)
+        require(entering or site in (None, "same-origin"), foreign, 403)
+        require(
+            scope["method"] in SAFE or origin is not None or header is not None,
+            f"a request that changes something needs an Origin, or the token as {TOKEN_HEADER}.",
+            403,
+        )
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1")) if entering else {}
+        offered = header or given.cookie(self.cookie) or next(iter(query.get("token", ())), "")
+        if entering and "token" in query:
+            offered = query["token"][0]
+        require(self.accepts(offered), "the token is missing or wrong; open the link that the lab printed.", 403)
+
+    def accepts(self, token: str) -> bool:
+        """Whether `token` is the lab's, compared in constant time."""
+        return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a Host header names the lab.
+
+        A lab that other machines reach accepts addresses, which cannot be rebound, and the machine's names.
+        """
+        name, _, port = host.rpartition(":")
+        if port != str(self.port):
+            return False
+        if name in LOCAL or name == self.host:
+            return True
+        return not is_local(self.host) and (_is_address(name) or name in {socket.gethostname(), socket.getfqdn()})
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class _Headers:
+    """Headers of a request; one that occurs twice is refused, since two programs may read different ones."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+
+    def one(self, name: str) -> str | None:
+        found = [value for key, value in self._pairs if key == name]
+        require(len(found) < 2, f"the header {name} occurs twice.")
+        return found[0] if found else None
+
+    def cookie(self, name: str) -> str | None:
+        for key, value in self._pairs:
+            if key == "cookie":
+                try:
+                    jar = SimpleCookie(value)
+                except CookieError:
+                    continue
+                if name in jar:
+                    return jar[name].value
+        return None
+
+
+class Guarded:
+    """An ASGI application behind a `Guard`."""
+
+    def __init__(self, app: App, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that passes, and refuse any other."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the lab has no WebSockets
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        sender = _with_headers(send, self._guard.headers())
+        try:
+            self._guard.check(scope)
+            _check_length(_Headers(scope).one("content-length"))
+        except Refused as refusal:
+            await refuse(refusal)(scope, receive, sender)
+            return
+        await self._app(scope, receive, sender)
+
+
+def _check_length(length: str | None) -> None:
+    """Refuse a body that says it is too large; one that does not say is counted while it is read."""
+    if length is not None:
+        require(length.isdigit() and len(length) < 20, "Content-Length is not a number.")
+        require(int(length) <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes; got {int(length):,}.", 413)
+
+
+def _with_headers(send: Send, extra: dict[str, str]) -> Send:
+    """`send` with headers added to the response; a response's own header of the same name wins."""
+
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            there = {name.lower() for name, _ in message["headers"]}
+            added = [(name.lower().encode(), value.encode()) for name, value in extra.items()]
+            message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in there)]
+        await send(message)
+
+    return sender
+
+
+def refuse(refusal: Refused) -> App:
+    """The response to a refused request."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"error": str(refusal)}, refusal.status)

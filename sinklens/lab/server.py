@@ -1,0 +1,184 @@
+"""Starts a lab: binds the socket, makes the token, and serves until it is closed.
+
+The socket is bound before the server starts, so the printed link is right even where the port was chosen by the system,
+and a port in use is an error before any model is loaded.
+"""
+
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import SinklensError
+from sinklens.hooks.interleaving import object_without_save
+from sinklens.lab.security import Guard, is_local
+
+if TYPE_CHECKING:
+    from sinklens.lab.session import LabModel
+
+EXTRA = (
+    "the lab needs Starlette and uvicorn, which are not installed; install them with "
+    'pip install "sinklens[lab]" (or pip install starlette uvicorn).'
+)
+GRACE = 2  # seconds that open connections get when the lab closes
+CONNECTIONS = 128
+
+
+def require_extra() -> None:
+    """Check that the extra ``lab`` is installed, and import what cannot be imported later.
+
+    anyio imports its event loop when it is first used, which fails once nnsight is imported; see `object_without_save`.
+    It is used here in a thread, because a notebook's thread already has an event loop.
+
+    Raises:
+        SinklensError: it is not installed.
+    """
+    try:
+        import anyio
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise SinklensError(EXTRA) from error
+    _ = starlette, uvicorn
+    first_use = threading.Thread(target=lambda: anyio.run(anyio.sleep, 0))
+    with object_without_save():
+        first_use.start()
+        first_use.join()
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host`; port 0 takes a free one.
+
+    Raises:
+        SinklensError: the address or the port cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise SinklensError(
+            f"cannot listen at {host}, port {port}: {error}. Choose another --port or --host."
+        ) from error
+    return listener
+
+
+class Lab:
+    """A running lab. In a notebook it shows itself; ``with`` closes it.
+
+    Attributes:
+        url: the link that opens it, with the token.
+    """
+
+    def __init__(
+        self, models: "Sequence[LabModel]", *, keep: Path | None, host: str, listener: socket.socket, framed: bool
+    ) -> None:
+        import uvicorn
+
+        from sinklens.lab.app import build_app
+        from sinklens.lab.session import Session
+
+        port = listener.getsockname()[1]
+        name = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed)
+        self.address = f"http://{name}:{port}/"
+        self.url = f"{self.address}?token={self._guard.token}"
+        self._listener, self._session = listener, Session(list(models), keep)
+        config = uvicorn.Config(
+            build_app(self._session, self._guard), log_level="warning", access_log=False, lifespan="off",
+            server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=GRACE,
+            limit_concurrency=CONNECTIONS, proxy_headers=False,
+        )  # fmt: skip
+
+        class Server(uvicorn.Server):
+            """Ends the streams of events first; else the server would wait for them and then break them off."""
+
+            async def shutdown(server, sockets: list[socket.socket] | None = None) -> None:
+                self._session.events.close()
+                await super().shutdown(sockets)
+
+        self._server = Server(config)
+        self._thread: threading.Thread | None = None
+
+    def serve(self) -> None:
+        """Serve in this thread until it is interrupted."""
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            self._session.close()
+            self._listener.close()
+
+    def start(self) -> "Lab":
+        """Serve in a thread."""
+        self._thread = threading.Thread(target=self.serve, name="sinklens-lab", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop the run under way and end the lab; runs in a folder given as ``keep`` remain there."""
+        self._server.should_exit = True
+        self._session.events.close()
+        if self._thread is not None:
+            self._thread.join(15)
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Lab({self.address})"  # without the token: notebooks are shared with their outputs
+
+    def _repr_html_(self) -> str:
+        """The lab in a frame; the token is shown too, and opens nothing once the lab is closed."""
+        return (
+            f'<iframe src="{self.url}" title="sinklens lab" width="100%" height="900" style="border:0"></iframe>'
+            f'<p><a href="{self.url}" target="_blank" rel="noreferrer">Open the lab in a tab</a></p>'
+        )
+
+
+def open_lab(model: Any, *, compare: Sequence[Any] = (), keep: str | Path | None = None, port: int = 0) -> Lab:
+    """Open the lab in a notebook: ``sinklens.lab(model)`` shows it in the cell.
+
+    The lab listens at 127.0.0.1 only, and its link contains a random token. Do not use the model elsewhere while the
+    lab runs it.
+
+    Args:
+        model: a `Model`, or anything `sinklens.load` accepts.
+        compare: further models, for the same prompts.
+        keep: folder for the runs; by default they are deleted when the lab closes.
+        port: the port; 0 takes a free one.
+
+    Returns:
+        The lab, with ``url`` and ``close()``.
+
+    Raises:
+        SinklensError: the extra ``lab`` is not installed, or the port is in use.
+    """
+    require_extra()
+    from sinklens.lab.loading import lab_models
+
+    listener = bound("127.0.0.1", port)
+    try:
+        models = lab_models([model, *compare])
+        lab = Lab(models, keep=None if keep is None else Path(keep), host="127.0.0.1", listener=listener, framed=True)
+    except BaseException:
+        listener.close()
+        raise
+    return lab.start()
+
+
+def warning_of(host: str) -> str:
+    """What it means that the lab listens at `host`; "" if only this machine reaches it."""
+    if is_local(host):
+        return ""
+    return (
+        f"Warning: the lab listens at {host}, which other machines reach. Whoever has the link can run the model, use "
+        f"this machine's processor and memory, and read and delete the lab's runs. The connection is not encrypted, so "
+        f"anyone on the way can read the link. On one machine, leave --host out; from another, use ssh -L."
+    )

@@ -1,0 +1,313 @@
+"""One lab: its models, its runs, and what happens to them.
+
+The page's requests arrive in the server's thread, runs happen in the model thread, and both find the runs here. Every
+change is an event that all tabs get.
+
+Status of a run: queued → running → done, failed or cancelled. A cancelled run keeps the steps that it finished. A
+failed one has an error instead; the model remains usable, after running out of memory too.
+"""
+
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import SinklensError
+from sinklens.lab import problems
+from sinklens.lab.events import EventLog
+from sinklens.lab.execution import LiveRun
+from sinklens.lab.history import History
+from sinklens.lab.outcome import Outcome
+from sinklens.lab.refusal import Refused, require
+from sinklens.lab.spec import CanvasEdit, RunRequest, RunSpec, read_request
+from sinklens.lab.thread import ModelThread
+from sinklens.runs.result import Generation
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+MOST_KEPT = 500  # runs of a lab without --keep
+SHOWN = 200  # characters of a prompt or an answer in the history
+
+
+@dataclass(frozen=True)
+class LabModel:
+    """A model of the lab.
+
+    Attributes:
+        name: its name there.
+        model: the model.
+        loading: the expression that loads it, for scripts.
+    """
+
+    name: str
+    model: "Model"
+    loading: str
+
+
+@dataclass
+class Run:
+    """A run and what became of it.
+
+    Attributes:
+        id: random, made by the lab.
+        spec: what was requested.
+        status: "queued", "running", "done", "failed" or "cancelled".
+        facts: parts of the summary that are known only later.
+        live: the run under way.
+        removed: whether it was removed while it was running.
+    """
+
+    id: str
+    spec: RunSpec
+    status: str = "queued"
+    created: float = field(default_factory=time.time)
+    facts: dict[str, Any] = field(default_factory=dict)
+    live: LiveRun | None = None
+    removed: bool = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether it has an outcome."""
+        return self.status in ("done", "cancelled") and self.facts.get("steps_run", 0) > 0
+
+    def summary(self) -> dict[str, Any]:
+        """The line of the history."""
+        spec = self.spec
+        prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
+        task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}
+        empty = dict.fromkeys(
+            ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error"), None
+        )
+        return empty | {
+            "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
+            "created": self.created, "seed": spec.seed, "chips": sum(chip["on"] for chip in spec.chips),
+            "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
+        } | self.facts  # fmt: skip
+
+
+class Session:
+    """The models and runs of a lab.
+
+    Attributes:
+        models: by name; the first is the default.
+        events: what happened.
+        history: the runs on disk.
+        thread: the model thread.
+    """
+
+    def __init__(self, models: list[LabModel], keep: Path | None = None) -> None:
+        """Open the lab with the runs in `keep`."""
+        self.models = {entry.name: entry for entry in models}
+        self.events, self.history, self.thread = EventLog(), History(keep), ModelThread()
+        self._lock = threading.RLock()
+        self._runs: dict[str, Run] = {}
+        for found in self.history.runs():
+            spec, summary = RunSpec.from_json(found.spec), found.summary
+            known = Run(found.id, spec, summary["status"], summary["created"])
+            known.facts = {name: summary[name] for name in _LATER}
+            self._runs[found.id] = known
+
+    # Runs
+
+    def submit(self, body: Any) -> str:
+        """Queue the run of a request; returns its id.
+
+        Raises:
+            Refused: the request is malformed, names something unknown, or the queue is full.
+        """
+        run = Run(secrets.token_hex(8), self._specified(read_request(body)))
+        with self._lock:  # the run reports nothing before it has taken this lock
+            self.thread.run(run.id, lambda: self._carry_out(run))
+            self._runs[run.id] = run
+            self.events.add("queued", run=run.id, summary=run.summary())
+        self._forget_oldest()
+        return run.id
+
+    def cancel(self, run_id: str) -> None:
+        """Cancel a run: take it out of the queue, or stop it before its next step."""
+        with self._lock:
+            run = self.run(run_id)
+            if run.status == "queued" and self.thread.withdraw(run_id):
+                run.status = "cancelled"
+                run.facts["steps_run"] = 0
+                self.events.add("cancelled", run=run_id, summary=run.summary())
+            elif run.live is not None:
+                run.live.stop()
+
+    def remove(self, run_id: str) -> None:
+        """Remove a run, and its file; a run under way is cancelled first."""
+        with self._lock:
+            run = self.run(run_id)
+            self.cancel(run_id)
+            run.removed = True
+            del self._runs[run_id]
+            self.history.remove(run_id)
+            self.events.add("removed", run=run_id)
+
+    def run(self, run_id: str) -> Run:
+        """The run with this id.
+
+        Raises:
+            Refused: there is none.
+        """
+        with self._lock:
+            found = self._runs.get(run_id)
+        if found is None:
+            raise Refused("no such run; it was removed, or it belongs to another lab.", 404)
+        return found
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Summaries of all runs, oldest first."""
+        with self._lock:
+            return [run.summary() for run in self._runs.values()]
+
+    def outcome(self, run_id: str) -> tuple[RunSpec, Outcome]:
+        """The specification and outcome of a run that has ended.
+
+        Raises:
+            Refused: there is no such run, or it has no finished step.
+        """
+        run = self.run(run_id)
+        require(run.readable, f"the run is {run.status} and has no finished steps to read.", 409)
+        return run.spec, self.history.load(run_id)
+
+    def model(self, name: str) -> "Model":
+        """The model called `name`.
+
+        Raises:
+            Refused: the lab has no such model.
+        """
+        known = ", ".join(self.models)
+        require(name in self.models, f"this lab has no model {name!r:.80}; it has {known}. Add it with --compare.", 404)
+        return self.models[name].model
+
+    def close(self) -> None:
+        """Stop the run under way, end the connections, and delete what is not kept."""
+        with self._lock:
+            for run in self._runs.values():
+                if run.live is not None:
+                    run.live.stop()
+        self.thread.close()
+        self.events.close()
+        self.history.close()
+
+    # Steps of the above
+
+    def _specified(self, request: RunRequest) -> RunSpec:
+        """The specification of a request, with what it takes from other runs."""
+        name = request.model or next(iter(self.models))
+        self.model(name)
+        prompt = request.prompt
+        if request.problem is not None:
+            prompt = problems.problem(*request.problem).prompt
+        assert prompt is not None, "read_request requires a prompt or a problem"
+        replayed = None if request.replay is None else self.run(request.replay).spec
+        if request.compare_to is not None:
+            self.run(request.compare_to)
+        require(
+            replayed is None or request.canvas is None,
+            "a run either replays the canvases of another or continues from an edited canvas, not both.",
+        )
+        return RunSpec(
+            name, prompt, request.problem, request.settings, request.sampler, request.seed, request.chat_template,
+            request.chips, request.replay, replayed, self._canvas(request.canvas), request.compare_to,
+        )  # fmt: skip
+
+    def _canvas(self, edit: CanvasEdit | None) -> CanvasEdit | None:
+        """The edit with the tokens of every position of the answer, and of changed positions of the prompt."""
+        if edit is None:
+            return None
+        _, outcome = self.outcome(edit.run)
+        require(edit.step < outcome.steps, f"that run has steps 0 to {outcome.steps - 1}; got {edit.step}.")
+        length, first = outcome.canvas.shape[1], int(outcome.real.argmax())
+        beyond = [place for place in edit.tokens if place >= length - first]
+        require(not beyond, f"that canvas has positions 0 to {length - first - 1}; got {beyond[:1]}.")
+        canvas = outcome.canvas[edit.step].tolist()
+        tokens = {place - first: canvas[place] for place in range(outcome.prompt_length, length) if canvas[place] >= 0}
+        return CanvasEdit(edit.run, edit.step, tokens | edit.tokens)
+
+    def _replayed(self, spec: RunSpec) -> Generation | None:
+        """The run that `spec` replays."""
+        if spec.replay is None:
+            return None
+        _, outcome = self.outcome(spec.replay)
+        return outcome.generation(self.model(spec.model))
+
+    def _carry_out(self, run: Run) -> None:
+        """Run in the model thread; whatever goes wrong there becomes the run's error."""
+        try:
+            self._attempt(run)
+        except (SinklensError, Refused) as error:
+            self._fail(run, str(error))
+        except Exception as error:  # noqa: BLE001 — the lab outlives a run that crashes; the traceback is printed
+            traceback.print_exc()
+            self._fail(run, f"the run crashed with {type(error).__name__}: {error}. The terminal has the traceback.")
+        finally:
+            run.live = None
+
+    def _attempt(self, run: Run) -> None:
+        def report(kind: str, **data: Any) -> None:
+            self.events.add(kind, run=run.id, **data)
+
+        live = LiveRun(run.spec, self.model(run.spec.model), self._replayed(run.spec), report)
+        with self._lock:
+            if run.status != "queued" or run.removed:
+                return
+            run.live, run.status = live, "running"
+            run.facts |= {"steps": live.denoising.settings.steps, "gen_length": live.denoising.settings.gen_length}
+        outcome = live.carry_out()
+        status = "cancelled" if live.stopped and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
+        run.facts |= {"seconds": round(live.seconds, 3), "steps_run": 0 if outcome is None else outcome.steps}
+        if outcome is not None:
+            run.facts |= {"sampler": outcome.sampler, "text": (outcome.answer.text or "")[:SHOWN]}
+            run.facts["right"] = self._right(run.spec, outcome)
+        self._finish(run, status, outcome)
+
+    def _finish(self, run: Run, status: str, outcome: Outcome | None) -> None:
+        """Write the run, then announce it: what a tab has seen finished is never lost."""
+        if outcome is not None and not run.removed:
+            self.history.save(run.id, run.summary() | {"status": status}, run.spec.to_json(), outcome)
+        with self._lock:
+            run.status = status
+            if run.removed:
+                self.history.remove(run.id)
+                return
+        self.events.add(status, run=run.id, summary=run.summary())
+
+    def _fail(self, run: Run, text: str) -> None:
+        with self._lock:
+            run.status = "failed"
+            run.facts["error"] = text
+        print(f"sinklens lab: run {run.id} failed: {text}", file=sys.stderr)
+        if not run.removed:
+            self.events.add("failed", run=run.id, error=text, summary=run.summary())
+
+    def _right(self, spec: RunSpec, outcome: Outcome) -> bool | None:
+        if spec.task is None:
+            return None
+        model = self.model(spec.model)
+        answer = outcome.canvas[-1, outcome.prompt_length :]
+        return problems.right(*spec.task, outcome.answer, answer[answer >= 0].tolist(), model.eos_token_ids)
+
+    def _forget_oldest(self) -> None:
+        """Without --keep, remove the oldest runs above `MOST_KEPT`."""
+        if self.history.kept:
+            return
+        with self._lock:
+            ended = [run.id for run in self._runs.values() if run.status not in ("queued", "running")]
+            for run_id in ended[: max(0, len(self._runs) - MOST_KEPT)]:
+                self.remove(run_id)
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """For each model, the expression that loads it."""
+        return {name: entry.loading for name, entry in self.models.items()}
+
+
+_LATER = ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error")

@@ -1,0 +1,214 @@
+"""What a run of the lab is: everything that decides its canvas, read from a request and written to its record.
+
+A `RunSpec` contains the specification of the run that it replays, and the canvas that it continues from, so it can be
+repeated and printed as Python even after those runs were removed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sinklens.lab.chips import Expression, expressions, is_index, read_chips
+from sinklens.lab.refusal import require
+
+MOST_CHARACTERS = 20_000  # of a prompt
+MOST_SEED = 2**63 - 1
+FIELDS = (
+    "model", "prompt", "ids", "problem", "settings", "sampler", "seed", "chat_template", "chips", "replay", "canvas",
+    "compare_to",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CanvasEdit:
+    """A canvas to continue from.
+
+    Attributes:
+        run: the run that it comes from.
+        step: the step that works on it.
+        tokens: position -> token; the mask token leaves a position undecided.
+    """
+
+    run: str
+    step: int
+    tokens: dict[int, int]
+
+    def expression(self) -> Expression:
+        """The intervention that puts it on the canvas."""
+        return Expression("ForceTokens", {"tokens": self.tokens, "steps": [self.step]})
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that decides a run.
+
+    Attributes:
+        model: name of the model in the lab.
+        prompt: the text, or token ids.
+        task: task and index of the problem that the prompt comes from.
+        settings: sampler settings that were given.
+        sampler: another sampler than the family's.
+        seed, chat_template: as in `sinklens.generate`.
+        chips: see chips.py.
+        replay: id of the run whose canvases are forced.
+        replayed: its specification.
+        canvas: a canvas to continue from.
+        compare_to: id of the run that the page shows beside it; does not change the run.
+    """
+
+    model: str
+    prompt: str | list[int]
+    task: tuple[str, int] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sampler: str | None = None
+    seed: int = 0
+    chat_template: bool = False
+    chips: tuple[dict[str, Any], ...] = ()
+    replay: str | None = None
+    replayed: "RunSpec | None" = None
+    canvas: CanvasEdit | None = None
+    compare_to: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as `sinklens.generate` takes them."""
+        return dict(self.settings) | ({} if self.sampler is None else {"sampler": self.sampler})
+
+    @property
+    def changes(self) -> list[Expression]:
+        """The interventions of the run: its chips, then the canvas that it continues from."""
+        return expressions(self.chips) + ([] if self.canvas is None else [self.canvas.expression()])
+
+    def to_json(self) -> dict[str, Any]:
+        """The specification as JSON."""
+        edit = self.canvas
+        return {name: getattr(self, name) for name in ("model", "prompt", "sampler", "seed", "chat_template")} | {
+            "task": None if self.task is None else list(self.task),
+            "settings": dict(self.settings),
+            "chips": list(self.chips),
+            "replay": self.replay,
+            "replayed": None if self.replayed is None else self.replayed.to_json(),
+            "canvas": None if edit is None else {"run": edit.run, "step": edit.step, "tokens": edit.tokens},
+            "compare_to": self.compare_to,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "RunSpec":
+        """The specification that `to_json` wrote."""
+        edit, task = found["canvas"], found["task"]
+        tokens = {} if edit is None else {int(place): token for place, token in edit["tokens"].items()}
+        return cls(
+            **{name: found[name] for name in ("model", "prompt", "sampler", "seed", "chat_template", "replay")},
+            task=None if task is None else (task[0], task[1]),
+            settings=found["settings"],
+            chips=tuple(found["chips"]),
+            replayed=None if found["replayed"] is None else cls.from_json(found["replayed"]),
+            canvas=None if edit is None else CanvasEdit(edit["run"], edit["step"], tokens),
+            compare_to=found["compare_to"],
+        )
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The body of POST /api/runs, checked as far as that is possible without models and other runs.
+
+    Attributes:
+        prompt: the text or token ids; None if `problem` names it.
+        problem: task and index.
+        replay, compare_to: ids of runs.
+        canvas: run, step and changed cells.
+        model, settings, sampler, seed, chat_template, chips: as in `RunSpec`.
+    """
+
+    model: str | None
+    prompt: str | list[int] | None
+    problem: tuple[str, int] | None
+    settings: dict[str, Any]
+    sampler: str | None
+    seed: int
+    chat_template: bool
+    chips: tuple[dict[str, Any], ...]
+    replay: str | None
+    compare_to: str | None
+    canvas: CanvasEdit | None
+
+
+def read_request(body: Any) -> RunRequest:
+    """A request for a run.
+
+    Raises:
+        Refused: it is malformed, or too large.
+    """
+    require(isinstance(body, dict), f"the request must be a JSON object; got {type(body).__name__}.")
+    unknown = sorted(set(body) - set(FIELDS))
+    require(not unknown, f"unknown field {str(unknown[:1])[1:-1]:.40}; a run has {', '.join(FIELDS)}.")
+    seed, template = body.get("seed", 0), body.get("chat_template") or False
+    valid = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MOST_SEED
+    require(valid, f"seed must be an integer of at least 0; got {seed!r:.40}.")
+    require(
+        template is True or template is False,
+        "chat_template must be true or false: a template is code, and the lab runs no code that comes from the page. "
+        "To use another, set tokenizer.chat_template before sinklens.lab(model).",
+    )
+    settings = body.get("settings") or {}
+    require(isinstance(settings, dict), f"settings must be an object; got {type(settings).__name__}.")
+    require(
+        all(value is None or isinstance(value, str | int | float) for value in settings.values()),
+        "a setting must be a number, a word, true, false or null.",
+    )
+    problem = _problem(body.get("problem"))
+    return RunRequest(
+        model=_text(body, "model"),
+        prompt=_prompt(body, problem is not None),
+        problem=problem,
+        settings=settings,
+        sampler=_text(body, "sampler"),
+        seed=seed,
+        chat_template=template,
+        chips=read_chips(body.get("chips") or []),
+        replay=_text(body, "replay"),
+        compare_to=_text(body, "compare_to"),
+        canvas=_canvas(body.get("canvas")),
+    )
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    require(value is None or (isinstance(value, str) and len(value) <= 200), f"{name} must be a short text or null.")
+    return value
+
+
+def _prompt(body: Mapping[str, Any], of_task: bool) -> str | list[int] | None:
+    text, ids = body.get("prompt"), body.get("ids")
+    count = (text is not None) + (ids is not None) + of_task
+    require(count == 1, f"give exactly one of prompt, ids and problem; got {count} of them.")
+    if ids is not None:
+        require(isinstance(ids, list) and bool(ids) and all(map(is_index, ids)), "ids must be a list of token ids.")
+        require(len(ids) <= MOST_CHARACTERS, f"a prompt has at most {MOST_CHARACTERS:,} ids; got {len(ids):,}.", 413)
+        return ids
+    if text is not None:
+        require(isinstance(text, str), f"prompt must be text; got {type(text).__name__}.")
+        most = f"a prompt has at most {MOST_CHARACTERS:,} characters; got {len(text):,}."
+        require(len(text) <= MOST_CHARACTERS, most, 413)
+    return text
+
+
+def _problem(given: Any) -> tuple[str, int] | None:
+    if given is None:
+        return None
+    valid = isinstance(given, dict) and isinstance(given.get("task"), str) and is_index(given.get("index"))
+    require(valid, "problem must be {task: name, index: number}.")
+    return given["task"], given["index"]
+
+
+def _canvas(given: Any) -> CanvasEdit | None:
+    """The changed cells; the other cells are filled in from the run."""
+    if given is None:
+        return None
+    valid = isinstance(given, dict) and isinstance(given.get("run_id"), str) and is_index(given.get("step"))
+    cells = given.get("cells") if valid else None
+    pairs = isinstance(cells, list) and all(
+        isinstance(cell, list) and len(cell) == 2 and all(map(is_index, cell)) for cell in cells
+    )
+    require(valid and pairs, "canvas must be {run_id, step, cells: [[position, token], …]}.")
+    return CanvasEdit(given["run_id"], given["step"], dict(cells or []))
