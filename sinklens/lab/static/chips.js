@@ -58,6 +58,7 @@ function saidOf(chip) {
   const parts = kindOf(chip.kind).fields.filter(({ name }) => name !== "steps").map(({ name, label, optional }) => {
     const value = chip[name];
     if (value === null || value === undefined || value === "") return optional ? `all ${name.replace("pos", "position")}s` : "";
+    if (name === "token") return `token ${lab.words.get(value) ?? `#${value}`}`;
     return `${label || { pos: "position", from_step: "from step", top_k: "top" }[name] || name.replaceAll("_", " ")} ${value}`;
   });
   return [kindOf(chip.kind).label, [...parts, stepsSaid(chip.steps)].filter(Boolean).join(", ")].filter(Boolean).join(": ");
@@ -91,17 +92,42 @@ const markChip = (id) => byId("chips").querySelectorAll(".chip").forEach((item) 
 
 // ---- editing one
 
+const tokenSaid = (token) => (token === null || token === undefined ? "" : `#${token}`);
+
 // Asks for the fields of a change; `done` gets the change. New ones are added, others replaced.
 function editChip(chip, done = replaceChip) {
-  const { label, help, fields } = kindOf(chip.kind), list = fields.map((one) => field(one, chip[one.name], lastStep()));
+  const { label, help, fields } = kindOf(chip.kind), list = fields.map((one) => (one.type === "token" ? field({ ...one, help: "The text of one token, or #id." }, tokenSaid(chip.token)) : field(one, chip[one.name], lastStep())));
   byId("chip-dialog-title").textContent = label;
-  byId("chip-trouble").textContent = "";
   write(byId("chip-fields"), help && make("p", help, "soft"), ...list.map(({ box }) => box));
-  byId("chip-form").onsubmit = () => {
+  openDialog(async () => {
+    const values = await Promise.all(list.map(async ({ name, read }) => [name, name === "token" ? await tokenOf(read()) : read()]));
     performance.mark("chip");
-    done({ ...chip, ...Object.fromEntries(list.map(({ name, read }) => [name, read()])) });
+    done({ ...chip, ...Object.fromEntries(values) });
+  });
+}
+
+// Shows the dialog of a change. It closes when `save` succeeds, and otherwise says why it failed.
+function openDialog(save) {
+  byId("chip-trouble").textContent = "";
+  byId("chip-form").onsubmit = async (event) => {
+    event.preventDefault();
+    try {
+      await save();
+      byId("chip-dialog").close();
+    } catch (error) {
+      byId("chip-trouble").textContent = String(error.message || error);
+    }
   };
   byId("chip-dialog").showModal();
+}
+
+// The id of a token given as its text or as #id; null if nothing is given.
+async function tokenOf(given) {
+  if (given === null) return null;
+  if (/^#\d+$/.test(given)) return Number(given.slice(1));
+  const { id, text } = await askJson(`/api/token?model=${encodeURIComponent(summaryOf(lab.A).model || chosenModel().name)}&text=${encodeURIComponent(given)}`);
+  lab.words.set(id, text);
+  return id;
 }
 
 function replaceChip(chip) {
@@ -114,28 +140,27 @@ function replaceChip(chip) {
 
 function editCell(at) {
   const step = info.steps[view.step];
-  const one = field({ name: "token", type: "token", help: "One token, as text or as an id. Leave it empty for the mask." }, "");
+  const one = field({ name: "token", type: "token", help: "The text of one token, or #id. Leave it empty for the mask." }, "");
   byId("chip-dialog-title").textContent = `Position ${at} when step ${step} begins`;
   write(byId("chip-fields"), one.box);
-  byId("chip-form").onsubmit = () => {
-    const given = one.read(), id = given !== null && /^\d+$/.test(given) ? Number(given) : null;
+  openDialog(async () => {
+    const token = (await tokenOf(one.read())) ?? modelOf(lab.A).mask_token;
     if (shownId() === lab.B) setA(lab.B);
     if (!lab.edits || lab.edits.step !== step) lab.edits = { step, cells: new Map() };
-    lab.edits.cells.set(at, given === null ? { token: modelOf(lab.A).mask_token, text: "░" } : { token: id ?? given, text: given });
+    lab.edits.cells.set(at, token);
     performance.mark("chip");
     drawEdits();
     changed();
-  };
-  byId("chip-dialog").showModal();
+  });
 }
 
 function drawEdits() {
   byId("edits").hidden = !lab.edits;
   if (!lab.edits) return;
   byId("edits-title").textContent = `The canvas of run A when step ${lab.edits.step} begins`;
-  write(byId("edit-list"), ...[...lab.edits.cells].map(([at, { text }]) => {
+  write(byId("edit-list"), ...[...lab.edits.cells].map(([at, token]) => {
     const item = make("li", undefined, "chip"), said = make("span", undefined, "said");
-    write(said, `position ${at}: `, quoted(text));
+    write(said, `position ${at}: `, quoted(token === modelOf(lab.A).mask_token ? "░" : lab.words.get(token) ?? `#${token}`));
     const label = make("label");
     label.append(said);
     item.append(label, button("×", `Leave position ${at} as it is`, () => { lab.edits.cells.delete(at); if (!lab.edits.cells.size) lab.edits = null; drawEdits(); changed(); }));

@@ -3,7 +3,7 @@
 const other = (slot) => (slot === "A" ? "B" : "A");
 const lastText = (step, of) => Math.min(step, of.info.steps.length - 1);
 
-function tokenOf(of, step, pos) {
+function tokenAtStep(of, step, pos) {
   const place = step * of.info.positions + pos;
   return of.info.vocabulary[(of.data.committed[place] ? of.data.left : of.data.entered)[place]];
 }
@@ -31,11 +31,13 @@ const compare = attempt(async () => {
   performance.clearMarks("chip");
 });
 
+// Positions of A and B are compared from the end of their prompts.
 function markDifferences(pair) {
-  const { a, b } = pair, cells = new Set(pair.cells.map(([step, pos]) => `${step}/${pos}`));
-  const differs = (step, pos) => cells.has(`${step}/${pos}`) || (tokenOf(a, lastText(step, a), pos) ?? "") !== (tokenOf(b, lastText(step, b), pos) ?? "");
-  pair.differs = (step, pos) => pos < a.info.positions && pos < b.info.positions && step < a.info.steps.length && step < b.info.steps.length && differs(step, pos);
-  a.differs = b.differs = pair.differs;
+  const { a, b } = pair, cells = new Set(pair.cells.map(([step, pos]) => `${step}/${pos}`)), shift = b.info.prompt_positions - a.info.prompt_positions;
+  const differs = (step, pos) => step < a.info.steps.length && step < b.info.steps.length && pos < a.info.positions && pos + shift < b.info.positions
+    && (cells.has(`${step}/${pos}`) || tokenAtStep(a, step, pos) !== tokenAtStep(b, step, pos + shift));
+  a.differs = differs;
+  b.differs = (step, pos) => pos >= shift && differs(step, pos - shift);
 }
 
 function drawSide(slot, of, pair) {
@@ -46,9 +48,9 @@ function drawSide(slot, of, pair) {
   write(byId(`text-${slot}`), ...differingParts(text, opposite));
   const flow = make("div", undefined, "flow"), step = lastText(view.step, of);
   for (let pos = of.info.prompt_positions; pos < of.info.positions; pos++) {
-    const place = step * of.info.positions + pos, token = make("span", tokenOf(of, step, pos) || " ", "tok");
+    const place = step * of.info.positions + pos, token = make("span", tokenAtStep(of, step, pos) || " ", "tok");
     token.classList.toggle("new", of.data.committed[place] === 1);
-    token.classList.toggle("differs", pair.differs(step, pos));
+    token.classList.toggle("differs", of.differs(step, pos));
     token.title = `position ${pos}`;
     flow.append(token);
   }
@@ -63,7 +65,7 @@ function differingParts(text, opposite) {
 
 function drawCompare() {
   const { pair } = lab;
-  if (!pair || byId("compare").hidden || !pair.differs) return;
+  if (!pair || byId("compare").hidden || !pair.a.differs) return;
   drawSide("A", pair.a, pair);
   drawSide("B", pair.b, pair);
   const { first_difference: first, kl, kl_why: why } = pair, known = (kl || []).filter((value) => value !== null);

@@ -6,6 +6,7 @@
 const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
+  words: new Map(), // token id -> text
   A: null, B: null, shown: "A", chips: [], edits: null, pair: null, fresh: true, following: true, sent: 0,
 };
 
@@ -14,6 +15,8 @@ const summaryOf = (id) => lab.runs.get(id) || {};
 const isActive = (id) => ACTIVE.includes(summaryOf(id).status);
 const shownId = () => lab[lab.shown];
 const modelOf = (id) => lab.session.models.find(({ name }) => name === summaryOf(id).model) || lab.session.models[0];
+
+const learnWords = (words) => { for (const [token, text] of Object.entries(words || {})) lab.words.set(Number(token), text); };
 
 // Calls that can fail say so on the page.
 const attempt = (act) => async (...given) => {
@@ -50,7 +53,7 @@ async function runB() {
   const mine = ++lab.sent, before = lab.B;
   if (before && isActive(before)) askJson(`/api/runs/${before}/cancel`, {}).catch(() => {});
   const other = byId("model-b").value, request = await requestOf(lab.A);
-  const canvas = lab.edits ? { run_id: lab.A, step: lab.edits.step, cells: [...lab.edits.cells].map(([at, { token }]) => [at, token]) } : request.canvas || null;
+  const canvas = lab.edits ? { run_id: lab.A, step: lab.edits.step, cells: [...lab.edits.cells] } : request.canvas || null;
   const replay = byId("same").checked && other === "" && !canvas ? lab.A : null;
   const body = { ...request, chips: lab.chips, canvas, replay, compare_to: lab.A };
   if (other) Object.assign(body, { model: other, settings: {}, sampler: null });
@@ -61,7 +64,7 @@ async function runB() {
 }
 
 async function requestOf(id) {
-  if (!lab.requests.has(id)) lab.requests.set(id, (await askJson(`/api/runs/${id}`)).request);
+  if (!lab.requests.has(id)) lab.requests.set(id, requestOfSpec((await askJson(`/api/runs/${id}`)).spec));
   return lab.requests.get(id);
 }
 
@@ -98,16 +101,17 @@ async function opened(id) {
   if (isActive(id) && lab.live.has(id)) return lab.live.get(id);
   const given = await askJson(`/api/runs/${id}`);
   lab.runs.set(id, given.summary);
-  if (given.request) lab.requests.set(id, given.request);
+  lab.requests.set(id, requestOfSpec(given.spec));
+  learnWords(given.tokens);
   if (given.data) {
     lab.opened.set(id, finishedRun(id, given.data));
     lab.live.delete(id);
     if (lab.opened.size > 12) lab.opened.delete([...lab.opened.keys()].find((other) => other !== lab.A && other !== lab.B));
     return lab.opened.get(id);
   }
-  if (!given.started) return null;
-  const live = liveRun(id, given.started);
-  (given.events || []).forEach(live.add);
+  if (!given.canvas || !isActive(id)) return null;
+  const live = liveRun(id, { positions: given.canvas[0].length, prompt_length: given.prompt_length, canvas: given.canvas[0], tokens: given.tokens }, modelOf(id));
+  missedEvents(given).forEach(live.add);
   lab.live.set(id, live);
   return live;
 }
@@ -170,11 +174,13 @@ const HANDLERS = {
   },
   started(event) {
     lab.runs.set(event.run, { ...summaryOf(event.run), status: "running", steps: event.steps });
-    lab.live.set(event.run, liveRun(event.run, event));
+    learnWords(event.tokens);
+    lab.live.set(event.run, liveRun(event.run, event, modelOf(event.run)));
   },
   step(event) {
     const live = lab.live.get(event.run);
     if (!live) return;
+    learnWords(event.tokens);
     live.add(event);
     lab.runs.set(event.run, { ...summaryOf(event.run), steps_run: event.step + 1, left: event.left });
     if (event.run === shownId()) lab.drawing ??= requestAnimationFrame(grow);

@@ -23,18 +23,40 @@ function finishedRun(id, { info: given, chunks }) {
   return { ...packed, id, live: false, attention: askedAttention(id, given.cells) };
 }
 
+// The request that a server's specification came from.
+function requestOfSpec({ model, prompt, task, settings, sampler, seed, chat_template, chips, replay, canvas, compare_to }) {
+  const input = task ? { problem: { task: task[0], index: task[1] } } : typeof prompt === "string" ? { prompt } : { ids: prompt };
+  const edit = canvas && { run_id: canvas.run, step: canvas.step, cells: Object.entries(canvas.tokens).map(([at, token]) => [Number(at), token]) };
+  return { model, ...input, settings, sampler, seed, chat_template, chips, replay, canvas: edit, compare_to };
+}
+
+// The events that a tab has missed, from the steps so far.
+function missedEvents({ canvas, undecided, tokens, scores }) {
+  const { shape: [steps, layers, heads, positions], data: text } = scores;
+  if (text === null) return [];
+  const all = floatsOf(bytesOf(text));
+  const top = (step, layer, head) => {
+    const row = all.subarray((((step * layers) + layer) * heads + head) * positions, (((step * layers) + layer) * heads + head + 1) * positions);
+    return [...row.keys()].filter((at) => !Number.isNaN(row[at])).sort((a, b) => row[b] - row[a]).slice(0, 3).map((at) => [at, row[at]]);
+  };
+  return Array.from({ length: steps }, (_, step) => ({
+    step, canvas: canvas[step + 1], tokens, committed: undecided[step].filter((at) => !undecided[step + 1].includes(at)),
+    sinks: Array.from({ length: layers }, (_, layer) => Array.from({ length: heads }, (_, head) => top(step, layer, head))),
+  }));
+}
+
 // A run under way. Only the largest scores of each head have arrived; other positions count as 0.
-function liveRun(id, began) {
-  const { positions: P, layers: L, heads: H, causal } = began;
-  const texts = ["", "░"], places = new Map(began.mask.map((token) => [token, MASK])), tops = [], means = [], peaks = new Map();
+function liveRun(id, began, { layers: L, heads: H, causal, mask_token: mask }) {
+  const P = began.positions, texts = ["", "░"], places = new Map(mask === null ? [] : [[mask, MASK]]), tops = [], means = [], peaks = new Map();
   const arrays = { entered: [], left: [], committed: [], path: [], heads: [], strength: new Float32Array(L * H) };
   const known = {
     steps: [], positions: P, first: 0, prompt_positions: began.prompt_length, layers: L, heads: H, causal, vocabulary: texts,
     held: Array.from({ length: L }, (_, layer) => layer), cells: 0,
   };
-  const placesOf = (canvas) => Array.from({ length: P }, (_, at) => (canvas[at] === undefined || canvas[at] < 0 ? MISSING : places.get(canvas[at])));
+  const name = (token, text) => { if (!places.has(token)) { places.set(token, texts.length); texts.push(text); } return places.get(token); };
+  const placesOf = (canvas) => Array.from({ length: P }, (_, at) => (canvas[at] === undefined || canvas[at] < 0 ? MISSING : name(canvas[at], `⟨${canvas[at]}⟩`)));
   const peakOf = (key, score) => peaks.set(key, Math.max(peaks.get(key) || 0, score));
-  const learn = (words) => { for (const [token, text] of Object.entries(words || {})) if (!places.has(Number(token))) { places.set(Number(token), texts.length); texts.push(text); } };
+  const learn = (words) => { for (const [token, text] of Object.entries(words || {})) name(Number(token), text); };
   const largest = (row) => row.reduce((best, score, at) => (score > row[best] ? at : best), 0);
   learn(began.tokens);
   let canvas = placesOf(began.canvas);
