@@ -198,13 +198,13 @@ class LabApp:
         return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
 
     async def compare(self, request: Request) -> Response:
-        """Two runs beside each other."""
+        """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
         ids = [_word(request, name) for name in ("a", "b")]
         runs = [self._session.outcome(run) for run in ids]
         specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
         found = await asyncio.to_thread(comparing.differences, *outcomes)
         why, divergence = comparing.why_not(specs, outcomes), None
-        if why is None:
+        if why is None and request.query_params.get("kl") != "0":
             model = self._session.model(specs[0].model)
             try:
                 divergence = await self._computed(("kl", *ids), lambda: comparing.divergence(specs, outcomes, model))

@@ -4,6 +4,12 @@ const kindOf = (kind) => lab.session.chips.find((known) => known.kind === kind) 
 const newId = () => `c${Date.now().toString(36)}${Math.floor(Math.random() * 1e6).toString(36)}`;
 const lastStep = () => (run ? T - 1 : 0);
 
+// Start of a measurement, see `timed`.
+function started() {
+  performance.clearMarks("chip");
+  performance.mark("chip");
+}
+
 // ---- the steps that new changes apply to
 
 // null: all steps; otherwise the first and the last one.
@@ -47,7 +53,7 @@ function newChip(kind, given = {}) {
 }
 
 function addChip(kind, given) {
-  performance.mark("chip");
+  started();
   lab.chips.push(newChip(kind, given));
   changed();
 }
@@ -76,11 +82,11 @@ function drawChips() {
   write(byId("chips"), ...lab.chips.map((chip) => {
     const item = make("li", undefined, "chip"), label = make("label"), box = make("input"), text = saidOf(chip);
     Object.assign(box, { type: "checkbox", checked: chip.on });
-    box.addEventListener("change", () => { performance.mark("chip"); chip.on = box.checked; changed(); });
+    box.addEventListener("change", () => { started(); chip.on = box.checked; changed(); });
     label.append(box, make("span", text, "said"));
     item.append(label, button("Edit", `Edit: ${text}`, () => editChip(chip)),
       button("Copy", `Duplicate: ${text}`, () => { lab.chips.splice(lab.chips.indexOf(chip) + 1, 0, { ...chip, id: newId() }); changed(); }),
-      button("×", `Remove: ${text}`, () => { performance.mark("chip"); lab.chips.splice(lab.chips.indexOf(chip), 1); changed(); byId("add-chip").focus({ preventScroll: true }); }));
+      button("×", `Remove: ${text}`, () => { started(); lab.chips.splice(lab.chips.indexOf(chip), 1); changed(); byId("add-chip").focus({ preventScroll: true }); }));
     item.classList.toggle("off", !chip.on);
     item.dataset.id = chip.id;
     return item;
@@ -101,7 +107,7 @@ function editChip(chip, done = replaceChip) {
   write(byId("chip-fields"), help && make("p", help, "soft"), ...list.map(({ box }) => box));
   openDialog(async () => {
     const values = await Promise.all(list.map(async ({ name, read }) => [name, name === "token" ? await tokenOf(read()) : read()]));
-    performance.mark("chip");
+    started();
     done({ ...chip, ...Object.fromEntries(values) });
   });
 }
@@ -148,7 +154,7 @@ function editCell(at) {
     if (shownId() === lab.B) setA(lab.B);
     if (!lab.edits || lab.edits.step !== step) lab.edits = { step, cells: new Map() };
     lab.edits.cells.set(at, token);
-    performance.mark("chip");
+    started();
     drawEdits();
     changed();
   });

@@ -3,6 +3,7 @@
 const STATUS = { queued: "waiting", running: "running", done: "", failed: "failed", cancelled: "stopped" };
 
 function drawAB() {
+  document.body.dataset.wanted = shownId() || "";
   for (const slot of ["A", "B"]) {
     const node = byId(`show-${slot}`), id = lab[slot];
     node.disabled = !id;

@@ -7,7 +7,7 @@ const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
   words: new Map(), // token id -> text
-  A: null, B: null, shown: "A", chips: [], edits: null, pair: null, fresh: true, following: true, sent: 0,
+  A: null, B: null, shown: "A", chips: [], edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
 };
 
 const ACTIVE = ["queued", "running"];
@@ -40,7 +40,7 @@ async function post(body) {
 }
 
 async function runA() {
-  performance.mark("asked");
+  started();
   const id = await post(requestOfForm());
   setA(id);
   lab.again = lab.chips.some(({ on }) => on);
@@ -147,23 +147,27 @@ async function show(next) {
   else await choose(view.layer, view.head);
   if (different || first) startAttention();
   listProposals();
-  document.body.dataset.shown = `${next.id}/${next.live ? "live" : "done"}`;
+  said(next);
+  if (!next.live) timed("done");
 }
 
 // A step of the run on the page has arrived.
 function grow() {
-  lab.drawing = null;
+  Object.assign(lab, { drawing: null, drawn: performance.now() });
   const next = lab.live.get(shownId());
   if (!next || !next.info.steps.length) return;
+  if (next.info.steps.length === 1 || run !== next) timed("first-step");
   if (run !== next) { present(); return; }
   useRun(next);
   byId("step").max = T - 1;
   for (const name of ["step", "play", "back", "forward"]) byId(name).disabled = T < 2;
   view.step = Math.min(view.wish ?? T - 1, T - 1);
   choose(view.layer, view.head);
-  document.body.dataset.shown = `${next.id}/live`;
-  document.body.dataset.steps = T;
+  said(next);
 }
+
+// Records what is shown, for scripts that wait for it.
+const said = ({ id, live }) => Object.assign(document.body.dataset, { shown: `${id}/${live ? "live" : "done"}`, steps: T });
 
 // ---- events
 
@@ -183,7 +187,7 @@ const HANDLERS = {
     learnWords(event.tokens);
     live.add(event);
     lab.runs.set(event.run, { ...summaryOf(event.run), steps_run: event.step + 1, left: event.left });
-    if (event.run === shownId()) lab.drawing ??= requestAnimationFrame(grow);
+    if (event.run === shownId()) lab.drawing ??= setTimeout(() => requestAnimationFrame(grow), Math.max(0, 60 - (performance.now() - lab.drawn)));
   },
   done: ended, cancelled: ended, failed: ended,
   removed({ run: id }) {
