@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.lab.outcome import Outcome
@@ -133,7 +134,7 @@ def texts(model: "Model", ids: Any) -> dict[int, str]:
     return {int(token): visible(str(model.tokenizer.decode([int(token)]))) for token in ids if token >= 0}
 
 
-def strongest(score: np.ndarray) -> list[list[list[list[float]]]]:
+def strongest(score: Float[np.ndarray, "layer head pos"]) -> list[list[list[list[int | float]]]]:
     """The strongest keys of every layer and head as [position, score], strongest first."""
     known = np.nan_to_num(score.astype(np.float32), nan=-np.inf)
     number = min(STRONGEST, known.shape[-1])

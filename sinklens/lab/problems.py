@@ -42,5 +42,5 @@ def right(task: str, index: int, answer: Answer, ids: list[int], end_ids: Sequen
     Args:
         ids: the answer's tokens.
     """
-    kept = list(before_end(ids, end_ids))
+    kept = before_end(tuple(ids), end_ids)
     return find_task(task).judge(problem(task, index), answer.text or "", kept, end_ids)

@@ -1,0 +1,91 @@
+"""Hidden keys get no attention and nothing else changes; held sinks keep theirs."""
+
+import pytest
+import torch
+from watching import LONG, PADDED, again, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import HideKeys, HoldSinks
+
+
+@pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
+def test_hidden_keys_are_missing_from_the_softmax_at_their_steps_layers_and_heads(worded, architecture, causal):
+    """The expected pattern is that of a plain pass whose scores lack the keys."""
+    hide = HideKeys(positions=[0, 3], layers=[0], heads=[1, -1], steps=[0, 2])
+    watched = watch(worded(architecture, causal), [LONG], [hide], ["hook_pattern", "hook_attn_scores"])
+    name = "blocks.0.attn.hook_pattern"
+    for step in range(4):
+        plain = again(watched.run, step).values[name]
+        pattern = watched.values[step][name]
+        plain = plain[:, :, -pattern.shape[2] :]
+        expected = plain.clone()
+        if step in (0, 2):
+            left = plain[:, [1, 5]].clone()
+            left[..., [0, 3]] = 0
+            expected[:, [1, 5]] = left / left.sum(-1, keepdim=True).clamp(min=1e-30)
+        torch.testing.assert_close(pattern, expected, atol=1e-5, rtol=0)
+
+
+def test_hidden_positions_do_not_count_padding(worded):
+    watched = watch(worded(), PADDED, [HideKeys(positions=[1])])
+    for row, column in ((0, 4), (1, 1)):
+        assert (watched.stacked("hook_pattern", 2)[:, row, :, :, column] == 0).all()
+        assert (watched.stacked("hook_pattern", 2)[:, row, :, column:, column + 1] > 0).all()
+
+
+def test_a_single_pass_hides_keys_too(tiny_llada):
+    ids = torch.tensor([[2, 287, 28, 423]])
+    hooks = HideKeys(positions=[2], layers=[1]).hooks_for(tiny_llada)
+    with tiny_llada.hooks(fwd_hooks=hooks):
+        _, cache = tiny_llada.run_with_cache(ids)
+    assert (cache["blocks.1.attn.hook_pattern"][..., 2] == 0).all()
+    assert (cache["blocks.0.attn.hook_pattern"][..., 2] > 0).all()
+
+
+def test_held_sinks_keep_the_attention_of_their_step_and_the_rest_shares_what_is_left(worded):
+    """Written out per row, from the run's own kept pattern and a plain pass over its canvas."""
+    hold = HoldSinks(at=1, top_k=2, layers=[0], heads=[2, 5], steps=[2])
+    watched = watch(worded(), PADDED, [hold])
+    name = "blocks.0.attn.hook_pattern"
+    kept = watched.values[1][name]
+    plain = {step: again(watched.run, step).values[name] for step in (1, 2, 3)}
+    torch.testing.assert_close(kept, plain[1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(watched.values[3][name], plain[3], atol=1e-6, rtol=0)
+    expected = plain[2].clone()
+    for row in range(2):
+        real = watched.run.real[row]
+        for head in (2, 5):
+            sinks = kept[row, head][real].sum(0).topk(2).indices
+            for query in real.nonzero()[:, 0].tolist():
+                line = plain[2][row, head, query].clone()
+                line[sinks] = 0
+                line *= (1 - kept[row, head, query, sinks].sum()) / line.sum()
+                line[sinks] = kept[row, head, query, sinks]
+                expected[row, head, query] = line
+    real = watched.run.real[:, None, :, None].expand_as(expected)
+    torch.testing.assert_close(watched.values[2][name][real], expected[real], atol=1e-6, rtol=0)
+    assert (watched.values[2][name] - plain[2]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: HideKeys(), "HideKeys needs positions="),
+        (lambda: HideKeys(positions=[]), "positions is empty, so HideKeys would change nothing"),
+        (lambda: HoldSinks(at=0, positions=[1]), "HoldSinks does not support positions="),
+        (lambda: HoldSinks(at=0, top_k=0), "top_k must be a number of keys, 1 or more; got 0"),
+    ],
+)
+def test_settings_without_a_meaning_are_rejected(make, text):
+    with pytest.raises(SettingError, match=text):
+        make()
+
+
+def test_places_that_do_not_exist_are_rejected(worded):
+    with pytest.raises(SettingError, match="position 99 does not exist"):
+        watch(worded(), [LONG], [HideKeys(positions=[99])])
+    with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
+        watch(worded(), [LONG], [HoldSinks(at=4)])
+    with pytest.raises(SettingError, match="HoldSinks repeats attention of an earlier step of a diffusion run"):
+        sinklens.generate(worded("llama", True), LONG, hooks=HoldSinks(at=0), gen_length=2)

@@ -1,0 +1,52 @@
+"""A lab with the shipped models, and a client of it."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from lab_client import Client
+
+import sinklens
+from sinklens.lab.execution import LiveRun
+from sinklens.lab.server import Lab
+
+PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+SHORT = {"gen_length": 8}
+
+
+@pytest.fixture(scope="session")
+def lab(tiny_llada, tiny_llama) -> Iterator[Lab]:
+    """A lab in this process, as a notebook opens it."""
+    with sinklens.lab(tiny_llada, compare=[tiny_llama]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(lab) -> Iterator[Client]:
+    """A client that follows the events."""
+    opened = Client(lab.url).follow()
+    yield opened
+    opened.close()
+
+
+class Gate:
+    """Holds runs before a step until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Iterator[Gate]:
+    """Every run waits before its fourth step."""
+    made, before = Gate(), LiveRun.before
+
+    def wait(self, step, state):
+        if step == 3:
+            made.reached.set()
+            assert made.opened.wait(60)
+        before(self, step, state)
+
+    monkeypatch.setattr(LiveRun, "before", wait)
+    yield made
+    made.opened.set()

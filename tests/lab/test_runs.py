@@ -1,0 +1,268 @@
+"""Runs of the lab equal those of `sinklens.generate`, and are reported step by step."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sinklens
+from sinklens.errors import DeviceMemoryError
+from sinklens.interventions import (
+    AblateHeads,
+    ForceTokens,
+    FreezePattern,
+    HideKeys,
+    HoldSinks,
+    MaskSinks,
+    Remask,
+)
+from sinklens.lab.chips import CHIPS
+from sinklens.lab.execution import LiveRun
+from sinklens.sinks import Record
+
+PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+SHORT = {"gen_length": 8}
+CHANGES = {
+    "ablate_head": ({"layer": 1, "head": 2, "by": "mean", "steps": [1, 3]},
+                    AblateHeads(layers=[1], heads=[2], by="mean", steps=[1, 2, 3])),
+    "mask_head_sinks": ({"layer": 0, "head": 3, "top_k": 2}, MaskSinks(layers=[0], heads=[3], top_k=2)),
+    "mask_sinks": ({"top_k": 5, "steps": [2, 6]}, MaskSinks(top_k=5, steps=[2, 3, 4, 5, 6])),
+    "hide_key": ({"pos": 3, "layer": None, "head": None}, HideKeys(positions=[3])),
+    "force_token": ({"pos": 26, "step": 2, "token": 500}, ForceTokens(tokens={26: 500}, steps=[2])),
+    "remask": ({"pos": 25, "step": 5}, Remask(positions=[25], steps=[5])),
+    "freeze_pattern": ({"layer": 2, "head": None, "from_step": 1}, FreezePattern(at=1, layers=[2])),
+    "hold_sink": ({"layer": 0, "head": 1, "from_step": 0}, HoldSinks(at=0, layers=[0], heads=[1])),
+}  # fmt: skip
+
+
+def unpacked(found: dict) -> np.ndarray:
+    """An array as the page reads it."""
+    return np.frombuffer(base64.b64decode(found["data"]), "<f2").reshape(found["shape"])
+
+
+@pytest.fixture(scope="module")
+def base(tiny_llada):
+    """The unchanged run."""
+    return sinklens.generate(tiny_llada, PROMPT, **SHORT)
+
+
+@pytest.fixture(scope="module")
+def base_id(lab):
+    """The same run in the lab."""
+    from lab_client import Client
+
+    return Client(lab.url).run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+
+
+def test_steps_arrive_before_the_run_is_over(client, gate, base):
+    run = client.submit(prompt=PROMPT, settings=SHORT)
+    third = client.wait(lambda event: event.kind == "step" and event.data["run"] == run and event.data["step"] == 2)
+    found = client.get(f"/api/runs/{run}")
+    assert found["summary"]["status"] == "running"
+    assert found["canvas"] == base.canvas[0, :4].tolist()
+    assert third.data["canvas"] == base.canvas[0, 3].tolist()
+    assert third.data["undecided"] == base.undecided[0, 3].nonzero()[:, 0].tolist()
+    scores = base.sinks.scores()[0, 2]
+    for layer, heads in enumerate(third.data["sinks"]):
+        for head, keys in enumerate(heads):
+            expected = scores[layer, head].to_numpy()
+            assert [place for place, _ in keys] == np.argsort(-expected, kind="stable")[:3].tolist()
+            np.testing.assert_allclose([value for _, value in keys], np.sort(expected)[::-1][:3], atol=6e-4)
+    np.testing.assert_allclose(unpacked(found["scores"]), base.sinks.scores()[0, :3], rtol=1e-3)
+    gate.opened.set()
+    assert client.ended(run)["canvas"] == base.canvas[0].tolist()
+    kinds = [event.kind for event in client.events if event.data.get("run") == run]
+    client.wait(lambda event: event.kind == "done" and event.data["run"] == run)
+    assert kinds[:3] == ["queued", "started", "step"]
+
+
+def test_a_run_has_all_that_the_page_shows(client, base):
+    found = client.run(prompt=PROMPT, settings=SHORT)
+    assert found["canvas"] == base.canvas[0].tolist()
+    assert found["unmask_step"] == base.unmask_step[0].tolist()
+    assert found["text"] == base.text
+    np.testing.assert_allclose(unpacked(found["scores"]), base.sinks.scores()[0], rtol=1e-3)
+    assert found["tokens"] == {str(token): text for token, text in base.sinks.vocabulary.items()}
+    assert found["record"]["versions"] == base.sinks.data.attrs["versions"]
+    layer = client.get(f"/api/runs/{found['summary']['id']}/scores", layer=2)
+    np.testing.assert_array_equal(unpacked(layer), unpacked(found["scores"])[:, 2])
+
+
+def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
+    run = client.submit(prompt=PROMPT, settings=SHORT)
+    waiting = client.submit(prompt=PROMPT, settings=SHORT)
+    assert gate.reached.wait(60)
+    for one in (waiting, run):
+        assert client.http.post(f"/api/runs/{one}/cancel").status_code == 202
+    gate.opened.set()
+    found = client.ended(run)
+    assert (found["summary"]["status"], found["summary"]["steps_run"]) == ("cancelled", 3)
+    assert found["canvas"] == base.canvas[0, :4].tolist()
+    assert client.ended(waiting)["summary"]["status"] == "cancelled"
+    client.wait(lambda event: event.kind == "cancelled" and event.data["run"] == waiting)
+    assert not [event for event in client.events if event.kind == "started" and event.data["run"] == waiting]
+
+
+@pytest.mark.parametrize("kind", CHIPS)
+def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
+    fields, intervention = CHANGES[kind]
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=intervention, **SHORT)
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"id": "1", "kind": kind, **fields}])
+    assert found["canvas"] == expected.canvas[0].tolist()
+    np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+    scores, unchanged = unpacked(found["scores"]), base.sinks.scores()[0].to_numpy()
+    assert scores.shape != unchanged.shape or not np.allclose(scores, unchanged, rtol=1e-2)
+
+
+def test_a_chip_that_is_off_changes_nothing(client, base):
+    chip = {"kind": "mask_sinks", "top_k": 10, "on": False}
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])
+    assert found["canvas"] == base.canvas[0].tolist()
+    assert found["summary"]["chips"] == 0
+    assert len(found["chips"]) == 1
+
+
+def test_a_replay_works_on_the_canvases_of_the_other_run(client, tiny_llada, base, base_id):
+    hooks = MaskSinks(top_k=10)
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base, **SHORT)
+    chips = [{"kind": "mask_sinks", "top_k": 10}]
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=chips, replay=base_id)
+    assert found["canvas"] == base.canvas[0].tolist()
+    np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_continues_from_an_edited_canvas(client, tiny_llada, base, base_id):
+    """The earlier steps are those of the run, so forcing the edited cells alone gives the same."""
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=ForceTokens(tokens={25: 500, 3: 40}, steps=[4]), **SHORT)
+    edit = {"run_id": base_id, "step": 4, "cells": [[25, 500], [3, 40]]}
+    found = client.run(prompt=PROMPT, settings=SHORT, canvas=edit)
+    assert found["canvas"] == expected.canvas[0].tolist()
+    assert found["canvas"][:4] == base.canvas[0, :4].tolist()
+    assert found["canvas"][4] != base.canvas[0, 4].tolist()
+
+
+def test_an_autoregressive_model_runs_beside_the_other(client, tiny_llama):
+    expected = sinklens.generate(tiny_llama, PROMPT, gen_length=8)
+    found = client.run(model="tiny-llama", prompt=PROMPT, settings=SHORT)
+    assert found["canvas"] == expected.canvas[0].tolist()
+    np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_problem_brings_its_prompt_and_the_verdict(client, tiny_llada):
+    given = {"task": "tiny-gsm", "index": 1}
+    task = sinklens.tasks.find_task("tiny-gsm")
+    sample = task.samples()[1]
+    found = client.run(problem=given)
+    assert found["spec"]["prompt"] == sample.prompt
+    assert found["right"] == task.verdict(sample, sinklens.generate(tiny_llada, sample.prompt).text)
+    ids = tiny_llada.encode(sample.prompt).ids[0].tolist()
+    assert client.run(ids=ids)["canvas"] == found["canvas"]
+
+
+def test_a_pattern_is_that_of_the_run_with_its_chips(client, tiny_llada):
+    chips = [{"kind": "mask_sinks", "top_k": 3}, {"kind": "force_token", "pos": 25, "step": 0, "token": 40}]
+    hooks = [MaskSinks(top_k=3), ForceTokens(tokens={25: 40}, steps=[0])]
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, record_sinks=Record(patterns=[(5, 2)]), **SHORT)
+    run = client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"]
+    found = client.get(f"/api/runs/{run}/pattern", step=5, layer=2)
+    np.testing.assert_allclose(unpacked(found), expected.patterns[5, 2][0], atol=2e-3)
+
+
+@pytest.mark.parametrize("chips", [[], [{"kind": "ablate_head", "layer": 0, "head": 1}]], ids=["plain", "with a chip"])
+def test_proposals_are_the_softmax_of_the_steps_logits(client, tiny_llada, chips):
+    seen: dict[int, Tensor] = {}
+
+    def keep(value, hook):
+        seen[hook.step] = value[0].clone()
+
+    hooks = [AblateHeads(layers=[0], heads=[1])] if chips else []
+    run = sinklens.generate(tiny_llada, PROMPT, hooks=[*hooks, ("denoise.hook_logits", keep)], **SHORT)
+    place = int(run.undecided[0, 3].nonzero()[-1])
+    expected = torch.softmax(seen[3][place], dim=-1).sort(descending=True)
+    run_id = client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"]
+    found = client.get(f"/api/runs/{run_id}/proposals", step=3, pos=place)
+    assert found["proposals"][0]["id"] == expected.indices[0]
+    np.testing.assert_allclose([one["p"] for one in found["proposals"]], expected.values[:10], rtol=1e-3, atol=1e-7)
+    assert found["confidence"] == pytest.approx(float(expected.values[0]), rel=1e-4)
+    assert client.get(f"/api/runs/{run_id}/proposals", step=3, pos=2)["undecided"] is False
+
+
+def test_a_comparison_has_the_divergence_and_the_differences(client, tiny_llada, base_id):
+    """Computed again here from the logits of two plain runs."""
+    logits: list[dict[int, Tensor]] = [{}, {}]
+    runs = []
+    for kept, hooks in zip(logits, ([], [MaskSinks(top_k=5)]), strict=True):
+
+        def keep(value, hook, kept=kept):
+            kept[hook.step] = value[0].double().log_softmax(-1)
+
+        runs.append(sinklens.generate(tiny_llada, PROMPT, hooks=[*hooks, ("denoise.hook_logits", keep)], **SHORT))
+    second = client.run(prompt=PROMPT, settings=SHORT, chips=[{"kind": "mask_sinks", "top_k": 5}])["summary"]["id"]
+    found = client.get("/api/compare", a=base_id, b=second)
+    differs = (runs[0].canvas[0] != runs[1].canvas[0]).nonzero().tolist()
+    assert differs, "the runs differ, or this test compares nothing"
+    assert found["cells"] == differs
+    assert found["first_difference"] == differs[0][0]
+    assert found["texts"] == [run.text for run in runs]
+    assert max(value for value in found["kl"] if value is not None) > 0.01
+    for step, value in enumerate(found["kl"]):
+        both = runs[0].undecided[0, step] & runs[1].undecided[0, step]
+        if not bool(both.any()):
+            assert value is None
+            continue
+        p, q = logits[0][step][both], logits[1][step][both]
+        assert value == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4, abs=1e-9)
+    tops = [run.sinks.top(1)[0, :, :, :, 0].to_numpy() for run in runs]
+    np.testing.assert_allclose(found["sinks_moved"], (tops[0] != tops[1]).mean(axis=(1, 2)), atol=1e-4)
+
+
+def test_models_of_two_kinds_are_compared_without_a_divergence(client, base_id):
+    other = client.run(model="tiny-llama", prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    found = client.get("/api/compare", a=base_id, b=other)
+    assert found["kl"] is None
+    assert found["kl_why"] == "KL is defined for two runs of one model; these are of two."
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"chips": [{"kind": "ablate_head", "layer": 99, "head": 0}]}, "layer 99 does not exist; there are 4"),
+        ({"settings": {"stpes": 3}}, "stpes is not a setting of the llada sampler"),
+        ({"settings": {"gen_length": 10_000}}, "a prompt of 24 tokens and gen_length 10000 need 10024 positions"),
+        ({"sampler": "autoregressive"}, "the autoregressive sampler fits causal attention"),
+        ({"chat_template": True}, "chat_template=True, but the tokenizer of tiny-llada has none"),
+    ],
+)
+def test_an_error_of_a_run_is_its_sentence_and_leaves_the_lab_alive(client, base, body, text):
+    run = client.submit(**{"prompt": PROMPT, "settings": SHORT} | body)
+    assert client.wait(lambda event: event.kind == "failed" and event.data["run"] == run).data["error"].startswith(text)
+    assert client.run(prompt=PROMPT, settings=SHORT)["canvas"] == base.canvas[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("boom"), "the run crashed with KeyError: 'boom'. The terminal has the traceback."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "tiny-llada ran out of memory on cpu in step 1 of 8"),
+        (DeviceMemoryError("no memory left."), "no memory left."),
+    ],
+)
+def test_a_crash_and_a_lack_of_memory_leave_the_lab_alive(client, base, monkeypatch, error, text):
+    def crash(self, step, state):
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LiveRun, "after", crash)
+        found = client.ended(client.submit(prompt=PROMPT, settings=SHORT))
+    assert (found["summary"]["status"], found["summary"]["error"][: len(text)]) == ("failed", text)
+    assert client.run(prompt=PROMPT, settings=SHORT)["canvas"] == base.canvas[0].tolist()
+
+
+def test_a_removed_run_is_gone_for_every_tab(client):
+    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    assert client.http.delete(f"/api/runs/{run}").status_code == 200
+    client.wait(lambda event: event.kind == "removed" and event.data["run"] == run)
+    assert client.http.get(f"/api/runs/{run}").status_code == 404
+    assert run not in [entry["id"] for entry in client.get("/api/session")["runs"]]
