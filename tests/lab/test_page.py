@@ -13,15 +13,19 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import sinklens
-from sinklens.experiments import compare
+from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, ForceTokens
 from sinklens.views.html import visible
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 pytestmark = pytest.mark.browser
+REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
 WIDTHS = (360, 1440)
 MENU = "return [...document.querySelectorAll('#menu button')].map(item => item.textContent)"
-ENDED = "(document.body.dataset.shown || '').endsWith('done') && document.getElementById('halt').disabled"
+ENDED = (
+    "!document.body.dataset.pending && (document.body.dataset.shown || '').endsWith('done') && "
+    "document.getElementById('halt').disabled"
+)
 
 
 class Page:
@@ -40,8 +44,15 @@ class Page:
         return self
 
     def fresh(self):
-        """Forget what the tab shows."""
-        self.browser.js("sessionStorage.clear(); window.onbeforeunload = null")
+        """Forget what the tab shows, for good."""
+        self.browser.js("sessionStorage.clear(); Storage.prototype.setItem = () => {}")
+        return self
+
+    def without_changes(self):
+        """Remove the changes that the newest run brought along."""
+        while self.browser.js("return document.querySelectorAll('#chips .chip').length"):
+            self.browser.js("document.querySelector('#chips .chip button:last-child').click()")
+        self.browser.js("document.getElementById('same').checked = false")
         return self
 
     def type(self, prompt):
@@ -49,10 +60,13 @@ class Page:
         self.browser.js("arguments[0].value = ''", box)
         box.send_keys(prompt)
 
+    def submit(self):
+        """Run what is typed, from the keyboard."""
+        self.browser.driver.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+
     def run(self, prompt=PROMPT):
         """Run a prompt as A, without changes."""
-        while self.browser.js("return document.querySelectorAll('#chips .chip').length"):
-            self.browser.js("document.querySelector('#chips .chip button:last-child').click()")
+        self.without_changes()
         self.type(prompt)
         self.browser.click("run")
         return self.ended("A")
@@ -133,7 +147,7 @@ def shown_at_end(run):
 def test_a_prompt_is_shown_step_by_step_while_it_runs(page, lab, browser, gate, plain, width):
     page.open(lab.address, width)
     page.type(PROMPT)
-    page.browser.keys("prompt", Keys.CONTROL + Keys.ENTER)
+    page.submit()
     assert gate.reached.wait(30)
     browser.wait("return document.body.dataset.steps === '3'")  # the run waits before its fourth step
     assert browser.js("return document.getElementById('halt').disabled") is False
@@ -174,8 +188,7 @@ def test_a_head_is_ablated_by_a_click_and_the_runs_are_compared(page, browser, t
     browser.choose("scope", "all")
     browser.click("same")
     page.compared()
-    replayed = sinklens.generate(tiny_llada, PROMPT, hooks=[hooks], replay=plain)
-    expected = compare(plain, replayed).kl.values[0]
+    expected = effect(tiny_llada, PROMPT, hooks).under_replay.kl.values[0]
     cells = browser.js(
         "return [...document.querySelectorAll('#change-table tbody tr')].map(r => r.cells[1].textContent)"
     )
@@ -243,10 +256,6 @@ def test_a_reload_a_link_and_a_second_tab_find_the_state(page, lab, browser):
     first = browser.driver.current_window_handle
     browser.driver.switch_to.new_window("tab")
     try:
-        page.open(link)
-        page.compared()
-        assert state_of(browser) == before
-        page.fresh()
         page.open(lab.address)  # a tab without a link shows the newest pair, and what other tabs run
         page.compared()
         second = browser.driver.current_window_handle
@@ -256,6 +265,9 @@ def test_a_reload_a_link_and_a_second_tab_find_the_state(page, lab, browser):
         browser.driver.switch_to.window(second)
         browser.wait(f"return document.body.dataset.shown === '{ran}'")
         assert browser.js("return document.getElementById('prompt').value").startswith("Question: Mia")
+        page.fresh().open(link)
+        page.compared()
+        assert state_of(browser) == before
         page.quiet()
         page.fresh()
     finally:
@@ -283,7 +295,7 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
     page.compared()
     page.go_to(23)
     assert page.tokens() == shown_at_end(
-        sinklens.generate(tiny_llada, PROMPT, hooks=[ForceTokens({at: forced}, steps=[0])])
+        sinklens.generate(tiny_llada, PROMPT, hooks=[ForceTokens(tokens={at: forced}, steps=[0])])
     )
 
     page.go_to(5)  # the canvas of run B, edited, becomes that of a third run
@@ -294,6 +306,7 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
         "document.querySelector('#chip-fields input').value = '9 9'; document.getElementById('chip-save').click()"
     )
     assert "tokens of this model" in browser.wait("return document.getElementById('chip-trouble').textContent")
+    assert [line.rpartition(" - ")[2] for line in browser.complaints()] == [REFUSED]
     browser.js(
         "document.querySelector('#chip-fields input').value = '#40'; document.getElementById('chip-save').click()"
     )
@@ -306,8 +319,8 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
 
 
 def test_everything_is_done_with_keys_alone(page, browser):
-    page.type(PROMPT)
-    browser.keys("prompt", Keys.CONTROL + Keys.ENTER)
+    page.without_changes().type(PROMPT)
+    page.submit()
     page.ended("A")
     press = lambda *keys: ActionChains(browser.driver).send_keys(*keys).perform()  # noqa: E731
     browser.js("document.activeElement.blur()")

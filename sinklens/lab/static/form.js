@@ -80,7 +80,12 @@ const showProblem = attempt(async () => {
 });
 
 function listenForm() {
-  byId("form").addEventListener("submit", (event) => { event.preventDefault(); attempt(runA)(); });
+  byId("form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    pending(true);
+    await attempt(runA)();
+    pending(false);
+  });
   byId("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit(); });
   byId("model-name").addEventListener("change", () => fillSettings());
   for (const name of ["source", "task", "task-index"]) byId(name).addEventListener("change", showProblem);

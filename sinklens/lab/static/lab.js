@@ -43,6 +43,7 @@ async function runA() {
   started();
   const id = await post(requestOfForm());
   setA(id);
+  view.wish = null;
   lab.again = lab.chips.some(({ on }) => on);
   present();
 }
@@ -77,14 +78,19 @@ function setA(id) {
 
 const halt = async () => Promise.all([lab.A, lab.B].filter((id) => id && isActive(id)).map((id) => askJson(`/api/runs/${id}/cancel`, {})));
 
+// Whether a run has been asked for that has no id yet.
+const pending = (on) => { document.body.dataset.pending = on ? "1" : ""; };
+
 // The changes are different now.
 function changed() {
   drawChips();
   keep();
   if (!byId("auto").checked || !lab.A) return;
-  if (!lab.chips.some(({ on }) => on) && !lab.edits && byId("model-b").value === "") return dropB();
   clearTimeout(lab.soon);
-  lab.soon = setTimeout(() => attempt(runB)(), 20);
+  pending(false);
+  if (!lab.chips.some(({ on }) => on) && !lab.edits && byId("model-b").value === "") return dropB();
+  pending(true);
+  lab.soon = setTimeout(async () => { await attempt(runB)(); pending(false); }, 20);
 }
 
 function dropB() {
@@ -100,9 +106,10 @@ async function opened(id) {
   if (lab.opened.has(id)) return lab.opened.get(id);
   if (isActive(id) && lab.live.has(id)) return lab.live.get(id);
   const given = await askJson(`/api/runs/${id}`);
-  lab.runs.set(id, given.summary);
+  if (!lab.runs.has(id)) lab.runs.set(id, given.summary); // otherwise the events are newer
   lab.requests.set(id, requestOfSpec(given.spec));
   learnWords(given.tokens);
+  if (lab.live.has(id)) return lab.live.get(id);
   if (given.data) {
     lab.opened.set(id, finishedRun(id, given.data));
     lab.live.delete(id);
@@ -211,7 +218,7 @@ function ended(event, status) {
 function follow(summary) {
   if (summary.compare_to && lab.runs.has(summary.compare_to)) Object.assign(lab, { A: summary.compare_to, B: summary.id, shown: "B", pair: null });
   else Object.assign(lab, { A: summary.id, B: null, shown: "A", pair: null });
-  attempt(adopt)(summary.id);
+  return attempt(adopt)(summary.id);
 }
 
 // The changes and the form of a run, in this tab.
@@ -220,7 +227,7 @@ async function adopt(id) {
   lab.chips = (request.chips || []).map((chip) => ({ ...chip }));
   fillForm(request);
   drawChips();
-  present();
+  await present();
 }
 
 function onEvent(kind, event) {

@@ -38,8 +38,8 @@ async function startLab() {
   drawHistory();
   drawState();
   listenEvents(lab.session.event ?? 0);
+  await attempt(restore)();
   document.body.dataset.ready = "1";
-  await restore();
 }
 
 startLab().catch(fail);

@@ -42,8 +42,7 @@ async function restore() {
   if (kept && (!link || kept.link === link)) return apply(kept.state);
   if (link) return apply(await askJson(`/api/state/${encodeURIComponent(link)}`));
   const newest = [...lab.runs.values()].sort((a, b) => b.created - a.created)[0];
-  if (newest) follow(newest);
-  return undefined;
+  return newest ? follow(newest) : undefined;
 }
 
 async function apply(state) {
@@ -53,7 +52,6 @@ async function apply(state) {
   for (const [name, on] of Object.entries(state.boxes || {})) byId(name).checked = on;
   byId("model-b").value = state.modelB || "";
   Object.assign(view, { step: state.step, layer: state.layer, head: state.head });
-  lab.restoring = true;
   drawChips();
   await present();
   if (run && T > state.step) goTo(state.step);

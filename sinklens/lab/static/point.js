@@ -56,6 +56,7 @@ const listProposals = attempt(async () => {
   const wanted = (lab.proposing = `${id}/${view.step}/${pos}`);
   const { proposals } = await askJson(`/api/runs/${id}/proposals?step=${stepNow()}&pos=${pos}`);
   if (lab.proposing !== wanted) return;
+  learnWords(Object.fromEntries(proposals.map(({ id: token, text }) => [token, text])));
   write(list, ...proposals.map(({ id: token, text, p }) => {
     const item = make("li"), bar = make("span", undefined, "bar-of"), fill = make("i");
     fill.style.width = `${100 * p}%`;
