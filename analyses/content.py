@@ -24,7 +24,7 @@ import xarray as xr
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
-from sinklens.interventions import AblateSinkValues, MaskSinks
+from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import SinkTrack, StrongestKeys
 from sinklens.sinks.strongest import Marked, Part, mark
 
@@ -109,10 +109,10 @@ class Content(Study):
         rest = shared | {"pick": "random_rest", "persistent": True}
         return {
             "mask": MaskSinks(**shared),
-            "value": AblateSinkValues(**shared),
+            "value": AblateValues(**shared),
             "mask_random": MaskSinks(**rest),
             "mask_kind": MaskSinks(**rest | {"pick": "same_kind"}),
-            "value_random": AblateSinkValues(**rest),
+            "value_random": AblateValues(**rest),
         }
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":

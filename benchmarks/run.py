@@ -32,7 +32,7 @@ from sinklens.devices.plain import ANSWER, TINY, blank, plain_loop, random_llada
 from sinklens.experiments import sweep
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.runs import recorder
-from sinklens.runs.denoising import Hooks
+from sinklens.runs.request import Hooks
 from sinklens.sinks import Record
 from sinklens.sinks.stores import ZarrStore
 from sinklens.tasks.word_problems import held_out

@@ -55,7 +55,7 @@ class Architecture:
 
     Attributes:
         base: the module that computes the last hidden state from ids.
-        embed, layers, norm: below `base`.
+        embed, layers, norm, rotary: below `base`; `rotary` returns cosines and sines of positions.
         head: language-model head, on the outer module.
         ln1, attn, ln2, mlp: below a layer; `attn` calls transformers' attention interface.
         q, k, v, o: projections below `attn`.
@@ -81,6 +81,7 @@ class Architecture:
     embed: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
+    rotary: str = "rotary_emb"
     head: str = "lm_head"
     ln1: str = "input_layernorm"
     attn: str = "self_attn"

@@ -54,6 +54,7 @@ class Operands(NamedTuple):
         scale: factor on the scores.
         plain: transformers' fused attention of these operands, without the bias; runs while nothing is watched.
         normalize: turns scores into weights; every normalizer except softmax needs the map.
+        counted: the queries that are not padding, where the mask does not say which they are; see `real_queries`.
     """
 
     query: Float[Tensor, "batch head query d_head"]
@@ -65,6 +66,7 @@ class Operands(NamedTuple):
     scale: float
     plain: Callable[[], Float[Tensor, "batch query head d_head"]]
     normalize: Normalizer = softmax
+    counted: Bool[Tensor, "batch query"] | None = None
 
     def additive(self) -> Tensor | None:
         """Mask and bias as one tensor added to the scores; None without either."""
@@ -84,8 +86,8 @@ class Operands(NamedTuple):
 
     def real_queries(self) -> Bool[Tensor, "batch query"] | None:
         """Queries that are not padding: those that may see themselves. None means all."""
-        if self.mask is None:
-            return None
+        if self.mask is None or self.counted is not None:
+            return self.counted
         return self.mask.diagonal(self.mask.shape[-1] - self.mask.shape[-2], dim1=-2, dim2=-1)[:, 0]
 
 
@@ -100,14 +102,21 @@ def attention(
 ) -> tuple[Float[Tensor, "batch query head d_head"], None]:
     """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
     points: AttentionPoints | None = module.__dict__.get(POINTS)
+    held, counted = None if points is None else points.hook_rot_k.watch.held, None
+    if points is not None and points.hook_fresh.watched:
+        _show_fresh(points, key, attention_mask, query.shape[2])
+    if held is not None:
+        layer: Any = module.layer_idx
+        key, value, attention_mask, counted = held.used(layer, key, value)
     if points is None or not points.any_watched():
         if normalizer_of(module) is not softmax:
-            operands = _operands(module, query, key, value, attention_mask, None, scaling, kwargs)
+            operands = _operands(module, query, key, value, attention_mask, None, counted, scaling, kwargs)
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     points.hook_rot_k.watch.keys = key.shape[2]
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
-    key = at(points.hook_rot_k, key.transpose(1, 2)).transpose(1, 2)
+    if points.hook_rot_k.watched:  # a copy: the keys of earlier passes are used again
+        key = points.hook_rot_k(key.transpose(1, 2).clone() if held else key.transpose(1, 2)).transpose(1, 2)
     bias = None
     if points.hook_attn_mask.watched:
         with torch.inference_mode(False):  # inference tensors do not record in-place writes
@@ -116,7 +125,7 @@ def attention(
         bias, untouched = points.hook_attn_mask(zeros), _writes(zeros)
         if bias is zeros and untouched == 0:
             bias = None  # read but unchanged: compute attention as if it were unwatched
-    operands = _operands(module, query, key, value, attention_mask, bias, scaling, kwargs)
+    operands = _operands(module, query, key, value, attention_mask, bias, counted, scaling, kwargs)
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
 
@@ -127,6 +136,7 @@ def _operands(
     value: Tensor,
     mask: Tensor | None,
     bias: Tensor | None,
+    counted: Tensor | None,
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Operands:
@@ -143,6 +153,7 @@ def _operands(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         plain=lambda: sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0],
         normalize=normalizer_of(module),
+        counted=counted,
     )
 
 
@@ -243,6 +254,21 @@ def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key
         raise ReadOnlyHookError(
             f"{points.hook_sink_scores.name} only reports what attention did; to change it, "
             f"edit hook_attn_mask (add -inf to a key) or hook_pattern of the same layer."
+        )
+
+
+def _show_fresh(points: "AttentionPoints", key: Tensor, mask: Tensor | None, queries: int) -> None:
+    """Which keys this pass computes, through ``hook_fresh``; of cached keys before the window, none."""
+    held = points.hook_fresh.watch.held
+    if held is not None:
+        fresh = held.fresh_in(points.hook_fresh.layer())
+    else:
+        fresh = (torch.arange(key.shape[2], device=key.device) >= key.shape[2] - queries).expand(key.shape[0], -1)
+        fresh = fresh if mask is None else fresh & mask[:, 0, -1]
+    if not torch.equal(points.hook_fresh(fresh.clone()), fresh):
+        raise ReadOnlyHookError(
+            f"{points.hook_fresh.name} only reports which keys are computed; to choose them, write a policy "
+            f"(sinklens.caching.Policy) and pass it as cache=."
         )
 
 

@@ -1,14 +1,16 @@
 """Block-causal attention: a query sees its own block of positions and all earlier blocks.
 
 Two values of the transformers config define the rule; `write` sets them and `blocks_of` reads them. The rule therefore
-applies to every pass of the model, whatever code calls it. A *block* is `length` consecutive positions. Blocks are
-counted from each row's first token that is not padding ("token"), or from the first column of the batch, padding
-included ("column").
+applies to every pass of the model, whatever code calls it; `ruled_by` replaces it for the passes of a sampler. A
+*block* is `length` consecutive positions. Blocks are counted from each row's first token that is not padding
+("token"), or from the first column of the batch, padding included ("column").
 
 Pitfall: a single pass over part of a text must begin where a block begins; otherwise its blocks differ from those of
 the complete text.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 
 LENGTH = "sinklens_block_length"
+RULE = "sinklens_blocks_rule"
 START = "sinklens_blocks_start"
 Start = Literal["token", "column"]
 
@@ -30,10 +33,13 @@ class Blocks:
     Attributes:
         length: positions per block.
         start: where blocks are counted from: each row's first "token", or the first "column".
+        sealed: of each row, how many leading columns see none of the columns after them, whatever their block; empty if
+            the blocks alone decide.
     """
 
     length: int
     start: Start = "token"
+    sealed: tuple[int, ...] = ()
 
     def numbers(self, real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Block of each position, from 0; -1 on padding before a row's first token if blocks start there."""
@@ -54,7 +60,14 @@ class Blocks:
         """
         number = self.numbers(real)
         reach = torch.where(real, number, number.amax(dim=1, keepdim=True))[:, queries]
-        return ((number[:, None, :] <= reach[:, :, None]) & real[:, None, :])[:, None]
+        seen = (number[:, None, :] <= reach[:, :, None]) & real[:, None, :]
+        return (seen & ~self._hidden(real, queries) if self.sealed else seen)[:, None]
+
+    def _hidden(self, real: Bool[Tensor, "batch key"], queries: slice) -> Bool[Tensor, "batch query key"]:
+        """True where a sealed query would see a column after the sealed ones; guidance repeats the rows."""
+        sealed = torch.tensor(self.sealed, device=real.device).repeat(len(real) // len(self.sealed))[:, None, None]
+        columns = torch.arange(real.shape[1], device=real.device)
+        return (columns[queries][:, None] < sealed) & (columns >= sealed)
 
 
 def write(config: Any, blocks: Blocks | None) -> None:
@@ -66,8 +79,20 @@ def write(config: Any, blocks: Blocks | None) -> None:
 
 def blocks_of(config: Any) -> Blocks | None:
     """The blocks of a model with this transformers config; None if it is not block-causal."""
+    if (rule := getattr(config, RULE, None)) is not None:
+        return rule
     length = getattr(config, LENGTH, None)
     return None if length is None else Blocks(length, getattr(config, START, "token"))
+
+
+@contextmanager
+def ruled_by(config: Any, blocks: Blocks) -> Iterator[None]:
+    """Within the block, passes of a model with this transformers config go by `blocks`."""
+    setattr(config, RULE, blocks)
+    try:
+        yield
+    finally:
+        delattr(config, RULE)
 
 
 def check_length(length: Any) -> int:

@@ -14,7 +14,7 @@ from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.offload import class_forward, weight_of
 from sinklens.hooks.points import Point, Watch
-from sinklens.hooks.weights import AttentionWeights, ExpertWeights, MlpWeights
+from sinklens.hooks.weights import AttentionWeights, ExpertWeights, HeadNorm, MlpWeights
 
 
 class Points(nn.Module):
@@ -57,6 +57,7 @@ class AttentionPoints(AttentionWeights, Points):
     hook_q: Point
     hook_k: Point
     hook_v: Point
+    hook_fresh: Point
     hook_rot_q: Point
     hook_rot_k: Point
     hook_attn_mask: Point
@@ -66,13 +67,22 @@ class AttentionPoints(AttentionWeights, Points):
     hook_z: Point
     hook_result: Point
 
-    def __init__(self, watch: Watch, projections: dict[str, nn.Module], d_head: int, parts: names.Parts) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        projections: dict[str, nn.Module],
+        norms: dict[str, HeadNorm],
+        d_head: int,
+        parts: names.Parts,
+    ) -> None:
         inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
         rows = names.attention_specs(parts)
         ordered = [row for spec in rows for row in (inputs.get(spec.name), spec) if row is not None]
         super().__init__([names.ATTN_IN, *ordered], watch)
         self.__dict__["_projections"] = (projections, d_head)  # not submodules: the layer owns them
+        self.__dict__["_norms"] = norms
         outside = {"hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name}  # tapped at the projections
+        outside.add("hook_fresh")  # known before attention begins
         outside |= {spec.name for spec in names.QK_NORM.values()}
         inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
         self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]
@@ -134,7 +144,8 @@ class Block(nn.Module):
         self.hook_resid_pre = Point(watch)
         self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
         projections = {letter: projection(attn, architecture, letter) for letter in ("q", "k", "v", "o")}
-        self.attn = AttentionPoints(watch, projections, attn.head_dim, self.parts)
+        norms = head_norms(attn, architecture) if self.parts.qk_norm else {}
+        self.attn = AttentionPoints(watch, projections, norms, attn.head_dim, self.parts)
         if architecture.ln1_post:
             self.ln1_post = NormPoints(watch, layer.get_submodule(architecture.ln1_post))
         self.hook_attn_out = Point(watch)
@@ -179,6 +190,12 @@ def projection(attn: nn.Module, architecture: Architecture, letter: str) -> nn.M
     if letter == "v" and architecture.values and not _has(attn, path):
         path = architecture.k
     return attn.get_submodule(path)
+
+
+def head_norms(attn: nn.Module, architecture: Architecture) -> dict[str, HeadNorm]:
+    """The norms of queries and keys of an attention layer that has them, by letter."""
+    paths = {"q": architecture.q_norm, "k": architecture.k_norm}
+    return {letter: HeadNorm(attn.get_submodule(path), architecture.eps) for letter, path in paths.items()}
 
 
 def _has(layer: nn.Module, path: str) -> bool:

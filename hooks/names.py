@@ -52,6 +52,7 @@ ATTENTION = (
     PointSpec("hook_q", "batch pos head d_head", "queries, before the rotation"),
     PointSpec("hook_k", "batch pos kv_head d_head", "keys, before the rotation"),
     PointSpec("hook_v", "batch pos kv_head d_head", "values"),
+    PointSpec("hook_fresh", "batch key", "True where this pass computes the key, False where it is cached; read-only"),
     PointSpec("hook_rot_q", "batch pos head d_head", "rotated queries"),
     PointSpec("hook_rot_k", "batch key kv_head d_head", "rotated keys, cached ones included"),
     PointSpec("hook_attn_mask", "batch head query|1 key", "added to the scores; zeros unless set; stays fused"),
@@ -65,6 +66,8 @@ ATTENTION = (
     PointSpec("hook_z", "batch pos head d_head", "head outputs before the output projection"),
     PointSpec("hook_result", "batch pos head d_model", "head outputs after it; their sum is hook_attn_out"),
 )
+READ_ONLY = ("hook_fresh", "hook_sink_scores")
+"""Points of attention that report what was done; an edit of their value is an error."""
 QK_NORM = {
     "hook_q": PointSpec("hook_q_normed", "batch pos head d_head", "normalized queries, before the rotation"),
     "hook_k": PointSpec("hook_k_normed", "batch pos kv_head d_head", "normalized keys, before the rotation"),
@@ -105,6 +108,8 @@ DENOISE = (
     PointSpec("hook_confidence", "batch pos", "confidence of each candidate; -inf where nothing is proposed"),
     PointSpec("hook_commit", "batch pos", "True where the proposal is committed in this step"),
 )
+EDIT = PointSpec("hook_edit", "batch pos", "True where a decided token is replaced by the proposal in this step")
+"""A point of samplers that replace decided tokens; block-causal models have it."""
 NOISE = (
     CANVAS,
     PointSpec("hook_self_conditioning", "batch pos d_model", "embedding of the last step's prediction; zeros at first"),
@@ -308,7 +313,7 @@ def axes_of(name: str) -> list[str]:
     ['batch', 'head', 'query', 'key']
     """
     last = name.rsplit(".", 1)[-1]
-    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), *NOISE]
+    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), EDIT, *NOISE]
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 

@@ -35,6 +35,7 @@ class Watch:
         keys: number of keys of the attention that runs, or ran last.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
+        held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Watch:
         self.keys = 0
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
+        self.held: Any = None
 
     def waits_for(self, name: str) -> bool:
         """Whether a trace block waits for this visit of the point called `name`, or an nnsight cache records it."""

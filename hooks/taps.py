@@ -163,12 +163,17 @@ def _tap_input(undo: ExitStack, module: nn.Module, point: Point) -> None:
 
 
 def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) -> None:
-    """Tap a projection; the point sees its output split into heads."""
+    """Tap a projection; the point sees its output split into heads, and keys and values of earlier passes with them."""
+    letter = (point.name or "")[-1]
 
     def tap(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        if not point.watched:
+        held = point.watch.held if letter in "kv" else None
+        if held is None and not point.watched:
             return None
-        return point(output.view(*output.shape[:-1], -1, d_head)).reshape(output.shape)
+        heads = output.view(*output.shape[:-1], -1, d_head)
+        if held is None:
+            return point(heads).reshape(output.shape)
+        return held.project(letter, point.layer(), heads, point).reshape(output.shape)  # type: ignore[arg-type]
 
     undo.callback(module.register_forward_hook(tap).remove)
 

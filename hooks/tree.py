@@ -1,8 +1,9 @@
 """The tree of hook points over one transformers model.
 
-`HookTree` is a TransformerLens `HookedRootModule`: front.py defines its `run_with_cache`, `run_with_hooks` and `hooks`,
-weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers model, which does
-the computation. taps.py connects the points to the computation, which passes through them only while they are watched.
+`HookTree` is a TransformerLens `HookedRootModule`: front.py defines its `run_with_cache`, `run_with_hooks` and
+`hooks`, model_weights.py its weights. Its children are the points, named as in names.py; ``hf`` is the transformers
+model, which does the computation. taps.py connects the points to the computation, which passes through them only while
+they are watched.
 
 ``denoise`` contains the points of the sampler. They are part of the tree so that all quantities of a run share one
 namespace; a single forward pass does not reach them.
@@ -28,11 +29,11 @@ from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
+from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.offload import device_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.taps import connect, connect_encoder
-from sinklens.hooks.weights import ModelWeights
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class HookTree(ModelWeights, HookFront):
         self._switches = Switches()
         self.disconnected = False
         self._undo = ExitStack()
-        self.denoise = Points(self._sampler_specs(), self.watch)
+        self._sampler_specs = _sampler_specs(hf, architecture)
+        self.denoise = Points(self._sampler_specs, self.watch)
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
         self.hook_embed = Point(self.watch)
@@ -125,10 +127,6 @@ class HookTree(ModelWeights, HookFront):
             for layer, block in zip(layers, self.blocks, strict=True)
             if not architecture.values
         ]
-
-    def _sampler_specs(self) -> tuple[names.PointSpec, ...]:
-        """The rows of the sampler's points."""
-        return names.NOISE if self.architecture.encoder else names.DENOISE
 
     def _setup_points(self) -> None:
         """Run TransformerLens's `setup`, which names every module, and restore the `name` of transformers' modules."""
@@ -153,7 +151,7 @@ class HookTree(ModelWeights, HookFront):
         """All points that are on, in the order a step reaches them."""
         on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
-        canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs())
+        canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
         return [canvas, *found, *others]
 
     @property
@@ -265,14 +263,15 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover, keys = self.watch.handover, self.watch.keys
+        handover, keys, held = self.watch.handover, self.watch.keys, self.watch.held
         self.watch.peeked = peeked = dict.fromkeys(wanted)
+        self.watch.held = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked, self.watch.keys = None, keys
+            self.watch.peeked, self.watch.keys, self.watch.held = None, keys, held
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.
@@ -368,6 +367,13 @@ class HookTree(ModelWeights, HookFront):
                 f"start_at_layer takes the residual-stream tensor that enters the layer, "
                 f"[batch, pos, {self.cfg.d_model}]; got {kind}."
             )
+
+
+def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[names.PointSpec, ...]:
+    """The rows of the sampler's points."""
+    if architecture.encoder:
+        return names.NOISE
+    return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
 
 
 def _sizes(hf: PreTrainedModel, architecture: Architecture) -> Sizes:

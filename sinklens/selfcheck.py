@@ -35,14 +35,14 @@ from sinklens.hooks.tree import HookTree
 TOKENS = 6
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
-READ_ONLY = "attn.hook_sink_scores"
+READ_ONLY = tuple(f"attn.{name}" for name in names.READ_ONLY)
 EMBED = names.EMBED[0].name
 INDICES = "hook_expert_indices"
 
 
 def kinds_of(parts: names.Parts) -> list[str]:
     """The editable points after the embedding, for a last layer with these parts; ``{}`` stands for the layer."""
-    inside = [f"blocks.{{}}.{name}" for name, _ in names.block_specs(parts) if name != READ_ONLY]
+    inside = [f"blocks.{{}}.{name}" for name, _ in names.block_specs(parts) if name not in READ_ONLY]
     return [*inside, *(f"ln_final.{spec.name}" for spec in names.NORM)]
 
 
@@ -80,7 +80,7 @@ def _check_with_encoder(tree: HookTree) -> None:
     }
     layers = range(tree.cfg.n_layers)
     for prefix, read in (("", layers), (names.ENCODER, layers[:-1])):
-        for name in dict.fromkeys(name for one in parts for name, _ in names.block_specs(one) if name != READ_ONLY):
+        for name in dict.fromkeys(name for one in parts for name, _ in names.block_specs(one) if name not in READ_ONLY):
             kinds[f"{prefix}blocks.*.{name}"] = [f"{prefix}blocks.{layer}.{name}" for layer in read]
     with torch.no_grad():
         plain = _canvas_logits(tree, 1, [])

@@ -233,6 +233,7 @@ def _attention(
         q, k = normed("q", q), normed("k", k)
     else:
         q, k, v = (normed(letter, projected(letter)) for letter in "qkv")
+    point(f"{at}.hook_fresh", real)
     positions = (real.long().cumsum(1) - 1).clamp(min=0)
     rotated = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1))
     q, k = (

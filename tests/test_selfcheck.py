@@ -196,7 +196,7 @@ def test_a_point_with_another_shape_is_rejected():
         check(tree, causal=False)
 
 
-EDITABLE = [f"blocks.1.{name}" for name, _ in names.block_specs() if not name.endswith("hook_sink_scores")]
+EDITABLE = [f"blocks.1.{name}" for name, _ in names.block_specs() if not name.endswith(names.READ_ONLY)]
 EDITABLE += ["hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"]
 
 

@@ -193,9 +193,9 @@ FAMILIES: list[Family] = [
         "llada2",
         ("llada2_moe",),
         "glm4_moe",
-        "sdar",
-        "logits, patterns, routing and canvases of 2.0 without early stop equal the reference's on tiny weights; "
-        "no sampler for 2.1; full size built, not run",
+        "llada2",
+        "logits, patterns, routing and greedy canvases of 2.0 and 2.1 equal the reference's on tiny weights; full size "
+        "built, not run",
         required=LLADA2_REQUIRED,
         renames=LLADA2_RENAMES,
         mask_token_id=156895,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError, nearest
 from sinklens.interventions import Intervention, MaskSinks
+from sinklens.interventions.choice import Scope, as_tuple
 from sinklens.interventions.controls import DRAWN, Pick
-from sinklens.interventions.masking import OnSinks, Reach
-from sinklens.interventions.selection import Scope, as_tuple
+from sinklens.interventions.key_places import Reach
+from sinklens.interventions.masking import OnSinks
 from sinklens.sinks.strongest import Part, StrongestKeys
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Condition:
         hooks: interventions, in order; empty for the unmodified model.
         masked: keys masked per head (K), for tables and figures; None where this does not apply.
         pick: how those keys are chosen; "" if no keys are masked.
-        of_unmasked: run each batch unmasked first, and let `MaskSinks` and `AblateSinkValues` take keys from that run.
+        of_unmasked: run each batch unmasked first, and let `MaskSinks` and `AblateValues` take keys from that run.
 
     Raises:
         SettingError: an intervention holds a value that its repr does not fully describe, such as a recorded run, or
@@ -80,7 +81,10 @@ class Condition:
         if not self.of_unmasked:
             return list(self.hooks)
         track = unmasked()
-        return [replace(hook, source=track) if isinstance(hook, OnSinks) else hook for hook in self.hooks]
+        return [
+            replace(hook, source=track) if isinstance(hook, OnSinks) and hook.where is None else hook
+            for hook in self.hooks
+        ]
 
 
 def _check_state_in_fields(hook: Intervention) -> None:

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.interventions import Intervention, MaskSinks
+from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
-from sinklens.interventions.masking import Reach
-from sinklens.interventions.selection import Scope
+from sinklens.interventions.key_places import Reach
 from sinklens.model import load
 from sinklens.sampling import settings_for
 from sinklens.tasks.base import cut

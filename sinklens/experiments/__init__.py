@@ -2,17 +2,25 @@
 
 `compare` and `effect` compare two runs; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step; `head_outputs` collects head outputs as a reference for ablations.
+reads the residual stream of every step; `write_attribution` splits a score over its writers; `path_across_steps`,
+`edge_attribution` and `path_patching_effects` measure single edges; `head_outputs`, `donors` and `difference_of_means`
+collect outputs, matched values and directions from runs of other prompts, for ablating, resampling and steering.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.comparison import Effect, attention_to, compare, effect
 from sinklens.experiments.corruption import corrupted
+from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.paths import AcrossSteps, path_across_steps
+from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.sweeps import sweep
+from sinklens.experiments.writers import write_attribution
 
 __all__ = [
+    "AcrossSteps",
+    "Edge",
     "Effect",
     "LogitLens",
     "agreement",
@@ -20,10 +28,17 @@ __all__ = [
     "attribution_patching",
     "compare",
     "corrupted",
+    "difference_of_means",
+    "donors",
+    "edge_attribution",
     "effect",
     "head_outputs",
     "logit_lens",
     "of_step",
     "patching_effects",
+    "path_across_steps",
+    "path_patching_effects",
+    "strongest_edges",
     "sweep",
+    "write_attribution",
 ]

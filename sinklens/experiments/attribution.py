@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import axes_of
 from sinklens.prompts import Prompt
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 Metric = Callable[[Tensor], Tensor]
-UNPATCHED = ("hook_attn_mask", "hook_sink_scores", "hook_expert_indices")  # zeros, a result, and numbers of experts
+UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts
 SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes over which effects are summed
 EMBED = "hook_embed"
 ORDER = ("layer", "head", "kv_head", "query", "pos", "key", "expert", "k")
@@ -109,22 +110,22 @@ def attribution_patching(
         raise SettingError(
             f"path must be 0 (the corrupted run only) or a positive number of gradients to average; got {path}."
         )
-    points, pair = _points(names, model), _Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    points, pair = _points(names, model), Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     slope: dict[str, Tensor] = {}
-    with _differentiable(model):
+    with differentiable(model):
         clean, clean_logits = pair.values(pair.clean, {*points, EMBED})
         corrupted, corrupted_logits = pair.values(pair.corrupted, points)
         for share in [(number + 0.5) / path for number in range(path)] or [0.0]:
             mix: Pairs = [(EMBED, lambda value, hook, share=share: torch.lerp(value, clean[EMBED], share))]
             for name, part in pair.gradients(metric, points, mix if path else []).items():
-                slope[name] = slope.get(name, 0.0) + _wide(part) / max(1, path)
+                slope[name] = slope.get(name, 0.0) + wide(part) / max(1, path)
         found = {}
         for name in points:
-            new, old = _wide(clean[name]), _wide(corrupted[name])
+            new, old = wide(clean[name]), wide(corrupted[name])
             effect = torch.where(new == old, 0.0, new - old) * slope[name]  # two infinite scores differ by 0
             effect = effect.sum(dim=[axis for axis, kind in enumerate(axes_of(name)) if kind in SUMMED])
             found[name] = _array(name, effect, [range(size) for size in effect.shape])
-        return _dataset(found, _number(metric, clean_logits), _number(metric, corrupted_logits))
+        return _dataset(found, metric_value(metric, clean_logits), metric_value(metric, corrupted_logits))
 
 
 @torch.no_grad()
@@ -150,11 +151,11 @@ def patching_effects(
         positions: positions to patch; query positions for scores and patterns.
         at_once: number of places patched in one pass, each in a copy of the batch.
     """
-    pair = _Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     if at_once < 1:
         raise SettingError(f"at_once must be at least 1; got {at_once}.")
     kept, logits = pair.values(pair.clean, _points(names, model))
-    clean, corrupted = _number(metric, logits), _number(metric, pair.values(pair.corrupted, [])[1])
+    clean, corrupted = metric_value(metric, logits), metric_value(metric, pair.values(pair.corrupted, [])[1])
     found = {}
     for name, value in kept.items():
         places = _places(name, value, heads, positions)
@@ -172,27 +173,37 @@ class Agreement(NamedTuple):
         correlation: Pearson's r; NaN where one of the two is constant.
         relative_error: |estimate − truth| / |truth|, Euclidean norms; NaN where the truth is 0.
         places: number of places compared.
+        rank_correlation: Spearman's ρ; NaN where one of the two is constant.
     """
 
     correlation: float
     relative_error: float
     places: int
+    rank_correlation: float = np.nan
 
 
 def agreement(estimate: xr.Dataset, truth: xr.Dataset) -> dict[str, Agreement]:
-    """Compare results of `attribution_patching` and `patching_effects` at common places, by kind of point."""
+    """Compare an estimate with the truth at common places, by variable.
+
+    Args:
+        estimate: from `attribution_patching`, or `edge_attribution`.
+        truth: from `patching_effects`, or `path_patching_effects`.
+    """
+    from scipy import stats
+
     found = {}
     for name in [name for name in estimate if name in truth]:
         both = np.stack([np.ravel(part) for part in xr.align(estimate[name], truth[name], join="inner")])
         estimated, true = both[:, np.isfinite(both).all(axis=0)].astype(float)
         varies = len(estimated) > 1 and min(np.ptp(estimated), np.ptp(true)) > 0
         size, error = np.linalg.norm(true), np.linalg.norm(estimated - true)
-        correlation = float(np.corrcoef(estimated, true)[0, 1]) if varies else np.nan
-        found[str(name)] = Agreement(correlation, float(error / size) if size else np.nan, len(estimated))
+        both = [(estimated, true), (stats.rankdata(estimated), stats.rankdata(true))]
+        linear, ranked = (float(np.corrcoef(*pair)[0, 1]) if varies else np.nan for pair in both)
+        found[str(name)] = Agreement(linear, float(error / size) if size else np.nan, len(estimated), ranked)
     return found
 
 
-class _Pair(NamedTuple):
+class Pair(NamedTuple):
     """A clean and a corrupted pass of one model."""
 
     model: "Model"
@@ -201,7 +212,7 @@ class _Pair(NamedTuple):
     real: Tensor
 
     @classmethod
-    def of(cls, model: "Model", clean: Prompt, corrupted: Prompt, mask: Tensor | None) -> "_Pair":
+    def of(cls, model: "Model", clean: Prompt, corrupted: Prompt, mask: Tensor | None) -> "Pair":
         """The pair on the model's device, of one shape."""
         first, second = (model.reader.read(prompt, mask=mask) for prompt in (clean, corrupted))
         if first.ids.shape != second.ids.shape or not torch.equal(first.real, second.real):
@@ -220,7 +231,7 @@ class _Pair(NamedTuple):
         """The logits that the metric receives."""
         if self.model.family_record.shift:  # as State.logits
             hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
-        return _wide(self.model.tree.head(hidden))
+        return wide(self.model.tree.head(hidden))
 
     def values(
         self, ids: Tensor, points: Iterable[str], before: Sequence[tuple[str, Any]] = (), leaves: bool = False
@@ -240,7 +251,7 @@ class _Pair(NamedTuple):
         """∂m/∂v at every point of the corrupted pass under the hooks `before`."""
         with torch.enable_grad():
             leaves, logits = self.values(self.corrupted, points, before, leaves=True)
-            number = _number(metric, logits)
+            number = metric_value(metric, logits)
             if not number.requires_grad:
                 raise SettingError("the metric has no gradient; compute it from the logits with torch operations only.")
             found = torch.autograd.grad(number, [leaves[name] for name in points], materialize_grads=True)
@@ -255,11 +266,11 @@ class _Pair(NamedTuple):
         here, repeated = here.repeat_interleave(len(new), dim=0), torch.cat([new] * len(cells))
         patch: Pairs = [(name, lambda value, hook: torch.where(here, repeated, value))]
         hidden = self.hidden(self.corrupted, patch, copies=len(cells))
-        return torch.stack([_number(metric, self.logits(copy)) for copy in hidden.split(len(new))])
+        return torch.stack([metric_value(metric, self.logits(copy)) for copy in hidden.split(len(new))])
 
 
 @contextmanager
-def _differentiable(model: "Model") -> Iterator[None]:
+def differentiable(model: "Model") -> Iterator[None]:
     """Enable gradients of activations and disable those of weights; afterwards restore the weights' setting."""
     weights = [*model.tree.hf.parameters(), *model.tree.hf.buffers()]
     if any(weight.is_inference() for weight in weights):
@@ -285,12 +296,12 @@ def _points(wanted: Any, model: "Model") -> list[str]:
     return points
 
 
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
     """Cast to float32, unless already wider."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _number(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
+def metric_value(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
     value = metric(logits)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise SettingError(

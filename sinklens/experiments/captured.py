@@ -56,7 +56,8 @@ class _Collected:
 
     def _take(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
         """At the end of the step, when it is known which rows were active, add their outputs."""
-        active = self._active(confidence)
+        assert self._ids is not None
+        active = active_rows(self._model, self._ids[:, self._real.shape[1] :], confidence)
         for layer, value in self._pass.items():
             missing = value.shape[1] - self._real.shape[1]
             mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
@@ -65,15 +66,6 @@ class _Collected:
             self._count[layer] += len(z)
             self._kept[layer].append(z[torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]])
         self._pass.clear()
-
-    def _active(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-        """Rows that have positions left to decide: in an autoregressive run, those without an end token."""
-        if not bool(self._model.config.is_causal):
-            return (confidence > -torch.inf).any(dim=1)
-        assert self._ids is not None
-        ids = self._ids[:, self._real.shape[1] :]
-        ends = torch.tensor(self._model.eos_token_ids, dtype=ids.dtype, device=ids.device)
-        return ~torch.isin(ids, ends).any(dim=1)
 
     def mean(self) -> Float[Tensor, "layer head d_head"]:
         """The mean over all collected outputs."""
@@ -84,3 +76,13 @@ class _Collected:
         pools = [torch.cat(parts) for parts in self._kept.values()]
         drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
         return torch.stack([pool[drawn % len(pool)] for pool in pools])
+
+
+def active_rows(
+    model: Model, answer: Int[Tensor, "batch answer"], confidence: Float[Tensor, "batch pos"]
+) -> Bool[Tensor, " batch"]:
+    """Rows that have positions left to decide: in an autoregressive run, those without an end token in the answer."""
+    if not bool(model.config.is_causal):
+        return (confidence > -torch.inf).any(dim=1)
+    ends = torch.tensor(model.eos_token_ids, dtype=answer.dtype, device=answer.device)
+    return ~torch.isin(answer, ends).any(dim=1)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.runs.denoising import Hooks
 from sinklens.runs.intervention import Intervention, within
+from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation
 from sinklens.tracing import generate
 

@@ -8,6 +8,7 @@ Pitfall: the answer of such a run is that of the earlier run, by construction. C
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Int
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError
 from sinklens.model import Model
-from sinklens.runs.denoising import Hooks
+from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation
 from sinklens.tracing import generate
 
@@ -35,18 +36,39 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
         **options: further keyword arguments of `sinklens.generate`, such as ``record_sinks``.
 
     Returns:
-        The run. Its settings and seed are those of `base`.
+        The run. Its settings and seed are those of `base`, and ``text`` is a string if that of `base` is one.
 
     Raises:
-        PromptError: an old text occurs in no prompt, has another number of tokens than the new one, or is empty.
+        PromptError: `changes` is empty, or an old text occurs in no prompt or has another number of tokens than its
+            new text.
     """
+    if not changes:
+        raise PromptError("changes is empty; pass the texts to replace, such as {' 6': ' 8'}.")
     model, real = base.model, base.real[:, : base.prompt_length]
     ids = base.canvas[:, 0, : base.prompt_length]
     for old, new in changes.items():
         ids = _replaced(ids, model, old, new)
     prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+    return _run(base, prompts, replay=base, hooks=hooks, **options)
+
+
+def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:
+    """Run the prompts of `base` again with its settings and seed.
+
+    Args:
+        base: a run.
+        hooks: as in `sinklens.generate`.
+        **options: further keyword arguments of `sinklens.generate`, such as ``replay``.
+    """
+    real = base.real[:, : base.prompt_length]
+    ids = base.canvas[:, 0, : base.prompt_length]
+    return _run(base, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)], hooks=hooks, **options)
+
+
+def _run(base: Generation, prompts: Any, **options: Any) -> Generation:
     settings = {name: value for name, value in _settings(base).items() if name not in options}
-    return generate(model, prompts, seed=base.seed, replay=base, hooks=hooks, **settings, **options)
+    run = generate(base.model, prompts, seed=base.seed, **settings, **options)
+    return replace(run, single=base.single)
 
 
 def _settings(base: Generation) -> dict[str, Any]:

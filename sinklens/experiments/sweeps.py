@@ -32,11 +32,12 @@ from sinklens.model import Model, load
 from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext
+from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
 from sinklens.sampling import AutoregressiveSettings, SamplerSettings, settings_for
 
 if TYPE_CHECKING:
-    from sinklens.runs.denoising import Hooks
+    from sinklens.runs.request import Hooks
 
 FORMAT = "sinklens sweep 2"
 Group = dict[str, list[Any]]
@@ -207,10 +208,11 @@ class _Sweep:
         return denoising.result(), kept
 
     def _denoising(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
-        return Denoising(
-            self._model, batch, given=dict(self._given), seed=self._seed, chat_template=self._template, hooks=hooks,
+        request = RunRequest(
+            prompt=batch, settings=self._given, seed=self._seed, chat_template=self._template, hooks=hooks,
             record_sinks=False, replay=replay, progress=False, copies=copies,
         )  # fmt: skip
+        return Denoising(self._model, request)
 
     def run(self, batch: Any, group: Mapping[str, list[Any]], base: Generation, logits: MaskedLogits) -> xr.Dataset:
         """All interventions of `group` in one run."""

@@ -1,25 +1,34 @@
 """Interventions: named sets of hook functions that change a run.
 
 Pass them in ``hooks=`` of `sinklens.trace` and `sinklens.generate`, alone or with others and with plain ``(name, fn)``
-pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``.
+pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``, or with ``where=`` to positions that
+follow the run.
 """
 
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
+from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.keys import HideKeys, HoldSinks
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
-from sinklens.interventions.values import AblateSinkValues
+from sinklens.interventions.paths import PathPatch
+from sinklens.interventions.streams import ClampStream, Directions, Steer
+from sinklens.interventions.values import AblateValues
+from sinklens.interventions.where import AtPositions, Where
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, RunContext
 
 __all__ = [
     "AblateHeads",
     "AblateSinkAttention",
-    "AblateSinkValues",
+    "AblateValues",
     "Activations",
+    "AtPositions",
+    "ClampStream",
+    "Directions",
+    "Donors",
     "FixedNoise",
     "ForceTokens",
     "FreezePattern",
@@ -32,10 +41,14 @@ __all__ = [
     "MaskedLogits",
     "OnSinks",
     "PatchHooks",
+    "PathPatch",
     "Remask",
+    "Resample",
     "RunContext",
     "SinkToken",
+    "Steer",
     "StepCaches",
     "Suffix",
+    "Where",
     "WindowAttention",
 ]

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Distances, Intervention, Pairs, Queries, RunContext, place_mask, refuse
+from sinklens.interventions.places import Places
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.intervention import Distances, Intervention, Pairs, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -56,8 +58,12 @@ class ForceTokens(Intervention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remask(Intervention):
-    """Mask `positions` of the answer again when the chosen steps begin, or all of it; diffusion models only."""
+class Remask(AtPositions):
+    """Mask positions of the answer again when the chosen steps begin, or all of it; diffusion models only.
+
+    Attributes:
+        positions, where: positions that are masked again; those of the prompt that `where` finds stay as they are.
+    """
 
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
@@ -67,18 +73,19 @@ class Remask(Intervention):
         run = _require_run(self, run)
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
-        in_step = self.step_test(run)
-        places, prompt = place_mask(self.positions, run.real), run.prompt_length
-        if self.positions is not None and bool(places[:, :prompt].any()):
+        places, prompt = Places(self, model, run), run.prompt_length
+        places.refuse_by_layer("denoise.hook_canvas")
+        if self.positions is not None and bool(place_mask(self.positions, run.real)[:, :prompt].any()):
             raise SettingError(
                 f"Remask takes answer positions, -{run.real.shape[1] - prompt} to -1; got {list(self.positions)}."
             )
-        places[:, :prompt] = False
+        answer = torch.arange(run.real.shape[1], device=run.real.device) >= prompt
 
         def remask(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
-            return value.masked_fill(places, run.mask_id) if in_step(hook.step) else None
+            found = places.at(hook.step or 0, None)
+            return None if found is None else value.masked_fill(found.any(dim=1) & answer, run.mask_id)
 
-        return [("denoise.hook_canvas", remask)]
+        return [*places.first(), ("denoise.hook_canvas", remask), *places.last()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,7 @@ class Suffix(Intervention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkToken(Intervention):
+class SinkToken(AtPositions):
     """An extra token that sees only itself and is seen by all (One Token Is Enough, 2601.19657; trained there).
 
     It is inserted before a row's first token, after its padding, or after the answer, and is part of the canvas: in the
@@ -138,7 +145,7 @@ class SinkToken(Intervention):
     value: Literal["own", "zero"] = "own"
 
     def __post_init__(self) -> None:
-        refuse(self, "heads", "positions")
+        refuse(self, "heads", "positions", "where")
         if self.at not in ("front", "end") or self.value not in ("own", "zero"):
             raise SettingError(
                 f"at must be 'front' or 'end', value 'own' or 'zero'; got {self.at!r} and {self.value!r}."
@@ -172,29 +179,29 @@ class SinkToken(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`; in a single pass the ids already begin or end with the extra token."""
-        layers, touched, distances = self.chosen_layers(model), Queries(self, run), Distances()
+        layers, places, distances = self.chosen_layers(model), Places(self, model, run), Distances()
 
-        def extra(step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
+        def extra(hook: Point, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
             """Where the extra token is among the queries of a pass; None if absent or if there is nothing to do."""
-            rows = touched.of(step, queries, device)
+            rows = places.of_queries(hook, queries, device)
             if rows is None:
                 return None
-            first = 0 if run is None else run.first(step or 0, queries)
+            first = 0 if run is None else run.first(hook.step or 0, queries)
             real = rows.new_ones(1, queries) if run is None else run.real
             place = place_mask([0 if self.at == "front" else -1], real)[:, first : first + queries]
-            found = place.to(device) & rows
+            found = place.to(device) & rows[:, 0]
             return found if bool(found.any()) else None
 
         def alone(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             distance = distances.of(value)
-            token = extra(hook.step, len(distance), value.device)
+            token = extra(hook, len(distance), value.device)
             if token is None:
                 return None
             hidden = token[:, :, None] & (distance != 0)
             return value.masked_fill(hidden[:, None], -torch.inf)
 
         def empty(value: Float[Tensor, "batch pos kv_head d_head"], hook: Point) -> Tensor | None:
-            token = extra(hook.step, value.shape[1], value.device)
+            token = extra(hook, value.shape[1], value.device)
             return None if token is None else value.masked_fill(token[:, :, None, None], 0.0)
 
         pairs: Pairs = []

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
-from sinklens.interventions.selection import Scope, Selection
-from sinklens.runs.intervention import Intervention, Pairs, Queries, QuerySpan, RunContext, layer_of, refuse_empty
+from sinklens.interventions.places import Places, on_heads
+from sinklens.interventions.selection import Selection
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.intervention import Pairs, QuerySpan, RunContext, layer_of, refuse_empty
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -39,7 +42,7 @@ class HeadOutputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateHeads(Intervention):
+class AblateHeads(AtPositions):
     """Replace the output of heads, z = A·V, before the output projection.
 
     Attributes:
@@ -48,7 +51,7 @@ class AblateHeads(Intervention):
         reference: `HeadOutputs` of other prompts.
         seed: seed of the resampling, which depends only on the seed, the row's prompt, the step (in a diffusion run),
             the layer and the position.
-        positions: positions whose outputs are replaced.
+        positions, where: positions whose outputs are replaced.
 
     Raises:
         SettingError: an unknown `by`, or a missing reference.
@@ -71,7 +74,7 @@ class AblateHeads(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
+        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         if self.by == "mean" and self.reference is None and bool(model.config.is_causal):
             raise SettingError(
                 "the mean over a row's positions would leak later positions in a causal model; pass "
@@ -86,15 +89,15 @@ class AblateHeads(Intervention):
             )
 
         def ablate(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
-            where = touched.of(hook.step, value.shape[1], value.device)
-            if where is None:
+            rows = places.of_queries(hook, value.shape[1], value.device)
+            if rows is None:
                 return None
             new = self._replacement(value, layer_of(hook), run, hook.step)
-            ablated = torch.zeros(value.shape[2], dtype=torch.bool, device=value.device)
-            ablated[heads] = True
-            return torch.where(where[:, :, None, None] & ablated[:, None], new.to(value), value)
+            ablated = on_heads(rows, heads, value.shape[2]).transpose(1, 2)
+            return torch.where(ablated[..., None], new.to(value), value)
 
-        return [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
+        acts = [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
+        return [*places.first(), *acts, *places.last()]
 
     def _replacement(self, z: Tensor, layer: int, run: RunContext | None, step: int | None) -> Tensor:
         if self.by == "zero":
@@ -124,7 +127,7 @@ class AblateHeads(Intervention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateSinkAttention(Intervention):
+class AblateSinkAttention(AtPositions):
     """Remove a head's attention to its sinks of the current step, without a second pass.
 
     The sinks are those of the pattern that the layer has just computed: in an autoregressive run, those of the prompt
@@ -138,7 +141,7 @@ class AblateSinkAttention(Intervention):
         pick: "strongest"; or other keys of the same heads as a control, as in `MaskSinks` (except "same_kind", which
             needs the tokens of an earlier step).
         seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
-        positions: queries whose attention is changed.
+        positions, where: queries whose attention is changed.
     """
 
     top_k: int = 1
@@ -150,7 +153,7 @@ class AblateSinkAttention(Intervention):
     @property
     def selection(self) -> Selection:
         """How keys are chosen."""
-        return Selection(self.top_k, None, self.pick, self.scope, (), self.seed)
+        return Selection(top_k=self.top_k, pick=self.pick, scope=self.scope, seed=self.seed)
 
     def __post_init__(self) -> None:
         refuse_empty(self)
@@ -164,16 +167,14 @@ class AblateSinkAttention(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
+        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
 
         def ablate(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            rows = touched.of(hook.step, pattern.shape[2], pattern.device)
+            rows = places.of_queries(hook, pattern.shape[2], pattern.device)
             if rows is None:
                 return None
-            ablated = torch.zeros(pattern.shape[1], dtype=torch.bool, device=pattern.device)
-            ablated[heads] = True
             sinks = self._sinks(pattern, layer_of(hook), run, hook.step or 0)
-            removed = sinks & ablated[:, None, None] & rows[:, None, :, None]
+            removed = sinks & on_heads(rows, heads, pattern.shape[1])[..., None]
             left = pattern.masked_fill(removed, 0.0)
             if self.mass == "drop":
                 return left
@@ -181,7 +182,8 @@ class AblateSinkAttention(Intervention):
             spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
             return torch.where(removed.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
 
-        return [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
+        acts = [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
+        return [*places.first(), *acts, *places.last()]
 
     def _sinks(
         self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int

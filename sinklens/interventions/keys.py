@@ -18,11 +18,11 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
 from sinklens.interventions.masking import text_of_keys, without
+from sinklens.interventions.places import on_heads
 from sinklens.runs.intervention import (
     Distances,
     Intervention,
     Pairs,
-    Queries,
     RunContext,
     place_mask,
     refuse,
@@ -58,20 +58,20 @@ class HideKeys(Intervention):
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         layers, heads = self.chosen_layers(model), self.chosen_heads(model)
-        touched, distances = Queries(self, run, every=True), Distances()
+        in_step, distances = self.step_test(run), Distances()
         places = None if run is None else place_mask(self.positions, run.real)
 
         def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             distance = distances.of(value)
             queries, keys = distance.shape
-            rows = touched.of(hook.step, queries, value.device)
-            if rows is None:
-                return None
+            rows = torch.ones(queries, dtype=torch.bool, device=value.device)
             if run is None or places is None:
                 hidden = place_mask(self.positions, torch.ones(1, keys, dtype=torch.bool, device=value.device))
             else:
                 hidden = places[:, text_of_keys(run, keys)].to(value.device)
-            seen = ~(hidden[:, None, :] & rows[:, :, None])
+                for span in run.query_spans(hook.step or 0, queries):
+                    rows[span.start : span.stop] = in_step(span.step)
+            seen = ~(hidden[:, None, :] & rows[:, None])
             return without(value, seen[:, None], distance, heads, model, run)
 
         return [*distances.pairs(layers), *((f"blocks.{layer}.attn.hook_attn_mask", hide) for layer in layers)]
@@ -131,9 +131,7 @@ class HoldSinks(Intervention):
         """The strongest keys of the chosen heads."""
         scores = (pattern.float() * real[:, None, :, None]).sum(dim=2)
         number = torch.full((len(scores), 1, 1), self.top_k, device=scores.device)
-        chosen = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
-        chosen[heads] = True
-        return (largest(scores, real[:, None], number) & chosen[:, None])[:, :, None]
+        return on_heads(largest(scores, real[:, None], number), heads, scores.shape[1])[:, :, None]
 
 
 def _held(

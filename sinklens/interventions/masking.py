@@ -14,7 +14,7 @@ whose pattern was all zero at step t − 1 has no strongest key, so none of its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.controls import Pick
-from sinklens.interventions.previous_sinks import PreviousSinks, planned_steps
-from sinklens.interventions.selection import Scope, Selection, as_tuple
+from sinklens.interventions.key_places import AtKeys, KeyPlaces, check_queries
+from sinklens.interventions.places import Places, head_mask
+from sinklens.interventions.previous_sinks import planned_steps
+from sinklens.interventions.selection import Selection
+from sinklens.interventions.where import AtPositions
 from sinklens.runs.intervention import (
     Distances,
-    Intervention,
     Pairs,
-    Queries,
     RunContext,
     place_mask,
     refuse_empty,
@@ -42,53 +42,19 @@ from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
-    from sinklens.sinks.detectors import Detector
-
-Reach = Literal["newest", "all"]
-ITSELF: Literal["itself"] = "itself"
-
-
-def track_of(source: "SinkTrack | Generation | Literal['itself'] | None") -> SinkTrack | None:
-    """The sinks that `source` recorded; None for "itself".
-
-    Raises:
-        SettingError: `source` recorded no sinks, or is not a run.
-    """
-    if isinstance(source, str) and source == ITSELF:
-        return None
-    found = source if isinstance(source, SinkTrack) else getattr(source, "sinks", None)
-    if not isinstance(found, SinkTrack):
-        raise SettingError(
-            f"source must be another run or its sinks; got {source!r}. A run made with record_sinks=False has none; "
-            f"repeat it without that setting."
-        )
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnSinks(Intervention):
+class OnSinks(AtKeys):
     """Base class of interventions at step t on the sinks of step t − 1; subclasses define what happens to them.
 
     Attributes:
-        top_k: number of strongest keys per head; the paper masks 1, 5 and 10.
-        detector: selects keys instead of `top_k` (pass ``top_k=None``); detectors of scores, or any detector with
-            `source`. It sees the chosen layers with all their heads.
-        scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model" (averaged over the
-            chosen layers too).
-        pick: "strongest"; or other keys as a control: "weakest"; "random", possibly also the strongest; or keys that
-            are all weaker than the strongest: "random_rest"; "same_mass", random keys that together receive the same
-            attention; "same_kind", random keys with the same kinds of token; "nearest", the nearest positions; or
-            "permuted", the strongest keys of another head.
-        only: states ("prompt", "masked", "committed") or token kinds of the keys, any of them; "not digit", for
-            example, leaves out digits.
-        same_step: use the sinks of step t itself, from an unmasked pass before it; doubles the work, diffusion only.
-        source: "itself", or another run of the same prompts, or its `sinks`: uses the sinks of that run at step t − 1
-            (at step t with `same_step`), by its recorded column sums, and nothing at steps that it lacks for the run or
-            for a row. A part of a track holds the steps listed in its ``step`` coordinate.
-        seed: seed of random keys.
-        persistent: draw random keys once per run instead of at every step, as controls of sinks that last.
-        queries: in an autoregressive run, whether the "newest" token or "all" tokens are affected.
+        top_k, detector, scope, pick, only, seed, persistent: which keys; see `ChoiceRule`. With a detector, `where` or
+            neither, pass ``top_k=None``.
+        same_step, source: the step and the run of their scores; see `KeyChoice`.
+        where: the keys instead of a rule: all keys there, at the same step; see `AtPositions`.
+        queries: in an autoregressive run, the "newest" token; "each" token, the prompt's included, by the keys of the
+            step that it belongs to; or "all" tokens, by the keys of the newest one.
         positions: keys that may be chosen.
 
     Raises:
@@ -97,32 +63,16 @@ class OnSinks(Intervention):
     """
 
     top_k: int | None = 1
-    detector: "Detector | None" = None
-    scope: Scope = "head"
-    pick: Pick = "strongest"
-    only: str | Sequence[str] = ()
-    same_step: bool = False
-    source: "SinkTrack | Generation | Literal['itself']" = ITSELF
-    seed: int = 0
-    persistent: bool = False
     queries: str = "newest"
 
     def __post_init__(self) -> None:
-        if self.queries not in get_args(Reach):
-            raise SettingError(f"queries must be one of {', '.join(get_args(Reach))}; got {self.queries!r}.")
-        _check_places(self, self.same_step)
-        _ = self.selection, track_of(self.source)
+        check_queries(self.queries)
+        _check_places(self)
+        self.check_keys()
 
-    @property
-    def selection(self) -> Selection:
-        """How the keys are chosen."""
-        only = as_tuple(self.only)
-        return Selection(self.top_k, self.detector, self.pick, self.scope, only, self.seed, self.persistent)
-
-    def chosen(self, model: "Model", run: RunContext | None) -> PreviousSinks:
+    def chosen(self, model: "Model", run: RunContext | None) -> KeyPlaces:
         """The keys of one run."""
-        every_query = self.queries == "all"
-        return PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source), every_query)
+        return KeyPlaces(self, model, run, self.queries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +83,8 @@ class MaskSinks(OnSinks):
     a query with no key left has an all-zero row. If a detector finds nothing, the run is unchanged, bit for bit.
 
     Attributes:
-        top_k, detector, scope, pick, only, same_step, source, seed, persistent, queries, positions: which keys, and for
-            which queries; see `OnSinks`.
+        top_k, detector, scope, pick, only, same_step, source, seed, persistent, where, queries, positions: which keys,
+            and for which queries; see `OnSinks`.
     """
 
     on_canvas: ClassVar[bool] = True
@@ -151,13 +101,14 @@ class MaskSinks(OnSinks):
         if (
             self.pick not in ("strongest", "weakest")
             or self.only
-            or track_of(self.source) is not None
+            or self.track is not None
+            or self.where is not None
             or self.same_step
             or track.causal
         ):
             raise SettingError(
                 "a track determines the masked keys only where they follow from its scores alone: not with random "
-                "keys or other controls, only=, source= or same_step=, and not in an autoregressive run."
+                "keys or other controls, only=, source=, where= or same_step=, and not in an autoregressive run."
             )
         real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
         found = np.zeros(track.data["score"].shape, dtype=bool)
@@ -172,7 +123,7 @@ class MaskSinks(OnSinks):
             now = torch.from_numpy(track.data["score"].notnull().any("head").to_numpy()[:, steps.index(step)])
             for group in _alike(known, layers):
                 by_layer, there = {layer: scores[:, layer] for layer in group}, real & known[:, group[0]]
-                chosen = self.selection.choose(by_layer, there, None, None, step, place_mask(self.positions, real))
+                chosen = Selection.of(self).choose(by_layer, there, None, None, step, place_mask(self.positions, real))
                 for layer, keys in chosen.items():
                     present = keys & now[:, layer, None]
                     found[:, steps.index(step), layer, heads] = present.numpy()[:, heads]
@@ -204,7 +155,7 @@ def _alike(known: Bool[Tensor, "batch layer pos"], layers: Sequence[int]) -> lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepKeys(Intervention):
+class KeepKeys(AtKeys):
     """Keep only attention to the strongest keys of step t − 1 and to neighbours: can sinks stand in for the context?
 
     Query i sees key j if j is one of the kept keys, or |i − j| ≤ window. Everything else is as in `MaskSinks`; nothing
@@ -215,37 +166,23 @@ class KeepKeys(Intervention):
         top_k: number of keys kept per head.
         window: distance up to which every query sees its neighbours; 0 is the query itself.
         pick: "strongest"; or other keys as a control, as in `MaskSinks`.
-        scope, only, same_step, source, seed, persistent: as in `MaskSinks`.
+        detector, scope, only, same_step, source, seed, persistent, where: as in `MaskSinks`.
         positions: keys that may be kept because of their score.
     """
 
     on_canvas: ClassVar[bool] = True
 
     top_k: int | None = 8
-    detector: "Detector | None" = None
     window: int = 0
-    scope: Scope = "head"
-    pick: Pick = "strongest"
-    only: str | Sequence[str] = ()
-    same_step: bool = False
-    source: "SinkTrack | Generation | Literal['itself']" = ITSELF
-    seed: int = 0
-    persistent: bool = False
 
     def __post_init__(self) -> None:
         _check_window(self.window)
-        _check_places(self, self.same_step)
-        _ = self.selection, track_of(self.source)
-
-    @property
-    def selection(self) -> Selection:
-        """How the keys are chosen."""
-        only = as_tuple(self.only)
-        return Selection(self.top_k, self.detector, self.pick, self.scope, only, self.seed, self.persistent)
+        _check_places(self)
+        self.check_keys()
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        chosen = PreviousSinks(self, model, run, self.selection, self.same_step, track_of(self.source))
+        chosen = KeyPlaces(self, model, run)
         distances = Distances()
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
@@ -260,7 +197,7 @@ class KeepKeys(Intervention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowAttention(Intervention):
+class WindowAttention(AtPositions):
     """Query i sees only keys j with i − left ≤ j ≤ i + right (and, in a causal model, none after it).
 
     ``right=0`` alone makes a diffusion model attend causally, ``left=0`` alone only forwards.
@@ -270,7 +207,7 @@ class WindowAttention(Intervention):
         left, right: distance to earlier and to later positions, 0 or more; None does not restrict that side.
         always: positions that every query also sees, e.g. the first four (StreamingLLM, 2309.17453); counted like
             `positions`, so without padding.
-        positions: queries that are restricted.
+        positions, where: queries that are restricted.
 
     Raises:
         SettingError: neither `width` nor a side is given, or both; or `right` alone, in a causal model.
@@ -301,24 +238,25 @@ class WindowAttention(Intervention):
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
                 f"left=, or use a diffusion model."
             )
-        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
+        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         distances = Distances()
         always = None if run is None else place_mask(self.always, run.real)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             distance = distances.of(value)
             queries, keys = distance.shape
-            rows = touched.of(hook.step, queries, value.device)
+            rows = places.of_queries(hook, queries, value.device)
             if rows is None:
                 return None
             if run is None or always is None:
                 free = place_mask(self.always, value.new_ones(1, keys).bool())
             else:
                 free = always[:, text_of_keys(run, keys)]
-            seen = self._within(distance) | free[:, None].to(value.device) | ~rows[:, :, None]
-            return without(value, seen[:, None], distance, heads, model, run)
+            seen = (self._within(distance) | free[:, None].to(value.device))[:, None] | ~rows[..., None]
+            return without(value, seen, distance, heads, model, run)
 
-        return [*distances.pairs(layers), *((f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers)]
+        acts = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers]
+        return [*places.first(), *distances.pairs(layers), *acts, *places.last()]
 
     def _within(self, distance: Int[Tensor, "query key"]) -> Bool[Tensor, "query key"]:
         """Whether key − query is in the window."""
@@ -333,9 +271,7 @@ def without(
     value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext | None
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
-    restricted = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
-    restricted[list(heads)] = True
-    hidden = restricted[:, None, None] & ~seen
+    hidden = head_mask(heads, value.shape[1], value.device)[:, None, None] & ~seen
     if bool(model.config.is_causal):  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
     if run is not None:
@@ -354,9 +290,10 @@ def _check_window(width: object) -> None:
         raise SettingError(f"a window must be an integer number of positions, 0 or more; got {width!r}.")
 
 
-def _check_places(what: Intervention, same_step: bool) -> None:
+def _check_places(what: AtKeys) -> None:
     """Reject restrictions that leave nothing to do."""
     refuse_empty(what)
+    same_step = what.same_step or what.where is not None
     if what.steps is not None and not same_step and set(whole_numbers("step", what.steps)) == {0}:
         raise SettingError(
             f"{type(what).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name a "

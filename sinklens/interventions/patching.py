@@ -18,12 +18,14 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
+from sinklens.interventions.places import Places, head_mask, on_heads
+from sinklens.interventions.where import AtPositions
 from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.intervention import (
     Intervention,
     Pairs,
-    Queries,
     QuerySpan,
     RunContext,
     place_mask,
@@ -72,7 +74,7 @@ class Activations(Intervention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchHooks(Intervention):
+class PatchHooks(AtPositions):
     """Patch the values of another run into this one.
 
     In an autoregressive run the values of a step are those of the queries that belong to it, with or without a
@@ -81,12 +83,14 @@ class PatchHooks(Intervention):
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
             many as this run has.
-        names: points to patch; by default all that `source` holds, except the read-only ``hook_sink_scores``.
+        names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
         steps: steps of this run; by default those for which `source` holds values.
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
         positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
+        where: positions to patch that may differ by row, step, layer and head; see `AtPositions`. A key/value head has
+            those of any of its heads; a point without a head axis, those of any head of its layer.
         source_positions: columns of the source's values to take, one for each of `positions`. By default the same
             columns, or if the source has another length, those with the numbers in `positions`.
 
@@ -118,7 +122,7 @@ class PatchHooks(Intervention):
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         chosen, example = self._chosen_steps(run), self.source[min(self.source)]
-        default = [str(name) for name in example if not str(name).endswith("hook_sink_scores")]
+        default = [str(name) for name in example if not str(name).endswith(READ_ONLY)]
         points = chosen_points(default if self.names is None else self.names, model, self.layers)
         for name in points:
             if any(name not in self.source[step + self.shift] for step in chosen):
@@ -127,22 +131,43 @@ class PatchHooks(Intervention):
                 axes = axes_of(name)
                 sizes = {"head": model.cfg.n_heads, "kv_head": model.cfg.n_key_value_heads}
                 within("head", self.heads, sizes[axes[head_axis(name)]])
+        if self.where is not None and self.source_positions is not None:
+            raise SettingError(
+                "source_positions= pairs with positions=; where= takes the values of the same positions."
+            )
+        limited = self.positions is not None or self.where is not None
         columns = None if run is None or self.positions is None else _columns(self.positions, run.real)
+        places = self._places(points, model, run)
 
         def patch(value: Tensor, hook: Point) -> Tensor | None:
             name, step = str(hook.name), hook.step or 0
             axis = names.position_axis(name) % value.ndim
             first, parts = _parts(name, value.shape[axis], run, step)
-            parts = [part for part in parts if part.step in chosen]
+            changed = None
             for part in parts:
+                if part.step not in chosen:
+                    continue
+                mask = places.of_span(hook, part, first, value.device) if limited else None
+                if limited and mask is None:
+                    continue
                 here = value.narrow(axis, part.start, part.stop - part.start)
                 new = self._of_step(part.step, here, name, axis, run)
-                places = None if columns is None else columns.to(value.device) - first - part.start
-                new = self._chosen_of(here, new, name, axis, places)
+                shifted = None if columns is None else columns.to(value.device) - first - part.start
+                new = self._chosen_of(here, new, name, axis, shifted, mask)
                 value = new if part.stop - part.start == value.shape[axis] else _put(value, new, axis, part)
-            return value if parts else None
+                changed = value
+            return changed
 
-        return [(name, patch) for name in points]
+        return [*places.first(), *((name, patch) for name in points), *places.last()]
+
+    def _places(self, points: Sequence[str], model: "Model", run: RunContext | None) -> Places:
+        """The positions to patch at `points`."""
+        layered = [name for name in points if name.startswith("blocks.")]
+        places = Places(self, model, run, sorted({int(name.split(".")[1]) for name in layered}))
+        for name in points:
+            if name not in layered:
+                places.refuse_by_layer(name)
+        return places
 
     def _chosen_steps(self, run: RunContext | None) -> frozenset[int]:
         """Steps of this run at which values are patched."""
@@ -182,13 +207,19 @@ class PatchHooks(Intervention):
         return new
 
     def _chosen_of(
-        self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"] | None
+        self,
+        here: Tensor,
+        new: Tensor,
+        name: str,
+        axis: int,
+        places: Int[Tensor, "batch place"] | None,
+        mask: Bool[Tensor, "#batch #head pos"] | None,
     ) -> Tensor:
         """`here` with the chosen positions and heads of `new`."""
         if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row applies to all queries
             queries = max(here.shape[2], new.shape[2])
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
-        if self.positions is not None:
+        if self.positions is not None and (self.source_positions is not None or new.shape[axis] != here.shape[axis]):
             if places is None:
                 places = _columns(self.positions, here.new_ones(len(here), here.shape[axis]).bool())
             new = self._moved(here, new, name, axis, places)
@@ -197,12 +228,9 @@ class PatchHooks(Intervention):
                 f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
                 f"different lengths pass positions= and source_positions=."
             )
-        if self.heads is None:
-            return new
-        heads = head_axis(name)
-        mask = torch.zeros(here.shape[heads], dtype=torch.bool, device=here.device)
-        mask[within("head", self.heads, len(mask))] = True
-        return torch.where(mask.view([-1 if axis == heads else 1 for axis in range(here.ndim)]), new, here)
+        if mask is not None:
+            new = torch.where(along(mask, name, here), new, here)
+        return new if self.heads is None else torch.where(at_heads(self.heads, name, here), new, here)
 
     def _moved(self, here: Tensor, new: Tensor, name: str, axis: int, places: Int[Tensor, "batch place"]) -> Tensor:
         """`here` with values of `new` at `places`; places outside of it belong to other steps."""
@@ -217,19 +245,17 @@ class PatchHooks(Intervention):
         numbers = whole_numbers("position", () if given is None else given)
         for number, target in zip(numbers, places.T, strict=True):
             rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
-            if not len(rows):
-                continue
-            origin = target[rows]
-            if self.source_positions is not None or length != changed.shape[1]:
-                origin = torch.full_like(origin, _column(number, length, name) if length > 1 else 0)
-            changed[rows, target[rows]] = source[rows, origin]
+            changed[rows, target[rows]] = source[rows, _column(number, length, name) if length > 1 else 0]
         return changed.movedim(1, axis)
 
 
 def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:
     """Canvas column at which a value of `size` positions begins, and its positions by step."""
-    if run is None or not run.causal:
+    if run is None:
         return 0, [QuerySpan(step, 0, size)]
+    if not run.causal:  # with cached blocks, a pass has only the later queries, and logits
+        part = of_queries(name) or name == "denoise.hook_logits"
+        return run.first(step, size) if part else 0, [QuerySpan(step, 0, size)]
     if of_queries(name):
         return run.first(step, size), run.query_spans(step, size)
     decoding = name.startswith("denoise.") and name != "denoise.hook_canvas"  # a single position, the one being decoded
@@ -280,6 +306,29 @@ def of_queries(name: str) -> bool:
     return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(axes_of(name))
 
 
+def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> Bool[Tensor, "..."]:
+    """`mask` along the axes of `value` at the point `name`; one without heads has the positions of any head."""
+    axes = axes_of(name)
+    head = next((axes.index(axis) for axis in ("head", "kv_head") if axis in axes), None)
+    if head is None:
+        mask = mask.any(dim=1, keepdim=True)
+    elif mask.shape[1] > value.shape[head]:
+        mask = mask.unflatten(1, (value.shape[head], -1)).any(dim=2)
+    shape = [1] * value.ndim
+    shape[0], shape[names.position_axis(name) % value.ndim] = mask.shape[0], mask.shape[2]
+    if head is None:
+        return mask[:, 0].reshape(shape)
+    shape[head] = mask.shape[1]
+    return (mask if head < names.position_axis(name) % value.ndim else mask.transpose(1, 2)).reshape(shape)
+
+
+def at_heads(heads: Sequence[int], name: str, value: Tensor) -> Bool[Tensor, "..."]:
+    """True at `heads` along the head axis of `value`, of size 1 along the others."""
+    axis = head_axis(name)
+    chosen = head_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
+    return chosen.view([-1 if other == axis else 1 for other in range(value.ndim)])
+
+
 def head_axis(name: str) -> int:
     """The head axis of a point's value.
 
@@ -294,14 +343,14 @@ def head_axis(name: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreezePattern(Intervention):
+class FreezePattern(AtPositions):
     """Reuse the attention pattern of step `at` in all later steps (of `steps`): how much does attention adapt?
 
     For diffusion models only, since the patterns of an autoregressive run grow with the text.
 
     Attributes:
         at: the step whose pattern is kept; negative values count from the end of the planned steps.
-        positions: queries whose attention is frozen.
+        positions, where: queries whose attention is frozen.
     """
 
     at: int
@@ -313,7 +362,7 @@ class FreezePattern(Intervention):
                 "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace "
                 "with a diffusion model."
             )
-        layers, heads, touched = self.chosen_layers(model), self.chosen_heads(model), Queries(self, run)
+        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         at = within("step", [self.at], run.steps)[0]
         kept: dict[str, Float[Tensor, "batch head query key"]] = {}
 
@@ -321,11 +370,10 @@ class FreezePattern(Intervention):
             step, name = hook.step or 0, str(hook.name)
             if step == at:
                 kept[name] = value.detach().clone()
-            rows = touched.of(step, value.shape[2], value.device)
-            if step <= at or rows is None:
+            rows = places.of_queries(hook, value.shape[2], value.device) if step > at else None
+            if rows is None:
                 return None
-            frozen = torch.zeros(value.shape[1], dtype=torch.bool, device=value.device)
-            frozen[heads] = True
-            return torch.where(frozen[:, None, None] & rows[:, None, :, None], kept[name], value)
+            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept[name], value)
 
-        return [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]
+        acts = [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]
+        return [*places.first(), *acts, *places.last()]

@@ -1,8 +1,9 @@
 """The keys selected by the scores of the previous step, for interventions that act on its sinks.
 
-`PreviousSinks` collects the scores of every step during a run and, when the next step begins, chooses keys by them. In
-a diffusion run the scores are the column sums of ``hook_sink_scores``. In an autoregressive run they are the last
-token's attention, which is computed here from its query, all keys and the additive mask.
+`PreviousSinks` is a finder (finders.py): it collects the scores of every step during a run and, when the next step
+begins, chooses keys by them. In a diffusion run the scores are the column sums of ``hook_sink_scores``. In an
+autoregressive run they are the last token's attention, which is computed here from its query, all keys and the additive
+mask.
 
 Limitation: in an autoregressive run, that last row ignores edits that later hooks make to ``hook_attn_mask``, to the
 scores or to the pattern. List interventions on the mask before this one.
@@ -10,7 +11,7 @@ scores or to the pattern. List interventions on the mask before this one.
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,39 +20,14 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
-from sinklens.interventions.selection import Keys, Scores, Selection
-from sinklens.runs.intervention import (
-    Canvas,
-    Intervention,
-    Pairs,
-    RunContext,
-    Snapshot,
-    layer_of,
-    place_mask,
-    row_key,
-)
+from sinklens.interventions.choice import KeyChoice
+from sinklens.interventions.controls import Keys, Scores
+from sinklens.interventions.selection import Selection
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, Snapshot, layer_of, row_key
 from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-
-
-class Chosen(NamedTuple):
-    """The keys that a pass treats differently.
-
-    Attributes:
-        keys: [batch, head, query, key], or one row for all queries.
-        rows: queries of each row of the batch that they apply to; the others are unchanged.
-        some: whether there are any keys; None if not known yet.
-    """
-
-    keys: Bool[Tensor, "batch head query key"]
-    rows: Bool[Tensor, "batch query"]
-    some: bool | None = None
-
-    def any(self) -> bool:
-        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device."""
-        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Evidence(NamedTuple):
@@ -74,52 +50,60 @@ class PreviousSinks:
     """The keys chosen by the scores of the step before, in one run.
 
     Args:
-        place: intervention that defines the steps, layers, heads and (key) positions.
-        every_query: in an autoregressive run, apply the keys of step t to all queries of the pass of step t.
+        choice: how keys are chosen, and by the scores of which run and step.
+        name: the intervention's, for errors.
+        layers: those that are changed, from 0; the rule sees these layers with all their heads.
+        in_step: whether keys are needed at a step.
+        among: keys that may be chosen.
 
     Attributes:
-        layers, heads: as non-negative indices.
-        causal: whether the run is autoregressive.
+        by_layer: always True; keys differ between layers.
     """
+
+    by_layer = True
 
     def __init__(
         self,
-        place: Intervention,
+        choice: KeyChoice,
+        name: str,
         model: "Model",
         run: RunContext | None,
-        selection: Selection,
-        same_step: bool,
-        source: SinkTrack | None,
-        every_query: bool = False,
+        layers: Sequence[int],
+        in_step: Callable[[int | None], bool],
+        among: Bool[Tensor, "batch pos"] | None,
     ) -> None:
-        if run is None:
+        if run is None or among is None:
             raise SettingError(
-                f"{type(place).__name__} acts on the sinks of an earlier step, which a single pass does not have; use "
-                f"it in sinklens.trace or sinklens.generate."
+                f"{name} acts on the sinks of an earlier step, which a single pass does not have; use it in "
+                f"sinklens.trace or sinklens.generate."
             )
-        self.layers, self.heads, self.causal = place.chosen_layers(model), place.chosen_heads(model), run.causal
-        self._in_step, self._among = place.step_test(run), place_mask(place.positions, run.real)
-        self._run, self._selection, self._same_step, self._source = run, selection, same_step, source
-        self._every_query = every_query
+        self.layers, self.causal = list(layers), run.causal
+        self._in_step, self._among = in_step, among
+        self._run, self._same_step, self._source = run, choice.same_step, choice.track
+        self._selection = Selection.of(choice)
         self._canvas = Canvas(run)
         self._now: dict[int, Scores] = {}
         self._starts: dict[int, int] = {}  # by layer: first text position that is a key, where a window hides others
         self._chosen: dict[int, dict[int, Keys]] = {}  # by step; in a diffusion run only the current step
         self._some: dict[int, bool] = {}  # by layer: whether the latest step has keys there
         self._scored_rows: dict[int, Bool[Tensor, " batch"]] = {}  # by step: rows that have scores
-        self._prompts_checked = source is None
+        self._prompts_checked = self._source is None
         self._scale = model.cfg.d_head**-0.5
         self._query: Tensor | None = None
         self._key: Tensor | None = None
-        if same_step and source is None and run.causal:
+        if self._source is not None:
+            self._check_source(self._source)
+        elif self._same_step:
+            self._check_second_pass()
+
+    def _check_second_pass(self) -> None:
+        if self._run.causal:
             raise SettingError("same_step needs a second pass over the canvas; it is available in diffusion runs only.")
-        if same_step and source is None and run.tree.architecture.encoder:
+        if self._run.tree.architecture.encoder:
             raise SettingError(
                 "same_step needs a second pass over the canvas, which lacks the self-conditioning of the step in a "
                 "model with an encoder; use the sinks of the previous step."
             )
-        if source is not None:
-            self._check_source(source)
 
     def _check_source(self, source: SinkTrack) -> None:
         if source.causal != self._run.causal:
@@ -151,23 +135,20 @@ class PreviousSinks:
                     f"the same order."
                 )
 
-    def pairs(self, act: Callable[..., Any], point: str = "hook_attn_mask") -> Pairs:
-        """All hooks: those that collect scores, and `act` on an attention point of every chosen layer.
-
-        `at` takes a value of that point, which must have the axes batch, head, query and key.
-        """
-        watching = self._source is None and not self._same_step
+    def first(self) -> Pairs:
+        """Hooks that choose keys when a step begins, to be listed before those that use them."""
         found: Pairs = [("denoise.hook_canvas", self._begin)]
-        for layer in self.layers:
+        for layer in self.layers if self.causal else ():
             at = f"blocks.{layer}.attn"
-            if self.causal:
-                found += [(f"{at}.hook_rot_q", self._keep_query), (f"{at}.hook_rot_k", self._keep_key)]
-            found.append((f"{at}.{point}", act))
-            if watching and self.causal:
-                found.append((f"{at}.hook_attn_mask", self._last_row))
-            elif watching:
-                found.append((f"{at}.hook_sink_scores", self._keep_scores))
+            found += [(f"{at}.hook_rot_q", self._keep_query), (f"{at}.hook_rot_k", self._keep_key)]
         return found
+
+    def last(self) -> Pairs:
+        """Hooks that keep the scores of a step, which see the attention as it was used."""
+        if self._source is not None or self._same_step:
+            return []
+        point, keep = ("hook_attn_mask", self._last_row) if self.causal else ("hook_sink_scores", self._keep_scores)
+        return [(f"blocks.{layer}.attn.{point}", keep) for layer in self.layers]
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """Begin a step: the scores collected so far are those of the previous step."""
@@ -200,8 +181,8 @@ class PreviousSinks:
             )
         found = {layer: found[layer] for layer in scores}
         self._scored_rows[step] = (real if there is None else there).any(dim=1)
-        self._chosen[step] = {layer: self._heads_only(mask) for layer, mask in found.items()}
-        some = torch.stack([mask.any() for mask in self._chosen[step].values()]).tolist()
+        self._chosen[step] = found
+        some = torch.stack([mask.any() for mask in found.values()]).tolist()
         self._some = dict(zip(self._chosen[step], some, strict=True))
 
     def _refuse_unequal(self, unequal: bool) -> None:
@@ -235,60 +216,18 @@ class PreviousSinks:
         canvas = Snapshot(torch.from_numpy(token[:, :length]).to(device), undecided)
         return Evidence({layer: score[:, at] for at, layer in enumerate(self.layers)}, canvas, track, there)
 
-    def _heads_only(self, mask: Keys) -> Keys:
-        if len(self.heads) == mask.shape[1]:
-            return mask
-        kept = torch.zeros_like(mask)
-        kept[:, self.heads] = mask[:, self.heads]
-        return kept
+    def at(self, step: int, layer: int | None) -> Keys | None:
+        """The keys chosen in a layer for a step, over the text that has scores; None if there are none yet."""
+        assert layer is not None, "Places.refuse_by_layer was not called"
+        return self._chosen[step][layer] if step in self._chosen else None
 
-    def at(self, hook: Point, value: Tensor) -> Chosen | None:
-        """The chosen keys of this layer and pass, with the additive mask `value`; None if there is nothing to do."""
-        layer, step = layer_of(hook), int(hook.step or 0)
-        if self.causal:
-            return self._rows(layer, step, value)
-        if step not in self._chosen:
-            return None
-        keys = self._chosen[step][layer]
-        if self._run.tree.watch.length is not None:
-            place = hook.key_positions
-            missing = max(0, place.stop - keys.shape[-1])  # positions that are new
-            keys = torch.nn.functional.pad(keys, (0, missing))[..., place.start : place.stop]
-        elif keys.shape[-1] != value.shape[-1]:  # with a cache, passes have unequal numbers of keys
-            keys = torch.nn.functional.pad(keys, (0, value.shape[-1] - keys.shape[-1]))
-        rows = self._scored_rows[step][:, None].to(value.device)
-        return Chosen(keys[:, :, None].to(value.device), rows, self._some[layer])
+    def rows(self, step: int) -> Bool[Tensor, " batch"]:
+        """Rows that have scores for a step."""
+        return self._scored_rows[step]
 
-    def _rows(self, layer: int, step: int, value: Tensor) -> Chosen | None:
-        """In a causal pass, each token keeps the masked keys of the step that decoded it, even when recomputed."""
-        assert self._query is not None
-        queries = self._query.shape[1]
-        if self._every_query:
-            return self._all_rows(layer, step, queries, value)
-        found = torch.zeros(*value.shape[:2], queries, value.shape[-1], dtype=torch.bool, device=value.device)
-        rows = torch.zeros(len(value), queries, dtype=torch.bool, device=value.device)
-        for part in self._run.query_spans(step, queries):
-            if part.step in self._chosen:
-                keys = self._chosen[part.step][layer]
-                found[:, :, part.stop - 1, : keys.shape[-1]] = (
-                    keys  # in the prompt, only the last token decodes a token
-                )
-                rows[:, part.stop - 1] = self._scored_rows[part.step]
-        return Chosen(found, rows) if bool(rows.any()) else None
-
-    def _all_rows(self, layer: int, step: int, queries: int, value: Tensor) -> Chosen | None:
-        """In a complete causal pass, the keys of its newest token apply to all tokens."""
-        if queries < value.shape[-1]:
-            raise SettingError(
-                "queries='all' changes what earlier tokens computed, which a key/value cache has already stored; run "
-                "with use_cache=False."
-            )
-        if step not in self._chosen:
-            return None
-        keys = self._chosen[step][layer]
-        found = torch.zeros(*value.shape[:2], 1, value.shape[-1], dtype=torch.bool, device=value.device)
-        found[..., : keys.shape[-1]] = keys[:, :, None]
-        return Chosen(found, self._scored_rows[step][:, None].to(value.device))
+    def some(self, layer: int) -> bool | None:
+        """Whether any key was chosen in a layer of the current step; None if not known."""
+        return None if self.causal else self._some[layer]
 
     def _keep_scores(self, value: Scores, hook: Point) -> None:
         if self._run.tree.watch.length is not None:

@@ -10,10 +10,8 @@ strongest key, and none is taken.
 
 import hashlib
 import json
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,71 +20,49 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.interventions import controls
-from sinklens.interventions.controls import DRAWN, PICKS, Keys, Pick, Scores
+from sinklens.interventions.choice import ChoiceRule
+from sinklens.interventions.controls import Keys, Scores
+from sinklens.interventions.kinds_now import kinds_now, of_kind
 from sinklens.runs.intervention import RunContext, Snapshot
-from sinklens.sinks.kinds import kinds
-from sinklens.sinks.strongest import check_only, in_only, needs_text
-from sinklens.sinks.track import SinkTrack, build_track, require_detector
-
-if TYPE_CHECKING:
-    from sinklens.sinks.detectors import Detector
-
-Scope = Literal["head", "layer", "model"]
+from sinklens.sinks.track import SinkTrack, build_track
 
 
-@dataclass(frozen=True)
-class Selection:
-    """How keys are chosen.
+class _Step(NamedTuple):
+    """What keys are chosen from at one step.
 
     Attributes:
-        top_k: number of keys per head; None if `detector` chooses them.
-        detector: finds them in a one-step track; its strength is not used.
-        pick: "strongest", or other keys as a control:
-            "weakest": as many of the weakest; "random": as many random keys, possibly among the strongest;
-            "random_rest": as many random keys that are weaker than all of the strongest;
-            "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
-            "same_kind": for each of the strongest a random key of that rest with the same kind of token;
-            "nearest": for each of the strongest the nearest position of that rest;
-            "permuted": the strongest keys of another head, the same head throughout the run.
-        scope: one set per head, per layer, or for the model.
-        only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
-            example, leaves out digits.
-        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
-        persistent: draw random keys once per run, not at every step: a key is replaced only while it may not be taken,
-            as when it becomes one of the strongest. In an autoregressive run keys of the prompt are taken first,
-            because only they exist at every step.
+        scores: by layer, pooled as `scope` says.
+        real: keys that exist.
+        allowed: those that may be taken.
+        run, canvas: the run, and the canvas that the scores belong to.
+        step: the step that the keys are for.
+        track: the recorded step that the scores come from, if any.
     """
 
-    top_k: int | None
-    detector: "Detector | None"
-    pick: Pick
-    scope: Scope
-    only: tuple[str, ...]
-    seed: int
-    persistent: bool = False
+    scores: dict[int, Scores]
+    real: Bool[Tensor, "batch key"]
+    allowed: Bool[Tensor, "batch key"]
+    run: RunContext | None
+    canvas: Snapshot | None
+    step: int
+    track: SinkTrack | None
+
+    def number(self, top_k: int | None) -> Int[Tensor, "batch 1 1"]:
+        """`top_k` for each row."""
+        return torch.full((len(self.allowed), 1, 1), int(top_k or 0), device=self.allowed.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(ChoiceRule):
+    """Chooses keys by a rule; see `ChoiceRule`."""
+
+    @classmethod
+    def of(cls, rule: ChoiceRule) -> "Selection":
+        """The selection by the rule of an intervention or a `Where`."""
+        return cls(**{field.name: getattr(rule, field.name) for field in fields(ChoiceRule)})
 
     def __post_init__(self) -> None:
-        if (self.top_k is None) == (self.detector is None):
-            raise SettingError("pass either top_k, a number of keys per head, or detector, not both.")
-        if self.detector is not None:
-            require_detector(self.detector)
-        if self.top_k is not None and not _is_count(self.top_k):
-            raise SettingError(f"top_k must be a number of keys, 0 or more; got {self.top_k}.")
-        if self.pick not in PICKS:
-            raise SettingError(f"pick must be one of {', '.join(PICKS)}; got {self.pick!r}.")
-        if self.scope not in ("head", "layer", "model"):
-            raise SettingError(f"scope must be 'head', 'layer' or 'model'; got {self.scope!r}.")
-        if self.pick == "permuted" and self.scope != "head":
-            raise SettingError(
-                f"pick='permuted' exchanges sets of keys between heads, but scope={self.scope!r} makes all sets equal; "
-                f"use scope='head'."
-            )
-        if self.persistent and self.pick not in DRAWN:
-            raise SettingError(
-                f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
-                f"none. Leave it out."
-            )
-        check_only(self.only)
+        self.check_rule()
 
     def choose(
         self,
@@ -112,75 +88,51 @@ class Selection:
         Raises:
             SettingError: `top_k` exceeds the number of keys that exist, or a detector or `only` needs unknown data.
         """
-        pooled = self._pooled(layers)
         longest = int(real.sum(dim=1).max())
         if self.top_k is not None and self.top_k > longest:
             raise SettingError(
                 f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many."
             )
         allowed = real if among is None else real & among
-        if self.only:
-            allowed = allowed & self._of_kind(pooled, _need(run), _need(canvas))
+        now = _Step(self._pooled(layers), real, allowed, run, canvas, step, track)
+        if names := self.only_names:
+            now = now._replace(allowed=allowed & of_kind(names, _need(run), _need(canvas), f"only={list(names)}"))
         if self.detector is None and self.pick in ("strongest", "weakest", "random"):
-            number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
-            return self._plain(pooled, allowed, number, run, step)
-        found = self._found(pooled, real, allowed, run, canvas, step, track)
-        return found if self.pick == "strongest" else self._control(pooled, found, allowed, run, canvas, step)
+            return self._plain(now)
+        found = self._found(now)
+        return found if self.pick == "strongest" else self._control(now, found)
 
-    def _plain(
-        self,
-        layers: dict[int, Scores],
-        allowed: Bool[Tensor, "batch key"],
-        number: Int[Tensor, "batch heads 1"],
-        run: RunContext | None,
-        step: int,
-    ) -> dict[int, Keys]:
-        """`number` keys of each head: the strongest, the weakest, or random ones."""
+    def _plain(self, now: _Step) -> dict[int, Keys]:
+        """`top_k` keys of each head: the strongest, the weakest, or random ones."""
+        number = now.number(self.top_k)
         if self.pick != "random":
-            return self._picked_at_once(layers, allowed, number, run, step)
-        return {layer: self._picked(scores, allowed, number, run, step, layer) for layer, scores in layers.items()}
+            return self._picked_at_once(now, number)
+        return {layer: self._picked(scores, now, number, layer) for layer, scores in now.scores.items()}
 
-    def _found(
-        self,
-        layers: dict[int, Scores],
-        real: Bool[Tensor, "batch key"],
-        allowed: Bool[Tensor, "batch key"],
-        run: RunContext | None,
-        canvas: Snapshot | None,
-        step: int,
-        track: SinkTrack | None,
-    ) -> dict[int, Keys]:
+    def _found(self, now: _Step) -> dict[int, Keys]:
         """The strongest keys, or those of the detector, whatever `pick` is."""
         if self.detector is None:
-            number = torch.full((len(allowed), 1, 1), int(self.top_k or 0), device=allowed.device)
-            return replace(self, pick="strongest", persistent=False)._plain(layers, allowed, number, run, step)
-        known = {layer: scores.masked_fill(~real[:, None], torch.nan) for layer, scores in layers.items()}
-        detected = self._detected(known, _need(run), _need(canvas), track)
-        return {layer: keys & allowed[:, None] for layer, keys in detected.items()}
+            return replace(self, pick="strongest", persistent=False)._plain(now)
+        known = {layer: scores.masked_fill(~now.real[:, None], torch.nan) for layer, scores in now.scores.items()}
+        detected = self._detected(known, _need(now.run), _need(now.canvas), now.track)
+        return {layer: keys & now.allowed[:, None] for layer, keys in detected.items()}
 
-    def _control(
-        self,
-        layers: dict[int, Scores],
-        found: dict[int, Keys],
-        allowed: Bool[Tensor, "batch key"],
-        run: RunContext | None,
-        canvas: Snapshot | None,
-        step: int,
-    ) -> dict[int, Keys]:
+    def _control(self, now: _Step, found: dict[int, Keys]) -> dict[int, Keys]:
         """The control of the strongest keys `found`."""
         if self.pick == "permuted":
-            return controls.permuted(found, _need(run).row_keys, self.seed)
-        known = self._kinds(layers, _need(run), _need(canvas)) if self.pick == "same_kind" else None
+            return controls.permuted(found, _need(now.run).row_keys, self.seed)
+        same_kind = self.pick == "same_kind"
+        known = kinds_now(_need(now.run), _need(now.canvas), f"pick={self.pick!r}") if same_kind else None
         taken = {}
-        for layer, scores in layers.items():
+        for layer, scores in now.scores.items():
             keys, number = found[layer], found[layer].sum(dim=-1, keepdim=True)
-            rest = controls.rest_of(scores, keys, allowed[:, None])
+            rest = controls.rest_of(scores, keys, now.allowed[:, None])
             if self.pick in ("random", "weakest"):
-                taken[layer] = self._picked(scores, allowed, number, run, step, layer)
+                taken[layer] = self._picked(scores, now, number, layer)
             elif self.pick == "nearest":
                 taken[layer] = controls.nearest(scores, keys, rest)
             else:
-                order = self._noise(scores, _need(run), step, layer)
+                order = self._noise(scores, _need(now.run), now.step, layer)
                 if self.pick == "same_mass":
                     taken[layer] = controls.same_mass(order, scores, keys, rest)
                 elif known is not None:
@@ -198,36 +150,21 @@ class Selection:
             means = dict.fromkeys(means, mean)
         return {layer: mean.expand_as(layers[layer]) for layer, mean in means.items()}
 
-    def _picked_at_once(
-        self,
-        layers: dict[int, Scores],
-        allowed: Bool[Tensor, "batch key"],
-        number: Int[Tensor, "batch heads 1"],
-        run: RunContext | None,
-        step: int,
-    ) -> dict[int, Keys]:
+    def _picked_at_once(self, now: _Step, number: Int[Tensor, "batch heads 1"]) -> dict[int, Keys]:
         """`_picked` of all layers as one batch: on a GPU, thirty short sorts are slower than one long one."""
-        count, rows = len(layers), len(allowed)
-        stacked = torch.cat(list(layers.values()))
-        found = self._picked(stacked, allowed.repeat(count, 1), number.repeat(count, 1, 1), run, step, 0)
-        return dict(zip(layers, found.split(rows), strict=True))
+        count, rows = len(now.scores), len(now.allowed)
+        stacked = now._replace(allowed=now.allowed.repeat(count, 1))
+        found = self._picked(torch.cat(list(now.scores.values())), stacked, number.repeat(count, 1, 1), 0)
+        return dict(zip(now.scores, found.split(rows), strict=True))
 
-    def _picked(
-        self,
-        scores: Scores,
-        allowed: Bool[Tensor, "batch key"],
-        number: Int[Tensor, "batch heads 1"],
-        run: RunContext | None,
-        step: int,
-        layer: int,
-    ) -> Keys:
+    def _picked(self, scores: Scores, now: _Step, number: Int[Tensor, "batch heads 1"], layer: int) -> Keys:
         """The first `number` keys of each head in the order given by `pick`; only allowed keys are taken."""
         attends = (scores != 0).any(dim=-1, keepdim=True)
         if self.pick == "random":
-            scores = self._noise(scores, _need(run), step, layer)
+            scores = self._noise(scores, _need(now.run), now.step, layer)
         elif self.pick == "weakest":
             scores = -scores
-        return controls.largest(scores, allowed[:, None], number) & attends
+        return controls.largest(scores, now.allowed[:, None], number) & attends
 
     def _noise(self, scores: Scores, run: RunContext, step: int, layer: int) -> Scores:
         """Random scores, independent of padding and of the rest of the batch; `scope` says which heads share them.
@@ -286,34 +223,6 @@ class Selection:
             ) from error
         return {layer: torch.from_numpy(found[:, at]).to(canvas.ids.device) for at, layer in enumerate(layers)}
 
-    def _of_kind(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> Bool[Tensor, "batch key"]:
-        """Keys whose state or token kind is in `only`."""
-        ids, masked = canvas
-        prompt = (torch.arange(ids.shape[1], device=ids.device) < run.prompt_length)[None]
-        states = {"prompt": prompt & ~masked, "masked": masked, "committed": ~prompt & ~masked}
-        codes = self._kinds(layers, run, canvas).cpu().numpy() if needs_text(self.only) else None
-        keep = in_only(self.only, {name: places.cpu().numpy() for name, places in states.items()}, codes)
-        return torch.from_numpy(keep).to(ids.device)
-
-    def _kinds(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch key"]:
-        """The kind of each key's token."""
-        try:
-            found = kinds(self._track(layers, run, canvas)).to_numpy()[:, 0]
-        except TrackError as error:
-            reason = f"only={list(self.only)}" if self.only else f"pick={self.pick!r}"
-            raise SettingError(f"{reason} needs the text of tokens: {error}") from error
-        return torch.from_numpy(found).to(canvas.ids.device)
-
-
-def _is_count(number: object) -> bool:
-    """Whether `number` is a non-negative integer."""
-    if isinstance(number, bool):
-        return False
-    try:
-        return operator.index(number) >= 0  # type: ignore[arg-type]
-    except TypeError:
-        return False
-
 
 def _with_scores(track: SinkTrack, layers: dict[int, Scores]) -> SinkTrack:
     """One step of `track` with other scores."""
@@ -332,8 +241,3 @@ def _need(value: Needed | None) -> Needed:
             "detectors, only=, random keys and other controls need a run; use sinklens.trace or sinklens.generate."
         )
     return value
-
-
-def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
-    """`only` as a tuple, from one name or several."""
-    return (only,) if isinstance(only, str) else tuple(only)

@@ -1,22 +1,25 @@
-"""Replace what sinks say, not how much attention they receive.
+"""Replace what keys say, not how much attention they receive.
 
-A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `AblateSinkValues` keeps
-every weight of the layer and replaces v_j by the mean value of the row, or by zero. If that costs as much as masking,
-the message of the key is missed, not the attention that it absorbs. Values are replaced per query head, even where
-heads share v_j through a common key/value head: z changes by Σ_{j chosen} A[j] (v̄ − v_j), added at ``hook_z``.
+A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `AblateValues` keeps every
+weight of the layer and replaces v_j by zero, by the mean value of the row, or by a donor's. If that costs as much as
+masking, the message of the key is missed, not the attention that it absorbs. Keys are chosen per query head, also where
+heads share v_j through a common key/value head: z changes by Σ_{j chosen} A[j] (v'_j − v_j), added at ``hook_z``. This
+equals an edit of the value itself where all heads of a key/value head choose the key.
 
 Pitfall: attention is unchanged only in the layer itself. The changed outputs change the queries and keys of the next.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.interventions.donors import MATCHED, Donors, Draws
 from sinklens.interventions.masking import OnSinks
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
 
@@ -25,38 +28,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateSinkValues(OnSinks):
-    """At step t, replace the values of the sinks of step t − 1, and leave the attention to them unchanged.
+class AblateValues(OnSinks):
+    """Replace the values of keys, and leave the attention to them unchanged.
 
     z_i = Σ_j A[i, j] v'_j, with v'_j the replacement for the chosen keys of a head, else v_j. The layers that it
     changes use explicit attention. Interventions on ``hook_v`` and ``hook_pattern`` must be listed before it.
 
+        AblateValues(where="newline", by="zero")
+        AblateValues(top_k=1, source=base)  # the strongest keys of another run
+
     Attributes:
-        by: "mean", the mean value of the row's keys (in an autoregressive model, of those that the query can see); or
-            "zero", as if the attention to the keys were dropped.
-        top_k, detector, scope, pick, only, same_step, source, seed, persistent, queries, positions: which keys, and for
-            which queries; see `OnSinks`.
+        by: "mean", the mean value of the row's keys that the query can see; "zero", as if the attention to the keys
+            were dropped; or "resample", the value of a matching position in `reference`.
+        reference: `Donors` of ``hook_v``, for "resample".
+        match: what a donor's position must have in common; see `Donors`.
+        top_k, detector, scope, pick, only, same_step, source, seed, persistent, where, positions: which keys; see
+            `OnSinks`. The seed is also that of resampling.
+        queries: as in `OnSinks`; by default, in an autoregressive run, each token sees the replaced values of its step.
     """
 
-    by: Literal["mean", "zero"] = "mean"
+    top_k: int | None = None
+    queries: str = "each"
+    by: Literal["mean", "zero", "resample"] = "mean"
+    reference: Donors | None = None
+    match: Sequence[str] = MATCHED
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by not in ("mean", "zero"):
-            raise SettingError(f"by must be 'mean' or 'zero'; got {self.by!r}.")
+        if self.by not in ("mean", "zero", "resample"):
+            raise SettingError(f"by must be 'mean', 'zero' or 'resample'; got {self.by!r}.")
+        if (self.by == "resample") != (self.reference is not None):
+            raise SettingError("by='resample' and reference=donors(model, prompts, names) belong together.")
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         chosen = self.chosen(model, run)
-        assert run is not None, "PreviousSinks rejects a single pass"
-        values, changes = _Values(run), dict[int, Tensor]()
+        assert run is not None, "KeyPlaces rejects a single pass"
+        draws = None if self.reference is None else Draws(self.reference, self.match, self.seed, run)
+        values, changes = _Values(run, model.block_length, draws), dict[int, Tensor]()
 
         def compute(pattern: Float[Tensor, "batch head query key"], hook: Point) -> None:
             changes.pop(layer_of(hook), None)
             found = chosen.at(hook, pattern)
             if found is not None and found.any():
-                moved = torch.where(found.keys, pattern, 0.0).float()
-                changes[layer_of(hook)] = values.change(layer_of(hook), moved, self.by)
+                changes[layer_of(hook)] = values.change(hook, pattern, found.keys, self.by)
 
         def change(z: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
             difference = changes.pop(layer_of(hook), None)
@@ -64,14 +79,16 @@ class AblateSinkValues(OnSinks):
 
         kept = [(f"blocks.{layer}.attn.hook_v", values.keep) for layer in chosen.layers]
         changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in chosen.layers]
-        return [*kept, *chosen.pairs(compute, "hook_pattern"), *changed]
+        first = [] if draws is None else draws.first()
+        return [*first, *kept, *chosen.pairs(compute, "hook_pattern"), *changed]
 
 
 class _Values:
     """The values of all keys of a run, by layer; with a key/value cache, a pass computes only the newest."""
 
-    def __init__(self, run: RunContext) -> None:
-        self._run, self._kept = run, dict[int, Tensor]()
+    def __init__(self, run: RunContext, block_length: int | None, draws: Draws | None) -> None:
+        self._run, self._draws, self._kept = run, draws, dict[int, Tensor]()
+        self._block = 1 if run.causal else block_length  # queries see the keys up to the end of their block
 
     def keep(self, value: Float[Tensor, "batch pos kv_head d_head"], hook: Point) -> None:
         """The hook function of ``hook_v``."""
@@ -80,19 +97,37 @@ class _Values:
         self._kept[layer_of(hook)] = torch.cat([*earlier, value.detach()], dim=1)
 
     def change(
-        self, layer: int, moved: Float[Tensor, "batch head query key"], by: str
+        self,
+        hook: Point,
+        pattern: Float[Tensor, "batch head query key"],
+        keys: Bool[Tensor, "batch #head #query key"],
+        by: str,
     ) -> Float[Tensor, "batch query head d_head"]:
-        """The change of z if the attention `moved` goes to the replacement instead of the keys' values."""
-        values = self._kept[layer].float()
-        values = values.repeat_interleave(moved.shape[1] // values.shape[2], dim=2)
+        """The change of z if the attention to `keys` goes to their replacement instead of their values."""
+        moved = torch.where(keys, pattern, 0.0).float()
+        values = self._of_heads(self._kept[layer_of(hook)].float(), moved.shape[1])
         lost = torch.einsum("bhqk,bkhd->bqhd", moved, values)
         if by == "zero":
             return -lost
-        return moved.sum(dim=-1).transpose(1, 2)[..., None] * self._means(values)[:, -moved.shape[2] :] - lost
+        if by == "mean":
+            means = self._means(values)
+            means = means[:, -moved.shape[2] :] if means.shape[1] > 1 else means
+            return moved.sum(dim=-1).transpose(1, 2)[..., None] * means - lost
+        assert self._draws is not None
+        wanted = keys.flatten(1, 2).any(dim=1)
+        new = self._draws.values(hook, f"blocks.{layer_of(hook)}.attn.hook_v", wanted, values.dtype)
+        return torch.einsum("bhqk,bkhd->bqhd", moved, self._of_heads(new, moved.shape[1])) - lost
+
+    def _of_heads(self, values: Float[Tensor, "batch key kv_head d_head"], heads: int) -> Tensor:
+        return values.repeat_interleave(heads // values.shape[2], dim=2)
 
     def _means(self, values: Float[Tensor, "batch key head d_head"]) -> Float[Tensor, "batch #key head d_head"]:
-        """The mean value of the keys that are not padding: of all, or in a causal model of those up to each query."""
-        real = self._run.real[:, : values.shape[1], None, None].to(values)
-        if self._run.causal:
-            return (values * real).cumsum(dim=1) / real.cumsum(dim=1).clamp(min=1)
-        return (values * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
+        """The mean value of the keys that are not padding: of all, or of those that each query can see."""
+        real = self._run.real[:, : values.shape[1]].to(values.device)
+        weights = real[..., None, None].to(values)
+        if self._block is None:
+            return (values * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
+        sums, counts = (values * weights).cumsum(dim=1), weights.cumsum(dim=1).clamp(min=1)
+        start, number = real.long().argmax(dim=1, keepdim=True), (real.cumsum(dim=1) - 1).clamp(min=0)
+        last = (start + (number // self._block + 1) * self._block - 1).clamp(max=values.shape[1] - 1)
+        return (sums / counts).gather(1, last[..., None, None].expand_as(sums))

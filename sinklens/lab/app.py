@@ -194,7 +194,7 @@ class LabApp:
         check_index("step", step, outcome.steps)
         check_index("position", pos, outcome.canvas.shape[1])
         found = await self._computed(("proposals", run, step), lambda: reading.proposals(spec, outcome, model, step))
-        empty = {"confidence": None, "proposals": []}
+        empty: dict[str, Any] = {"confidence": None, "proposals": []}
         return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
 
     async def compare(self, request: Request) -> Response:

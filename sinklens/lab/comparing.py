@@ -81,11 +81,11 @@ def divergence(specs: Sequence[RunSpec], outcomes: Sequence[Outcome], model: "Mo
     steps = min(outcome.steps for outcome in outcomes)
     chosen = _fitting(outcomes, model, steps)
     kept = [MaskedLogits(steps=chosen) for _ in specs]
-    runs = [
+    first, second = [
         repeat(spec, model, outcome, steps=max(chosen) + 1, extra=[logits])
         for spec, outcome, logits in zip(specs, outcomes, kept, strict=True)
     ]
-    found = compared(*runs, kept[0].kept, kept[1].kept)["kl"].to_numpy()[0]
+    found = compared(first, second, kept[0].kept, kept[1].kept)["kl"].to_numpy()[0]
     listed = [None if np.isnan(value) else float(value) for value in found]
     return listed + [None] * (steps - len(listed))
 

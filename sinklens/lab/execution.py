@@ -20,6 +20,7 @@ from torch import Tensor
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.denoising import Denoising
+from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
 from sinklens.sinks.record import Record
 from sinklens.views.html import visible
@@ -166,14 +167,16 @@ def denoising(
     """
     return Denoising(
         model,
-        spec.prompt,
-        given=spec.given,
-        seed=spec.seed,
-        chat_template=spec.chat_template,
-        hooks=[*(change.build() for change in spec.changes), *extra],
-        record_sinks=record,
-        replay=replay,
-        progress=False,
+        RunRequest(
+            prompt=spec.prompt,
+            settings=spec.given,
+            seed=spec.seed,
+            chat_template=spec.chat_template,
+            hooks=[*(change.build() for change in spec.changes), *extra],
+            record_sinks=record,
+            replay=replay,
+            progress=False,
+        ),
     )
 
 

@@ -117,8 +117,9 @@ class Outcome:
     @classmethod
     def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Outcome":
         """The outcome with this record and these arrays."""
-        rest = {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
-        return cls(**{name: arrays[name] for name in ARRAYS}, answer=Answer(**record["answer"]), **rest)
+        parts: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
+        parts |= {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
+        return cls(answer=Answer(**record["answer"]), **parts)
 
 
 def _plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ from sinklens.lab.execution import LiveRun
 from sinklens.lab.history import History
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused, require
-from sinklens.lab.spec import CanvasEdit, RunRequest, RunSpec, read_request
+from sinklens.lab.spec import CanvasEdit, LabRequest, RunSpec, read_request
 from sinklens.lab.thread import ModelThread
 from sinklens.runs.result import Generation
 
@@ -199,7 +199,7 @@ class Session:
 
     # Steps of the above
 
-    def _specified(self, request: RunRequest) -> RunSpec:
+    def _specified(self, request: LabRequest) -> RunSpec:
         """The specification of a request, with what it takes from other runs."""
         name = request.model or next(iter(self.models))
         self.model(name)

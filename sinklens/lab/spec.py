@@ -109,7 +109,7 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class RunRequest:
+class LabRequest:
     """The body of POST /api/runs, checked as far as that is possible without models and other runs.
 
     Attributes:
@@ -133,7 +133,7 @@ class RunRequest:
     canvas: CanvasEdit | None
 
 
-def read_request(body: Any) -> RunRequest:
+def read_request(body: Any) -> LabRequest:
     """A request for a run.
 
     Raises:
@@ -157,7 +157,7 @@ def read_request(body: Any) -> RunRequest:
         "a setting must be a number, a word, true, false or null.",
     )
     problem = _problem(body.get("problem"))
-    return RunRequest(
+    return LabRequest(
         model=_text(body, "model"),
         prompt=_prompt(body, problem is not None),
         problem=problem,

@@ -1,7 +1,7 @@
 """One run, from prompt to result, as shared by `trace`, `generate` and `sweep`.
 
-`Denoising` encodes the prompt, builds the settings, binds hooks and interventions, runs the steps and records them.
-Hooks are attached to the model only while the run lasts.
+`Denoising` takes a request (request.py), builds the initial state (start.py), binds hooks and interventions, runs the
+steps and records them. Hooks are attached to the model only while the run lasts.
 
 Pitfall: two simultaneous runs of one model would fire each other's hooks; `tracing` rejects a run inside a trace block
 of the same model.
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
-from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError, SinklensError
+from sinklens.errors import HookFunctionError, HookNameError, SettingError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point
@@ -27,10 +26,12 @@ from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
+from sinklens.runs.policies import key_cache_for, read_by_policy
 from sinklens.runs.recorder import SinkRecorder, step_canvases
+from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
-from sinklens.sampling import sampler_of, settings_for
-from sinklens.sampling.decisions import RowNoise
+from sinklens.runs.start import start
+from sinklens.sampling import sampler_of
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, run
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
@@ -38,7 +39,6 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.versions import versions
 
 COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points with large values
-Hooks = Intervention | Sequence[tuple[names.HookName, HookFunction] | Intervention]
 
 
 class Denoising:
@@ -46,43 +46,25 @@ class Denoising:
 
     Attributes:
         model: the model to run.
+        request: the arguments of the run.
         settings: the settings used, with defaults filled in.
-        copies: how many times the prompts are repeated in the batch, one complete copy after another (`sweep`).
         state: the sampler's state; until `carry_out`, its canvas is the initial one.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        prompt: Any,
-        *,
-        given: dict[str, Any],
-        seed: int,
-        chat_template: bool | str,
-        hooks: Hooks,
-        record_sinks: bool | Record,
-        replay: "Replayable | Tensor | None",
-        progress: bool | None,
-        copies: int = 1,
-    ) -> None:
+    def __init__(self, model: Model, request: RunRequest) -> None:
         model.tree.refuse_unusable()
-        self.model, self.seed, self.progress = model, seed, progress
-        self.settings = settings_for(model, given)
-        ids, real = model.encode(prompt, chat_template)
-        ids, real = ids.repeat(copies, 1), real.repeat(copies, 1)
-        self.copies = copies
-        entries = [hooks] if isinstance(hooks, Intervention) else list(hooks)
-        self._check_prompt(ids, real)
-        self.single = isinstance(prompt, str)
-        self.state = self._start(ids, real, entries)
+        self.model, self.request = model, request
+        started = start(model, request)
+        self.settings, self.state = started.settings, started.state
+        self.state.keys = key_cache_for(model, self.settings, self.state, request.cache)
         self._vocabulary: dict[int, str] = {}
-        self.hooks = self._resolve(entries)
-        tokens = range(min(0, self.state.mask_id), model.cfg.d_vocab)
+        self.hooks = self._resolve(request.entries)
+        replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
         self.state.replay_undecided = None if replay is None else undecided_of(replay, self.state.replay)
         self._frames: list[Frame] = []
         self._described = -1  # size of the vocabulary at the last `describe`
-        self._recorder = self._make_recorder(record_sinks)
+        self._recorder = self._make_recorder(request.record_sinks)
 
     def _replayed(self, replay: "Replayable | Tensor", tokens: range) -> Tensor:
         """The canvases to replay; those of a run with other prompts of the same lengths get this run's prompts."""
@@ -104,81 +86,6 @@ class Denoising:
         """Whether a pass has unconditional rows after the conditional ones."""
         return getattr(self.settings, "cfg_scale", 0.0) > 0
 
-    def _check_prompt(self, ids: Tensor, real: Tensor) -> None:
-        mask = self.model.mask_token_id
-        if mask is not None and bool(((ids == mask) & real).any()):
-            row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
-            raise PromptError(
-                f"prompt {row} contains the mask token ({mask}) at position {position}; it would be treated as an "
-                f"answer position. Remove it from the text or the ids."
-            )
-
-    def _check_room(self, longest: int, extra: int, spare: int) -> None:
-        """Check that the longest row, with `extra` tokens from interventions and sampler, fits into the context."""
-        context = self.model.cfg.n_ctx - spare
-        added = f", {extra} of them added to it," if extra else ""
-        if longest + self.settings.gen_length > context:
-            raise PromptError(
-                f"a prompt of {longest} tokens{added} and gen_length {self.settings.gen_length} need "
-                f"{longest + self.settings.gen_length} positions; {self.model.name} has {context}. "
-                f"Shorten the prompt or set gen_length to at most {max(0, context - longest)}."
-            )
-
-    def _start(self, ids: Tensor, real: Tensor, entries: Sequence[Any]) -> State:
-        model, length, eot = self.model, self.settings.gen_length, self.model.family_record.eot_token_id
-        mask = -1 if model.mask_token_id is None else model.mask_token_id
-        noise = self._noise([row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
-        appended, before = ids[:, :0], ids.shape[1]
-        for entry in entries:
-            if isinstance(entry, Intervention):
-                ids, real, more = entry.extend(model, ids, real)
-                appended = torch.cat([appended, more], dim=1)
-        added = ids.shape[1] - before
-        lead = (self.settings.lead(ids.shape[1]), 0)
-        ids, real = pad(ids, lead, value=model.reader.pad), pad(real, lead, value=False)
-        if (closing := self._closing_token()) is not None:
-            appended = torch.cat([appended, ids.new_full((len(ids), 1), closing)], dim=1)
-        lengths = real.sum(dim=1).tolist()
-        longest = max(lengths) + appended.shape[1]
-        self.settings = self.settings.fitted(lengths)
-        spare = [self.settings.spare(n) for n in lengths]
-        self._check_room(longest, extra=added + appended.shape[1], spare=max(spare))
-        blank = torch.full((ids.shape[0], length + max(spare)), mask, dtype=ids.dtype, device=ids.device)
-        ends = length + torch.tensor(spare, device=ids.device)[:, None]
-        needed = torch.arange(blank.shape[1], device=ids.device) < ends  # rows may need unequal numbers
-        blank = blank.masked_fill(~needed, model.reader.pad)
-        tail = torch.cat([blank, appended], dim=1)
-        return State(
-            tree=model.tree,
-            canvas=torch.cat([ids, tail], dim=1),
-            real=torch.cat([real, needed, torch.ones_like(appended, dtype=torch.bool)], dim=1),
-            prompt_length=ids.shape[1],
-            mask_id=mask,
-            eos_ids=model.eos_token_ids,
-            eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
-            noise=noise,
-            shift=model.family_record.shift,
-        )
-
-    def _closing_token(self) -> int | None:
-        """The token that the sampler puts at the end of the canvas, if its settings name one."""
-        closing, config = getattr(self.settings, "closing", "none"), self.model.config
-        if closing == "none":
-            return None
-        if closing == "pad":
-            return self.model.reader.pad if config.pad_token_id is None else int(config.pad_token_id)
-        if not self.model.eos_token_ids:
-            raise SettingError(f"{self.model.name} has no end-of-sequence token; pass closing='pad' or 'none'.")
-        return self.model.eos_token_ids[0]
-
-    def _noise(self, prompts: list[list[int]]) -> RowNoise:
-        """Random generators of the rows; every copy of the prompts gets the same ones."""
-        distinct = len(prompts) // self.copies
-        noise = RowNoise(self.seed, prompts[:distinct])
-        for _ in range(1, self.copies):
-            noise.generators += RowNoise(self.seed, prompts[:distinct]).generators
-        return noise
-
     def _context(self) -> RunContext:
         """The context that interventions receive."""
         state = self.state
@@ -190,7 +97,7 @@ class Denoising:
             prompt_length=state.prompt_length,
             steps=self.settings.steps,
             mask_id=state.mask_id,
-            seed=self.seed,
+            seed=self.request.seed,
             row_keys=tuple(row_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
             vocabulary=self._texts,
             special=self.model.special_tokens,
@@ -246,13 +153,13 @@ class Denoising:
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         """Attach the run's hooks to their points; on exit, restore the model."""
-        tree = self.model.tree
+        tree, recorder = self.model.tree, self._recorder
         handles = []
         try:
             for name, function in self.hooks:
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]
                 handles.append((point, point.add_hook(self._checked(function))))
-            with nullcontext() if self._recorder is None else self._recorder.attached():
+            with read_by_policy(self.state.keys), nullcontext() if recorder is None else recorder.attached():
                 yield
         finally:
             for point, handle in handles:
@@ -290,7 +197,11 @@ class Denoising:
         """
         from sinklens.progress import Progress
 
-        with explained(self._what_to_lower), self._hooked(), Progress(self.settings.steps, self.progress) as bar:
+        with (
+            explained(self._what_to_lower),
+            self._hooked(),
+            Progress(self.settings.steps, self.request.progress) as bar,
+        ):
             return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._frames)
 
     def _what_to_lower(self) -> str:
@@ -322,7 +233,7 @@ class Denoising:
         real = self.state.real.cpu()
         return Generation(
             trajectory.canvas, trajectory.undecided, trajectory.unmask_step, real, self.state.prompt_length, answers,
-            self.settings, self.seed, self._track(trajectory), self.single, self.model,
+            self.settings, self.request.seed, self._track(trajectory), isinstance(self.request.prompt, str), self.model,
             self._recorder.patterns if self._recorder else {},
         )  # fmt: skip
 
@@ -383,7 +294,7 @@ class Denoising:
             "attention": normalizer_name(self.model.config),
             "sampler": sampler_of(self.settings).name,
             "settings": json.dumps(settings),
-            "seed": self.seed,
+            "seed": self.request.seed,
             "prompt_length": self.state.prompt_length,
             "dtype": str(self.model.cfg.dtype),
             "device": str(self.model.cfg.device),

@@ -93,6 +93,8 @@ class RunContext:
         """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
         if self.tree.watch.length is not None:
             return self.tree.watch.length - queries
+        if not self.causal and queries == self.real.shape[1]:
+            return 0  # keys and values of all columns, of which the pass may compute a part
         return self.prompt_length + step - queries if self.causal else self.first_column()
 
     def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
@@ -262,28 +264,6 @@ def refuse_empty(what: Intervention, *more: str) -> None:
             )
 
 
-class Queries:
-    """The queries of a pass that an intervention affects: those at its `positions` that one of its `steps` owns.
-
-    Args:
-        every: queries at all positions, for interventions whose `positions` are keys.
-    """
-
-    def __init__(self, what: Intervention, run: RunContext | None, every: bool = False) -> None:
-        self._run, self._in_step, self._positions = run, what.step_test(run), None if every else what.positions
-        self._places = None if run is None else place_mask(self._positions, run.real)
-
-    def of(self, step: int | None, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
-        """True at the affected queries, per row or with one row for all; None if this step affects none."""
-        if self._run is None or self._places is None:
-            return place_mask(self._positions, torch.ones(1, queries, dtype=torch.bool, device=device))
-        active = torch.zeros(queries, dtype=torch.bool, device=device)
-        for span in self._run.query_spans(step or 0, queries):
-            active[span.start : span.stop] = self._in_step(span.step)
-        first = self._run.first(step or 0, queries)
-        return self._places[:, first : first + queries].to(device) & active if bool(active.any()) else None
-
-
 class Distances:
     """Key position minus query position in a pass; counts the queries, which a one-row additive mask does not show.
 
@@ -292,18 +272,21 @@ class Distances:
 
     def __init__(self) -> None:
         self._queries = 0
+        self._first: int | None = None
 
     def pairs(self, layers: Sequence[int]) -> Pairs:
         """The hooks that count the queries."""
         return [(f"blocks.{layer}.attn.hook_rot_q", self._count) for layer in layers]
 
     def _count(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        self._queries = value.shape[1]
+        self._queries, held = value.shape[1], hook.watch.held
+        self._first = None if held is None else held.window.start
 
     def of(self, mask: Tensor) -> Int[Tensor, "query key"]:
-        """The distances for the additive mask `mask`; queries are the last positions."""
+        """The distances for the additive mask `mask`; queries are the last positions, or the computed window."""
         keys = torch.arange(mask.shape[-1], device=mask.device)
-        return keys[None, :] - keys[len(keys) - self._queries :, None]
+        first = len(keys) - self._queries if self._first is None else self._first
+        return keys[None, :] - keys[first : first + self._queries, None]
 
 
 def row_key(prompt: Sequence[int]) -> int:

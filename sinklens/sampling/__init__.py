@@ -10,16 +10,20 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     Settings,
 )
-from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
 from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
 
 __all__ = [
     "SAMPLERS",
     "AutoregressiveSettings",
+    "Bd3lmCardSettings",
     "Bd3lmSettings",
     "DiffusionGemmaSettings",
     "DreamSettings",
     "FastDllmV2Settings",
+    "Llada2Settings",
+    "Llada21Settings",
     "LladaSettings",
     "OpenDcoderSettings",
     "Rnd1Settings",

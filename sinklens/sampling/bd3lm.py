@@ -8,16 +8,18 @@ finished block contains an end token ends there (the reference continues it unti
 padding token is an ordinary token (the reference hides it from the next block on).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
 from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.progress_of_blocks import BlockProgress
-from sinklens.sampling.settings_blocks import Bd3lmSettings
+from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings
 from sinklens.sampling.state import State
 
 
@@ -36,6 +38,18 @@ def _step(state: State, settings: Bd3lmSettings, progress: BlockProgress) -> Non
     canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
     logits = state.logits(canvas, where, settings.cfg_scale, window=progress.window())
+    commit_most_confident(state, settings, canvas, where, logits, counts)
+
+
+def commit_most_confident(
+    state: State,
+    settings: Bd3lmSettings | Bd3lmCardSettings,
+    canvas: Int[Tensor, "batch pos"],
+    where: Bool[Tensor, "batch pos"],
+    logits: Float[Tensor, "masked vocab"],
+    counts: Sequence[int],
+) -> None:
+    """End the step: draw tokens at `where` and accept each row's `counts` most confident ones."""
     noise = None
     if settings.temperature > 0:
         noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)

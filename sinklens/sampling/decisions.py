@@ -197,6 +197,31 @@ def most_confident(
     return commit & (confidence > -torch.inf)
 
 
+def above_or_best(
+    confidence: Float[Tensor, "batch pos"], counts: Sequence[int], threshold: float
+) -> Bool[Tensor, "batch pos"]:
+    """True above `threshold` in rows with at least `counts` such positions, else at the `counts` most confident."""
+    high = confidence > threshold
+    enough = high.sum(dim=1) >= torch.tensor(counts, device=high.device)
+    return torch.where(enough[:, None], high, most_confident(confidence, counts, None))
+
+
+def by_rank(confidence: Float[Tensor, "batch pos"], factor: float) -> Bool[Tensor, "batch pos"]:
+    """Fast-dLLM's factor rule: commit by falling confidence while rank r, from 1, has at least 1 − factor / (r + 1).
+
+    Rank 1 always passes. If only the last rank fails, it is committed too, as in the published code. Positions with
+    confidence −inf have no rank.
+    """
+    ordered, order = confidence.sort(dim=1, descending=True)
+    ranks = torch.arange(1, confidence.shape[1] + 1, device=confidence.device)
+    candidate = ordered > -torch.inf
+    passes = (ordered >= 1 - factor / (ranks + 1)) | (ranks == 1)
+    kept = (passes & candidate).long().cumprod(dim=1).bool()
+    last = candidate.sum(dim=1, keepdim=True)
+    kept |= candidate & (ranks == last) & (kept.sum(dim=1, keepdim=True) == last - 1)
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
 def leftmost(where: Bool[Tensor, "batch pos"], counts: Sequence[int]) -> Bool[Tensor, "batch pos"]:
     """True at the first `counts` True positions of each row of `where`."""
     return where & (where.cumsum(dim=1) <= torch.tensor(counts, device=where.device)[:, None])

@@ -28,14 +28,17 @@ def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
 
 def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], step: int) -> None:
     canvas = state.begin_step()
-    where = (canvas == state.mask_id) & state.real
+    masks = (canvas == state.mask_id) & state.real
+    where = masks & state.computed()
     logits = state.logits(canvas, where)
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
     proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
     confidence = state.spread_confidence(where, _confidence(settings, probs, candidates))
-    commit = at(state.tree.denoise.hook_commit, _commit(state, settings, where, confidence, times, step))
+    commit = at(
+        state.tree.denoise.hook_commit, _commit(state, settings, where, masks.sum(dim=1), confidence, times, step)
+    )
     state.end_step(torch.where(commit, proposed, canvas))
 
 
@@ -53,6 +56,7 @@ def _commit(
     state: State,
     settings: DreamSettings,
     where: Bool[Tensor, "batch pos"],
+    masks: Int[Tensor, " batch"],
     confidence: Float[Tensor, "batch pos"],
     times: Float[Tensor, " step"],
     step: int,
@@ -61,7 +65,7 @@ def _commit(
         share = 1 - times[step + 1] / times[step] if step < settings.steps - 1 else torch.tensor(1.0)
         drawn = state.noise.uniform(where, dtype=torch.float32) < share.to(where.device)
         return torch.zeros_like(where).masked_scatter(where, drawn)
-    counts = decisions.dream_schedule(where.sum(dim=1), times, step)
+    counts = decisions.dream_schedule(masks, times, step)
     if not settings.alg_temp:
         return decisions.most_confident(confidence, counts, settings.threshold)
     commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)

@@ -21,6 +21,7 @@ from sinklens.hooks.points import at
 from sinklens.sampling import decisions
 from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.progress_of_blocks import BlockProgress
+from sinklens.sampling.proposals import draw
 from sinklens.sampling.settings_blocks import FastDllmV2Settings
 from sinklens.sampling.state import State
 
@@ -38,15 +39,12 @@ def denoise(state: State, settings: FastDllmV2Settings) -> Iterator[None]:
 def _step(state: State, settings: FastDllmV2Settings, progress: BlockProgress) -> None:
     canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = _next((canvas == state.mask_id) & block, state, settings.small_block_size)
-    logits = state.logits(canvas, where, window=progress.window())
-    kept = decisions.truncate(logits, settings.temperature, settings.top_p if settings.temperature > 0 else None, None)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    confidence = state.spread_confidence(where, decisions.probability(probs, candidates))
+    top_p = settings.top_p if settings.temperature > 0 else None
+    drawn = draw(state, canvas, where, settings.temperature, top_p, window=progress.window())
+    confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
     commit = decisions.most_confident(confidence, counts, None) | (confidence > settings.threshold)
     commit = at(state.tree.denoise.hook_commit, commit)
-    state.end_step(torch.where(commit, proposed, canvas))
+    state.end_step(torch.where(commit, drawn.canvas, canvas))
 
 
 def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:

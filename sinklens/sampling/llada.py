@@ -2,6 +2,9 @@
 
 Within a block, every step proposes a token at each masked position and commits the next share of them, the most
 confident first. If the proposal is the mask token itself, the position stays masked, as in the reference code.
+
+Under a cache policy a step decides only positions that it computes, and a block ends when none of its own is masked;
+masks that earlier blocks kept are decided only in steps that compute them, as in Fast-dLLM.
 """
 
 from collections.abc import Iterator
@@ -21,19 +24,21 @@ def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
     blocks = settings.gen_length // settings.block_length
     for block in range(blocks):
         end = state.prompt_length + (block + 1) * settings.block_length
-        masked = state.canvas[:, end - settings.block_length : end] == state.mask_id
-        for counts in decisions.even_schedule(masked.sum(dim=1), settings.steps // blocks):
-            if not bool((state.canvas[:, :end] == state.mask_id).any()):
+        start = end - settings.block_length
+        masked = state.canvas[:, start:end] == state.mask_id
+        for number, counts in enumerate(decisions.even_schedule(masked.sum(dim=1), settings.steps // blocks)):
+            first = start if number and state.keys is not None else 0
+            if not bool((state.canvas[:, first:end] == state.mask_id).any()):
                 break
             yield
-            _step(state, settings, end, counts)
+            _step(state, settings, slice(start, end), counts if settings.by_quota else [1] * len(counts))
 
 
-def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) -> None:
-    canvas = state.begin_step()
+def _step(state: State, settings: LladaSettings, block: slice, counts: list[int]) -> None:
+    canvas = state.begin_step(block)
     where = canvas == state.mask_id
-    where[:, end:] = False
-    where &= state.real
+    where[:, block.stop :] = False
+    where &= state.computed()
     logits = state.logits(canvas, where, settings.cfg_scale)
     if settings.logits_eos_inf:
         logits[:, list(state.eos_ids)] = -torch.inf
@@ -43,7 +48,10 @@ def _step(state: State, settings: LladaSettings, end: int, counts: list[int]) ->
     candidates = decisions.gumbel_candidates(logits, settings.temperature, noise)
     proposed, candidates = state.propose(where, candidates, canvas)
     confidence = state.spread_confidence(where, _confidence(state, settings, where, logits, candidates))
-    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(confidence, counts, settings.threshold))
+    chosen = decisions.most_confident(confidence, counts, settings.threshold)
+    if settings.factor is not None:
+        chosen = decisions.by_rank(confidence, settings.factor)
+    commit = at(state.tree.denoise.hook_commit, chosen)
     state.end_step(torch.where(commit, proposed, canvas))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
+from sinklens.sampling.proposals import Proposals, draw
 from sinklens.sampling.settings_shifted import OpenDcoderSettings
 from sinklens.sampling.state import State
 
@@ -36,48 +37,41 @@ def denoise(state: State, settings: OpenDcoderSettings) -> Iterator[None]:
 
 def _step(state: State, settings: OpenDcoderSettings, times: Float[Tensor, " step"], step: int) -> None:
     canvas = state.begin_step()
-    where = (canvas == state.mask_id) & state.real
-    probs, proposed, candidates = _proposals(state, settings, canvas, where)
-    confidence = state.spread_confidence(where, _confidence(settings, probs, candidates))
-    counts = decisions.dream_schedule(where.sum(dim=1), times, step)
+    masked = (canvas == state.mask_id) & state.real
+    where = masked & state.computed()
+    drawn = _draw(state, settings, canvas, where)
+    confidence = state.spread_confidence(where, _confidence(settings, drawn))
+    counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
     if settings.alg_temp:
         commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
     else:
         commit = decisions.most_confident(confidence, counts, None)
     commit = at(state.tree.denoise.hook_commit, commit)
-    state.end_step(torch.where(commit, proposed, canvas))
+    state.end_step(torch.where(commit, drawn.canvas, canvas))
 
 
 def _plan(state: State, settings: OpenDcoderSettings, variable: Bool[Tensor, "batch pos"], kept: float) -> None:
     """One step of path planning; `kept` is the fraction of variable positions that hold a token after it."""
     canvas = state.begin_step()
     where = variable | ((canvas == state.mask_id) & state.real)  # a hook may have masked a prompt token
-    probs, proposed, candidates = _proposals(state, settings, canvas, where)
-    confidence = state.spread_confidence(where, decisions.probability(probs, candidates))
+    drawn = _draw(state, settings, canvas, where)
+    confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
     counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
     least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None)
     commit = at(state.tree.denoise.hook_commit, (canvas == state.mask_id) & where & ~least)
-    written = torch.where(commit, proposed, canvas)
+    written = torch.where(commit, drawn.canvas, canvas)
     state.end_step(written.masked_fill(least & ~commit, state.mask_id))
 
 
-def _proposals(
+def _draw(
     state: State, settings: OpenDcoderSettings, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
-) -> tuple[Float[Tensor, "masked vocab"], Int[Tensor, "batch pos"], Int[Tensor, " masked"]]:
-    """Probabilities at `where`, the canvas with the proposals there, and the proposals."""
-    logits = state.logits(canvas, where)
-    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    return probs, proposed, candidates
+) -> Proposals:
+    return draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k)
 
 
-def _confidence(
-    settings: OpenDcoderSettings, probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
-) -> Float[Tensor, " masked"]:
+def _confidence(settings: OpenDcoderSettings, drawn: Proposals) -> Float[Tensor, " masked"]:
     if settings.alg == "topk_margin":
-        return decisions.margin(probs)
+        return decisions.margin(drawn.probs)
     if settings.alg == "entropy":
-        return decisions.clamped_negative_entropy(probs)
-    return decisions.probability(probs, candidates)
+        return decisions.clamped_negative_entropy(drawn.probs)
+    return decisions.probability(drawn.probs, drawn.candidates)

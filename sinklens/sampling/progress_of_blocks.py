@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.hooks.blocks import Blocks
 from sinklens.sampling.state import State
 
 
@@ -22,12 +23,18 @@ class BlockProgress:
             these passes even if positions are still masked.
         stop_ids: tokens that end a row once a block with one of them is finished.
         early: end a row as soon as no masked answer position precedes a stop token, within a block too.
+        blocks: how blocks are counted; None for the model's rule.
     """
 
     def __init__(
-        self, state: State, schedule: Callable[[int], Sequence[int]], stop_ids: tuple[int, ...], early: bool = False
+        self,
+        state: State,
+        schedule: Callable[[int], Sequence[int]],
+        stop_ids: tuple[int, ...],
+        early: bool = False,
+        blocks: Blocks | None = None,
     ) -> None:
-        blocks = state.tree.attention_blocks
+        blocks = blocks or state.tree.attention_blocks
         assert blocks is not None, "the registry allows these samplers for block-causal models only"
         columns = torch.arange(state.real.shape[1], device=state.real.device)
         self._answer = state.real & (columns >= state.prompt_length)
@@ -49,13 +56,25 @@ class BlockProgress:
     def advance(self, canvas: Int[Tensor, "batch pos"]) -> bool:
         """Move rows whose block is finished to their next block; whether any row still has one."""
         if self._early:
-            masked = ((canvas == self._mask) & self._answer).cumsum(dim=1) > 0
-            self._running &= ~(torch.isin(canvas, self._stop_ids) & self._answer & ~masked).any(dim=1)
+            self.end(self.ended(canvas))
         while bool((done := self._finished(canvas)).any()):
             self._running &= ~(done & (self._stopped(canvas) | (self._block >= self._last)))
             self._block = self._block + (done & self._running).long()
             self._plan(canvas, done & self._running)
         return bool(self._running.any())
+
+    def ended(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows whose answer contains a stop token that no masked position precedes."""
+        masked = ((canvas == self._mask) & self._answer).cumsum(dim=1) > 0
+        return self.stops(canvas, self._answer & ~masked)
+
+    def stops(self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows with a stop token at `where`."""
+        return (torch.isin(canvas, self._stop_ids) & where).any(dim=1)
+
+    def end(self, rows: Bool[Tensor, " batch"]) -> None:
+        """End these rows; their current blocks may still have masked positions."""
+        self._running &= ~rows
 
     def _finished(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         masked = ((canvas == self._mask) & self.current()).any(dim=1)
@@ -64,8 +83,7 @@ class BlockProgress:
 
     def _stopped(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """Rows whose answer contains a stop token in their current block or an earlier one."""
-        decided = self._answer & (self._numbers <= self._block[:, None])
-        return (torch.isin(canvas, self._stop_ids) & decided).any(dim=1)
+        return self.stops(canvas, self._answer & (self._numbers <= self._block[:, None]))
 
     def current(self) -> Bool[Tensor, "batch pos"]:
         """The answer positions of each row's current block; none in rows that have ended."""

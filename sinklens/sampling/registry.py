@@ -27,8 +27,9 @@ from sinklens.sampling.settings import (
     SamplerSettings,
     require_integer,
 )
-from sinklens.sampling.settings_blocks import Bd3lmSettings, FastDllmV2Settings, SdarSettings
-from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
+from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
+from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
+from sinklens.sampling.settings_shifted import DreamBlockSettings, OpenDcoderSettings, Rnd1Settings
 
 GROUP = "sinklens.samplers"
 Steps = Callable[[Any, Any], Iterator[None]]
@@ -69,11 +70,15 @@ SAMPLERS: dict[str, Sampler] = {
     for sampler in (
         Sampler("llada", LladaSettings, "sinklens.sampling.llada:denoise"),
         Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
+        Sampler("dream-blocks", DreamBlockSettings, "sinklens.sampling.dream_blocks:denoise"),
         Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
         Sampler("rnd1", Rnd1Settings, "sinklens.sampling.rnd1:denoise"),
         Sampler("open-dcoder", OpenDcoderSettings, "sinklens.sampling.open_dcoder:denoise"),
         Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
+        Sampler("llada2", Llada2Settings, "sinklens.sampling.llada2:denoise", ("block-causal",)),
+        Sampler("llada2.1", Llada21Settings, "sinklens.sampling.llada21:denoise", ("block-causal",)),
         Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
+        Sampler("bd3lm-card", Bd3lmCardSettings, "sinklens.sampling.bd3lm_card:denoise", ("block-causal",)),
         Sampler("fast-dllm-v2", FastDllmV2Settings, "sinklens.sampling.fast_dllm_v2:denoise", ("block-causal",)),
         Sampler(
             "diffusion-gemma",

@@ -33,7 +33,8 @@ def denoise(state: State, settings: Rnd1Settings) -> Iterator[None]:
 
 def _step(state: State, settings: Rnd1Settings, keep: list[int]) -> None:
     canvas = state.begin_step()
-    where = (canvas == state.mask_id) & state.real
+    masked = (canvas == state.mask_id) & state.real
+    where = masked & state.computed()
     logits = state.logits(canvas, where)
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
@@ -45,7 +46,7 @@ def _step(state: State, settings: Rnd1Settings, keep: list[int]) -> None:
     if bounded:
         commit = _within_gamma(confidence, where, certainty, settings.eb_gamma or 0.0)
     else:
-        masks = where.sum(dim=1).tolist()
+        masks = masked.sum(dim=1).tolist()
         commit = decisions.most_confident(confidence, [max(0, n - k) for n, k in zip(masks, keep, strict=True)], None)
     commit = at(state.tree.denoise.hook_commit, commit)
     state.end_step(torch.where(commit, proposed, canvas))

@@ -14,13 +14,14 @@ Pitfall: a finished block is not decided again. A position of it that a hook mas
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
 from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.progress_of_blocks import BlockProgress
+from sinklens.sampling.proposals import Proposals, draw
 from sinklens.sampling.settings_blocks import SdarSettings
 from sinklens.sampling.state import State
 
@@ -39,27 +40,18 @@ def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
 def _step(state: State, settings: SdarSettings, progress: BlockProgress) -> None:
     canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
-    logits = state.logits(canvas, where, window=progress.window())
-    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    confidence = state.spread_confidence(where, _confidence(settings, logits, probs, candidates))
+    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k, progress.window())
+    confidence = state.spread_confidence(where, _confidence(settings, drawn))
     commit = at(state.tree.denoise.hook_commit, _commit(settings, where, confidence, counts))
-    state.end_step(torch.where(commit, proposed, canvas))
+    state.end_step(torch.where(commit, drawn.canvas, canvas))
 
 
-def _confidence(
-    settings: SdarSettings,
-    logits: Float[Tensor, "masked vocab"],
-    probs: Float[Tensor, "masked vocab"],
-    candidates: Int[Tensor, " masked"],
-) -> Float[Tensor, " masked"]:
+def _confidence(settings: SdarSettings, drawn: Proposals) -> Float[Tensor, " masked"]:
     if settings.remasking_strategy == "entropy_bounded":
-        return decisions.clamped_negative_entropy(probs)
+        return decisions.clamped_negative_entropy(drawn.probs)
     if settings.confidence_of == "model":
-        return decisions.probability_by_slices(logits, candidates)
-    return decisions.probability(probs, candidates)
+        return decisions.probability_by_slices(drawn.logits, drawn.candidates)
+    return decisions.probability(drawn.probs, drawn.candidates)
 
 
 def _commit(
@@ -73,9 +65,6 @@ def _commit(
         return decisions.leftmost(where, counts)
     if strategy == "entropy_bounded":
         return decisions.within_entropy(confidence, settings.eb_threshold)
-    best = decisions.most_confident(confidence, counts, None)
     if strategy == "low_confidence_static":
-        return best
-    high = confidence > settings.threshold
-    enough = high.sum(dim=1) >= torch.tensor(counts, device=high.device)
-    return torch.where(enough[:, None], high, best)
+        return decisions.most_confident(confidence, counts, None)
+    return decisions.above_or_best(confidence, counts, settings.threshold)

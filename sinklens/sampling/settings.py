@@ -29,6 +29,8 @@ class Settings(TypedDict, total=False):
     cfg_scale: float
     remasking: Remasking
     threshold: float
+    factor: float
+    by_quota: bool
     logits_eos_inf: bool
     confidence_eos_eot_inf: bool
     alg: Algorithm
@@ -44,6 +46,11 @@ class Settings(TypedDict, total=False):
     stop: bool
     right_shift_logits: bool
     small_block_size: int
+    minimal_topk: int
+    eos_early_stop: bool
+    editing_threshold: float
+    max_post_steps: int
+    num_to_transfer: int
     greedy: bool
     eb_gamma: float
     closing: Closing
@@ -136,6 +143,10 @@ class LladaSettings(SamplerSettings):
         remasking: which proposals stay masked: the least confident, or random ones.
         threshold: also commit every proposal of at least this confidence, which can end a block early; None turns it
             off. Not allowed with "random", which has no confidences to compare.
+        factor: commit by Fast-dLLM's factor rule instead of the schedule: of the proposals by falling confidence, rank
+            r = 1, 2, … must have at least 1 − factor / (r + 1), and the first rank always passes; None turns it off.
+        by_quota: commit at least the step's share of the block. False commits the most confident proposal and what
+            `threshold` or `factor` adds; masks may then be left when the block's steps are used up, as in Fast-dLLM.
         logits_eos_inf: never propose an end-of-sequence token.
         confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence.
     """
@@ -147,6 +158,8 @@ class LladaSettings(SamplerSettings):
     cfg_scale: float = 0.0
     remasking: Remasking = "low_confidence"
     threshold: float | None = None
+    factor: float | None = None
+    by_quota: bool = True
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
 
@@ -183,6 +196,20 @@ class LladaSettings(SamplerSettings):
         )
         if self.threshold is not None:
             require_nonnegative("threshold", self.threshold)
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """Check the settings that can commit more or fewer tokens than the schedule."""
+        if self.factor is not None:
+            require_nonnegative("factor", self.factor)
+        require(
+            self.factor is None or (self.threshold is None and self.remasking == "low_confidence"),
+            "factor replaces threshold and needs confidences; leave threshold and remasking out.",
+        )
+        require(
+            self.by_quota or self.threshold is not None or self.factor is not None,
+            "by_quota=False commits by threshold or factor alone; set one of them.",
+        )
 
 
 @dataclass(frozen=True)

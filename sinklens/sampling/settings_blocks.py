@@ -6,7 +6,7 @@ run records it; a value other than the model's is an error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from sinklens.sampling.settings import (
     ConfidenceOf,
@@ -22,8 +22,35 @@ from sinklens.sampling.settings import (
 )
 
 
+class BlockSettings(SamplerSettings):
+    """Base class of settings with `blocks`, the number of blocks of the row that has most."""
+
+    if TYPE_CHECKING:  # fields of the subclasses
+        block_length: int
+        blocks: int
+
+    def _check_blocks(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        require_integer("block_length", self.block_length)
+        object.__setattr__(self, "blocks", self.blocks or -(-self.gen_length // self.block_length))
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "BlockSettings":
+        """With the number of blocks of the row that has most."""
+        size = self.block_length
+        blocks = max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths)
+        return replace(self, blocks=blocks)  # type: ignore[type-var]
+
+
+class WholeBlocks(BlockSettings):
+    """Base class of settings whose last block is always complete."""
+
+    def spare(self, prompt_length: int) -> int:
+        """The positions that complete the last block."""
+        return -(prompt_length + self.gen_length) % self.block_length
+
+
 @dataclass(frozen=True)
-class SdarSettings(SamplerSettings):
+class SdarSettings(WholeBlocks):
     """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
 
     Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
@@ -64,10 +91,8 @@ class SdarSettings(SamplerSettings):
     blocks: int = field(default=0, metadata={"setting": False})
 
     def __post_init__(self) -> None:
-        require_integer("gen_length", self.gen_length)
-        require_integer("block_length", self.block_length)
+        self._check_blocks()
         object.__setattr__(self, "denoising_steps", self.denoising_steps or self.block_length)
-        object.__setattr__(self, "blocks", self.blocks or -(-self.gen_length // self.block_length))
         require_integer("denoising_steps", self.denoising_steps)
         require(
             self.denoising_steps <= self.block_length,
@@ -88,15 +113,6 @@ class SdarSettings(SamplerSettings):
     def steps(self) -> int:
         """Largest number of steps: the passes of all blocks."""
         return self.blocks * self.denoising_steps
-
-    def fitted(self, prompt_lengths: Sequence[int]) -> "SdarSettings":
-        """With the number of blocks of the row that has most."""
-        size = self.block_length
-        return replace(self, blocks=max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths))
-
-    def spare(self, prompt_length: int) -> int:
-        """The positions that complete the last block."""
-        return -(prompt_length + self.gen_length) % self.block_length
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,51 @@ class Bd3lmSettings(SamplerSettings):
     def lead(self, columns: int) -> int:
         """The columns that complete the prompts' first block."""
         return -columns % self.block_length
+
+
+@dataclass(frozen=True)
+class Bd3lmCardSettings(BlockSettings):
+    """The sampler in the model card of dLLM's BD3LM checkpoints, which differs from dLLM's own.
+
+    The first block completes the prompt's last one; the last block may be shorter than the others.
+
+    Attributes:
+        gen_length: number of answer positions.
+        block_length: positions per block; always the model's.
+        denoising_steps: most passes per block, the published ``steps`` divided among the blocks of `gen_length`;
+            default `block_length`. Each decides its share of the block's masked positions.
+        temperature: randomness of the proposed tokens (Gumbel noise in float64); 0 takes the most likely.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off. The unconditional rows
+            have masks in place of the prompt and of finished blocks.
+        remasking: which proposals stay masked: the least confident, or random ones.
+        stop: end a row in the step that decides an end-of-sequence token; positions may stay masked, also before it.
+        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
+        blocks: number of blocks of the run; set by the run.
+    """
+
+    gen_length: int = 128
+    block_length: int = 32
+    denoising_steps: int = 0
+    temperature: float = 0.0
+    cfg_scale: float = 0.0
+    remasking: Remasking = "low_confidence"
+    stop: bool = True
+    use_cache: bool = False
+    blocks: int = field(default=0, metadata={"setting": False})
+
+    def __post_init__(self) -> None:
+        self._check_blocks()
+        object.__setattr__(self, "denoising_steps", self.denoising_steps or self.block_length)
+        require_integer("denoising_steps", self.denoising_steps)
+        require_nonnegative("temperature", self.temperature)
+        require_nonnegative("cfg_scale", self.cfg_scale)
+        allowed = get_args(Remasking)
+        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+
+    @property
+    def steps(self) -> int:
+        """Largest number of steps: the passes of all blocks."""
+        return self.blocks * min(self.denoising_steps, self.block_length)
 
 
 @dataclass(frozen=True)

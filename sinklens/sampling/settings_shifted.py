@@ -1,7 +1,7 @@
-"""Settings of the samplers of RND1 and Open-dCoder, which decide anywhere on the canvas.
+"""Settings of the samplers of RND1, Open-dCoder and Fast-dLLM's Dream, whose logits predict the next position.
 
-Pitfall: both published samplers default to many more steps than these models need answer tokens (256 and 512); here the
-default is one step per token.
+Pitfall: the published samplers of RND1 and Open-dCoder default to many more steps than these models need answer tokens
+(256 and 512); here the default is one step per token.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from sinklens.sampling.settings import (
     Closing,
     SamplerSettings,
     check_truncation,
+    divisors,
     is_finite,
     require,
     require_integer,
@@ -95,4 +96,67 @@ class OpenDcoderSettings(SamplerSettings):
             self.alg != "p2" or not self.alg_temp,
             "alg 'p2' chooses positions by probability alone; leave alg_temp out or choose another alg.",
         )
+        check_truncation(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class DreamBlockSettings(SamplerSettings):
+    """Fast-dLLM's sampler for Dream (NVlabs/Fast-dLLM, v1/dream), for use with or without a cache policy.
+
+    Attributes:
+        gen_length: number of answer positions, all masked at the start.
+        steps: denoising steps of the complete generation, summed over blocks; default `gen_length`. With a threshold a
+            block ends as soon as it is filled.
+        block_length: blocks of this length are decoded from left to right; default 32, or `gen_length` if 32 does not
+            divide it.
+        alg: the confidence that orders commits: "entropy" (negative entropy), "maskgit_plus" (probability), or
+            "topk_margin" (margin over the second most likely token).
+        threshold: commit every proposal of the block of at least this confidence, in the unit of `alg`, and at least
+            the most confident one, instead of the schedule's share; None follows the schedule. Fast-dLLM's
+            "confidence_threshold" is `alg` "maskgit_plus" with a threshold.
+        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
+        eps: time at the end of a block's schedule, above 0.
+    """
+
+    gen_length: int = 128
+    steps: int = 0
+    block_length: int = 0
+    alg: Algorithm = "entropy"
+    threshold: float | None = None
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        default = 32 if self.gen_length % 32 == 0 else self.gen_length
+        object.__setattr__(self, "block_length", self.block_length or default)
+        object.__setattr__(self, "steps", self.steps or self.gen_length)
+        require_integer("block_length", self.block_length)
+        require_integer("steps", self.steps)
+        require(
+            self.gen_length % self.block_length == 0,
+            f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
+            f"choose one of {divisors(self.gen_length)}.",
+        )
+        blocks = self.gen_length // self.block_length
+        require(
+            self.steps % blocks == 0,
+            f"steps {self.steps} cannot be divided among {blocks} blocks (gen_length {self.gen_length} / "
+            f"block_length {self.block_length}); give a multiple of {blocks}.",
+        )
+        require(
+            self.threshold is None or self.steps == self.gen_length,
+            "with a threshold, blocks end when they are filled; leave steps out.",
+        )
+        allowed = ("entropy", "maskgit_plus", "topk_margin")
+        require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
+        require(
+            self.threshold is None or is_finite(self.threshold),
+            f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
+        )
+        require(is_finite(self.eps) and 0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
         check_truncation(self.temperature, self.top_p, self.top_k)

@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.errors import SettingError
 from sinklens.hooks.points import at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.block_cache import BlockCache
 from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.key_cache import KeyCache
 
 
 @dataclass
@@ -37,6 +39,7 @@ class State:
         step_undecided: the undecided positions of `step_canvas`; None as for `undecided`.
         first: first canvas column that the last pass computed; the keys of earlier ones were cached.
         cache: keys of finished blocks, for samplers that decode block by block; None computes the complete canvas.
+        keys: keys and values that steps reuse under a policy (`cache=` of a run); None computes all positions.
         replay: canvases of an earlier run, forced after every step; None for a free run.
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
@@ -56,15 +59,32 @@ class State:
     step_undecided: Bool[Tensor, "batch pos"] | None = None
     first: int = 0
     cache: BlockCache | None = None
+    keys: KeyCache | None = None
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
 
-    def begin_step(self) -> Int[Tensor, "batch pos"]:
-        """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``."""
+    def begin_step(self, block: slice | None = None) -> Int[Tensor, "batch pos"]:
+        """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``.
+
+        Args:
+            block: columns of the active block, for a policy; None for a sampler that decides anywhere in the answer.
+        """
         self.step_undecided = self.undecided
         self.step_canvas = self.through_canvas_point(self.canvas)
+        if self.keys is not None:
+            edited = self.step_canvas != self.canvas
+            self.keys.plan(self.step_canvas, self.undecided_before(), edited, block or self.answer)
         return self.step_canvas
+
+    @property
+    def answer(self) -> slice:
+        """Columns of the answer, with any tokens appended to it."""
+        return slice(self.prompt_length, self.canvas.shape[1])
+
+    def computed(self) -> Bool[Tensor, "batch pos"]:
+        """The positions that the step computes and can therefore decide; padding is not among them."""
+        return self.real if self.keys is None else self.keys.computed
 
     def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Pass a copy through ``denoise.hook_canvas``, so that edits do not change the last step's result."""
@@ -95,21 +115,27 @@ class State:
         where: Bool[Tensor, "batch pos"],
         cfg_scale: float = 0.0,
         window: slice | None = None,
+        given: Bool[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the tokens at the True positions of `where`.
 
         The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched. With `cfg_scale`
-        w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, and the
-        logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up to `window.stop` whose keys
-        are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then covers these columns.
+        w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, or the
+        positions `given`, and the logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up
+        to `window.stop` whose keys are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then
+        covers these columns. With `keys`, it covers the window that the step computes, and `where` may be True only at
+        `computed` positions.
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
         if cfg_scale > 0:
-            unconditional = canvas.clone()
-            unconditional[:, : self.prompt_length] = self.mask_id
+            if given is None:
+                given = (torch.arange(canvas.shape[1], device=canvas.device) < self.prompt_length).expand_as(canvas)
+            unconditional = canvas.masked_fill(given, self.mask_id)
             rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
-        if self.cache is None or window is None:
+        if self.keys is not None:
+            hidden, where = self._partial(canvas, where)
+        elif self.cache is None or window is None:
             hidden = self.tree.hidden(rows, real)
             if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
                 hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
@@ -122,6 +148,22 @@ class State:
         if point.watched:
             return point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float()
         return _guided([self.tree.head(part[where]) for part in parts], cfg_scale).float()
+
+    def _partial(
+        self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
+    ) -> tuple[Float[Tensor, "batch window d_model"], Bool[Tensor, "batch window"]]:
+        """The final-norm outputs of the columns that the step computes, shifted if need be, and `where` among them."""
+        assert self.keys is not None
+        if bool((where & ~self.keys.computed).any()):
+            raise SettingError(
+                "this sampler decides positions that the cache policy does not compute; it has to restrict them to "
+                "State.computed() before it calls State.logits. Leave cache= out, or change the sampler."
+            )
+        self.first = self.keys.window.start
+        hidden = self.keys.hidden(canvas)
+        if self.shift:
+            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        return hidden, where[:, self.keys.window]
 
     def propose(
         self, where: Bool[Tensor, "batch pos"], candidates: Int[Tensor, " masked"], canvas: Int[Tensor, "batch pos"]

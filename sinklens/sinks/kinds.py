@@ -15,12 +15,13 @@ steps, states and positions.
 
 import re
 import unicodedata
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
 from sinklens.sinks.active import running
@@ -96,18 +97,28 @@ def token_kinds(track: SinkTrack) -> dict[int, Kind]:
     Raises:
         TrackError: a token without text (the model has no tokenizer) that is not special.
     """
-    special, vocabulary = track.special, track.vocabulary
+    occurring = np.unique(track.data["token_id"].to_numpy()[_existing(track)]).tolist()
+    return kinds_of_tokens(occurring, track.special, track.vocabulary)
+
+
+def kinds_of_tokens(
+    tokens: Sequence[int], special: Mapping[str, Sequence[int]], vocabulary: Mapping[int, str]
+) -> dict[int, Kind]:
+    """The kind of each of `tokens`, as `token_kinds`, from the ids of special tokens and the texts of the others.
+
+    Raises:
+        TrackError: a token without text that is not special.
+    """
     kinds: dict[int, Kind] = {}
     for kind, name in ((Kind.MARKUP, "markup"), (Kind.START, "start"), (Kind.END, "end"), (Kind.MASK, "mask")):
-        kinds |= dict.fromkeys(special[name], kind)
-    occurring = [int(token) for token in np.unique(track.data["token_id"].to_numpy()[_existing(track)])]
-    unknown = [token for token in occurring if token not in kinds and token not in vocabulary]
+        kinds |= dict.fromkeys(special.get(name, ()), kind)
+    unknown = [token for token in tokens if token not in kinds and token not in vocabulary]
     if unknown:
         raise TrackError(
             f"token {unknown[0]} has no text, so its kind is unknown (no text for {len(unknown)} of "
-            f"{len(occurring)} tokens); record the run with a model that has a tokenizer, or use by='state'."
+            f"{len(tokens)} tokens); record the run with a model that has a tokenizer, or use by='state'."
         )
-    return {token: kinds[token] if token in kinds else text_kind(vocabulary[token]) for token in occurring}
+    return {token: kinds[token] if token in kinds else text_kind(vocabulary[token]) for token in tokens}
 
 
 def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
@@ -118,17 +129,30 @@ def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
     Raises:
         TrackError: see `token_kinds`.
     """
-    token_id, existing = track.data["token_id"].to_numpy(), _existing(track)
-    known = token_kinds(track)
+    token_id, masked = track.data["token_id"].to_numpy(), track.data["masked"].to_numpy()
+    real = track.data["is_real"].to_numpy()
+    codes = kind_codes(token_id, masked, real, track.prompt_length, token_kinds(track))
+    return _coded(np.where(_existing(track), codes, Kind.MISSING), Kind)
+
+
+def kind_codes(
+    token_id: Int[np.ndarray, "batch step pos"],
+    masked: Bool[np.ndarray, "batch step pos"],
+    real: Bool[np.ndarray, "batch pos"],
+    prompt_length: int,
+    known: Mapping[int, Kind],
+) -> Int[np.ndarray, "batch step pos"]:
+    """The `Kind` of every place, given that of every token in `known`; MISSING where the token is not in it."""
+    answer = np.arange(token_id.shape[2]) >= prompt_length
     tokens, place = np.unique(token_id, return_inverse=True)
     codes = np.array([known.get(int(token), Kind.MISSING) for token in tokens], dtype=np.int8)[place]
     codes = codes.reshape(token_id.shape)
-    first = np.arange(token_id.shape[2]) == track.data["is_real"].to_numpy().argmax(axis=1)[:, None]
-    codes[(codes == Kind.END) & first[:, None] & ~_answer(track)] = Kind.START
-    ends = (codes == Kind.END) & _answer(track)
+    first = np.arange(token_id.shape[2]) == real.argmax(axis=1)[:, None]
+    codes[(codes == Kind.END) & first[:, None] & ~answer] = Kind.START
+    ends = (codes == Kind.END) & answer
     codes[ends & (ends.cumsum(axis=-1) > 1)] = Kind.FILLING
-    codes[track.data["masked"].to_numpy()] = Kind.MASK
-    return _coded(np.where(existing, codes, Kind.MISSING), Kind)
+    codes[masked] = Kind.MASK
+    return codes
 
 
 def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:

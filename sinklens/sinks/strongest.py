@@ -24,21 +24,24 @@ from sinklens.sinks.track import SinkTrack
 
 Part = Literal["all", "sink", "other"]
 STATES = ("prompt", "masked", "committed")
+COMBINED = {"mask": ("masked",), "decided": ("prompt", "committed")}
+"""Further names: the states that each stands for."""
 KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
 NOT = "not "
 
 
-def check_only(only: Sequence[str]) -> None:
-    """Check names of states and token kinds, each possibly after "not ".
+def check_only(only: Sequence[str], argument: str = "only") -> None:
+    """Check names of states and token kinds, each possibly after "not "; `argument` is how the error names them.
 
     Raises:
         SettingError: an unknown name.
     """
+    known = [*STATES, *COMBINED, *KINDS]
     for name in only:
-        if name.removeprefix(NOT) not in (*STATES, *KINDS):
+        if name.removeprefix(NOT) not in known:
             raise SettingError(
-                f"only= takes states or token kinds, or 'not' and one of them; {name!r} is neither. Known: "
-                f"{', '.join([*STATES, *KINDS])}.{nearest(name.removeprefix(NOT), [*STATES, *KINDS])}"
+                f"{argument}= takes states or token kinds, or 'not' and one of them; {name!r} is neither. Known: "
+                f"{', '.join(known)}.{nearest(name.removeprefix(NOT), known)}"
             )
 
 
@@ -63,7 +66,10 @@ def in_only(
     def union(names: Sequence[str]) -> np.ndarray:
         found = np.zeros(shape, dtype=bool)
         for name in names:
-            found = found | (by_state[name] if name in STATES else codes == Kind[name.upper()])
+            if name in KINDS:
+                found = found | (codes == Kind[name.upper()])
+            for state in COMBINED.get(name, (name,) if name in STATES else ()):
+                found = found | by_state[state]
         return found
 
     kept = [name for name in only if not name.startswith(NOT)]

@@ -23,12 +23,14 @@ from sinklens.hooks.interleaving import BlockTracer, Rows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
-from sinklens.runs.denoising import Denoising, Hooks
+from sinklens.runs.denoising import Denoising
 from sinklens.runs.hook_functions import refuse_shape
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
+from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, Replayable
 from sinklens.sampling import RunSettings
+from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
 from sinklens.tracing.steps import Steps, StepServer
 
@@ -42,6 +44,7 @@ def trace(
     hooks: Hooks = (),
     record_sinks: bool | Record = True,
     replay: Replayable | Tensor | None = None,
+    cache: Policy | str | None = None,
     progress: bool | None = None,
     **settings: Unpack[RunSettings],
 ) -> "Trace":
@@ -73,6 +76,9 @@ def trace(
             prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
             ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
             decide.
+        cache: a policy of `sinklens.caching` (`DualCache()`, or its name, "dual"): which keys and values a step
+            computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
+            only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
         progress: show a progress bar; by default on a terminal, after a few seconds.
         **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
             `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing
@@ -85,7 +91,11 @@ def trace(
         HookNameError: a name in `hooks` (or in the block) is not a hook point.
         HookOrderError: the block requested a point that the step had already passed.
     """
-    return Trace(_denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress))
+    request = RunRequest(
+        prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
+        record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
+    )  # fmt: skip
+    return Trace(_denoising(model, request))
 
 
 def generate(
@@ -97,6 +107,7 @@ def generate(
     hooks: Hooks = (),
     record_sinks: bool | Record = True,
     replay: Replayable | Tensor | None = None,
+    cache: Policy | str | None = None,
     progress: bool | None = None,
     **settings: Unpack[RunSettings],
 ) -> Generation:
@@ -115,29 +126,24 @@ def generate(
         hooks: ``[(name or predicate, fn(value, hook)), …]`` and interventions.
         record_sinks: record sink scores; a `sinks.Record` sets what else to record.
         replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
+        cache: a cache policy or its name; None computes every position in every step.
         progress: show a progress bar; None shows it on a terminal, after a few seconds.
         **settings: settings of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
 
     Returns:
         The result of the run: text, canvases, when each token was decided, and sinks.
     """
-    denoising = _denoising(model, prompt, settings, seed, chat_template, hooks, record_sinks, replay, progress)
+    request = RunRequest(
+        prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
+        record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
+    )  # fmt: skip
+    denoising = _denoising(model, request)
     _refuse_nesting(denoising.model)
     denoising.carry_out()
     return denoising.result()
 
 
-def _denoising(
-    model: Any,
-    prompt: Any,
-    settings: Any,
-    seed: int,
-    chat_template: bool | str,
-    hooks: Hooks,
-    record_sinks: bool | Record,
-    replay: Replayable | Tensor | None,
-    progress: bool | None,
-) -> Denoising:
+def _denoising(model: Any, request: RunRequest) -> Denoising:
     loaded = load(model)
     if loaded.has_edits:
         raise SinklensError(
@@ -145,17 +151,7 @@ def _denoising(
             "the change as hooks=[(name, fn)], or write it in the block of sinklens.trace; model.clear_edits() removes "
             "the edits."
         )
-    return Denoising(
-        loaded,
-        prompt,
-        given=dict(settings),
-        seed=seed,
-        chat_template=chat_template,
-        hooks=hooks,
-        record_sinks=record_sinks,
-        replay=replay,
-        progress=progress,
-    )
+    return Denoising(loaded, request)
 
 
 def _refuse_nesting(model: Model) -> None:

@@ -25,6 +25,7 @@ from sinklens.views.figures import (
 )
 from sinklens.views.patterns import pattern_at
 from sinklens.views.report import report
+from sinklens.views.writers import writer_bars
 
 __all__ = [
     "accuracy_curves",
@@ -48,4 +49,5 @@ __all__ = [
     "sink_paths",
     "stillest_head",
     "threshold_curve",
+    "writer_bars",
 ]

@@ -7,7 +7,7 @@ import xarray as xr
 from sinklens.analyses.answers import unchanged
 from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
 from sinklens.experiments import effect
-from sinklens.interventions import AblateSinkValues, MaskSinks
+from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.tasks.word_problems import held_out
@@ -28,8 +28,8 @@ def test_every_cell_equals_a_separate_run(tiny_llada, measured):
     for kind, part, change, hook, more in (
         ("digit", "other", "mask", MaskSinks, {}),
         ("not digit", "all", "mask_kind", MaskSinks, rest | {"pick": "same_kind"}),
-        ("any", "sink", "value", AblateSinkValues, {}),
-        ("digit", "all", "value_random", AblateSinkValues, rest),
+        ("any", "sink", "value", AblateValues, {}),
+        ("digit", "all", "value_random", AblateValues, rest),
     ):
         keys = StrongestKeys(1, () if kind == "any" else kind, part, overall=True)
         one = effect(tiny_llada, [PROMPT], hook(top_k=None, detector=keys, source=track, **more), **SETTINGS)

@@ -132,11 +132,14 @@ def test_help_explains_every_sampler_setting(capsys):
         main(["trace", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "--block-length INT [llada, sdar, bd3lm, fast-dllm-v2] blocks of this length are decoded from left to right"
+        "--block-length INT [llada, sdar, llada2, llada2.1, bd3lm, bd3lm-card, fast-dllm-v2] blocks of this length"
         in printed
     )
     assert "--alg-temp FLOAT [dream, open-dcoder] temperature for choosing positions" in printed
-    assert "--top-k INT [dream, autoregressive, rnd1, open-dcoder, sdar] propose from this many" in printed
+    assert (
+        "--top-k INT [dream, autoregressive, rnd1, open-dcoder, sdar, llada2, llada2.1] propose from this many"
+        in printed
+    )
     for name in Settings.__annotations__:
         assert len(setting_help(name).partition("]")[2]) > 10, name
 

@@ -17,7 +17,9 @@ FOLDER = "bd3lm"
 TOLERANCE = 1e-4
 RUNS = 7
 """Runs of BD3LMSampler that are compared. Run 7 draws its own padding token, which the reference then hides; runs 8 to
-11 are the model card's sampler, which is not implemented."""
+11 are the model card's sampler."""
+CARD = [(8, 0), (9, 0), (10, 0), (11, 1)]
+"""Runs of the model card's sampler and the longest row of each, which is compared; the reference pads the other."""
 
 
 def model_of(load, length: int, end: int = 305) -> sinklens.Model:
@@ -92,6 +94,56 @@ def test_the_schedule_is_the_references_rounding(reference):
             assert linear_schedule(sum(counts), steps) == counts
     assert linear_schedule(4, 3) == [1, 1, 2]  # exact arithmetic gives 1, 2, 1
     assert all(sum(linear_schedule(masked, steps)) == masked for masked in range(40) for steps in range(1, 40))
+
+
+def card_run(reference, load, number, row, **settings):
+    """A row of a stored run of the model card's sampler."""
+    stored = reference.runs[number]
+    blocks = -(-stored["max_new_tokens"] // stored["block_size"])
+    settings = {"denoising_steps": -(-stored["steps"] // blocks), "cfg_scale": stored.get("cfg_scale", 0.0)} | settings
+    model = model_of(load, stored["block_size"], stored["eos_token_id"])
+    prompts = [prompts_of(reference, number)[row]]
+    return sinklens.generate(model, prompts, sampler="bd3lm-card", gen_length=stored["max_new_tokens"], **settings)
+
+
+@pytest.mark.parametrize(("recording", "cached"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("number", "row"), CARD)
+def test_canvases_of_the_model_cards_sampler_equal_the_references(reference, load, number, row, recording, cached):
+    run = card_run(reference, load, number, row, record_sinks=recording, use_cache=cached)
+    tensors = reference.tensors
+    canvas, result = (tensors[f"gen{number}.{what}"][[row]] for what in ("canvas", "result"))
+    assert_same_canvases(run, canvas, result)
+    assert run.prompt_length == reference.runs[number]["prompt_lengths"][row]
+    assert run.steps_run <= run.settings.steps
+
+
+def test_a_row_of_the_model_cards_sampler_does_not_depend_on_its_batch(reference, load):
+    """The reference counts the blocks of a shorter row by the columns of the longest."""
+    model, rows = model_of(load, 8), prompts_of(reference, 9)
+    settings = {"sampler": "bd3lm-card", "gen_length": 21, "denoising_steps": 3}
+    for guidance in (0.0, 1.5):
+        together = sinklens.generate(model, rows, cfg_scale=guidance, **settings)
+        for row, prompt in enumerate(rows):
+            alone = sinklens.generate(model, [prompt], cfg_scale=guidance, **settings)
+            length = alone.canvas.shape[2]
+            assert torch.equal(together.canvas[row, : alone.steps_run + 1, -length:], alone.canvas[0])
+            ours, theirs = (torch.from_numpy(run.sinks.scores().fillna(0).to_numpy()) for run in (alone, together))
+            assert largest_difference(theirs[row, : alone.steps_run, :, :, -length:], ours[0]) < TOLERANCE
+
+
+def test_the_prompt_sees_no_answer_position_in_its_last_block_until_that_block_is_finished(reference, load):
+    seen = []
+
+    def keep(value, hook):
+        seen.append(value[0, :, :13, 13:].amax().item())
+
+    run = card_run(reference, load, 8, 0, record_sinks=False, hooks=[("blocks.1.attn.hook_pattern", keep)])
+    first = int(run.unmask_step[0, 13:16].max()) + 1
+    assert first == 3
+    assert seen[:first] == [0.0] * first
+    assert min(seen[first:]) > 0
+    model = model_of(load, 8)
+    assert model.tree.attention_blocks.start == "column"  # the rule of single passes is the model's again
 
 
 def test_a_row_of_a_batch_equals_a_run_of_it_alone(reference, load):

@@ -1,4 +1,4 @@
-"""LLaDA2: sinklens reproduces the reference's passes and routing, and the runs of 2.0 that do not stop early."""
+"""LLaDA2: sinklens reproduces the reference's passes and routing, and every run of the samplers of 2.0 and 2.1."""
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from sinklens.checkpoints import build_empty, family_named, translate
 
 FOLDER = "llada2-moe"
 TOLERANCE = 1e-4
-COMPARED = [0, 1, 2, 3, 4, 6, 7]
-"""Runs of sampler 2.0; run 5 stops early, and the others are runs of 2.1, which edits committed tokens."""
+VERSION_0 = range(8)
+VERSION_1 = range(8, 13)
+"""The runs of each sampler."""
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +20,9 @@ def model(load):
     return load((), (("block_length", 8),))
 
 
-def test_the_runs_that_are_not_compared_need_another_sampler(reference):
-    left = [stored for number, stored in enumerate(reference.runs) if number not in COMPARED]
-    assert {stored["sampler"] for stored in left[1:]} == {"llada2.1"}
-    assert left[0]["covers"].startswith("eos_early_stop inside a block")
+def test_every_run_of_the_reference_is_compared(reference):
+    samplers = [stored["sampler"] for stored in reference.runs]
+    assert samplers == ["llada2.0"] * len(VERSION_0) + ["llada2.1"] * len(VERSION_1)
 
 
 def test_the_config_is_translated_key_by_key(reference, model):
@@ -57,22 +57,94 @@ def test_the_routing_equals_the_references(reference, model):
         assert largest_difference(weights, stored["weights"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize("number", COMPARED)
-def test_canvases_of_sampler_2_0_equal_the_references_token_for_token(reference, load, number, recording):
-    stored, tensors = reference.runs[number], reference.tensors
+def run_of(reference, load, number, **settings):
+    """The stored run `number`, with further settings."""
+    stored = reference.runs[number]
     ends = stored["eos_id"] >= 0
     model = load((("eos_token_id", stored["eos_id"] if ends else None),), (("block_length", stored["block_length"]),))
-    steps = min(stored["steps"], stored["gen_length"] // stored["minimal_topk"])
-    run = sinklens.generate(
-        model, tensors[f"gen{number}.prompt"], gen_length=stored["gen_length"], stop=ends, record_sinks=recording,
-        denoising_steps=min(steps, stored["block_length"]), threshold=stored["threshold"],
-        remasking_strategy="low_confidence_dynamic",
-    )  # fmt: skip
-    final = tensors[f"gen{number}.final"]
+    given = {"gen_length": stored["gen_length"], "threshold": stored["threshold"]}
+    if number in VERSION_1:
+        given |= {name: stored[name] for name in ("editing_threshold", "max_post_steps", "num_to_transfer")}
+        given |= {"sampler": "llada2.1", "stop": stored["eos_early_stop"]}
+    else:
+        given |= {"denoising_steps": stored["steps"], "minimal_topk": stored["minimal_topk"]}
+        given |= {"eos_early_stop": stored["eos_early_stop"], "stop": ends}
+    return sinklens.generate(model, reference.tensors[f"gen{number}.prompt"], **given | settings)
+
+
+@pytest.mark.parametrize(("recording", "cached"), [(True, False), (False, True)])
+@pytest.mark.parametrize("number", [*VERSION_0, *VERSION_1])
+def test_every_canvas_equals_the_references_token_for_token(reference, load, number, recording, cached):
+    run = run_of(reference, load, number, record_sinks=recording, use_cache=cached)
+    tensors = reference.tensors
+    final, result = tensors[f"gen{number}.final"], tensors[f"gen{number}.result"]
     there = final >= 0
     assert torch.equal(run.tokens[:, : final.shape[1]][there], final[there])
     assert_same_canvases(run, tensors[f"gen{number}.canvas"], run.tokens)
+    answer = run.tokens[0, run.prompt_length :].tolist()[: result.shape[1]]
+    assert answer == result[0].tolist()
+
+
+def test_the_track_and_the_points_say_which_tokens_were_edited_in_which_step(reference, load):
+    """Run 8 edits tokens while masks are left, and after."""
+    shown = {"hook_commit": [], "hook_edit": []}
+
+    def keep(value, hook):
+        shown[hook.name.partition(".")[2]].append(value.clone())
+
+    hooks = [(f"denoise.{name}", keep) for name in shown]
+    run = run_of(reference, load, 8, hooks=hooks)
+    canvas, mask = reference.tensors["gen8.canvas"], reference.facts["mask_token_id"]
+    edits, commits = torch.stack(shown["hook_edit"], 1), torch.stack(shown["hook_commit"], 1)
+    for step in range(run.steps_run - 1):
+        before, after = canvas[0, step], canvas[0, step + 1]
+        there = (before >= 0) & (after >= 0)
+        expected = there & (before != mask) & (before != after)
+        assert torch.equal(edits[0, step, : len(there)][there], expected[there])
+        assert torch.equal(commits[0, step, : len(there)][there], (there & (before == mask) & (after != mask))[there])
+        assert torch.equal(torch.from_numpy(run.sinks.edited.to_numpy())[0, step + 1][there], expected[there])
+    assert int(edits.sum()) == reference.runs[8]["committed_tokens_changed_later"]
+    assert run.sinks.edited.isel(step=0).sum() == 0
+    assert not run.sinks.renoised.any()
+
+
+def test_edits_are_hidden_by_a_hook_and_a_replay_repeats_the_run(reference, load):
+    """Without edits, every position keeps its first token, and each block ends as soon as no mask is left."""
+    base = run_of(reference, load, 9, record_sinks=False)
+    kept = run_of(
+        reference, load, 9, record_sinks=False, hooks=[("denoise.hook_edit", lambda value, hook: value & False)]
+    )
+    changed = (kept.canvas[:, 1:] != kept.canvas[:, :-1]) & ~kept.undecided[:, :-1]
+    assert not changed.any()
+    assert base.steps_run > kept.steps_run
+    again = run_of(reference, load, 9, replay=base)
+    assert torch.equal(again.canvas, base.canvas)
+    assert again.sinks.edited.any()
+
+
+def test_a_proposed_mask_token_does_not_keep_a_run_of_2_1_from_ending(reference, load):
+    """The reference never ends."""
+
+    def propose(value, hook):
+        return torch.where(torch.arange(value.shape[1]) == 20, 315, value)
+
+    run = run_of(reference, load, 8, record_sinks=False, hooks=[("denoise.hook_candidates", propose)])
+    assert run.steps_run <= run.settings.steps
+    assert run.tokens[0, 20] == 315
+    assert not run.undecided[0, -1, 24:].any()  # later blocks are decided
+
+
+@pytest.mark.parametrize("sampler", ["llada2", "llada2.1"])
+def test_a_row_of_a_batch_equals_a_run_of_it_alone(reference, load, sampler):
+    model, ids = load((("eos_token_id", 312),), (("block_length", 8),)), reference.tensors["input_ids"][0].tolist()
+    rows = [ids[:11], ids[3:9]]
+    settings = {"sampler": sampler, "gen_length": 13, "record_sinks": False, "threshold": 0.6}
+    settings |= {"max_post_steps": 3} if sampler == "llada2.1" else {"eos_early_stop": True}
+    together = sinklens.generate(model, rows, **settings)
+    for row, prompt in enumerate(rows):
+        alone = sinklens.generate(model, [prompt], **settings)
+        places = slice(len(rows[0]) - len(prompt), len(rows[0]) - len(prompt) + alone.canvas.shape[2])
+        assert torch.equal(together.canvas[row, : alone.steps_run + 1, places], alone.canvas[0])
 
 
 def test_a_fused_weight_is_split_into_queries_keys_and_values(reference, model):

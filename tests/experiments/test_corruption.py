@@ -43,6 +43,7 @@ def test_prompt_tokens_that_the_earlier_run_changed_on_the_way_stay_changed(tiny
     force = ForceTokens(tokens={2: seven}, steps=[2])
     earlier = sinklens.generate(tiny_llada, QUESTION, hooks=force, **SETTINGS)
     again = corrupted(earlier, {" 17": " 19"}, record_sinks=False)
+    assert again.text == earlier.text  # one string, as for the earlier run
     assert earlier.canvas[0, 3, 2] == again.canvas[0, 3, 2] == seven
     assert again.canvas[0, 0, 2] == earlier.canvas[0, 0, 2]
 
@@ -50,6 +51,7 @@ def test_prompt_tokens_that_the_earlier_run_changed_on_the_way_stay_changed(tiny
 @pytest.mark.parametrize(("changes", "message"), [
     ({" 9": " 8"}, r"' 9' occurs in no prompt as the tokens \[' 9'\]; a leading space"),
     ({" 6": " 6 of"}, r"' 6' has 1 tokens .* and ' 6 of' has 2"),
+    ({}, r"changes is empty; pass the texts to replace"),
 ])  # fmt: skip
 def test_a_text_that_cannot_be_replaced_is_refused(base, changes, message):
     with pytest.raises(PromptError, match=message):

@@ -10,10 +10,10 @@ from sinklens.hooks import HookTree, architecture_of, names
 from sinklens.model import Model
 
 LAYER = [f"blocks.1.{name}" for name, _ in names.block_specs()]
-READ_ONLY = "blocks.1.attn.hook_sink_scores"
+READ_ONLY = tuple(f"blocks.1.attn.{name}" for name in names.READ_ONLY)
 EDITABLE = [
     "hook_embed",
-    *(name for name in LAYER if name != READ_ONLY),
+    *(name for name in LAYER if name not in READ_ONLY),
     "ln_final.hook_scale",
     "ln_final.hook_normalized",
 ]

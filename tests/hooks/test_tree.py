@@ -88,7 +88,7 @@ def bridged(tmp_path_factory):
     return shared_model("llama", causal=True), bridge_over(random_hf(causal=True), tmp_path_factory.mktemp("tokenizer"))
 
 
-ADDED_POINTS = ("hook_attn_mask", "hook_sink_scores")
+ADDED_POINTS = ("hook_attn_mask", *names.READ_ONLY)
 
 
 def test_names_shapes_and_values_are_those_of_transformerlens(bridged):
@@ -341,7 +341,7 @@ def test_hooks_on_unknown_points_are_refused():
         model.tree.add_hook("blocks.0.attn.hook_patern", halve)
     with pytest.raises(HookNameError, match="layer 3 does not exist; this model has 3 layers"):
         model.run_with_hooks(random_ids(), fwd_hooks=[("blocks.3.attn.hook_z", halve)])
-    with pytest.raises(HookNameError, match="matches none of the 77 hook points"):
+    with pytest.raises(HookNameError, match="matches none of the 80 hook points"):
         model.run_with_hooks(random_ids(), fwd_hooks=[(lambda name: "self_attn" in name, halve)])
 
 

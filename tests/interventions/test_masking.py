@@ -406,7 +406,7 @@ def test_in_a_diffusion_run_queries_makes_no_difference(tiny_llada):
 
 
 def test_a_misspelled_queries_option_is_rejected():
-    with pytest.raises(SettingError, match=r"queries must be one of newest, all; got 'last'"):
+    with pytest.raises(SettingError, match=r"queries must be one of newest, each, all; got 'last'"):
         MaskSinks(queries="last")
 
 

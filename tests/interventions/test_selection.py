@@ -159,7 +159,7 @@ def test_kinds_need_the_text_of_tokens():
         ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),
         ({"pick": "best"}, "pick must be one of strongest, weakest, random, .*nearest; got 'best'"),
         ({"scope": "row"}, "scope must be 'head', 'layer' or 'model'; got 'row'"),
-        ({"only": "mask"}, r"'mask' is neither. Known: prompt, masked, .* Nearest: masked"),
+        ({"only": "maskd"}, r"'maskd' is neither. Known: prompt, masked, .* Nearest: masked"),
         ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
     ],
 )

@@ -8,7 +8,7 @@ from watching import LONG, PADDED, SHORT, again, entered, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateSinkValues, MaskSinks
+from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean
 
 MODELS = [*KINDS, ("dream", False)]
@@ -105,20 +105,20 @@ def of_source(run, step, top_k):
 @pytest.mark.parametrize("by", ["mean", "zero"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_outputs_equal_those_of_a_loop_over_keys_with_other_values(worded, architecture, causal, settings, by):
-    check(worded(architecture, causal), PADDED, AblateSinkValues(top_k=2, by=by), **settings)
+    check(worded(architecture, causal), PADDED, AblateValues(top_k=2, by=by), **settings)
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
 def test_steady_sinks_of_some_heads_and_layers_are_replaced(worded, architecture, causal, settings):
     model = worded(architecture, causal)
     base = watch(model, PADDED, [], [], record_sinks=True, **settings).run
-    ablate = AblateSinkValues(top_k=2, source=base, heads=[1, 4], layers=[0, 2])
+    ablate = AblateValues(top_k=2, source=base, heads=[1, 4], layers=[0, 2])
     check(model, PADDED, ablate, heads=[1, 4], layers=[0, 2], steady=base, **settings)
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
 def test_a_row_alone_gets_the_values_that_it_gets_in_a_batch(worded, architecture, causal, settings):
-    ablate = AblateSinkValues(top_k=2, pick="random_rest", persistent=True)
+    ablate = AblateValues(top_k=2, pick="random_rest", persistent=True)
     both, one = (watch(worded(architecture, causal), prompts, [ablate], ["hook_z"], **settings)
                  for prompts in (PADDED, [SHORT]))  # fmt: skip
     for step in range(min(both.run.steps_run, one.run.steps_run)):
@@ -128,7 +128,7 @@ def test_a_row_alone_gets_the_values_that_it_gets_in_a_batch(worded, architectur
 
 def test_the_attention_of_the_first_layer_stays_as_it_was(worded):
     base = watch(worded(), PADDED)
-    ablate, mask = AblateSinkValues(layers=[0]), MaskSinks(layers=[0])
+    ablate, mask = AblateValues(top_k=1, layers=[0]), MaskSinks(layers=[0])
     ablated, masked = (watch(worded(), PADDED, [hook], replay=base.run) for hook in (ablate, mask))
     for step in range(base.run.steps_run):
         first = base.stacked("hook_pattern", step)[0]
@@ -141,7 +141,7 @@ def test_the_attention_of_the_first_layer_stays_as_it_was(worded):
 def test_under_guidance_the_unconditional_rows_keep_their_values(worded):
     model, seen = worded(), []
     base = watch(model, [LONG], [], [], cfg_scale=1.0, record_sinks=True).run
-    ablate = AblateSinkValues(top_k=2, source=base)
+    ablate = AblateValues(top_k=2, source=base)
 
     def outputs(hooks):
         kept, point = {}, model.tree.hook_dict["blocks.0.hook_attn_out"]
@@ -165,7 +165,7 @@ def test_under_guidance_the_unconditional_rows_keep_their_values(worded):
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
 def test_where_a_detector_finds_nothing_the_answers_are_unchanged(worded, architecture, causal, settings):
     model = worded(architecture, causal)
-    nothing = AblateSinkValues(top_k=None, detector=EpsilonOverMean(epsilon=1000))
+    nothing = AblateValues(top_k=None, detector=EpsilonOverMean(epsilon=1000))
     base, changed = (watch(model, PADDED, hooks, ["hook_z"], **settings) for hooks in ([], [nothing]))
     for step in range(base.run.steps_run):
         before, after = (run.stacked("hook_z", step) for run in (base, changed))
@@ -183,7 +183,7 @@ def test_a_shipped_model_misses_the_message_of_a_strongest_key(tiny_llada):
     base = sinklens.generate(tiny_llada, prompts, **settings)
     changed = {}
     for pick in ("strongest", "random_rest"):
-        ablate = AblateSinkValues(source=base, pick=pick, persistent=pick != "strongest")
+        ablate = AblateValues(top_k=1, source=base, pick=pick, persistent=pick != "strongest")
         run = sinklens.generate(tiny_llada, prompts, hooks=ablate, record_sinks=False, **settings)
         changed[pick] = sum(one != other for one, other in zip(run.text, base.text, strict=True))
     assert changed["strongest"] > changed["random_rest"]
@@ -191,7 +191,7 @@ def test_a_shipped_model_misses_the_message_of_a_strongest_key(tiny_llada):
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_replacement_is_rejected(worded):
-    with pytest.raises(SettingError, match="by must be 'mean' or 'zero'; got 'median'"):
-        AblateSinkValues(by="median")
-    with pytest.raises(SettingError, match="AblateSinkValues acts on the sinks of an earlier step"):
-        AblateSinkValues().hooks_for(worded())
+    with pytest.raises(SettingError, match="by must be 'mean', 'zero' or 'resample'; got 'median'"):
+        AblateValues(top_k=1, by="median")
+    with pytest.raises(SettingError, match="AblateValues acts on the sinks of an earlier step"):
+        AblateValues(top_k=1).hooks_for(worded())

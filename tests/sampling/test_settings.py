@@ -20,6 +20,12 @@ def test_a_checkpoints_lengths_are_the_defaults_unless_gen_length_is_given():
     assert make_settings("llada", {"gen_length": 64}, defaults) == LladaSettings(64, 64, 32)
 
 
+def test_the_passes_of_a_block_follow_from_its_length_and_minimal_topk():
+    assert make_settings("llada2", {"gen_length": 24, "minimal_topk": 5, "block_length": 8}, {}).denoising_steps == 4
+    assert make_settings("llada2", {"gen_length": 64, "denoising_steps": 99}, {}).denoising_steps == 32
+    assert make_settings("llada2.1", {"gen_length": 64, "num_to_transfer": 5}, {}).steps == 2 * (7 + 16)
+
+
 def test_an_autoregressive_step_decodes_one_token():
     assert AutoregressiveSettings(gen_length=9).steps == 9
 
@@ -54,6 +60,10 @@ def test_an_autoregressive_step_decodes_one_token():
         ("autoregressive", {"top_k": 0}, r"top_k must be an integer of at least 1"),
         ("autoregressive", {"steps": 4}, r"steps is not a setting of the autoregressive sampler"),
         ("llada", {"temperature": "hot"}, r"wrong type"),
+        ("llada2", {"gen_length": 8, "minimal_topk": 9}, r"minimal_topk 9 is more than gen_length 8, .* at most 8"),
+        ("llada2", {"eos_early_stop": True, "stop": False}, r"eos_early_stop=True ends rows .* stop=False forbids"),
+        ("llada2.1", {"max_post_steps": -1}, r"max_post_steps must be an integer of at least 0; got -1"),
+        ("llada2.1", {"editing_threshold": math.nan}, r"editing_threshold must be a finite number of at least 0"),
     ],
 )  # fmt: skip
 def test_a_bad_setting_raises_an_error_that_says_what_is_allowed(sampler, given, text):

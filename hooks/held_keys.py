@@ -1,0 +1,182 @@
+"""Keys and values that a pass takes from earlier passes instead of computing them.
+
+A *window* of columns is computed; attention reads the keys of all columns. A key is *fresh* if this pass computes it,
+*stale* if an earlier pass did, and *gone* if no query may see it. While `Watch.held` is set, the attention function and
+the taps of ``hook_k`` and ``hook_v`` take part: these points show the keys and values of all columns, before the
+rotation, and the key axis of every map has all columns. Queries are those of the window.
+
+A hook that changes a stale key or value changes it for this pass only. `HeldKeys.edited` names the changed positions,
+whose entries the caller should not use again.
+
+Memory: three tensors [batch, pos, kv_head, d_head] per layer (keys before and after the rotation, and values).
+
+Pitfall: entries depend on everything that was done to the model when they were computed. A hook that acts at one step
+leaves its mark on the entries of that step until they are computed again.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from sinklens.hooks.offload import class_forward
+
+if TYPE_CHECKING:
+    from sinklens.hooks.points import Point
+    from sinklens.hooks.tree import HookTree
+
+Kind = Literal["k", "v"]
+
+
+class Used(NamedTuple):
+    """What the attention of one layer reads.
+
+    Attributes:
+        key, value: of all columns; keys are rotated.
+        mask: True where a query may see a key, one row for all queries; None if nothing is hidden.
+        counted: queries whose own position is computed and is not padding; None for all.
+    """
+
+    key: Float[Tensor, "batch kv_head key d_head"]
+    value: Float[Tensor, "batch kv_head key d_head"]
+    mask: Bool[Tensor, "batch 1 query key"] | None
+    counted: Bool[Tensor, "batch query"] | None
+
+
+class HeldKeys:
+    """The keys and values of one run.
+
+    Attributes:
+        window: the columns that the pass computes.
+        fresh: keys that the pass computes and uses.
+        gone: keys that no query may see.
+        edited: positions of which a hook changed a key or value in this pass.
+    """
+
+    def __init__(self, tree: "HookTree", real: Bool[Tensor, "batch pos"]) -> None:
+        self._tree, self._real = tree, real
+        self._positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+        self._raw: dict[int, Tensor] = {}
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._changed: dict[tuple[Kind, int], Tensor] = {}
+        self.window = slice(0, real.shape[1])
+        self.fresh: Bool[Tensor, "batch layer pos"]
+        self.gone: Bool[Tensor, "batch layer pos"]
+        self.edited = torch.zeros_like(real)
+
+    def hidden(
+        self,
+        canvas: "Tensor",
+        window: slice,
+        fresh: Bool[Tensor, "batch layer pos"],
+        gone: Bool[Tensor, "batch layer pos"],
+    ) -> Float[Tensor, "batch window d_model"]:
+        """The final-norm outputs of the columns in `window`, from a pass over `canvas`."""
+        self.window, self.fresh, self.gone = window, fresh, gone
+        self.edited = torch.zeros_like(self._real)
+        self._changed.clear()
+        self._prepare()
+        watch, base = self._tree.watch, self._base()
+        watch.keys, watch.held = canvas.shape[1], self
+        try:
+            output = base(
+                input_ids=canvas[:, window], position_ids=self._positions[:, window], attention_mask=None,
+                use_cache=False,
+            )  # fmt: skip
+        finally:
+            watch.held = None
+        return output.last_hidden_state
+
+    def _prepare(self) -> None:
+        """What all layers of the pass share: where all rows are fresh, and what is hidden and counted."""
+        inside = self.fresh[:, :, self.window]
+        self._uniform = inside.all(dim=2).all(dim=0).tolist()  # by layer: the window's keys are fresh in every row
+        counted = (self.fresh.any(dim=1) & self._real)[:, self.window]
+        visible = self._real[:, None] & ~self.gone
+        self._hides = (~visible).any(dim=2).any(dim=0).tolist()
+        self._visible = visible
+        self._counted = None if bool(counted.all()) else counted
+
+    def _base(self) -> Any:
+        return self._tree.hf.get_submodule(self._tree.architecture.base)
+
+    def project(
+        self, kind: Kind, layer: int, computed: Float[Tensor, "batch window kv_head d_head"], point: "Point"
+    ) -> Float[Tensor, "batch window kv_head d_head"]:
+        """Pass the keys or values of all columns through `point`; returns those of the window, with any edits."""
+        if kind == "k":
+            self._store(self._raw, layer, computed, axis=1)
+        if not point.watched:
+            return computed
+        shown = self._raw[layer].clone() if kind == "k" else self._with_new_values(layer, computed)
+        returned = point(shown.clone())
+        differs = (returned != shown).flatten(2).any(dim=-1)
+        if not bool(differs.any()):
+            return computed
+        self.edited |= differs
+        self._changed[kind, layer] = returned
+        return torch.where(differs[:, self.window, None, None], returned[:, self.window], computed)
+
+    def _with_new_values(self, layer: int, computed: Tensor) -> Float[Tensor, "batch pos kv_head d_head"]:
+        """The values of all columns; those of the window are `computed` where they are fresh."""
+        self._store(self._values, layer, computed.transpose(1, 2), axis=2)
+        return self._values[layer].transpose(1, 2).contiguous()
+
+    def _store(self, kept: dict[int, Tensor], layer: int, computed: Tensor, axis: int) -> None:
+        """Write the fresh entries of the window into the tensor of all columns along `axis`."""
+        if layer not in kept:
+            size = list(computed.shape)
+            size[axis] = self._real.shape[1]
+            kept[layer] = computed.new_zeros(size)
+        part = kept[layer].narrow(axis, self.window.start, self.window.stop - self.window.start)
+        if self._uniform[layer]:
+            part.copy_(computed)
+            return
+        fresh = self.fresh[:, layer, self.window].to(part.device)
+        size = [fresh.shape[0] if at == 0 else fresh.shape[1] if at == axis else 1 for at in range(4)]
+        part.copy_(torch.where(fresh.view(size), computed, part))
+
+    def used(self, layer: int, key: Tensor, value: Tensor) -> Used:
+        """Keys, values and mask of one layer, from the rotated `key` and the `value` of the window."""
+        self._store(self._keys, layer, key, axis=2)
+        self._store(self._values, layer, value, axis=2)
+        mask = None
+        if self._hides[layer]:
+            mask = self._visible[:, layer].to(key.device)[:, None, None, :].expand(-1, -1, key.shape[2], -1)
+        counted = self._counted
+        if mask is not None and counted is None:
+            counted = torch.ones_like(self._real[:, self.window])
+        keys, values = self._edited_keys(layer), self._changed.get(("v", layer))
+        return Used(
+            keys, self._values[layer] if values is None else values.transpose(1, 2), mask,
+            None if counted is None else counted.to(key.device),
+        )  # fmt: skip
+
+    def fresh_in(self, layer: int) -> Bool[Tensor, "batch pos"]:
+        """The positions whose keys in `layer` this pass computes and uses; padding is not fresh."""
+        return self.fresh[:, layer] & self._real
+
+    def _edited_keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:
+        """The rotated keys, with the edits that a hook made to stale ones at ``hook_k``."""
+        keys, changed = self._keys[layer], self._changed.get(("k", layer))
+        if changed is None:
+            return keys
+        stale = (changed != self._raw[layer]).flatten(2).any(dim=-1) & ~self.fresh[:, layer]
+        return torch.where(stale[:, None, :, None], self._rotated(layer, changed), keys)
+
+    def _rotated(self, layer: int, raw: Tensor) -> Float[Tensor, "batch kv_head key d_head"]:
+        """Keys after the norm of keys, if there is one, and the rotation."""
+        architecture, base = self._tree.architecture, self._base()
+        attn: Any = base.get_submodule(architecture.layers)[layer].get_submodule(architecture.attn)
+        norm: nn.Module | None = getattr(attn, architecture.k_norm, None) if architecture.k_norm else None
+        keys = (raw if norm is None else class_forward(norm, raw)).transpose(1, 2)
+        cos, sin = base.rotary_emb(raw, position_ids=self._positions)
+        rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        return rotate(keys, keys, cos, sin)[1]
+
+    def keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:
+        """The rotated keys of all columns after the last pass; not to be changed."""
+        return self._keys[layer]

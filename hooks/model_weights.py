@@ -1,0 +1,245 @@
+"""The weights of all layers under TransformerLens's names, and its circuits.
+
+Stacked over layers, ``model.W_Q`` is [layer, head, d_model, d_head], ``model.W_K`` [layer, kv_head, d_model, d_head],
+``model.W_in`` [layer, d_model, d_mlp]; weights.py has the shapes of a layer. Key/value heads stay grouped, as in
+TransformerLens 4; `expand_kv_heads` repeats them to the query heads, and the circuits and `tl_parameters` do so.
+
+A rotary model has no single QK matrix: the score of a query at i and a key at j depends on i − j. `QK` leaves the
+rotation out, as TransformerLens does, and `QK_at` puts it in for one pair of positions.
+
+Pitfall: layers may differ in shape (DiffusionGemma), or have experts instead of a dense MLP. A name that does not exist
+in every layer is then an error; the weights of a single layer are at ``model.blocks[layer].attn`` and ``.mlp``.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import FactoredMatrix
+from transformer_lens.model_bridge.composition_scores import CompositionScores
+from transformer_lens.utilities import composition_scores
+
+from sinklens.errors import PromptError, SettingError
+from sinklens.hooks import rotary
+from sinklens.hooks.weights import Embed, Unembed
+
+ATTENTION = tuple(f"{kind}_{letter}" for letter in "QKVO" for kind in "Wb")
+MLP = tuple(f"{kind}_{part}" for part in ("gate", "in", "out") for kind in "Wb")
+
+
+def _stacked(part: str, name: str) -> property:
+    """The weights called `name` of all layers, stacked along a new first axis."""
+
+    def stack(tree: Any) -> Float[Tensor, "layer *shape"]:
+        device = tree.cfg.device  # layers may be on several devices
+        weights = [getattr(getattr(block, part), name).to(device) for block in tree.blocks]
+        shapes = {tuple(weight.shape): layer for layer, weight in reversed(list(enumerate(weights)))}
+        if len(shapes) > 1:
+            found = ", ".join(f"{list(shape)} from layer {layer}" for shape, layer in reversed(shapes.items()))
+            raise SettingError(
+                f"{name} cannot be stacked, because the layers of this model differ: {found}; read one layer's "
+                f"as model.blocks[layer].{part}.{name}."
+            )
+        return torch.stack(weights)
+
+    return property(stack, doc=f"`{name}` of all layers, [layer, ...].")
+
+
+class ModelWeights:
+    """Weights of the tree: stacked over layers, circuits, and directions of tokens in the stream."""
+
+    cfg: Any
+    hf: Any
+    architecture: Any
+    ln_final: Any
+    blocks: Any
+    tokenizer_of: Callable[[], Any]
+
+    W_Q, W_K, W_V, W_O = (_stacked("attn", name) for name in ("W_Q", "W_K", "W_V", "W_O"))
+    b_Q, b_K, b_V, b_O = (_stacked("attn", name) for name in ("b_Q", "b_K", "b_V", "b_O"))
+    W_gate, W_in, W_out = (_stacked("mlp", name) for name in ("W_gate", "W_in", "W_out"))
+    b_gate, b_in, b_out = (_stacked("mlp", name) for name in ("b_gate", "b_in", "b_out"))
+
+    @property
+    def embed(self) -> Embed:
+        """The token embedding."""
+        return Embed(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}"))
+
+    @property
+    def unembed(self) -> Unembed:
+        """The language-model head."""
+        return Unembed(self.hf.get_submodule(self.architecture.head))
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model vocab"]:
+        """Unembedding weights."""
+        return self.unembed.W_U
+
+    @property
+    def b_U(self) -> Float[Tensor, " vocab"]:
+        """Unembedding bias."""
+        return self.unembed.b_U
+
+    @property
+    def W_E(self) -> Float[Tensor, "vocab d_model"]:
+        """Embedding weights."""
+        return self.embed.W_E
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """W_Q W_Kᵀ of every head, [layer, head, d_model, d_model]; grouped keys are repeated to the query heads."""
+        return FactoredMatrix(self.W_Q, self.expand_kv_heads(self.W_K).transpose(-2, -1))
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """W_V W_O of every head, [layer, head, d_model, d_model]; grouped values are repeated to the query heads."""
+        return FactoredMatrix(self.expand_kv_heads(self.W_V), self.W_O)
+
+    def QK_at(self, query: int, key: int) -> FactoredMatrix:
+        """QK of every head for a query at position `query` and a key at position `key`, with the rotation between them.
+
+        W_Q diag(w_q) R(query, key) diag(w_k) W_Kᵀ, [layer, head, d_model, d_model], where w_q and w_k are the weights
+        of the norms of queries and keys, or 1. For normalized streams x (``ln1.hook_normalized`` times ``ln1.w``) and
+        no biases, ``x[query] @ QK_at @ x[key] / cfg.attn_scale`` is the score before masking; where queries and keys
+        are normalized, it still has to be divided by their root mean squares.
+
+        Positions are counted from the first real token.
+
+        Raises:
+            SettingError: a negative position, or layers that rotate differently.
+        """
+        turn = rotary.rotation(self, query), rotary.rotation(self, key)
+        sides = []
+        for letter, weights, matrix in zip("qk", (self.W_Q, self.expand_kv_heads(self.W_K)), turn, strict=True):
+            norms = [getattr(block.attn, f"{letter}_norm") for block in self.blocks]
+            if norms[0] is not None:
+                weights = weights * torch.stack([norm.w.to(weights.device) for norm in norms])[:, None, None]
+            sides.append(weights @ matrix.to(weights))
+        return FactoredMatrix(sides[0], sides[1].transpose(-2, -1))
+
+    def rotation(self, query: int, key: int) -> Float[Tensor, "d_head d_head"]:
+        """R with ``q @ R @ k`` the product of a query at position `query` and a key at `key`, after both are rotated.
+
+        q and k are values of ``hook_q`` and ``hook_k``, or of ``hook_q_normed`` and ``hook_k_normed``. R depends on
+        query − key only.
+
+        Raises:
+            SettingError: a negative position, or layers that rotate differently.
+        """
+        return rotary.rotation(self, query) @ rotary.rotation(self, key).T
+
+    def expand_kv_heads(self, grouped: Float[Tensor, "layer kv_head *shape"]) -> Float[Tensor, "layer head *shape"]:
+        """Stacked W_K, W_V, b_K or b_V with each key/value head repeated for the query heads that use it.
+
+        Raises:
+            SettingError: the second axis is not the key/value heads.
+        """
+        if grouped.ndim < 3 or grouped.shape[1] != self.cfg.n_key_value_heads:
+            raise SettingError(
+                f"expand_kv_heads takes weights [layer, kv_head, ...] with {self.cfg.n_key_value_heads} key/value "
+                f"heads, such as model.W_K; got {list(grouped.shape)}."
+            )
+        return grouped.repeat_interleave(self.cfg.n_heads // grouped.shape[1], dim=1)
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """All weights by TransformerLens's names, such as "blocks.0.attn.W_Q", as its bridge returns them.
+
+        Key/value heads are repeated to the query heads. A layer with experts has no "mlp.W_in" and the like.
+        """
+        found = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U, "ln_final.w": self.ln_final.w}
+        for layer, block in enumerate(self.blocks):
+            found |= {f"blocks.{layer}.{name}": weight for name, weight in self._of_layer(block)}
+        return found
+
+    def _of_layer(self, block: Any) -> Iterator[tuple[str, Tensor]]:
+        for name in ATTENTION:
+            weight = getattr(block.attn, name)
+            grouped = name.endswith(("_K", "_V"))
+            yield (
+                f"attn.{name}",
+                weight.repeat_interleave(self.cfg.n_heads // len(weight), dim=0) if grouped else weight,
+            )
+        if block.parts.dense:
+            yield from ((f"mlp.{name}", getattr(block.mlp, name)) for name in MLP)
+        yield from ((f"{norm}.w", getattr(block, norm).w) for norm in ("ln1", "ln2"))
+        norms = {f"attn.{letter}_norm.w": getattr(block.attn, f"{letter}_norm") for letter in "qk"}
+        yield from ((name, norm.w) for name, norm in norms.items() if norm is not None)
+
+    def QK_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
+        """The layers with attention (all of them) and `QK`."""
+        return list(range(self.cfg.n_layers)), self.QK
+
+    def OV_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
+        """The layers with attention (all of them) and `OV`."""
+        return list(range(self.cfg.n_layers)), self.OV
+
+    def all_composition_scores(self, mode: str) -> CompositionScores:
+        """How strongly each later head reads the output of each earlier head, [layer, head, layer, head].
+
+        ‖OV · C‖ / (‖OV‖ ‖C‖) in Frobenius norms, where C is QK ("Q"), QKᵀ ("K") or OV ("V") of the later head; 0 where
+        it is not later (Elhage et al., 2021, A Mathematical Framework for Transformer Circuits).
+
+        Raises:
+            SettingError: `mode` is not "Q", "K" or "V".
+        """
+        if mode not in ("Q", "K", "V"):
+            raise SettingError(f"mode must be one of 'Q', 'K' and 'V'; got {mode!r}.")
+        read = self.OV if mode == "V" else self.QK if mode == "Q" else self.QK.T
+        scores = composition_scores(self.OV, read, broadcast_dims=True)
+        layer = torch.arange(self.cfg.n_layers, device=scores.device)
+        later = layer[:, None, None, None] < layer[None, None, :, None]
+        return CompositionScores(torch.where(later, scores, 0.0), layer.tolist(), self.all_head_labels)
+
+    @property
+    def all_head_labels(self) -> list[str]:
+        """Labels of all heads: L0H0, L0H1, …"""
+        return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
+
+    def accumulated_bias(
+        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    ) -> Float[Tensor, " d_model"]:
+        """The sum of the biases written to the stream before `layer`; with `mlp_input` also that of its attention.
+
+        Raises:
+            SettingError: `mlp_input` after the last layer.
+        """
+        if mlp_input and layer >= self.cfg.n_layers:
+            raise SettingError(f"layer {layer} has no MLP; mlp_input=True takes layers 0 to {self.cfg.n_layers - 1}.")
+        total = self.b_O[: layer + mlp_input].sum(0)
+        return total + self.b_out[:layer].sum(0) if include_mlp_biases else total
+
+    def to_single_token(self, text: str) -> int:
+        """The id of a text that is exactly one token.
+
+        Raises:
+            PromptError: `text` is not exactly one token, or the model has no tokenizer.
+        """
+        tokenizer = self.tokenizer_of()
+        if tokenizer is None:
+            raise PromptError(f"{text!r} needs a tokenizer, and this model has none; give token ids.")
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) != 1:
+            parts = [tokenizer.decode([token]) for token in ids]
+            raise PromptError(f"{text!r} is {len(ids)} tokens, {parts}; give a text that is exactly one token.")
+        return int(ids[0])
+
+    def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
+        """Directions in the normalized stream whose dot products with the stream are the logits of `tokens`.
+
+        w ⊙ W_U[:, token], where w is the final norm's weight. TransformerLens folds w into W_U when it loads a model;
+        here the weights are the checkpoint's, so w is multiplied in: ``cache.logit_attrs`` of all components adds up
+        to the logit minus b_U. One token, or a tensor with one element, gives one direction [d_model].
+
+        Raises:
+            PromptError: a text that is not exactly one token.
+            SettingError: `tokens` is not a text, an id or a tensor of ids.
+        """
+        if isinstance(tokens, str):
+            tokens = self.to_single_token(tokens)
+        if isinstance(tokens, Tensor) and tokens.numel() == 1:
+            tokens = int(tokens.item())
+        if isinstance(tokens, bool) or not isinstance(tokens, int | Tensor):
+            raise SettingError(f"tokens must be a text, an id or a tensor of ids; got {type(tokens).__name__}.")
+        return self.W_U.T[tokens] * self.ln_final.w

@@ -1,0 +1,23 @@
+"""Cache policies: which keys and values a step of a bidirectional model computes, reuses or hides.
+
+    run = sinklens.generate(model, prompt, cache=DualCache())
+
+`NoCache` computes everything, the default. Every other policy approximates: compare it with the exact run. A policy of
+your own is a `Policy` with the method `plan`; `register` gives it a name for the command line.
+"""
+
+from sinklens.caching.fast_dllm import DualCache, PrefixCache
+from sinklens.caching.registry import POLICIES, NoCache, find_policy, register
+from sinklens.sampling.key_cache import History, Keys, Policy
+
+__all__ = [
+    "POLICIES",
+    "DualCache",
+    "History",
+    "Keys",
+    "NoCache",
+    "Policy",
+    "PrefixCache",
+    "find_policy",
+    "register",
+]

@@ -1,0 +1,61 @@
+"""The policies by name, and the parts of a run that a policy applies to.
+
+A name selects a policy where objects cannot be written, as on the command line: "dual", or "keep-sinks:4" with an
+argument. `register` adds a policy in this process.
+
+Pitfall: a name selects a policy with its default arguments; write the object to set others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinklens.caching.fast_dllm import DualCache, PrefixCache
+from sinklens.errors import SettingError, nearest
+from sinklens.sampling.key_cache import History, Policy
+
+Maker = Callable[..., Policy]
+
+
+@dataclass(frozen=True)
+class NoCache(Policy):
+    """Compute every position in every step: the exact run, and the default."""
+
+    def plan(self, history: History) -> Bool[Tensor, " pos"]:
+        """Everything is fresh."""
+        return torch.ones_like(history.in_block)
+
+
+POLICIES: dict[str, Maker] = {"none": NoCache, "prefix": PrefixCache, "dual": DualCache}
+"""Name -> a function that makes the policy, from a number if one follows the name after a colon."""
+
+
+def register(name: str, make: Maker) -> None:
+    """Add a policy in this process; registering the same again has no effect.
+
+    Raises:
+        SettingError: another policy has the name.
+    """
+    if POLICIES.get(name, make) is not make:
+        raise SettingError(f"a cache policy called {name!r} already exists; choose another name.")
+    POLICIES[name] = make
+
+
+def find_policy(text: str) -> Policy:
+    """The policy that a name, with an optional number as in "keep-sinks:4", selects.
+
+    Raises:
+        SettingError: no policy has this name, or its argument is not a number that it takes.
+    """
+    name, colon, argument = text.partition(":")
+    if name not in POLICIES:
+        raise SettingError(
+            f"no cache policy is called {name!r}; known: {', '.join(POLICIES)}.{nearest(name, POLICIES)}"
+        )
+    try:
+        return POLICIES[name](float(argument) if "." in argument else int(argument)) if colon else POLICIES[name]()
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"{text!r} is not a cache policy: {error}. Write {name!r} without an argument.") from error

@@ -1,0 +1,228 @@
+"""Edge attribution: what patching every direct path between two components would do, estimated from gradients.
+
+An edge goes from a sender (embedding, head, MLP) to a receiver (a head's queries, keys or values, an MLP, the logits).
+Patching it (`PathPatch`) adds the change of the sender's output to what the receiver reads, so to first order
+
+    m(corrupted with the edge clean) − m(corrupted) ≈ Σ_pos (o_clean − o_corrupted) · ∂m/∂x_receiver,
+
+where o is what the sender writes to the stream and x_receiver the stream as this receiver reads it, before its norm
+(edge attribution patching; Syed et al., 2310.10348). `edge_attribution` computes the right side for the complete graph
+with one backward pass, `path_patching_effects` the left side with a pass for each edge, and `agreement` compares them.
+Components are named as in `PathPatch`.
+
+Pitfall: as in attribution.py, the estimate is inaccurate where the metric is nonlinear between the two inputs. Average
+the gradient along the path (``path=``), and check the strongest edges against `path_patching_effects`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.experiments.attribution import EMBED, Metric, Pair, differentiable, metric_value, wide
+from sinklens.hooks.points import Point
+from sinklens.interventions.paths import PathPatch, Receiver, Sender
+from sinklens.prompts import Prompt
+from sinklens.runs.intervention import Pairs
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+Stream = Float[Tensor, "batch pos d_model"]
+
+
+def senders_of(model: "Model") -> list[Sender]:
+    """Every component that writes to the stream, in the order of the pass."""
+    names = ["embed"]
+    for layer in range(model.cfg.n_layers):
+        names += [*(f"L{layer}H{head}" for head in range(model.cfg.n_heads)), f"{layer}_mlp_out"]
+    return [Sender.named(name, model) for name in names]
+
+
+def receivers_of(model: "Model") -> list[Receiver]:
+    """Every component that reads the stream, in the order of the pass."""
+    names = []
+    for layer in range(model.cfg.n_layers):
+        names += [f"L{layer}H{head}.q" for head in range(model.cfg.n_heads)]
+        names += [f"L{layer}H{head}.{letter}" for letter in "kv" for head in range(model.cfg.n_key_value_heads)]
+        names.append(f"{layer}_mlp_in")
+    return [Receiver.named(name, model) for name in [*names, "logits"]]
+
+
+def edge_attribution(
+    model: "Model",
+    clean_ids: Prompt,
+    corrupted_ids: Prompt,
+    metric: Metric,
+    attention_mask: Tensor | None = None,
+    *,
+    path: int = 0,
+) -> xr.Dataset:
+    """Estimate the effect of patching each edge of the graph with its value in the clean pass.
+
+    Args:
+        clean_ids, corrupted_ids, metric, attention_mask, path: as in `attribution_patching`.
+
+    Returns:
+        ``effect`` over ``sender`` and ``receiver``, summed over positions and rows; NaN where there is no such path.
+        Attributes ``clean`` and ``corrupted`` are the metric in the two passes.
+
+    Raises:
+        SettingError: as `attribution_patching`; a model with norms after its sublayers.
+    """
+    _refuse_post_norms(model)
+    senders, receivers = senders_of(model), receivers_of(model)
+    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    slopes: dict[str, Tensor] = {}
+    with differentiable(model):
+        outputs = [sender.point for sender in senders]
+        clean, clean_logits = pair.values(pair.clean, outputs)
+        corrupted, corrupted_logits = pair.values(pair.corrupted, outputs)
+        shares = [(number + 0.5) / path for number in range(path)] or [0.0]
+        for share in shares:
+            mix: Pairs = [(EMBED, lambda value, hook, share=share: torch.lerp(value, clean[EMBED], share))]
+            for name, slope in _slopes(pair, metric, receivers, mix if path else []):
+                slopes[name] = slopes.get(name, 0.0) + slope / len(shares)
+        changes = {point: wide(clean[point]) - wide(corrupted[point]) for point in dict.fromkeys(outputs)}
+        rows = [_effects(sender, changes[sender.point], receivers, slopes, model) for sender in senders]
+        values = metric_value(metric, clean_logits), metric_value(metric, corrupted_logits)
+    return _table(torch.stack(rows), senders, receivers, *values)
+
+
+@torch.no_grad()
+def path_patching_effects(
+    model: "Model",
+    clean_ids: Prompt,
+    corrupted_ids: Prompt,
+    metric: Metric,
+    attention_mask: Tensor | None = None,
+    *,
+    senders: Sequence[str] | None = None,
+    receivers: Sequence[str] | None = None,
+) -> xr.Dataset:
+    """The true effect of patching each edge with its value in the clean pass; one pass for each edge.
+
+    Arguments, result and errors are those of `edge_attribution`; the metric needs no gradient.
+
+    Args:
+        senders, receivers: labels, as in `PathPatch`; None means all.
+    """
+    _refuse_post_norms(model)
+    first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
+    last = receivers_of(model) if receivers is None else [Receiver.named(name, model) for name in receivers]
+    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    clean, logits = pair.values(pair.clean, dict.fromkeys(sender.point for sender in first))
+    before = metric_value(metric, pair.values(pair.corrupted, [])[1])
+    effects = torch.full((len(first), len(last)), torch.nan)
+    for row, sender in enumerate(first):
+        for column, receiver in enumerate(last):
+            if sender.depth < receiver.depth:
+                patch = PathPatch(sender=sender.name, receiver=receiver.name, source={0: clean})
+                patched = pair.values(pair.corrupted, [], before=patch.hooks_for(model))[1]
+                effects[row, column] = metric_value(metric, patched) - before
+    return _table(effects, first, last, metric_value(metric, logits), before)
+
+
+def _refuse_post_norms(model: "Model") -> None:
+    if model.tree.architecture.ln1_post:
+        raise SettingError(
+            f"a {model.config.model_type} model normalizes what its sublayers write, so there are no direct paths of "
+            f"single heads; use attribution_patching."
+        )
+
+
+def _slopes(
+    pair: Pair, metric: Metric, receivers: Sequence[Receiver], mix: Pairs
+) -> Iterator[tuple[str, Float[Tensor, "batch pos d_model"]]]:
+    """∂m/∂x of every receiver in the corrupted pass under `mix`, by label."""
+    points = list(dict.fromkeys(receiver.point for receiver in receivers))
+    streams: dict[str, Tensor] = {}
+
+    def keep(value: Tensor, hook: Point) -> None:
+        streams[str(hook.name)] = wide(value.detach())
+
+    watched: Pairs = [(name, keep) for name in dict.fromkeys(receiver.stream for receiver in receivers)]
+    slopes = pair.gradients(metric, points, [*mix, *watched])
+    for receiver in receivers:
+        yield receiver.name, _pulled_back(receiver, wide(slopes[receiver.point]), streams[receiver.stream], pair.model)
+
+
+def _pulled_back(receiver: Receiver, slope: Tensor, stream: Stream, model: "Model") -> Stream:
+    """The gradient at the receiver's point as one of the stream that it reads, before its norm.
+
+    Of y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y.
+    """
+    if receiver.name == "logits":
+        return slope
+    if receiver.letter:
+        block = model.blocks[receiver.layer]
+        weight = getattr(block.attn, f"W_{receiver.letter.upper()}")[receiver.head]
+        slope = slope[:, :, receiver.head] @ wide(weight).T * wide(block.ln1.w)
+    scale = (stream.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
+    along = (stream * slope).sum(dim=-1, keepdim=True)
+    return slope / scale - stream * along / (stream.shape[-1] * scale**3)
+
+
+def _effects(
+    sender: Sender, change: Tensor, receivers: Sequence[Receiver], slopes: dict[str, Tensor], model: "Model"
+) -> Float[Tensor, " receiver"]:
+    """Σ (change of the sender's output) · (slope of the receiver), for every receiver after it."""
+    written = sender.written(change, model)
+    found = torch.full((len(receivers),), torch.nan, dtype=written.dtype, device=written.device)
+    for place, receiver in enumerate(receivers):
+        if sender.depth < receiver.depth:
+            found[place] = (written * slopes[receiver.name]).sum()
+    return found
+
+
+def _table(
+    effects: Float[Tensor, "sender receiver"],
+    senders: Sequence[Sender],
+    receivers: Sequence[Receiver],
+    clean: Tensor,
+    corrupted: Tensor,
+) -> xr.Dataset:
+    """The effects with their labels, and the layers of both ends."""
+    return xr.Dataset(
+        {"effect": (("sender", "receiver"), effects.detach().cpu().numpy())},
+        {
+            "sender": [sender.name for sender in senders],
+            "receiver": [receiver.name for receiver in receivers],
+            "sender_layer": ("sender", [sender.layer for sender in senders]),
+            "receiver_layer": ("receiver", [receiver.layer for receiver in receivers]),
+        },
+        {"clean": clean.item(), "corrupted": corrupted.item()},
+    )
+
+
+class Edge(NamedTuple):
+    """An edge of the graph.
+
+    Attributes:
+        sender, receiver: labels.
+        effect: its effect on the metric.
+    """
+
+    sender: str
+    receiver: str
+    effect: float
+
+
+def strongest_edges(effects: xr.Dataset, count: int = 10) -> list[Edge]:
+    """The edges with the largest effects of either sign, largest first.
+
+    Args:
+        effects: from `edge_attribution` or `path_patching_effects`.
+    """
+    values = effects["effect"].transpose("sender", "receiver").to_numpy()
+    order = np.argsort(-np.abs(values), axis=None)[: min(count, int((~np.isnan(values)).sum()))]  # NaN comes last
+    places = zip(*np.unravel_index(order, values.shape), strict=True)
+    return [
+        Edge(str(effects["sender"].values[row]), str(effects["receiver"].values[column]), float(values[row, column]))
+        for row, column in places
+    ]

@@ -1,0 +1,188 @@
+"""Values collected from runs of other prompts: donors for resampling, and directions for steering.
+
+Both read each step's values at its real positions, with the labels or at the places of that step. Rows that only wait
+for the rest of their batch do not count.
+
+Caveat: a direction between two sets of prompts holds every difference between them, their lengths and wording included.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks import names as hook_names
+from sinklens.hooks.names import HookName
+from sinklens.hooks.points import Point
+from sinklens.interventions.donors import Donors, labels_now
+from sinklens.interventions.places import Places
+from sinklens.interventions.streams import Directions, StreamPoint
+from sinklens.interventions.where import AtPositions
+from sinklens.model import Model
+from sinklens.prompts import Prompt
+from sinklens.runs.caches import chosen_points
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, layer_of
+from sinklens.tracing import generate
+
+
+def donors(
+    model: Model,
+    prompts: Prompt,
+    names: HookName | Sequence[HookName],
+    *,
+    steps: Sequence[int] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Donors:
+    """Run `model` on `prompts` and keep the values of points at every position, for resampling.
+
+        others = donors(model, prompts, "blocks.1.attn.hook_z")
+        generate(model, prompt, hooks=AblateHeads(by="resample", reference=others, layers=[1]))
+
+    Args:
+        names: points with a position axis; names, or a predicate on names.
+        steps: steps whose values are kept; by default all. A diffusion run keeps every position at every step.
+        seed, **settings: as in `sinklens.generate`.
+
+    Raises:
+        SettingError: a point without a position axis.
+    """
+    listed = [names] if isinstance(names, str) or callable(names) else list(names)
+    points = [name for entry in listed for name in chosen_points(entry, model, None)]
+    for name in points:
+        if "pos" not in hook_names.axes_of(name) or name.startswith("denoise."):
+            raise SettingError(
+                f"{name} has no value for each position, so it has no donors; take a point with a pos axis."
+            )
+    kept = _Kept(points=points, steps=steps)
+    generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=kept, **settings)
+    return kept.donors()
+
+
+def difference_of_means(
+    model: Model,
+    positive: Prompt,
+    negative: Prompt,
+    *,
+    where: Any = None,
+    steps: Sequence[int] | None = None,
+    point: StreamPoint = "hook_resid_pre",
+    seed: int = 0,
+    **settings: Any,
+) -> Directions:
+    """The mean stream over runs of `positive` prompts minus that of `negative` ones, at every layer.
+
+    Args:
+        where: positions that count, as in interventions: "prompt", "masked", "committed", "decided", a kind, …
+        steps: steps that count; by default all.
+        point: the point of the stream.
+        seed, **settings: as in `sinklens.generate`.
+
+    Raises:
+        SettingError: no position counts.
+    """
+    found = []
+    for name, prompts in (("positive", positive), ("negative", negative)):
+        mean = _Mean(where=where, steps=steps, point=point)
+        generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=mean, **settings)
+        if not mean.count:
+            raise SettingError(f"the runs of the {name} prompts have no position at where={where!r}, steps={steps!r}.")
+        found.append(mean)
+    values = found[0].mean() - found[1].mean()
+    return Directions(values, point, (found[0].count, found[1].count))
+
+
+class _Mean(AtPositions):
+    """Sums the stream over the places of a run."""
+
+    def __init__(self, where: Any, steps: Sequence[int] | None, point: StreamPoint) -> None:
+        super().__init__(where=where, steps=steps)
+        object.__setattr__(self, "_point", point)
+        object.__setattr__(self, "_sums", {})
+        object.__setattr__(self, "_counts", {})
+
+    @property
+    def count(self) -> int:
+        """Number of positions."""
+        return int(max(self.__dict__["_counts"].values(), default=0))
+
+    def mean(self) -> Float[Tensor, "layer d_model"]:
+        """The mean at every layer."""
+        sums, counts = self.__dict__["_sums"], self.__dict__["_counts"]
+        return torch.stack([sums[layer] / counts[layer] for layer in sorted(sums)])
+
+    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        assert run is not None
+        places, canvas, layers = Places(self, model, run), Canvas(run), range(model.cfg.n_layers)
+        sums, counts, point = self.__dict__["_sums"], self.__dict__["_counts"], self.__dict__["_point"]
+
+        def add(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
+            step, queries, layer = int(hook.step or 0), value.shape[1], layer_of(hook)
+            rows = places.of_queries(hook, queries, value.device)
+            if rows is None:
+                return
+            counted = rows.any(dim=1) & _counted(model, run, canvas, step, queries).to(value.device)
+            chosen = value[counted.expand(len(value), -1)].double()
+            sums[layer] = sums.get(layer, 0) + chosen.sum(dim=0).cpu()
+            counts[layer] = counts.get(layer, 0) + len(chosen)
+
+        acts = [(f"blocks.{layer}.{point}", add) for layer in layers]
+        return [("denoise.hook_canvas", canvas.hook), *places.first(), *acts, *places.last()]
+
+
+class _Kept(Intervention):
+    """Keeps the values of points at each step, with the labels of their positions."""
+
+    def __init__(self, points: Sequence[str], steps: Sequence[int] | None) -> None:
+        super().__init__(steps=steps)
+        object.__setattr__(self, "_points", list(points))
+        object.__setattr__(self, "_values", {name: [] for name in points})
+        object.__setattr__(self, "_labels", {})
+
+    def donors(self) -> Donors:
+        """Everything that was kept."""
+        labels = self.__dict__["_labels"]
+        if not labels:
+            raise SettingError("the runs have no position at these steps; choose others.")
+        values = {name: torch.cat(parts) for name, parts in self.__dict__["_values"].items()}
+        return Donors(values, *(torch.cat(labels[name]) for name in ("step", "state", "position", "kind")))
+
+    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        assert run is not None
+        in_step, canvas, points = self.step_test(run), Canvas(run), self.__dict__["_points"]
+        values, labels = self.__dict__["_values"], self.__dict__["_labels"]
+
+        def keep(value: Tensor, hook: Point) -> None:
+            step, queries, name = int(hook.step or 0), value.shape[1], str(hook.name)
+            if not in_step(step):
+                return
+            counted = _counted(model, run, canvas, step, queries)
+            values[name].append(value[counted.to(value.device)].detach().cpu())
+            if name == points[0]:
+                first = run.first(step, queries)
+                now = labels_now(run, canvas.now, step, kinds=model.tokenizer is not None)
+                for label, codes in now.items():
+                    part = codes[:, first : first + queries][counted.to(codes.device)]
+                    labels.setdefault(label, []).append(part.cpu())
+
+        return [("denoise.hook_canvas", canvas.hook), *((name, keep) for name in points)]
+
+
+def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: int) -> Bool[Tensor, "batch query"]:
+    """The queries of a pass that count: those of this step, real, in rows that have something left to decide."""
+    assert canvas.now is not None
+    ids, undecided = canvas.now
+    first, own = run.first(step, queries), run.query_spans(step, queries)[-1]
+    real = run.real[:, first : first + queries].clone()
+    real[:, : own.start] = False
+    if run.causal:
+        ends = torch.tensor(model.eos_token_ids, dtype=ids.dtype, device=ids.device)
+        active = ~torch.isin(ids[:, run.prompt_length :], ends).any(dim=1)
+    else:
+        active = (undecided & run.real[:, : undecided.shape[1]]).any(dim=1)
+    return real & active[:, None].to(real.device)

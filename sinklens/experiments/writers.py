@@ -1,0 +1,253 @@
+"""Who wrote the score: a pre-softmax attention score split over everything that wrote its key and its query.
+
+The score of query i and key j is s = q_i R(i) R(j)ᵀ k_jᵀ / √d_head, where R is the rotary embedding and
+
+    k_j = W_Kᵀ (w ⊙ x_j / r_j) + b_K,    x_j = embedding + Σ heads + Σ MLPs + Σ output biases
+
+is linear in what wrote the stream x_j, once the norm's scale r_j is taken from the pass (*frozen*). So are a key's norm
+and the rotation: where a model normalizes keys, its root mean square is frozen too. With the query as it is, s is
+therefore a sum with one part per writer of the key; with the key as it is, one part per writer of the query.
+
+A softmax only compares keys. What all keys of a query share adds to every score and attracts no attention, so
+`write_attribution` also splits the *excess*: the score minus its mean over the other keys that the query sees.
+
+Limitation: frozen scales hide that a writer that lengthens the stream shrinks all other parts. Removing a writer
+changes the score by its part only as far as the scales stay; path patching (`PathPatch`) recomputes them.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.experiments.attribution import of_step, wide
+from sinklens.hooks.rotary import rotations
+from sinklens.runs.intervention import within
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+
+@torch.no_grad()
+def write_attribution(
+    run: "Generation",
+    step: int,
+    layer: int,
+    head: int,
+    query: int | None = None,
+    key: int | None = None,
+    *,
+    row: int = 0,
+    weighted: bool = False,
+) -> xr.Dataset:
+    """Split a head's score for a query and a key over the writers of the key's and of the query's residual stream.
+
+        table = write_attribution(run, step=5, layer=2, head=3, key=17)
+        print(table.to_dataframe().sort_values("from_key_excess"))
+
+    One pass of the run's model over the step's canvas, without padding and undecided positions (-1). Hooks of the run
+    are not applied again.
+
+    Args:
+        step, layer, head, row: indices; negative ones count from the end.
+        query: canvas position of the query, including padding; None for the mean over all queries that see the key and
+            another key, as a sink's column has it.
+        key: canvas position of the key, including padding; None for the key with the largest column sum.
+        weighted: weight the mean over queries by the attention that each pays to the key, instead of equally. A key
+            that a few queries score high has an ordinary mean score.
+
+    Returns:
+        A variable per split, over ``writer``: "embed", "L0H0" (a head), "0_mlp_out", "bias" (the output biases of
+        attention), "own_bias" (b_K for keys, b_Q for queries), and "rest", which completes the sum: rounding, and edits
+        by hooks that are set on the model. In float32 it is below 1e-4 of the score.
+
+        - ``from_key``, ``from_query``: parts of the score before masking and softmax.
+        - ``from_key_excess``, ``from_query_excess``: parts of the score minus its mean over the other keys that the
+          query sees.
+
+        Coordinates ``kind`` ("embed", "head", "mlp", "bias", "rest"), ``layer`` and ``head`` (-1 where there is none)
+        describe the writers. Attributes: ``score``, ``excess``, ``step``, ``layer``, ``head``, ``query`` (-1 for the
+        mean) and ``key``.
+
+    Raises:
+        SettingError: an index that does not exist, a position that is padding or not decoded yet, a query that does not
+            see the key and another one, or a model with norms after its sublayers (DiffusionGemma).
+    """
+    model = run.model
+    layer, head = within("layer", [layer], model.cfg.n_layers)[0], within("head", [head], model.cfg.n_heads)[0]
+    row, step = within("row", [row], len(run.canvas))[0], within("step", [step], run.steps_run)[0]
+    ids, mask = of_step(run, step)
+    positions = mask[row].nonzero()[:, 0].tolist()
+    read = _Read.of(model, ids[row][mask[row]], layer, head)
+    place = read.strongest() if key is None else _index(key, positions)
+    chosen = read.queries(place, None if query is None else _index(query, positions), weighted)
+    found = {}
+    for ending, comparison in (("", read.alone(place)), ("_excess", read.against_others(place))):
+        weights = comparison * chosen[:, None]
+        for side, letter, toward in (
+            ("from_key", "k", weights.T @ read.query),
+            ("from_query", "q", weights @ read.key),
+        ):
+            total = float((weights * read.seen_scores()).sum())
+            found[side + ending] = _completed(read.split(letter, toward), total)
+    writers = _writers(layer, model.cfg.n_heads)
+    return xr.Dataset(
+        {name: ("writer", parts) for name, parts in found.items()},
+        {"writer": writers.names, "kind": ("writer", writers.kinds)}
+        | {"layer": ("writer", writers.layers), "head": ("writer", writers.heads)},
+        {
+            "score": float(found["from_key"].sum()), "excess": float(found["from_key_excess"].sum()),
+            "step": step, "layer": layer, "head": head, "query": -1 if query is None else query,
+            "key": positions[place],
+        },
+    )  # fmt: skip
+
+
+def _index(position: int, positions: list[int]) -> int:
+    if position not in positions:
+        raise SettingError(
+            f"position {position} does not exist at this step, is padding or is not decoded yet; choose one of "
+            f"{positions[0]} to {positions[-1]}."
+        )
+    return positions.index(position)
+
+
+def _completed(parts: Float[Tensor, " part"], total: float) -> Float[np.ndarray, " writer"]:
+    """The parts, and the rest that completes them to `total`."""
+    return np.append(parts.cpu().double().numpy(), total - float(parts.double().sum()))
+
+
+class _Writers(NamedTuple):
+    """Names of the writers before a layer, in the order of `_Read.split`, and the rest."""
+
+    names: list[str]
+    kinds: list[str]
+    layers: list[int]
+    heads: list[int]
+
+
+def _writers(layer: int, heads: int) -> _Writers:
+    found = [("embed", "embed", -1, -1)]
+    for one in range(layer):
+        found += [(f"L{one}H{head}", "head", one, head) for head in range(heads)]
+        found.append((f"{one}_mlp_out", "mlp", one, -1))
+    found += [("bias", "bias", -1, -1), ("own_bias", "bias", layer, -1), ("rest", "rest", -1, -1)]
+    return _Writers(*(list(column) for column in zip(*found, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One row of a pass, as far as the scores of one head depend on it.
+
+    Attributes:
+        values: the values of the points read, without their batch axis, at least in float32.
+        query, key: rotated queries and keys of the head.
+        scores: before the softmax; -inf where a key is hidden.
+    """
+
+    model: "Model"
+    layer: int
+    head: int
+    values: dict[str, Float[Tensor, "pos *shape"]]
+    query: Float[Tensor, "query d_head"]
+    key: Float[Tensor, "key d_head"]
+    scores: Float[Tensor, "query key"]
+
+    @classmethod
+    def of(cls, model: "Model", ids: Tensor, layer: int, head: int) -> "_Read":
+        """Read the points in one pass over `ids` [pos]."""
+        if model.blocks[layer].parts.post_norms:
+            raise SettingError(
+                f"a {model.config.model_type} model normalizes what its sublayers write, so its stream is not the sum "
+                f"of the heads' outputs; write_attribution is not available for it."
+            )
+        attn = f"blocks.{layer}.attn"
+        points = ["hook_embed", f"blocks.{layer}.ln1.hook_scale"]
+        points += [f"blocks.{one}.{name}" for one in range(layer) for name in ("attn.hook_z", "hook_mlp_out")]
+        points += [f"{attn}.hook_{name}" for name in ("q", "k", "rot_q", "rot_k", "attn_scores")]
+        _, cache = model.tree.run_with_cache(ids[None], names_filter=points)
+        values = {name: wide(cache[name][0]).to(model.cfg.device) for name in points}
+        key_head = cls._key_head(model, head)
+        query, key = values[f"{attn}.hook_rot_q"][:, head], values[f"{attn}.hook_rot_k"][:, key_head]
+        return cls(model, layer, head, values, query, key, values[f"{attn}.hook_attn_scores"][head])
+
+    @staticmethod
+    def _key_head(model: "Model", head: int) -> int:
+        return head * model.cfg.n_key_value_heads // model.cfg.n_heads
+
+    @property
+    def seen(self) -> Bool[Tensor, "query key"]:
+        """Whether a query sees a key."""
+        return self.scores > -torch.inf
+
+    def seen_scores(self) -> Float[Tensor, "query key"]:
+        """The scores, 0 where a key is hidden."""
+        return self.scores.masked_fill(~self.seen, 0.0)
+
+    def strongest(self) -> int:
+        """The key with the largest column sum of the pattern."""
+        return int(self.scores.softmax(dim=-1).sum(dim=0).argmax())
+
+    def queries(self, key: int, query: int | None, weighted: bool) -> Float[Tensor, " query"]:
+        """The weights of the queries to average over; they sum to 1."""
+        chosen = self.seen[:, key] & (self.seen.sum(dim=1) > 1)
+        if query is not None:
+            only = torch.zeros_like(chosen)
+            only[query] = True
+            chosen = chosen & only
+        if not bool(chosen.any()):
+            which = "no query sees" if query is None else f"query {query} of the real tokens does not see"
+            raise SettingError(
+                f"{which} key {key} and another key, so there is nothing to compare; choose a query that comes later."
+            )
+        weights = chosen.to(self.scores.dtype) * (self.scores.softmax(dim=-1)[:, key] if weighted else 1.0)
+        return weights / weights.sum()
+
+    def alone(self, key: int) -> Float[Tensor, "query key"]:
+        """1 at the key."""
+        found = torch.zeros_like(self.scores)
+        found[:, key] = 1.0
+        return found
+
+    def against_others(self, key: int) -> Float[Tensor, "query key"]:
+        """1 at the key and minus equal shares at the other keys that a query sees."""
+        others = self.seen.to(self.scores.dtype)
+        others[:, key] = 0.0
+        return self.alone(key) - others / others.sum(dim=1, keepdim=True).clamp(min=1)
+
+    def split(self, letter: str, toward: Float[Tensor, "pos d_head"]) -> Float[Tensor, " writer"]:
+        """Σ_pos (rotated keys or queries) · `toward` / √d_head, split over the writers of the stream.
+
+        Each linear map between the stream and the rotated vector is applied to `toward` in reverse, so that no writer's
+        keys have to be formed.
+
+        Args:
+            letter: "k" or "q".
+        """
+        cfg, attn = self.model.cfg, self.model.blocks[self.layer].attn
+        head = self.head if letter == "q" else self._key_head(self.model, self.head)
+        turn = rotations(self.model.tree, torch.arange(len(toward))).to(toward)
+        toward = torch.einsum("pd,ped->pe", toward, turn) / cfg.attn_scale
+        norm = getattr(attn, f"{letter}_norm")
+        if norm is not None:
+            raw = self.values[f"blocks.{self.layer}.attn.hook_{letter}"][:, head]
+            toward = toward * wide(norm.w) / (raw.pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
+        weight, bias = (wide(getattr(attn, f"{kind}_{letter.upper()}")[head]) for kind in "Wb")
+        ln1, scale = wide(self.model.blocks[self.layer].ln1.w), self.values[f"blocks.{self.layer}.ln1.hook_scale"]
+        return self._of_stream(toward @ weight.T * ln1 / scale, own=(toward * bias).sum())
+
+    def _of_stream(self, direction: Float[Tensor, "pos d_model"], own: Float[Tensor, ""]) -> Float[Tensor, " writer"]:
+        """Σ_pos writer · `direction` of every writer, then `own`."""
+        found = [(self.values["hook_embed"] * direction).sum()[None]]
+        for layer in range(self.layer):
+            z, weight = self.values[f"blocks.{layer}.attn.hook_z"], wide(self.model.blocks[layer].attn.W_O)
+            found.append(torch.einsum("phd,hdm,pm->h", z, weight, direction))
+            found.append((self.values[f"blocks.{layer}.hook_mlp_out"] * direction).sum()[None])
+        bias = self.model.tree.accumulated_bias(self.layer, include_mlp_biases=False)
+        return torch.cat([*found, (direction @ wide(bias).to(direction)).sum()[None], own[None]])

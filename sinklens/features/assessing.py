@@ -1,0 +1,170 @@
+"""How good an SAE is where it is used: explained variance, dead features and recovered loss, by state.
+
+The loss of a step is the cross-entropy, at the undecided positions, of the tokens that the run finally has; all runs
+are on the canvases of the unchanged run. With the SAE spliced in at the positions of one state,
+
+    recovered = (loss_mean − loss_spliced) / (loss_mean − loss),
+
+where loss_mean replaces the same activations by their mean: 1 if the splice costs nothing, 0 if it is as bad as the
+mean. The mean is a stricter reference than zero, which a stream never is.
+
+Caveat: where replacing the activations by their mean hardly costs anything, `recovered` is a ratio of small numbers;
+look at the losses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xarray as xr
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.features.autoencoder import SAE
+from sinklens.features.places import Places, Scope, states_of, stream_point
+from sinklens.features.splice import SpliceSAE
+from sinklens.hooks.points import Point
+from sinklens.interventions import MaskedLogits
+from sinklens.runs.intervention import Intervention, Pairs, RunContext
+from sinklens.tracing import generate
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "recovered", "places")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """An SAE without features, which returns the same activation everywhere."""
+
+    value: Tensor
+
+    def encode(self, x: Tensor) -> Tensor:
+        """[place, 1] zeros."""
+        return x.new_zeros(len(x), 1)
+
+    def decode(self, features: Tensor) -> Tensor:
+        """The mean at every place."""
+        return self.value.to(features).expand(len(features), -1)
+
+
+def assess(
+    model: "Model",
+    sae: SAE,
+    point: str,
+    prompts: Sequence[Any],
+    scopes: Sequence[Scope] = ("masked", ("prompt", "decided")),
+    *,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    **settings: Any,
+) -> xr.Dataset:
+    """Assess `sae` at `point`, on runs of `prompts` in one batch; give prompts that it was not trained on.
+
+    Args:
+        model: a diffusion model.
+        sae: any SAE.
+        point: where it belongs.
+        prompts: texts, or rows of token ids.
+        scopes: the states, or groups of states, that are assessed separately.
+        seed, chat_template, **settings: as in `sinklens.generate`.
+
+    Returns:
+        A Dataset over ``scope`` with ``explained_variance``; ``dead``, the share of features that never fire;
+        ``firing``, the mean number that fires; ``loss``, ``loss_spliced``, ``loss_mean`` in nats and ``recovered`` (see
+        the module); and ``places``, how many activations there were. NaN where there are none.
+
+    Raises:
+        SettingError: an autoregressive model, which has no undecided positions.
+    """
+    if model.mask_token_id is None:
+        raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
+    point, listed = stream_point(model, point), [states_of(scope) for scope in scopes]
+    seen = [_Moments(sae, point, scope=states) for states in listed]
+    shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
+    logits = MaskedLogits()
+    base = generate(model, list(prompts), hooks=[*seen, logits], **shared)
+    loss = _loss(base, base, logits)
+
+    def under(autoencoder: SAE, states: tuple[str, ...]) -> float:
+        spliced = [SpliceSAE(autoencoder, point, scope=states), logits]
+        return _loss(base, generate(model, list(prompts), hooks=spliced, replay=base, **shared), logits)
+
+    rows = []
+    for states, moments in zip(listed, seen, strict=True):
+        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": moments.count}
+        if moments.count:
+            row |= moments.measures()
+            row["loss_spliced"], row["loss_mean"] = under(sae, states), under(Mean(moments.mean.float()), states)
+            row["recovered"] = (row["loss_mean"] - row["loss_spliced"]) / (row["loss_mean"] - loss)
+        rows.append(row)
+    names = ["+".join(states) for states in listed]
+    return xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
+
+
+def _loss(base: "Generation", run: "Generation", logits: MaskedLogits) -> float:
+    """Mean cross-entropy of the final tokens of `base` at the undecided positions of every step, in nats."""
+    parts = []
+    for step in range(run.steps_run):
+        undecided = base.undecided[:, step] & base.real
+        final = base.tokens[undecided]
+        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], final, reduction="none"))
+    return float(torch.cat(parts).mean())
+
+
+@dataclass(frozen=True, eq=False)
+class _Moments(Intervention):
+    """Sums over the places of a run, and changes nothing."""
+
+    sae: Any
+    point: str
+    _: KW_ONLY
+    scope: Scope = "all"
+
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        places = Places(self, self.scope, model, run)
+        sums: dict[str, Any] = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
+        object.__setattr__(self, "_sums", sums)
+
+        def add(value: Tensor, hook: Point) -> None:
+            chosen = places.of(hook.step, value.shape[1], value.shape[0], value.device)
+            if chosen is None or not bool(chosen.any()):
+                return
+            x = value[chosen].flatten(1).float()
+            features = self.sae.encode(x)
+            sums["count"] += len(x)
+            sums["missed"] += float((x - self.sae.decode(features)).double().pow(2).sum())
+            sums["squares"] += float(x.double().pow(2).sum())
+            sums["total"] = sums["total"] + x.double().sum(dim=0).cpu()
+            sums["fired"] = sums["fired"] + (features > 0).sum(dim=0).cpu()
+
+        return [*places.pairs, (self.point, add)]
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """The sums of the last run."""
+        return self._sums  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def count(self) -> int:
+        """Number of places."""
+        return int(self.sums["count"])
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean activation."""
+        return self.sums["total"] / self.count
+
+    def measures(self) -> dict[str, float]:
+        """Those of `MEASURES` that need no further run."""
+        variance = self.sums["squares"] - self.count * float(self.mean.pow(2).sum())
+        fired = self.sums["fired"]
+        return {
+            "explained_variance": 1 - self.sums["missed"] / variance,
+            "dead": float((fired == 0).float().mean()),
+            "firing": float(fired.sum()) / self.count,
+        }

@@ -1,0 +1,199 @@
+"""Collect activations of runs on disk, to train an SAE on them.
+
+`collect` runs the prompts in batches and keeps the activation at a point wherever the scope, the steps and a detector
+select the place. Only one batch is in memory. A row that waits for others of its batch, because it has ended, is left
+out, so the places do not depend on the batch size.
+
+Pitfall: the places of a run are not alike in number. A diffusion run of S steps has each prompt token S times, with
+hardly different activations; collect "masked" and "decided" positions separately, or only some steps.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.experiments.captured import active_rows
+from sinklens.features.places import STATES, Places, Scope, state_masks, states_of, stream_point
+from sinklens.features.store import ActivationStore
+from sinklens.hooks.points import Point
+from sinklens.identity import fingerprint
+from sinklens.model import Model
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, within
+from sinklens.sampling import settings_for
+from sinklens.sinks import Detector, Record
+from sinklens.tracing import generate
+
+if TYPE_CHECKING:
+    from sinklens.runs.result import Generation
+
+Report = Callable[[int, int], None]
+
+
+def collect(
+    model: Model,
+    prompts: Sequence[Any],
+    point: str,
+    to: str | Path,
+    *,
+    scope: Scope = "all",
+    steps: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    detector: Detector | None = None,
+    layers: Sequence[int] | None = None,
+    record_sinks: Record | None = None,
+    batch: int = 16,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    dtype: Literal["float32", "float16"] = "float32",
+    report: Report | None = None,
+    **settings: Any,
+) -> ActivationStore:
+    """Run `model` on `prompts` and write the activations at `point` to a Zarr store; the same call resumes.
+
+    Args:
+        model: the model.
+        prompts: texts, or rows of token ids.
+        point: a point with a vector at each position; heads are flattened.
+        to: path of the store, a new folder or that of an interrupted call with the same arguments.
+        scope: states of the positions that are kept: "all", or one or several of "prompt", "masked" and "decided".
+        steps, positions: indices, as in every intervention; None means all.
+        detector: keep only the positions that are a sink of this detector at the step, in any head of `layers`.
+        layers: layers in which `detector` looks; None means all.
+        record_sinks: what `detector` needs beyond the scores, e.g. ``Record(["values"])``.
+        batch: prompts per run; the places do not depend on it.
+        seed, chat_template, **settings: as in `sinklens.generate`.
+        dtype: type of the activations on disk.
+        report: called after each batch with the number of finished prompts and of all prompts.
+
+    Raises:
+        SettingError: there are no prompts, a batch below 1, `layers` or `record_sinks` without a detector, or `to`
+            holds something else.
+    """
+    if isinstance(prompts, str) or not len(prompts) or batch < 1:
+        raise SettingError("collect needs a list of at least one prompt, and a batch of at least 1.")
+    if detector is None and (layers is not None or record_sinks is not None):
+        raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
+    take = _Take(stream_point(model, point), scope=states_of(scope), steps=steps, positions=positions)
+    listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
+    about = {
+        "model": model.name, "weights": model.fingerprint, "point": take.point, "scope": list(take.scope),
+        "steps": None if steps is None else list(steps), "positions": None if positions is None else list(positions),
+        "detector": None if detector is None else fingerprint(detector),
+        "layers": None if layers is None else list(layers),
+        "settings": json.loads(json.dumps(asdict(settings_for(model, dict(settings))))), "seed": seed,
+        "chat_template": chat_template, "dtype": dtype, "prompts": len(listed),
+        "prompts_sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
+    }  # fmt: skip
+    found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
+    store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
+    for start in range(store.prompts_done, len(listed), batch):
+        part = listed[start : start + batch]
+        run = generate(
+            model, part, seed=seed, chat_template=chat_template, hooks=take, progress=False,
+            record_sinks=False if detector is None else record_sinks or True, **settings,
+        )  # fmt: skip
+        store.append(take.rows(run, start, found), start + len(part))
+        if report is not None:
+            report(store.prompts_done, len(listed))
+    return store
+
+
+@dataclass(frozen=True)
+class _Filter:
+    """Keeps the places that a detector finds in some layers."""
+
+    detector: Detector | None
+    layers: list[int]
+
+    def keep(self, run: "Generation", places: dict[str, np.ndarray]) -> np.ndarray:
+        """True at the rows to keep."""
+        if self.detector is None or run.sinks is None:
+            return np.ones(len(places["row"]), dtype=bool)
+        found = run.sinks.detect(self.detector).isel(layer=self.layers).any(("layer", "head")).to_numpy()
+        return np.asarray(found[places["row"], places["step"], places["column"]])
+
+
+@dataclass(frozen=True)
+class _Take(Intervention):
+    """Keeps the activations of a run at a point, with their places, and changes nothing."""
+
+    point: str
+    _: KW_ONLY
+    scope: Scope = "all"
+    kept: list[dict[str, np.ndarray]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        assert run is not None, "collect runs the model"
+        places, canvas = Places(self, self.scope, model, run), Canvas(run)
+        held: list[Tensor] = []
+        self.kept.clear()
+
+        def hold(value: Tensor, hook: Point) -> None:
+            held[:] = [value]
+
+        def take(confidence: Tensor, hook: Point) -> None:
+            assert canvas.now is not None
+            (value,), step = held, hook.step or 0
+            chosen = places.of(step, value.shape[1], value.shape[0], value.device)
+            if chosen is None:
+                return
+            active = active_rows(model, canvas.now.ids[:, run.prompt_length :], confidence)
+            own = _own(run, step, value.shape[1]).to(chosen.device)
+            self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
+
+        pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.pairs]
+        return [*pairs, (self.point, hold), ("denoise.hook_confidence", take)]
+
+    def rows(self, run: "Generation", first: int, found: _Filter) -> dict[str, np.ndarray]:
+        """What was kept of a run whose prompts are numbered from `first`, as rows of a store."""
+        if not self.kept:
+            return {name: np.zeros(0, dtype=np.int32) for name in ("prompt", "step", "pos", "state", "token_id")}
+        joined = {name: np.concatenate([part[name] for part in self.kept]) for name in self.kept[0]}
+        self.kept.clear()
+        wanted = np.flatnonzero(found.keep(run, joined))
+        wanted = wanted[np.argsort(joined["row"][wanted], kind="stable")]
+        joined = {name: values[wanted] for name, values in joined.items()}
+        pads = (~run.real).long().cumprod(dim=1).sum(dim=1).numpy()
+        row, column = joined.pop("row"), joined.pop("column")
+        return {**joined, "prompt": first + row, "pos": column - pads[row]}
+
+
+def _own(run: RunContext, step: int, queries: int) -> Tensor:
+    """True at the queries that belong to the step; a pass without a cache recomputes those of earlier steps."""
+    own = torch.zeros(queries, dtype=torch.bool)
+    for span in run.query_spans(step, queries):
+        own[span.start : span.stop] = span.step == step
+    return own
+
+
+def _rows(value: Tensor, chosen: Tensor, canvas: Canvas, run: RunContext, step: int) -> dict[str, np.ndarray]:
+    """The chosen places of a pass."""
+    assert canvas.now is not None
+    row, column = (index.cpu() for index in chosen.nonzero(as_tuple=True))
+    column = column + run.first(step, value.shape[1])
+    states = state_masks(canvas.now, run.prompt_length)
+    state = sum(number * states[name].cpu() for number, name in enumerate(STATES))
+    assert isinstance(state, Tensor)
+    return {
+        "activation": value[chosen].detach().flatten(1).float().cpu().numpy(),
+        "row": row.numpy(),
+        "column": column.numpy(),
+        "step": np.full(len(row), step),
+        "state": state[row, column].numpy(),
+        "token_id": canvas.now.ids.cpu()[row, column].numpy(),
+    }
+
+
+def _width(model: Model, point: str) -> int:
+    """Size of an activation at `point`."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.cfg.device)
+    return int(model.tree.peek(ids, None, [point])[point].flatten(2).shape[2])

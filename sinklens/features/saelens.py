@@ -1,0 +1,196 @@
+"""SAEs in SAELens's format: a folder with ``cfg.json`` and ``sae_weights.safetensors``.
+
+SAELens cannot be installed beside sinklens (it needs an earlier TransformerLens), so its folders are read here. Three
+of its architectures are known: standard, topk and jumprelu. What would change a number and is not implemented is
+refused by name: other architectures, activation functions and normalizations, and weights that are left over. The point
+and the model are in ``metadata`` (version 6), in ``meta``, or at the top of the config (earlier versions).
+
+Pitfall: files of SAELens before 6 that normalize activations leave the scaling to the caller. They are refused; load
+such an SAE with SAELens, fold its norm, and save it again.
+"""
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sinklens.atomic import atomic_write
+from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.features.autoencoder import SparseAutoencoder
+
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+SHIPPED_FOLDER = "shipped"
+TENSORS = {
+    "standard": ("W_enc", "b_enc", "W_dec", "b_dec"),
+    "topk": ("W_enc", "b_enc", "W_dec", "b_dec"),
+    "jumprelu": ("W_enc", "b_enc", "W_dec", "b_dec", "threshold"),
+}
+"""Weights of each architecture."""
+ONLY: dict[str, tuple[Any, ...]] = {
+    "normalize_activations": ("none", None, False),
+    "finetuning_scaling_factor": (False, None),
+    "reshape_activations": ("none", "hook_z", None),  # heads are flattened at every point
+    "noise_scale": (0, 0.0, None),
+    "hook_head_index": (None,),
+}
+"""Keys of the config that change what an SAE computes, and the values that are supported."""
+ACTIVATIONS = {"standard": ("relu", None), "topk": ("topk", "relu", None), "jumprelu": ("relu", "jumprelu", None)}
+OLD_NAMES = {
+    "hook_point": "hook_name",
+    "hook_point_head_index": "hook_head_index",
+    "activation_fn_str": "activation_fn",
+}
+
+
+def shipped_saes() -> list[str]:
+    """Names of the SAEs that ship with sinklens."""
+    folder = resources.files("sinklens.features") / SHIPPED_FOLDER
+    return sorted(entry.name for entry in folder.iterdir() if (entry / CONFIG).is_file()) if folder.is_dir() else []
+
+
+def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAutoencoder:
+    """Read an SAE, in float32.
+
+    Args:
+        folder: a folder in SAELens's format, or the name of a shipped SAE.
+        device: where the weights are put.
+
+    Raises:
+        CheckpointError: there is no such folder, a file is missing or broken, or the SAE is of a kind that is not
+            supported; the message names the key or the weight.
+    """
+    path = _found(folder)
+    config, weights = _config(path), _weights(path)
+    kind = _architecture(config, path)
+    _check_config(config, kind, path)
+    _check_weights(weights, kind, path)
+    about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
+    try:
+        sae = SparseAutoencoder(
+            **{name: weights[name].float() for name in TENSORS[kind]},
+            architecture=kind,  # type: ignore[arg-type]
+            k=_k(config, path) if kind == "topk" else None,
+            subtract_b_dec=bool(config.get("apply_b_dec_to_input", True)),
+            rescale=bool(config.get("rescale_acts_by_decoder_norm", False)),
+            point=str(about.get("hook_name") or ""),
+            model=str(about.get("model_name") or ""),
+        )
+    except SettingError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    _check_sizes(config, sae, path)
+    return sae.to(device)
+
+
+def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write `sae` in SAELens's format (of version 6), which `load_sae` and SAELens read.
+
+    Args:
+        folder: created if it is missing; its config and weights are replaced.
+        dtype: type of the stored weights.
+    """
+    tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in TENSORS[sae.architecture]}
+    config = {
+        "architecture": sae.architecture,
+        "d_in": sae.d_in,
+        "d_sae": sae.d_sae,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": "cpu",
+        "apply_b_dec_to_input": sae.subtract_b_dec,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": {"model_name": sae.model, "hook_name": sae.point, "sae_lens_version": "6.0.0"},
+    }
+    if sae.architecture == "topk":
+        config |= {"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescale}
+    with atomic_write(Path(folder) / WEIGHTS) as part:
+        save_file(tensors, part)
+    with atomic_write(Path(folder) / CONFIG) as part:
+        part.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _found(folder: str | Path) -> Path:
+    if str(folder) in shipped_saes():
+        return Path(str(resources.files("sinklens.features") / SHIPPED_FOLDER / str(folder)))
+    if not Path(folder).is_dir():
+        raise CheckpointError(
+            f"{str(folder)!r} is neither a folder nor a shipped SAE ({', '.join(shipped_saes()) or 'there are none'}); "
+            f"download the SAE and pass the folder that contains {CONFIG}.{nearest(str(folder), shipped_saes())}"
+        )
+    return Path(folder)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has no readable {CONFIG}: {error}. Pass a folder in SAELens's format."
+        ) from error
+    if not isinstance(read, dict):
+        raise CheckpointError(f"{path / CONFIG} holds a {type(read).__name__}, not an object of settings.")
+    return {OLD_NAMES.get(name, name): value for name, value in read.items()}
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} has no readable {WEIGHTS}: {error}. Download it again, or convert other files to it."
+        ) from error
+
+
+def _architecture(config: Mapping[str, Any], path: Path) -> str:
+    kind = config.get("architecture", "standard")
+    if kind == "standard" and config.get("activation_fn") == "topk":  # SAELens before 4
+        kind = "topk"
+    if kind not in TENSORS:
+        raise CheckpointError(
+            f"{path}: architecture {kind!r} is not supported; known are {', '.join(TENSORS)}. Any object with encode "
+            f"and decode can be spliced, so write one for it."
+        )
+    return str(kind)
+
+
+def _check_config(config: Mapping[str, Any], kind: str, path: Path) -> None:
+    """Refuse values that change what the SAE computes."""
+    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[kind]}.items():
+        if config.get(name) not in allowed:
+            shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
+            raise CheckpointError(
+                f"{path}: {name}={config[name]!r} is not supported for architecture {kind!r}; only {shown}."
+            )
+    if kind != "topk" and config.get("rescale_acts_by_decoder_norm"):
+        raise CheckpointError(f"{path}: rescale_acts_by_decoder_norm is supported for architecture 'topk' only.")
+
+
+def _check_weights(weights: Mapping[str, Tensor], kind: str, path: Path) -> None:
+    missing = [name for name in TENSORS[kind] if name not in weights]
+    surplus = [name for name in weights if name not in TENSORS[kind]]
+    if missing or surplus:
+        raise CheckpointError(
+            f"{path / WEIGHTS} must hold {', '.join(TENSORS[kind])} for architecture {kind!r}; missing: "
+            f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
+        )
+
+
+def _k(config: Mapping[str, Any], path: Path) -> int:
+    k = config.get("k", (config.get("activation_fn_kwargs") or {}).get("k"))
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise CheckpointError(f"{path}: architecture 'topk' needs an integer k in {CONFIG}; got {k!r}.")
+    return k
+
+
+def _check_sizes(config: Mapping[str, Any], sae: SparseAutoencoder, path: Path) -> None:
+    for name in ("d_in", "d_sae"):
+        if config.get(name, getattr(sae, name)) != getattr(sae, name):
+            raise CheckpointError(
+                f"{path}: {CONFIG} says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "
+                f"files belong to different SAEs."
+            )

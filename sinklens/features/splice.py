@@ -1,0 +1,128 @@
+"""Splice an SAE into a run: reconstruct an activation from its features, and ablate or clamp some of them.
+
+With f = encode(x) and f' the features after ablation and clamping, the new activation is
+
+    decode(f')                          without the error term, or
+    x + decode(f') − decode(f)          with it, where only the chosen features change.
+
+Without changed features the second is x itself. Without the error term, what the autoencoder misses is lost too, so
+compare an ablation with a splice that changes no feature.
+
+Limitation: the effect of an ablated feature contains that of everything its direction also carries; compare it with
+other features of the same firing rate.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.features.autoencoder import SAE
+from sinklens.features.places import Places, Scope, states_of, stream_point
+from sinklens.hooks.points import Point
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, whole_numbers
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+Features = Sequence[int] | Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class SpliceSAE(Intervention):
+    """Replace the activation at a point by what an SAE makes of it.
+
+        SpliceSAE(sae, "blocks.2.hook_resid_post")                                       # the reconstruction
+        SpliceSAE(sae, "blocks.2.hook_resid_post", features=[12, 40], error=True)        # ablate two features
+        SpliceSAE(sae, "blocks.2.hook_resid_post", features={12: 5.0}, scope="masked")   # clamp one
+
+    Attributes:
+        sae: any object with ``encode`` and ``decode``.
+        point: a point with a vector at each position; heads are flattened.
+        features: features to set to zero, or a mapping from features to the values that they are set to. None changes
+            none.
+        error: whether to add the error term x − decode(encode(x)).
+        scope: the states of the positions that are changed: "all", or one or several of "prompt", "masked" and
+            "decided" (see sinklens.features.places).
+        positions, steps: further restrictions, as in every intervention.
+
+    Raises:
+        SettingError: `sae` lacks a method; nothing would change; an unknown scope; and in the run, a feature that does
+            not exist or activations of another size.
+    """
+
+    sae: Any
+    point: str
+    _: KW_ONLY
+    features: Features | None = None
+    error: bool = False
+    scope: Scope = "all"
+
+    def __post_init__(self) -> None:
+        refuse(self, "layers", "heads")
+        if not isinstance(self.sae, SAE):
+            raise SettingError(
+                f"sae must have the methods encode and decode; {type(self.sae).__name__} lacks one. For a folder in "
+                f"SAELens's format use features.load_sae(folder)."
+            )
+        states_of(self.scope)
+        refuse_empty(self, "features")
+        if self.error and self.features is None:
+            raise SettingError(
+                "error=True without features= changes nothing; name the features to change, or pass error=False for "
+                "the reconstruction."
+            )
+        if self.features is not None:
+            listed = whole_numbers("feature", list(self.features))
+            if min(listed) < 0:
+                raise SettingError(f"features are numbers from 0; got {min(listed)}.")
+
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        name, places = stream_point(model, self.point), Places(self, self.scope, model, run)
+
+        def splice(value: Tensor, hook: Point) -> Tensor | None:
+            chosen = places.of(hook.step, value.shape[1], value.shape[0], value.device)
+            if chosen is None or not bool(chosen.any()):
+                return None
+            x = value[chosen]
+            changed = value.clone()
+            changed[chosen] = self.changed(x.flatten(1).float()).to(value.dtype).view_as(x)
+            return changed
+
+        return [*places.pairs, (name, splice)]
+
+    def changed(self, x: Tensor) -> Tensor:
+        """The new activations [place, d_in] of activations [place, d_in]."""
+        features = self.sae.encode(x)
+        if self.features is None:
+            return _fitting(self.sae.decode(features), x)
+        kept = _fitting(self.sae.decode(features), x) if self.error else None
+        new = _fitting(self.sae.decode(self._set(features)), x)
+        return new if kept is None else x + (new - kept)
+
+    def _set(self, features: Tensor) -> Tensor:
+        """`features` with the chosen ones set."""
+        assert self.features is not None
+        numbers = whole_numbers("feature", list(self.features))
+        if max(numbers) >= features.shape[-1]:
+            raise SettingError(
+                f"feature {max(numbers)} does not exist; the SAE has {features.shape[-1]}, 0 to "
+                f"{features.shape[-1] - 1}."
+            )
+        values = [self.features[number] for number in numbers] if isinstance(self.features, Mapping) else 0.0
+        features = features.clone()
+        features[..., numbers] = torch.as_tensor(values, dtype=features.dtype, device=features.device)
+        return features
+
+
+def _fitting(new: Tensor, x: Tensor) -> Tensor:
+    if new.shape != x.shape:
+        raise SettingError(
+            f"the SAE returned activations of size {new.shape[-1]}, but the point has {x.shape[-1]}; use an SAE that "
+            f"was trained at this point of this model."
+        )
+    return new.to(x)

@@ -1,0 +1,270 @@
+"""Train a TopK SAE on collected activations (Gao et al., "Scaling and evaluating sparse autoencoders", 2406.04093).
+
+The loss is the share of the variance that the reconstruction misses. Features that have not fired for a while are
+*dead*: 1/32 of what they miss of the residual is added, which revives them. Rows of W_dec have length 1. Activations
+are divided by one number, so that the learning rate means the same at every point; it is folded into the weights at the
+end.
+
+Chunks of the store are read in random order, a few at a time, so memory does not grow with the store. With ``out=`` the
+state is written regularly, and the same call resumes: it then takes the same batches as an uninterrupted one.
+
+Pitfall: a small unexplained share of the variance does not mean that the model can use the reconstruction. `assess`
+measures the loss with the SAE spliced in.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sinklens.atomic import atomic_write
+from sinklens.errors import SettingError
+from sinklens.features.autoencoder import SparseAutoencoder
+from sinklens.features.saelens import save_sae
+from sinklens.features.store import ActivationStore
+
+STATE = "training.safetensors"
+AUX = 1 / 32
+BUFFER = 2**24  # values in memory: 64 MB
+NAMES = ("W_enc", "b_enc", "W_dec", "b_dec")
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an SAE is trained.
+
+    Attributes:
+        d_sae: number of features.
+        k: features that may fire at a place.
+        steps: optimizer steps.
+        batch: places per step.
+        learning_rate: of Adam; rises over the first twentieth of the steps and falls to a tenth along a cosine.
+        held_out: share of the last prompts that are not trained on.
+        dead_after: places without firing after which a feature counts as dead.
+        seed: of the initial weights and of the order of the places.
+    """
+
+    d_sae: int
+    k: int
+    steps: int = 2000
+    batch: int = 1024
+    learning_rate: float = 1e-3
+    held_out: float = 0.1
+    dead_after: int = 100_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= self.d_sae or self.steps < 1 or self.batch < 2 or not 0 <= self.held_out < 1:
+            raise SettingError(
+                f"a recipe needs 1 ≤ k ≤ d_sae, at least 1 step, a batch of at least 2 and 0 ≤ held_out < 1; got "
+                f"{self}."
+            )
+
+
+@dataclass(frozen=True)
+class TrainedSAE:
+    """The result of a training.
+
+    Attributes:
+        sae: the autoencoder.
+        unexplained: share of the variance that each step's reconstruction missed, [step].
+        explained_variance: 1 − the same on the held-out places, or on the first chunk without any.
+        dead: share of the features that fire at none of them.
+    """
+
+    sae: SparseAutoencoder
+    unexplained: Float[np.ndarray, " step"]
+    explained_variance: float
+    dead: float
+
+
+def train(
+    store: ActivationStore,
+    recipe: Recipe,
+    out: str | Path | None = None,
+    *,
+    save_every: int = 200,
+    report: Report | None = None,
+) -> TrainedSAE:
+    """Train an SAE on the activations in `store`.
+
+    Args:
+        store: a finished collection.
+        recipe: how.
+        out: folder for the state of the training, and at the end for the SAE in SAELens's format. The same call
+            resumes an interrupted training.
+        save_every: steps between two states on disk.
+        report: called with the number of finished steps and of all steps after each.
+
+    Raises:
+        SettingError: the collection is not finished or has fewer places than a batch, or `out` holds the state of
+            another training.
+    """
+    if not store.finished:
+        raise SettingError(f"{store} is not finished; repeat the collect call, which resumes it.")
+    last = _first_held_out(store, recipe)
+    if last < recipe.batch:
+        raise SettingError(f"{store} has {last} places to train on, fewer than a batch of {recipe.batch}.")
+    file = None if out is None else Path(out) / STATE
+    training = _Training(store, recipe, last)
+    if file is not None and file.exists():
+        training.restore(file)
+    for step, x in _batches(store, recipe, last, training.step):
+        training.update(x)
+        if report is not None:
+            report(step + 1, recipe.steps)
+        if file is not None and ((step + 1) % save_every == 0 or step + 1 == recipe.steps):
+            training.keep(file)
+    sae = training.sae()
+    if out is not None:
+        save_sae(sae, out)
+    first, end = (last, len(store)) if last < len(store) else (0, min(last, store.chunk))
+    explained, dead = _held_out(store, sae, first, end)
+    return TrainedSAE(sae, np.array(training.unexplained), explained, dead)
+
+
+def _first_held_out(store: ActivationStore, recipe: Recipe) -> int:
+    """Row at which the held-out prompts begin; rows are in the order of prompts."""
+    kept = round(store.about["prompts"] * (1 - recipe.held_out))
+    return int(np.searchsorted(store.column("prompt"), kept))
+
+
+def _batches(store: ActivationStore, recipe: Recipe, last: int, start: int) -> Iterator[tuple[int, Tensor]]:
+    """Steps from `start` and their places; skipped groups of chunks are not read."""
+    step, epoch, together = 0, 0, max(1, BUFFER // store.d_in // store.chunk)
+    bounds = list(store.chunks(0, last))
+    while step < recipe.steps:
+        rng = np.random.default_rng([recipe.seed, epoch])
+        order = rng.permutation(len(bounds))
+        for group in (order[at : at + together] for at in range(0, len(order), together)):
+            chosen = [bounds[number] for number in group]
+            rows = rng.permutation(sum(stop - begin for begin, stop in chosen))
+            count = min(max(1, len(rows) // recipe.batch), recipe.steps - step)
+            if step + count > start:
+                x = torch.cat([store.read(*bound) for bound in chosen])
+                for number in range(max(0, start - step), count):
+                    yield step + number, x[rows[number * recipe.batch : (number + 1) * recipe.batch]]
+            step += count
+        epoch += 1
+
+
+class _Training:
+    """The state of a training."""
+
+    def __init__(self, store: ActivationStore, recipe: Recipe, last: int) -> None:
+        self.recipe, self.step, self.unexplained = recipe, 0, list[float]()
+        self.about = {name: store.about[name] for name in ("model", "point")}
+        self.identity = json.dumps([store.about, len(store), asdict(recipe)], sort_keys=True)
+        start = store.read(0, min(last, store.chunk))
+        mean = start.mean(dim=0)
+        self.scale = float((start - mean).pow(2).mean().sqrt().clamp(min=1e-12))
+        drawn = torch.Generator().manual_seed(recipe.seed)
+        decoder = torch.nn.functional.normalize(torch.randn(recipe.d_sae, store.d_in, generator=drawn), dim=1)
+        values = (decoder.T.contiguous().clone(), torch.zeros(recipe.d_sae), decoder, mean / self.scale)
+        self.weights = {name: value.requires_grad_() for name, value in zip(NAMES, values, strict=True)}
+        self.optimizer = torch.optim.Adam(self.weights.values(), betas=(0.9, 0.999))
+        self.idle = torch.zeros(recipe.d_sae, dtype=torch.long)  # places since each feature fired last
+
+    def _rate(self) -> float:
+        done = self.step / self.recipe.steps
+        rise = min(1.0, (self.step + 1) / max(1.0, self.recipe.steps / 20))
+        return self.recipe.learning_rate * rise * (0.55 + 0.45 * float(np.cos(np.pi * done)))
+
+    def update(self, x: Float[Tensor, "place d_in"]) -> None:
+        """One step of the optimizer."""
+        x = x / self.scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        sae = self._unscaled()
+        pre = sae.before_activation(x)
+        top = pre.topk(self.recipe.k, dim=-1)
+        features = torch.zeros_like(pre).scatter(-1, top.indices, top.values.relu())
+        residual = x - sae.decode(features)
+        total = (x - x.mean(dim=0)).pow(2).sum()
+        missed = residual.pow(2).sum() / total
+        fired = (features > 0).any(dim=0)
+        self.idle = torch.where(fired, 0, self.idle + len(x))
+        loss = missed + AUX * self._revival(pre, residual.detach())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            self.weights["W_dec"].copy_(torch.nn.functional.normalize(self.weights["W_dec"], dim=1))
+        self.unexplained.append(float(missed.detach()))
+        self.step += 1
+
+    def _revival(self, pre: Tensor, residual: Tensor) -> Tensor:
+        """Share of the residual's variance that the dead features miss; 0 without dead features."""
+        dead = self.idle > self.recipe.dead_after
+        count = min(int(dead.sum()), residual.shape[1] // 2)
+        if count == 0:
+            return pre.new_zeros(())
+        top = pre.masked_fill(~dead, -torch.inf).topk(count, dim=-1)
+        features = torch.zeros_like(pre).scatter(-1, top.indices, top.values.relu())
+        return (residual - features @ self.weights["W_dec"]).pow(2).sum() / residual.pow(2).sum()
+
+    def _unscaled(self) -> SparseAutoencoder:
+        return SparseAutoencoder(**self.weights, architecture="topk", k=self.recipe.k)
+
+    def sae(self) -> SparseAutoencoder:
+        """The SAE of activations that are not divided: features grow with them."""
+        found = {name: value.detach().clone() for name, value in self.weights.items()}
+        found |= {name: found[name] * self.scale for name in ("b_enc", "b_dec")}
+        return SparseAutoencoder(**found, architecture="topk", k=self.recipe.k, **self.about)
+
+    def keep(self, file: Path) -> None:
+        """Write the state."""
+        tensors = {name: value.detach().contiguous() for name, value in self.weights.items()}
+        for name, value in self.weights.items():
+            state = self.optimizer.state[value]
+            tensors |= {f"{name}.mean": state["exp_avg"], f"{name}.square": state["exp_avg_sq"]}
+        tensors |= {"idle": self.idle, "unexplained": torch.tensor(self.unexplained)}
+        with atomic_write(file) as part:
+            save_file(tensors, part, {"identity": self.identity})
+
+    def restore(self, file: Path) -> None:
+        """Read the state that `keep` wrote.
+
+        Raises:
+            SettingError: it is that of another training.
+        """
+        with safe_open(file, framework="pt") as opened:
+            if (opened.metadata() or {}).get("identity") != self.identity:
+                raise SettingError(
+                    f"{file} is the state of a training with another recipe or other activations; choose another out=, "
+                    f"or delete that file."
+                )
+            self.unexplained = opened.get_tensor("unexplained").tolist()
+            self.step, self.idle = len(self.unexplained), opened.get_tensor("idle")
+            with torch.no_grad():
+                for name, value in self.weights.items():
+                    value.copy_(opened.get_tensor(name))
+                    self.optimizer.state[value] = {
+                        "step": torch.tensor(float(self.step)),
+                        "exp_avg": opened.get_tensor(f"{name}.mean"),
+                        "exp_avg_sq": opened.get_tensor(f"{name}.square"),
+                    }
+
+
+@torch.no_grad()
+def _held_out(store: ActivationStore, sae: SparseAutoencoder, first: int, last: int) -> tuple[float, float]:
+    """Explained variance and share of dead features on some rows."""
+    missed = squares = 0.0
+    count, total, fired = 0, torch.zeros(store.d_in, dtype=torch.float64), torch.zeros(sae.d_sae, dtype=torch.bool)
+    for bound in store.chunks(first, last):
+        x = store.read(*bound)
+        features = sae.encode(x)
+        missed += float((x - sae.decode(features)).double().pow(2).sum())
+        squares += float(x.double().pow(2).sum())
+        total, count = total + x.double().sum(dim=0), count + len(x)
+        fired |= (features > 0).any(dim=0)
+    variance = squares - float(total.pow(2).sum()) / count
+    return 1 - missed / variance, float((~fired).float().mean())

@@ -1,0 +1,188 @@
+"""Resampling from donors that are alike: values of other runs, taken at positions of the same step, state and kind.
+
+A value of an unlike position changes more than what is studied: a masked position has other values than a decided one,
+and step 2 others than step 20. Each position takes its value from a random donor position that agrees with it in
+everything in ``match``; causal scrubbing needs this.
+
+Limitation: exact matching needs many donors. A position without one is an error, not a worse match.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.interventions.kinds_now import kinds_now, states_now
+from sinklens.interventions.patching import along, at_heads, head_axis
+from sinklens.interventions.places import Places
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.caches import chosen_points
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
+from sinklens.sinks.kinds import Kind, State
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+MATCHED = ("step", "state", "position", "kind")
+
+
+@dataclass(frozen=True)
+class Donors:
+    """Values of other runs with the labels of their positions, collected by `sinklens.experiments.donors`.
+
+    Attributes:
+        values: point -> [sample, ...], the values at the same places for all points.
+        step: the step that computed each sample; in an autoregressive run, the step that the position belongs to.
+        state: its `State` on the canvas of that step.
+        position: counted from the row's first token in the prompt, and from the first answer position in the answer.
+        kind: the `Kind` of its token; MISSING if the model has no tokenizer.
+    """
+
+    values: dict[str, Tensor]
+    step: Int[Tensor, " sample"]
+    state: Int[Tensor, " sample"]
+    position: Int[Tensor, " sample"]
+    kind: Int[Tensor, " sample"]
+
+    def __repr__(self) -> str:
+        return f"Donors({len(self.step)} samples of {', '.join(self.values)})"
+
+    def of_point(self, name: str) -> Tensor:
+        """The values of a point.
+
+        Raises:
+            SettingError: they were not collected.
+        """
+        if name not in self.values:
+            raise SettingError(f"the donors have no {name!r}; they hold {', '.join(self.values)}.")
+        return self.values[name]
+
+
+def labels_now(run: RunContext, canvas: Any, step: int, kinds: bool) -> dict[str, Int[Tensor, "batch pos"]]:
+    """The labels of the positions of a step's canvas; without `kinds`, every kind is MISSING."""
+    ids = canvas.ids
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    starts = run.real.long().argmax(dim=1, keepdim=True).to(ids.device)
+    answer = columns - run.prompt_length
+    owner = (answer + 1).clamp(min=0) if run.causal else torch.full_like(columns, step)
+    kind = kinds_now(run, canvas, "match='kind'") if kinds else torch.full_like(columns, int(Kind.MISSING))
+    position = torch.where(answer >= 0, answer, columns - starts)
+    return {"step": owner, "state": states_now(run, canvas), "position": position, "kind": kind}
+
+
+class Draws:
+    """Draws a donor for each position of one run."""
+
+    def __init__(self, donors: Donors, match: Sequence[str], seed: int, run: RunContext) -> None:
+        unknown = [name for name in match if name not in MATCHED]
+        if unknown or isinstance(match, str):
+            raise SettingError(f"match must be a list of {', '.join(MATCHED)}; got {match!r}.")
+        self._donors, self._match, self._seed, self._run = donors, tuple(match), seed, run
+        self._canvas = Canvas(run)
+        labels = torch.stack([getattr(donors, name) for name in match], dim=1) if match else donors.step[:, None] * 0
+        self._samples: dict[tuple[int, ...], list[int]] = {}
+        for sample, label in enumerate(labels.tolist()):
+            self._samples.setdefault(tuple(label), []).append(sample)
+        self._labels: Tensor | None = None
+        self._drawn: dict[tuple[int, int, int], int] = {}
+
+    def first(self) -> Pairs:
+        """The hook that reads the canvas; list it before those that draw."""
+        return [("denoise.hook_canvas", self._canvas.hook), ("denoise.hook_canvas", self._begin)]
+
+    def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
+        now = labels_now(self._run, self._canvas.now, int(hook.step or 0), "kind" in self._match)
+        chosen = [now[name] for name in self._match] or [now["step"] * 0]
+        self._labels = torch.stack(chosen, dim=-1).cpu()
+
+    def values(self, hook: Point, name: str, wanted: Bool[Tensor, "#batch pos"], dtype: torch.dtype) -> Tensor:
+        """A donor's value at each `wanted` position of the text, [batch, pos, ...]; 0 elsewhere."""
+        assert self._labels is not None
+        source, step = self._donors.of_point(name), int(hook.step or 0)
+        rows = len(self._run.real)
+        wanted = wanted.expand(rows, -1) & self._run.real[:, : wanted.shape[1]].to(wanted.device)
+        new = torch.zeros(rows, wanted.shape[1], *source.shape[1:], dtype=dtype, device=wanted.device)
+        noise = self._noise(step, layer_of(hook) if name.startswith("blocks.") else -1)
+        for row, column in wanted.nonzero().tolist():
+            samples = self._matching(row, column, step)
+            new[row, column] = source[samples[int(noise[row][column] * len(samples))]].to(new)
+        return new
+
+    def _matching(self, row: int, column: int, step: int) -> list[int]:
+        assert self._labels is not None
+        label = tuple(self._labels[row, column].tolist())
+        if label not in self._samples:
+            shown = ", ".join(f"{name} {_named(name, value)}" for name, value in zip(self._match, label, strict=False))
+            raise SettingError(
+                f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from more "
+                f"prompts, or match fewer of {', '.join(MATCHED)}."
+            )
+        return self._samples[label]
+
+    def _noise(self, step: int, layer: int) -> list[np.ndarray]:
+        """A number in [0, 1) for each position; in an autoregressive run the same at every step."""
+        step = 0 if self._run.causal else step
+        found = []
+        for row, real in enumerate(self._run.real.cpu()):
+            rng = np.random.default_rng([self._seed, self._run.row_keys[row], step, layer + 1])
+            numbers = np.zeros(len(real))
+            numbers[real.numpy()] = rng.random(int(real.sum()))
+            found.append(numbers)
+        return found
+
+
+def _named(label: str, code: int) -> str:
+    enum = {"state": State, "kind": Kind}.get(label)
+    return str(code) if enum is None else enum(code).name.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resample(AtPositions):
+    """Replace the values of points at each position by those of a matching donor position.
+
+    Attributes:
+        donors: values of other runs; see `sinklens.experiments.donors`.
+        names: points to change, which have a position axis; by default all that `donors` holds.
+        match: what donor and position must have in common, of "step", "state", "position" and "kind".
+        seed: seed of the draws, which depend only on the seed, the row's prompt, the step (in a diffusion run), the
+            layer and the position.
+        heads: heads whose values are replaced, at points with a head axis (key/value heads where the point has those).
+        positions, where: positions whose values are replaced.
+    """
+
+    donors: Donors
+    names: Sequence[str] | Any | None = None
+    match: Sequence[str] = MATCHED
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_empty(self)
+
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        if run is None:
+            raise SettingError("Resample matches donors to the steps of a run; use it in trace or generate.")
+        points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
+        for name in points:
+            self.donors.of_point(name)
+            _ = None if self.heads is None else head_axis(name)
+        places, draws = Places(self, model, run), Draws(self.donors, self.match, self.seed, run)
+
+        def resample(value: Tensor, hook: Point) -> Tensor | None:
+            step, queries, name = int(hook.step or 0), value.shape[1], str(hook.name)
+            mask = places.of_queries(hook, queries, value.device)
+            if mask is None:
+                return None
+            first = run.first(step, queries)
+            wanted = torch.nn.functional.pad(mask.any(dim=1), (first, 0))
+            new = draws.values(hook, name, wanted, value.dtype)[:, first:]
+            chosen = along(mask, name, value)
+            return torch.where(chosen if self.heads is None else chosen & at_heads(self.heads, name, value), new, value)
+
+        return [*draws.first(), *places.first(), *((name, resample) for name in points), *places.last()]

@@ -1,0 +1,258 @@
+"""Path patching: change what one component writes, as seen by one other component only.
+
+The residual stream that a receiver reads is a sum of what all earlier components wrote. `PathPatch` puts a sender's
+output of another run into that sum for one receiver:
+
+    x' = x + (sender's output in the source − sender's output here),
+
+so every component between sender and receiver stays as it is, and only the *direct* path is patched (Wang et al.,
+2211.00593; Goldowsky-Dill et al., 2304.05969). The receiver's norm is recomputed on x'. What depends on the receiver
+follows: later layers, logits, decisions.
+
+Components are named as TransformerLens labels them. Senders: ``"embed"``, ``"L1H3"`` (head 3 of layer 1),
+``"1_mlp_out"``. Receivers: ``"L2H4.q"``, ``"L2H4.k"``, ``"L2H4.v"``, ``"2_mlp_in"``, ``"logits"``; in ``.k`` and ``.v``
+the head is a key/value head, which several query heads may share.
+
+Pitfall: a position of the stream is read by the same position of the receiver. `positions` are therefore those of the
+receiver's queries for ``.q``, and those of its keys and values for ``.k`` and ``.v``.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.interventions.patching import PatchHooks
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, within
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+Stream = Float[Tensor, "batch pos d_model"]
+SENDERS = "'embed', 'L1H3' (head 3 of layer 1) or '1_mlp_out'"
+RECEIVERS = "'L2H4.q', 'L2H4.k', 'L2H4.v', '2_mlp_in' or 'logits'"
+
+
+class Sender(NamedTuple):
+    """A component that writes to the stream.
+
+    Attributes:
+        name: its label.
+        point: the point where its output is read; of a head, ``hook_z``.
+        layer: -1 for the embedding.
+        head: None unless it is a head.
+        depth: its place in the pass; it reaches receivers of a greater depth.
+    """
+
+    name: str
+    point: str
+    layer: int
+    head: int | None
+    depth: int
+
+    @classmethod
+    def named(cls, name: str, model: "Model") -> "Sender":
+        """The sender with this label.
+
+        Raises:
+            SettingError: no such component.
+        """
+        if name == "embed":
+            return cls(name, "hook_embed", -1, None, -1)
+        if match := re.fullmatch(r"L(\d+)H(\d+)", name):
+            layer, head = _exists(match, model.cfg.n_heads, model)
+            return cls(name, f"blocks.{layer}.attn.hook_z", layer, head, 2 * layer)
+        if match := re.fullmatch(r"(\d+)_mlp_out", name):
+            layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
+            return cls(name, f"blocks.{layer}.hook_mlp_out", layer, None, 2 * layer + 1)
+        raise SettingError(f"a sender is {SENDERS}; got {name!r}.")
+
+    def written(self, change: Tensor, model: "Model") -> Stream:
+        """The change of the stream that a change at `point` makes."""
+        if self.head is None:
+            return change
+        return change[:, :, self.head] @ model.blocks[self.layer].attn.W_O[self.head].to(change)
+
+
+class Receiver(NamedTuple):
+    """A component that reads the stream.
+
+    Attributes:
+        name: its label.
+        point: the point where its input, or what it projects from it, is changed.
+        stream: the point whose value it reads.
+        letter: "q", "k" or "v"; "" for an MLP and the logits.
+        layer: the number of layers for the logits.
+        head: None unless it is a head.
+        depth: its place in the pass.
+    """
+
+    name: str
+    point: str
+    stream: str
+    letter: str
+    layer: int
+    head: int | None
+    depth: int
+
+    @classmethod
+    def named(cls, name: str, model: "Model") -> "Receiver":
+        """The receiver with this label.
+
+        Raises:
+            SettingError: no such component.
+        """
+        if name == "logits":
+            last = model.cfg.n_layers
+            point = f"blocks.{last - 1}.hook_resid_post"
+            return cls(name, point, point, "", last, None, 2 * last)
+        if match := re.fullmatch(r"L(\d+)H(\d+)\.([qkv])", name):
+            heads = model.cfg.n_heads if match[3] == "q" else model.cfg.n_key_value_heads
+            layer, head = _exists(match, heads, model)
+            block = f"blocks.{layer}"
+            return cls(
+                name, f"{block}.attn.hook_{match[3]}", f"{block}.hook_resid_pre", match[3], layer, head, 2 * layer
+            )
+        if match := re.fullmatch(r"(\d+)_mlp_in", name):
+            layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
+            block = f"blocks.{layer}"
+            return cls(name, f"{block}.ln2.hook_normalized", f"{block}.hook_resid_mid", "", layer, None, 2 * layer + 1)
+        raise SettingError(f"a receiver is {RECEIVERS}; got {name!r}.")
+
+    def changed(self, value: Tensor, stream: Stream, change: Stream, model: "Model") -> Tensor:
+        """The value at `point` if the receiver reads `stream` + `change`; unchanged where `change` is 0."""
+        if self.name == "logits":
+            return value + change
+        if not self.letter:
+            return value + (_normalized(stream + change, model) - _normalized(stream, model)).to(value)
+        block = model.blocks[self.layer]
+        weight = getattr(block.attn, f"W_{self.letter.upper()}")[self.head]
+        difference = (block.ln1(stream + change) - block.ln1(stream)) @ weight
+        found = value.clone()
+        found[:, :, self.head] += difference.to(found)
+        return found
+
+
+def _exists(match: re.Match[str], heads: int, model: "Model") -> tuple[int, int]:
+    layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
+    return layer, within("head", [int(match[2])], heads)[0]
+
+
+def _normalized(stream: Stream, model: "Model") -> Stream:
+    """The stream divided by its root mean square, without a norm's weight."""
+    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
+    return wide / (wide.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathPatch(Intervention):
+    """Patch the direct path from one component to another with values of another run.
+
+        kept = Activations(names=["blocks.0.attn.hook_z"])
+        corrupted(base, {" 6": " 8"}, hooks=kept)
+        patch = PathPatch(sender="L0H2", receiver="L1H3.k", source=kept.caches)
+        run = sinklens.generate(model, prompt, replay=base, hooks=patch)
+
+    Attributes:
+        sender: a label or several, whose changes are added: "embed", "L1H3", "1_mlp_out".
+        receiver: a label or several: "L2H4.q", "L2H4.k", "L2H4.v", "2_mlp_in", "logits".
+        source: as in `PatchHooks`, with the senders' points: ``hook_embed``, ``hook_z``, ``hook_mlp_out``.
+        steps: steps of this run; by default those for which `source` holds values.
+        positions: positions at which the stream is changed.
+        shift, source_positions: as in `PatchHooks`.
+
+    Raises:
+        SettingError: a label that does not exist, a receiver that the pass reaches before a sender, what `PatchHooks`
+            refuses, or a model with norms after its sublayers.
+    """
+
+    sender: str | Sequence[str]
+    receiver: str | Sequence[str]
+    source: Mapping[int, Any]
+    shift: int = 0
+    source_positions: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        refuse(self, "layers", "heads")
+
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        senders = [Sender.named(name, model) for name in _several(self.sender)]
+        receivers = [Receiver.named(name, model) for name in _several(self.receiver)]
+        _check_order(senders, receivers, model)
+        changes: dict[str, Stream | None] = {}
+        streams: dict[str, Stream] = {}
+        pairs: Pairs = [
+            (one.point, self._sends(one, model, run, changes)) for one in sorted(senders, key=lambda one: one.depth)
+        ]
+        for one in receivers:
+            if one.stream != one.point:
+                pairs.append((one.stream, _keeps(streams)))
+            pairs.append((one.point, _receives(one, model, changes, streams)))
+        return pairs
+
+    def _sends(
+        self, sender: Sender, model: "Model", run: RunContext | None, changes: dict[str, Stream | None]
+    ) -> Callable[..., None]:
+        """A hook that keeps the change that the source would make of what `sender` writes, and changes nothing."""
+        heads = None if sender.head is None else [sender.head]
+        patch = PatchHooks(
+            source=self.source, names=[sender.point], shift=self.shift, steps=self.steps, heads=heads,
+            positions=self.positions, source_positions=self.source_positions,
+        )  # fmt: skip
+        [(_, function)] = patch.hooks_for(model, run)
+
+        def send(value: Tensor, hook: Point) -> None:
+            new = function(value, hook=hook)
+            changes[sender.name] = None if new is None else sender.written(new - value, model)
+
+        return send
+
+
+def _several(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:
+    """Reject paths that do not exist."""
+    if not senders or not receivers:
+        raise SettingError(f"PathPatch needs at least one sender, {SENDERS}, and one receiver, {RECEIVERS}.")
+    if model.tree.architecture.ln1_post:
+        raise SettingError(
+            f"a {model.config.model_type} model normalizes what its sublayers write, so there is no direct path of a "
+            f"single head; PathPatch is not available for it."
+        )
+    for sender in senders:
+        for receiver in receivers:
+            if sender.depth >= receiver.depth:
+                raise SettingError(
+                    f"{receiver.name} does not read what {sender.name} writes in the same step; choose a receiver "
+                    f"after it, or an earlier sender. For a path to a later step, see "
+                    f"sinklens.experiments.path_across_steps."
+                )
+
+
+def _keeps(streams: dict[str, Stream]) -> Callable[..., None]:
+    def keep(value: Stream, hook: Point) -> None:
+        streams[str(hook.name)] = value
+
+    return keep
+
+
+def _receives(
+    receiver: Receiver, model: "Model", changes: dict[str, Stream | None], streams: dict[str, Stream]
+) -> Callable[..., Tensor | None]:
+    def receive(value: Tensor, hook: Point) -> Tensor | None:
+        found = [change for change in changes.values() if change is not None]
+        if not found:
+            return None
+        change = torch.stack(found).sum(dim=0)
+        return receiver.changed(value, streams.get(receiver.stream, value), change, model)
+
+    return receive

@@ -1,0 +1,102 @@
+"""A cache policy in a run: which runs can have one, and the scores and queries that it reads.
+
+Pitfall: what a policy reads is measured in the step before; in step 0 there is none.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinklens.caching import NoCache, Policy, find_policy
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.model import Model
+from sinklens.runs.recorder import after
+from sinklens.sampling.key_cache import KeyCache
+from sinklens.sampling.settings import SamplerSettings
+from sinklens.sampling.state import State
+
+
+def key_cache_for(model: Model, settings: SamplerSettings, state: State, cache: Any) -> KeyCache | None:
+    """The cache of a run under the policy `cache`, an object or a name; None if every position is computed.
+
+    Raises:
+        SettingError: `cache` is not a policy, or this run cannot have one.
+    """
+    policy = find_policy(cache) if isinstance(cache, str) else cache
+    if policy is None or isinstance(policy, NoCache):
+        return None
+    if not isinstance(policy, Policy):
+        raise SettingError(
+            f"cache= must be a policy such as sinklens.caching.DualCache() or its name, 'dual'; got {cache!r}."
+        )
+    _refuse(model, settings, type(policy).__name__)
+    return KeyCache(model.tree, policy, state.real, state.mask_id, state.shift)
+
+
+def _refuse(model: Model, settings: SamplerSettings, name: str) -> None:
+    """Refuse runs that a policy cannot apply to."""
+    attention = model.family_record.attention
+    if attention in ("causal", "block-causal"):
+        kind = "autoregressive" if attention == "causal" else "block-causal"
+        raise SettingError(
+            f"{name} is for bidirectional models; {model.name} is {kind}, and its steps already reuse keys exactly. "
+            f"Leave cache= out; use_cache=False turns the exact cache off."
+        )
+    if attention != "bidirectional":
+        raise SettingError(
+            f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text "
+            f"before the canvas. Leave cache= out."
+        )
+    if getattr(settings, "cfg_scale", 0.0) > 0:
+        raise SettingError(f"{name} does not support guidance; leave cfg_scale out, or cache=.")
+    if getattr(settings, "alg", "") == "p2":
+        raise SettingError(
+            f"alg 'p2' judges every answer position in every step, which {name} does not compute; choose another alg."
+        )
+
+
+@contextmanager
+def read_by_policy(keys: KeyCache | None) -> Iterator[None]:
+    """While a run lasts, collect the scores and queries that its policy reads."""
+    if keys is None or not (keys.policy.reads_scores or keys.policy.reads_queries):
+        yield
+        return
+    handles = []
+    try:
+        for layer in range(keys.layers):
+            if keys.policy.reads_scores:
+                handles.append(after(_point(keys, layer, "hook_sink_scores"), _scores(keys, layer)))
+            if keys.policy.reads_queries:
+                handles.append(after(_point(keys, layer, "hook_rot_q"), _queries(keys, layer)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _point(keys: KeyCache, layer: int, name: str) -> Point:
+    return keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"]  # type: ignore[return-value]
+
+
+def _scores(keys: KeyCache, layer: int) -> Any:
+    def keep(value: Tensor) -> None:  # [batch, head, key]
+        if keys.scores is None:
+            keys.scores = torch.zeros(len(value), keys.layers, *value.shape[1:], device=value.device)
+        keys.scores[:, layer] = value
+
+    return keep
+
+
+def _queries(keys: KeyCache, layer: int) -> Any:
+    def keep(value: Tensor) -> None:  # [batch, window, head, d_head]
+        columns = slice(keys.block.start - keys.window.start, keys.block.stop - keys.window.start)
+        mean = value[:, max(0, columns.start) : columns.stop].float().mean(dim=1)
+        if keys.queries is None:
+            keys.queries = torch.zeros(len(mean), keys.layers, *mean.shape[1:], device=mean.device)
+        keys.queries[:, layer] = mean
+
+    return keep

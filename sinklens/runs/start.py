@@ -1,0 +1,138 @@
+"""The state that a run starts from: the canvas with the prompt and the undecided answer, and each row's random numbers.
+
+Prompts are padded on the left. Interventions may lengthen them or append tokens after the answer, and a sampler may add
+padding before them, answer positions that fill its last block, or a closing token.
+
+Pitfall: rows may need unequal numbers of answer positions, so the canvas can also have padding after the answer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sinklens.errors import PromptError, SettingError
+from sinklens.model import Model
+from sinklens.runs.intervention import Intervention
+from sinklens.runs.request import RunRequest
+from sinklens.sampling import settings_for
+from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.settings import SamplerSettings
+from sinklens.sampling.state import State
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run.
+
+    Attributes:
+        settings: the settings used, with defaults filled in.
+        state: the sampler's state with the initial canvas.
+    """
+
+    settings: SamplerSettings
+    state: State
+
+
+def start(model: Model, request: RunRequest) -> Start:
+    """Encode the prompts and build the settings and the initial state.
+
+    Raises:
+        PromptError: a prompt contains the mask token, or does not fit into the context with its answer.
+        SettingError: a setting is unknown or out of range, or the model lacks the token that one of them needs.
+    """
+    settings = settings_for(model, request.settings)
+    ids, real = model.encode(request.prompt, request.chat_template)
+    ids, real = ids.repeat(request.copies, 1), real.repeat(request.copies, 1)
+    _refuse_masks(model, ids, real)
+    noise = _noise(request, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
+    appended, before = ids[:, :0], ids.shape[1]
+    for entry in request.entries:
+        if isinstance(entry, Intervention):
+            ids, real, more = entry.extend(model, ids, real)
+            appended = torch.cat([appended, more], dim=1)
+    added = ids.shape[1] - before
+    lead = (settings.lead(ids.shape[1]), 0)
+    ids, real = pad(ids, lead, value=model.reader.pad), pad(real, lead, value=False)
+    if (closing := _closing_token(model, settings)) is not None:
+        appended = torch.cat([appended, ids.new_full((len(ids), 1), closing)], dim=1)
+    lengths = real.sum(dim=1).tolist()
+    settings = settings.fitted(lengths)
+    spare = [settings.spare(n) for n in lengths]
+    _check_room(model, settings, max(lengths) + appended.shape[1], added + appended.shape[1], max(spare))
+    return Start(settings, _state(model, settings, ids, real, appended, spare, noise))
+
+
+def _state(
+    model: Model,
+    settings: SamplerSettings,
+    ids: Int[Tensor, "batch prompt"],
+    real: Bool[Tensor, "batch prompt"],
+    appended: Int[Tensor, "batch appended"],
+    spare: list[int],
+    noise: RowNoise,
+) -> State:
+    """The state with the canvas: prompts, undecided answer and `spare` positions, and what is appended."""
+    eot = model.family_record.eot_token_id
+    mask = -1 if model.mask_token_id is None else model.mask_token_id
+    length = settings.gen_length
+    blank = torch.full((ids.shape[0], length + max(spare)), mask, dtype=ids.dtype, device=ids.device)
+    ends = length + torch.tensor(spare, device=ids.device)[:, None]
+    needed = torch.arange(blank.shape[1], device=ids.device) < ends
+    blank = blank.masked_fill(~needed, model.reader.pad)
+    return State(
+        tree=model.tree,
+        canvas=torch.cat([ids, blank, appended], dim=1),
+        real=torch.cat([real, needed, torch.ones_like(appended, dtype=torch.bool)], dim=1),
+        prompt_length=ids.shape[1],
+        mask_id=mask,
+        eos_ids=model.eos_token_ids,
+        eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
+        noise=noise,
+        shift=model.family_record.shift,
+    )
+
+
+def _refuse_masks(model: Model, ids: Tensor, real: Tensor) -> None:
+    mask = model.mask_token_id
+    if mask is not None and bool(((ids == mask) & real).any()):
+        row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
+        raise PromptError(
+            f"prompt {row} contains the mask token ({mask}) at position {position}; it would be treated as an "
+            f"answer position. Remove it from the text or the ids."
+        )
+
+
+def _check_room(model: Model, settings: SamplerSettings, longest: int, extra: int, spare: int) -> None:
+    """Check that the longest row, with `extra` tokens from interventions and sampler, fits into the context."""
+    context = model.cfg.n_ctx - spare
+    added = f", {extra} of them added to it," if extra else ""
+    if longest + settings.gen_length > context:
+        raise PromptError(
+            f"a prompt of {longest} tokens{added} and gen_length {settings.gen_length} need "
+            f"{longest + settings.gen_length} positions; {model.name} has {context}. "
+            f"Shorten the prompt or set gen_length to at most {max(0, context - longest)}."
+        )
+
+
+def _closing_token(model: Model, settings: SamplerSettings) -> int | None:
+    """The token that the sampler puts at the end of the canvas, if its settings name one."""
+    closing, config = getattr(settings, "closing", "none"), model.config
+    if closing == "none":
+        return None
+    if closing == "pad":
+        return model.reader.pad if config.pad_token_id is None else int(config.pad_token_id)
+    if not model.eos_token_ids:
+        raise SettingError(f"{model.name} has no end-of-sequence token; pass closing='pad' or 'none'.")
+    return model.eos_token_ids[0]
+
+
+def _noise(request: RunRequest, prompts: list[list[int]]) -> RowNoise:
+    """Random generators of the rows; every copy of the prompts gets the same ones."""
+    distinct = len(prompts) // request.copies
+    noise = RowNoise(request.seed, prompts[:distinct])
+    for _ in range(1, request.copies):
+        noise.generators += RowNoise(request.seed, prompts[:distinct]).generators
+    return noise

@@ -1,0 +1,242 @@
+"""A run in which steps reuse keys and values of earlier steps, as a policy decides.
+
+Before each step a `Policy` sees the `History` of the run and says of every key whether the step computes it (`FRESH`),
+reuses it (`STALE`) or hides it (`GONE`). The step then computes one window of columns: from the first position that is
+fresh in any row or layer to the last. Only positions that are fresh can be decided in the step.
+
+Some positions are computed whatever the policy says, because their entries cannot be used: those that were never
+computed, those whose token a hook or a replay replaced, and those whose key or value a hook changed in the step before.
+Where logits predict the next position, the position before a fresh undecided one is computed too.
+
+Pitfall: the window is contiguous. Fresh positions that lie far apart cost as much as all positions between them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.held_keys import HeldKeys
+from sinklens.hooks.tree import HookTree
+
+
+class Keys(IntEnum):
+    """What a step does with a key and its value.
+
+    Attributes:
+        GONE: no query sees it.
+        STALE: the entry of an earlier step is used.
+        FRESH: it is computed.
+    """
+
+    GONE = 0
+    STALE = 1
+    FRESH = 2
+
+
+@dataclass(frozen=True)
+class History:
+    """What a policy knows when it plans a step.
+
+    Attributes:
+        step: the step to plan.
+        step_in_block: steps that its block has had before.
+        block: columns of the active block; of samplers without blocks, the answer.
+        canvas: token ids that the step works on.
+        undecided: its undecided positions.
+        real: False on padding.
+        age: steps since each entry was computed, at least 1; -1 without a usable entry.
+        decided: steps since each position's token was written or changed, at least 1; -1 while it is undecided. The
+            prompt's tokens were there before step 0.
+        scores: sink scores of the step before; None in step 0, and unless `Policy.reads_scores`.
+        drift: ‖k_t − k‖ / ‖k_t‖ of the keys that the step before computed, with k the entry they replaced; NaN
+            elsewhere. None in step 0, and unless `Policy.reads_drift`.
+        queries: mean rotated query of the block in the step before, by layer; None as for `scores`, and unless
+            `Policy.reads_queries`.
+        keys: layer -> rotated keys that are cached, [batch, kv_head, pos, d_head].
+    """
+
+    step: int
+    step_in_block: int
+    block: slice
+    canvas: Int[Tensor, "batch pos"]
+    undecided: Bool[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
+    age: Int[Tensor, "batch layer pos"]
+    decided: Int[Tensor, "batch pos"]
+    scores: Float[Tensor, "batch layer head pos"] | None
+    drift: Float[Tensor, "batch layer pos"] | None
+    queries: Float[Tensor, "batch layer head d_head"] | None
+    keys: Callable[[int], Float[Tensor, "batch kv_head pos d_head"]]
+
+    @property
+    def in_block(self) -> Bool[Tensor, " pos"]:
+        """True at the columns of the active block."""
+        columns = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        return (columns >= self.block.start) & (columns < self.block.stop)
+
+
+class Policy(ABC):
+    """Decides before each step which keys are computed, reused or hidden; see `sinklens.caching`.
+
+    Attributes:
+        reads_scores, reads_drift, reads_queries: whether `plan` uses these fields of `History`, which cost time.
+    """
+
+    reads_scores: bool = False
+    reads_drift: bool = False
+    reads_queries: bool = False
+
+    @abstractmethod
+    def plan(self, history: History) -> Tensor:
+        """What the next step does with each key.
+
+        Returns:
+            Numbers of `Keys`, or booleans (True for fresh, False for stale), that broadcast to [batch, layer, pos].
+        """
+
+
+class KeyCache:
+    """The cached keys and values of one run under a policy.
+
+    Attributes:
+        tree: the model.
+        policy: the policy.
+        layers: number of layers.
+        block: columns of the active block.
+        fresh, gone: the plan of the current step.
+        window: the columns that it computes.
+        scores, queries, drift: as in `History`; whoever drives the run sets the first two during a step.
+    """
+
+    def __init__(
+        self, tree: HookTree, policy: Policy, real: Bool[Tensor, "batch pos"], mask_id: int, shift: bool
+    ) -> None:
+        self.tree, self.policy, self.layers = tree, policy, tree.cfg.n_layers
+        self._real, self._mask, self._shift = real, mask_id, shift
+        self._held = HeldKeys(tree, real)
+        shape = (real.shape[0], self.layers, real.shape[1])
+        self._computed = torch.full(shape, -1, dtype=torch.long, device=real.device)  # step of each entry
+        self._ids: Tensor | None = None  # token that each entry was computed with
+        self._written = torch.full(real.shape, -1, dtype=torch.long, device=real.device)
+        self._last: Tensor | None = None  # canvas of the step before
+        self._step, self._step_in_block, self.block = -1, 0, slice(0, 0)
+        self.fresh = self.gone = torch.zeros(shape, dtype=torch.bool, device=real.device)
+        self.window = slice(0, real.shape[1])
+        self.scores: Tensor | None = None
+        self.queries: Tensor | None = None
+        self.drift: Tensor | None = None
+
+    @property
+    def computed(self) -> Bool[Tensor, "batch pos"]:
+        """Positions whose stream the current step computes."""
+        return self.fresh.any(dim=1) & self._real
+
+    def plan(
+        self,
+        canvas: Int[Tensor, "batch pos"],
+        undecided: Bool[Tensor, "batch pos"],
+        edited: Bool[Tensor, "batch pos"],
+        block: slice,
+    ) -> None:
+        """Plan the next step.
+
+        Args:
+            edited: positions whose token a hook changed before the step.
+            block: columns of the active block.
+
+        Raises:
+            SettingError: the policy returned something else than `Policy.plan` describes, or nothing fresh.
+        """
+        self._step += 1
+        self._step_in_block = self._step_in_block + 1 if block == self.block else 0
+        self.block = block
+        self._forget(canvas, edited)
+        plan = self._checked(self.policy.plan(self._history(canvas, undecided)))
+        self.gone = (plan == Keys.GONE) & self._real[:, None]
+        self.fresh = ((plan == Keys.FRESH) | ((self._computed < 0) & ~self.gone)) & self._real[:, None]
+        if self._shift:
+            ahead = (self.computed & undecided)[:, 1:]
+            self.fresh[:, :, :-1] |= (ahead & self._real[:, :-1])[:, None]
+            self.gone &= ~self.fresh
+        columns = self.computed.any(dim=0).nonzero()[:, 0]
+        if not len(columns):
+            raise SettingError(
+                f"{type(self.policy).__name__}.plan left nothing to compute in step {self._step}; return Keys.FRESH "
+                f"at least at the undecided positions of history.block."
+            )
+        self.window = slice(int(columns[0]), int(columns[-1]) + 1)
+
+    def _forget(self, canvas: Tensor, edited: Tensor) -> None:
+        """Drop entries whose token was replaced, other than an undecided one that the sampler decided."""
+        last = canvas if self._last is None else self._last
+        self._written = torch.where((canvas != last), self._step - 1, self._written)
+        self._last = canvas.clone()
+        replaced = edited.clone()
+        if self._ids is not None:
+            replaced |= (self._ids != canvas) & (self._ids != self._mask)
+        self._computed.masked_fill_(replaced[:, None], -1)
+
+    def _history(self, canvas: Tensor, undecided: Tensor) -> History:
+        age = torch.where(self._computed >= 0, self._step - self._computed, -1)
+        return History(
+            self._step, self._step_in_block, self.block, canvas, undecided, self._real, age,
+            torch.where(undecided, -1, self._step - self._written), self.scores, self.drift, self.queries,
+            self._held.keys,
+        )  # fmt: skip
+
+    def _checked(self, plan: object) -> Int[Tensor, "batch layer pos"]:
+        """The plan as numbers of `Keys` at every position."""
+        shape, name = tuple(self.fresh.shape), type(self.policy).__name__
+        if not isinstance(plan, Tensor) or plan.is_floating_point():
+            raise SettingError(f"{name}.plan must return a tensor of Keys or booleans; got {plan!r}.")
+        plan = plan.to(self._real.device)
+        if plan.ndim == 2 and plan.shape[0] == shape[0]:
+            plan = plan[:, None]
+        try:
+            plan = plan.expand(shape)
+        except RuntimeError as error:
+            raise SettingError(
+                f"{name}.plan returned shape {list(plan.shape)}, which does not broadcast to [batch, layer, pos] = "
+                f"{list(shape)}."
+            ) from error
+        numbers = torch.where(plan, int(Keys.FRESH), int(Keys.STALE)) if plan.dtype is torch.bool else plan
+        if not bool(torch.isin(numbers, torch.tensor(list(map(int, Keys)), device=plan.device)).all()):
+            raise SettingError(f"{name}.plan returned numbers other than those of Keys, 0, 1 and 2.")
+        return numbers
+
+    def hidden(self, canvas: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch window d_model"]:
+        """The final-norm outputs of the window's columns; logits that predict the next position are not shifted."""
+        before = [self._held.keys(layer).clone() for layer in range(self.fresh.shape[1])] if self._compares else None
+        hidden = self._held.hidden(canvas, self.window, self.fresh, self.gone)
+        if self.policy.reads_drift:
+            self.drift = self._drift(before)
+        self._computed.masked_fill_(self.fresh, self._step)
+        self._computed.masked_fill_(self._held.edited[:, None], -1)
+        everywhere = self.fresh.all(dim=1)
+        self._ids = canvas.clone() if self._ids is None else torch.where(everywhere, canvas, self._ids)
+        return hidden
+
+    @property
+    def _compares(self) -> bool:
+        return self.policy.reads_drift and self._ids is not None
+
+    def _drift(self, before: list[Tensor] | None) -> Float[Tensor, "batch layer pos"]:
+        """Relative change of the keys that the step computed; NaN for keys without an entry, and for stale ones."""
+        found = torch.full(self.fresh.shape, torch.nan, device=self.fresh.device)
+        for layer, earlier in enumerate(before or []):
+            now = self._held.keys(layer).float()
+            moved = (now - earlier.float()).norm(dim=(1, 3)) / now.norm(dim=(1, 3))
+            known = self.fresh[:, layer] & (self._computed[:, layer] >= 0)
+            found[:, layer] = torch.where(known, moved.to(found.device), torch.nan)
+        return found
+
+    def staleness(self) -> Int[Tensor, "batch layer pos"]:
+        """Steps since each used key was computed, 0 for fresh ones; -1 for hidden keys and padding."""
+        age = torch.where(self.fresh, 0, self._step - self._computed)
+        return torch.where(self.gone | ~self._real[:, None] | (age > self._step), -1, age)

@@ -1,0 +1,52 @@
+"""`sinklens lab` on the command line, and the lab of a notebook."""
+
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+import sinklens
+from sinklens.cli import main
+from sinklens.errors import SinklensError
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines reach the lab"),
+        (["--port", "70000"], "--port must be from 0 to 65535; got 70000."),
+        (["--host", "no.such.name.invalid", "--allow-network"], "cannot listen at no.such.name.invalid, port 0"),
+        (["--compare", "tiny-llada"], "the lab has the model tiny-llada already; give each model once."),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, text, capsys):
+    assert main(["lab", "tiny-llada", "--no-browser", *options]) == 1
+    assert capsys.readouterr().err.startswith(f"sinklens: {text}")
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch, capsys, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["lab", "tiny-llada"]) == 1
+    assert 'install them with pip install "sinklens[lab]"' in capsys.readouterr().err
+    with pytest.raises(SinklensError, match="the lab needs Starlette and uvicorn, which are not installed"):
+        sinklens.lab("tiny-llada")
+
+
+def test_the_lab_of_a_notebook_shows_itself_and_closes(tiny_llada):
+    lab = sinklens.lab(tiny_llada)
+    assert lab.url.startswith(f"{lab.address}?token=")
+    assert f'<iframe src="{lab.url}"' in lab._repr_html_()
+    assert lab.url not in repr(lab)
+    session = httpx.get(f"{lab.address}api/session", headers={"X-Sinklens-Token": lab.url.partition("=")[2]}).json()
+    assert [model["name"] for model in session["models"]] == [tiny_llada.name]
+    lab.close()
+    with pytest.raises(httpx.ConnectError, match="refused"):
+        httpx.get(lab.address)
+
+
+def test_importing_the_lab_imports_neither_a_server_nor_a_model():
+    question = "import sys, sinklens; sinklens.lab; print([m for m in ('starlette', 'uvicorn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,120 @@
+"""Collected activations are those of single passes at the places in scope; an interrupted collection resumes."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from planted_saes import random_sae
+from watching import LONG, PADDED, SHORT, entered
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.features import ActivationStore, collect
+from sinklens.features.places import STATES
+from sinklens.sinks import NoOp, Record, TopK
+
+POINT = "blocks.1.hook_resid_post"
+PROMPTS = [SHORT, LONG, "w3 w4", "w20 w21 w22", "w1"]
+
+
+def by_hand(run, scope, steps, chosen=lambda row, step, column: True):
+    """Every place in scope: (row, step, pos, state) -> (token, activation), from one separate pass per step."""
+    found = {}
+    for step in steps:
+        ids, real = entered(run, step)
+        _, cache = run.model.run_with_cache(ids, attention_mask=real, names_filter=POINT)
+        for row, column in real.nonzero().tolist():
+            state = "prompt" if column < run.prompt_length else "decided"
+            state = "masked" if run.undecided[row, step, column] else state
+            if (scope == "all" or state in scope) and chosen(row, step, column):
+                place = (row, step, column - int((~run.real[row]).sum()), STATES.index(state))
+                found[place] = (int(ids[row, column]), cache[POINT][row, column])
+    return found
+
+
+def check(store, expected):
+    """The rows of a store are those of `by_hand`, once each."""
+    columns = [store.column(name).tolist() for name in ("prompt", "step", "pos", "state")]
+    places = list(zip(*columns, strict=True))
+    assert sorted(places) == sorted(expected)
+    assert store.column("token_id").tolist() == [expected[place][0] for place in places]
+    wanted = torch.stack([expected[place][1] for place in places]).detach()
+    torch.testing.assert_close(store.read(0, len(store)), wanted, atol=1e-4, rtol=1e-4)
+    assert np.all(np.diff(columns[0]) >= 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+@pytest.mark.parametrize(("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "decided"], [2])])
+def test_every_place_in_scope_is_stored_once_with_its_activation(worded, tmp_path, architecture, scope, steps):
+    model = worded(architecture)
+    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, steps=steps, batch=2, gen_length=8)
+    full = sinklens.generate(model, PROMPTS, gen_length=8, record_sinks=False, progress=False)
+    check(store, by_hand(full, scope, steps))
+
+
+def test_only_the_sinks_of_a_detector_are_kept(worded, tmp_path):
+    model, detector = worded(), TopK(k=1)
+    run = sinklens.generate(model, PROMPTS, gen_length=8, progress=False)
+    sinks = run.sinks.detect(detector).isel(layer=[2]).any(("layer", "head")).to_numpy()
+    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", detector=detector, layers=[2], batch=5, gen_length=8)
+    check(store, by_hand(run, "all", range(8), lambda row, step, column: sinks[row, step, column]))
+    assert 0 < len(store) < 0.9 * int(run.real.sum()) * 8
+
+
+def test_the_newest_tokens_of_an_autoregressive_run_are_stored(worded, tmp_path):
+    model = worded("llama", True)
+    stores = [
+        collect(model, PADDED, POINT, tmp_path / f"{cached}.zarr", gen_length=5, use_cache=cached)
+        for cached in (True, False)
+    ]
+    places = [list(zip(*(store.column(name) for name in ("prompt", "step", "pos")), strict=True)) for store in stores]
+    assert places[0] == places[1]
+    assert len({(row, pos) for row, _, pos in places[0]}) == len(places[0]) > 11
+    torch.testing.assert_close(*(store.read(0, len(store)) for store in stores), atol=1e-4, rtol=1e-4)
+
+
+def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
+    arguments = {"batch": 2, "scope": "masked", "gen_length": 8}
+    model, complete = worded(), collect(worded(), PROMPTS, POINT, tmp_path / "complete.zarr", **arguments)
+
+    def stop(done, total):
+        if done == 4:
+            raise KeyboardInterrupt("stopped")
+
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        collect(model, PROMPTS, POINT, tmp_path / "a.zarr", report=stop, **arguments)
+    half = ActivationStore(tmp_path / "a.zarr")
+    assert (half.prompts_done, half.finished) == (4, False)
+    # a batch that was killed before it counted: rows on disk that the attributes do not know
+    half._group["activation"].resize((len(half) + 3, half.d_in))
+    half._group["step"].resize((len(half) + 50,))
+    calls = []
+    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", report=lambda *done: calls.append(done), **arguments)
+    assert calls == [(5, 5)]
+    assert torch.equal(store.read(0, len(store)), complete.read(0, len(complete)))
+    assert all((store.column(name) == complete.column(name)).all() for name in ("prompt", "step", "pos", "state"))
+    data = xr.open_zarr(tmp_path / "a.zarr", consolidated=False, chunks=None)
+    assert data["activation"].dims == ("place", "d_in")
+    assert store.dataset().sizes["place"] == len(store)
+
+
+def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
+    collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8)
+    with pytest.raises(SettingError, match="collected with other scope, seed; choose another path"):
+        collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, seed=1, scope="masked")
+    (tmp_path / "b.zarr").mkdir()
+    with pytest.raises(SettingError, match="is not a store of activations"):
+        collect(worded(), PROMPTS[:2], POINT, tmp_path / "b.zarr", gen_length=8)
+
+
+def test_arguments_that_belong_together_are_checked(worded, tmp_path):
+    with pytest.raises(SettingError, match="a list of at least one prompt"):
+        collect(worded(), [], POINT, tmp_path / "a.zarr")
+    with pytest.raises(SettingError, match="layers= and record_sinks= belong to detector="):
+        collect(worded(), PROMPTS, POINT, tmp_path / "a.zarr", layers=[1])
+    store = collect(
+        worded(), PROMPTS, POINT, tmp_path / "a.zarr", gen_length=8, detector=NoOp(9.0),
+        record_sinks=Record(["values"]),
+    )  # fmt: skip
+    assert store.finished
+    assert random_sae().d_in == store.d_in

@@ -1,0 +1,116 @@
+"""Folders in SAELens's format: configs of its versions are read, and what would be computed differently is refused."""
+
+import json
+
+import pytest
+import torch
+from planted_saes import random_sae
+from safetensors.torch import load_file, save_file
+
+from sinklens.errors import CheckpointError
+from sinklens.features import load_sae, save_sae
+
+OLD = {  # as SAELens 3 and 5 wrote them: with activation_fn_str, and what was trained at the top
+    "standard": {"architecture": "standard", "activation_fn_str": "relu", "hook_name": "blocks.1.hook_resid_pre"},
+    "topk": {"architecture": "standard", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": 6}},
+    "jumprelu": {"architecture": "jumprelu", "activation_fn_str": "relu", "model_name": "gpt2-small"},
+}  # fmt: skip
+OLD_KEYS = {"d_in": 24, "d_sae": 40, "normalize_activations": "none", "finetuning_scaling_factor": False,
+            "apply_b_dec_to_input": True, "hook_head_index": None, "prepend_bos": True}  # fmt: skip
+
+
+def written(folder, architecture="topk", changes=(), weights=()):
+    """A folder with an SAE, with changed keys of its config (None removes one) and of its weights."""
+    save_sae(random_sae(architecture=architecture), folder)
+    config = json.loads((folder / "cfg.json").read_text()) | dict(changes)
+    (folder / "cfg.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    tensors = load_file(folder / "sae_weights.safetensors") | dict(weights)
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    save_file(tensors, folder / "sae_weights.safetensors")
+    return folder
+
+
+def same(sae, other):
+    """Whether two SAEs compute the same."""
+    x = torch.randn(7, 24)
+    return torch.equal(sae.encode(x), other.encode(x)) and torch.equal(
+        sae.decode(other.encode(x)), other.decode(sae.encode(x))
+    )
+
+
+@pytest.mark.parametrize("architecture", ["standard", "topk", "jumprelu"])
+def test_a_written_sae_is_read_as_it_was(tmp_path, architecture):
+    sae = random_sae(architecture=architecture, point="blocks.1.hook_resid_post", model="tiny")
+    save_sae(sae, tmp_path)
+    read = load_sae(tmp_path)
+    assert same(read, sae)
+    assert (read.point, read.model) == (sae.point, sae.model)
+
+
+def test_a_half_precision_sae_is_read_in_single_precision(tmp_path):
+    save_sae(random_sae(), tmp_path, torch.bfloat16)
+    read = load_sae(tmp_path)
+    assert read.W_enc.dtype is torch.float32
+    torch.testing.assert_close(read.W_enc, random_sae().W_enc.bfloat16().float())
+
+
+@pytest.mark.parametrize("architecture", OLD)
+def test_configs_of_earlier_versions_are_read(tmp_path, architecture):
+    folder = written(tmp_path, architecture)
+    (folder / "cfg.json").write_text(json.dumps(OLD_KEYS | OLD[architecture]))
+    read = load_sae(folder)
+    assert same(read, random_sae(architecture=architecture))
+    assert (read.point, read.model) == (
+        OLD[architecture].get("hook_name", ""), OLD[architecture].get("model_name", ""),
+    )  # fmt: skip
+
+
+def test_an_older_config_names_its_point_hook_point_and_has_no_architecture(tmp_path):
+    folder = written(
+        tmp_path, "standard", {"architecture": None, "metadata": None, "hook_point": "blocks.2.hook_mlp_out"}
+    )
+    assert load_sae(folder).point == "blocks.2.hook_mlp_out"
+
+
+def test_rescaling_by_the_norms_of_the_decoder_is_read(tmp_path):
+    folder = written(tmp_path, "topk", {"rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": False})
+    assert same(load_sae(folder), random_sae(rescale=True, subtract_b_dec=False))
+
+
+@pytest.mark.parametrize(("architecture", "changes", "match"), [
+    ("topk", {"architecture": "gated"}, "architecture 'gated' is not supported; known are standard, topk, jumprelu"),
+    ("topk", {"normalize_activations": "layer_norm"}, "normalize_activations='layer_norm' is not supported.*'none'"),
+    ("standard", {"activation_fn": "tanh-relu"}, "activation_fn='tanh-relu' is not supported"),
+    ("standard", {"finetuning_scaling_factor": True}, "finetuning_scaling_factor=True is not supported"),
+    ("standard", {"hook_head_index": 3}, "hook_head_index=3 is not supported"),
+    ("jumprelu", {"rescale_acts_by_decoder_norm": True}, "rescale_acts_by_decoder_norm is supported"),
+    ("topk", {"k": None}, "needs an integer k in cfg.json; got None"),
+    ("topk", {"k": 400}, "needs k between 1 and 40"),
+    ("topk", {"d_sae": 41}, "cfg.json says d_sae 41, but the weights have 40"),
+])  # fmt: skip
+def test_what_would_be_computed_differently_is_refused_by_name(tmp_path, architecture, changes, match):
+    with pytest.raises(CheckpointError, match=match):
+        load_sae(written(tmp_path, architecture, changes))
+
+
+def test_missing_and_surplus_weights_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="missing: b_enc; not known: log_threshold"):
+        load_sae(written(tmp_path, "topk", weights={"b_enc": None, "log_threshold": torch.zeros(40)}))
+    with pytest.raises(
+        CheckpointError, match=r"must hold W_enc, b_enc, W_dec, b_dec, threshold for .*missing: threshold"
+    ):
+        load_sae(written(tmp_path, "jumprelu", weights={"threshold": None}))
+
+
+def test_missing_and_broken_files_are_reported(tmp_path):
+    with pytest.raises(CheckpointError, match="'nowhere' is neither a folder nor a shipped SAE"):
+        load_sae("nowhere")
+    with pytest.raises(CheckpointError, match=r"has no readable cfg\.json"):
+        load_sae(tmp_path)
+    (tmp_path / "cfg.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"has no readable sae_weights\.safetensors|holds a list"):
+        load_sae(tmp_path)
+    (tmp_path / "cfg.json").write_text("{}")
+    (tmp_path / "sae_weights.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"has no readable sae_weights\.safetensors"):
+        load_sae(tmp_path)

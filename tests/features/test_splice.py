@@ -1,0 +1,158 @@
+"""Splicing changes exactly the chosen features at the chosen places, as the same edit does in plain torch."""
+
+import pytest
+import torch
+from planted_saes import Perfect, random_sae
+from watching import LONG, PADDED, SHORT, again, logits_of, short, unwatched, watch
+
+import sinklens
+from sinklens.errors import HookNameError, SettingError
+from sinklens.features import SpliceSAE
+
+KINDS = [("llama", False), ("qwen3", False), ("dream", False), ("llama", True), ("sdar", False)]
+POINT = "blocks.1.hook_resid_post"
+PLACES = [
+    {}, {"scope": "masked"}, {"scope": "decided", "steps": [1, 3]}, {"scope": ("prompt", "decided"), "steps": [2]},
+    {"positions": [0, 5]}, {"scope": "prompt", "positions": [1, -1], "steps": [0, -1]},
+]  # fmt: skip
+
+
+def in_scope(run, splice, step):
+    """The chosen places [batch, pos] of a step, one by one."""
+    scope = [splice.scope] if isinstance(splice.scope, str) else splice.scope
+    found = torch.zeros_like(run.real)
+    for row, column in (run.real & (run.canvas[:, step] >= -1)).nonzero().tolist():
+        start = int((~run.real[row]).sum())
+        masked = bool(run.undecided[row, step, column])
+        state = "prompt" if column < run.prompt_length else "masked" if masked else "decided"
+        numbers = [column - start, column - run.real.shape[1]]
+        at = splice.positions is None or any(number in splice.positions for number in numbers)
+        when = splice.steps is None or step in splice.steps or step - run.settings.steps in splice.steps
+        found[row, column] = at and when and ("all" in scope or state in scope)
+    return found
+
+
+def edited(splice, where):
+    """The splice as an edit for plain torch, place by place."""
+
+    def edit(value):
+        value = value.clone()
+        for row, column in where.nonzero().tolist():
+            x = value[row, column].flatten()
+            before = splice.sae.encode(x[None])[0]
+            after = before.clone()
+            for feature in splice.features or ():
+                after[feature] = splice.features[feature] if isinstance(splice.features, dict) else 0.0
+            new = splice.sae.decode(after[None])[0]
+            new = new + x - splice.sae.decode(before[None])[0] if splice.error else new
+            value[row, column] = new.view(value.shape[2:])
+        return value
+
+    return edit
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize("point", [POINT, "blocks.0.attn.hook_z"])
+def test_a_perfect_autoencoder_changes_nothing(worded, architecture, causal, point):
+    model = worded(architecture, causal)
+    base, spliced = (
+        watch(model, PADDED, hooks, ["hook_logits"], record_sinks=True) for hooks in ([], [SpliceSAE(Perfect(), point)])
+    )
+    assert torch.equal(logits_of(spliced), logits_of(base))
+    assert torch.equal(spliced.run.canvas, base.run.canvas)
+    assert spliced.run.sinks.data["score"].equals(base.run.sinks.data["score"])
+    assert unwatched(model)
+
+
+@pytest.mark.parametrize("where", PLACES, ids=str)
+@pytest.mark.parametrize("what", [{}, {"features": [3, 17], "error": True}, {"features": {9: 2.5, 3: 0.0}}], ids=str)
+def test_a_splice_equals_the_same_edit_in_plain_torch(worded, where, what):
+    splice = SpliceSAE(random_sae(d_sae=20), POINT, **what, **where)
+    watched = watch(worded(), PADDED, [splice], ["hook_logits"])
+    changed = 0
+    for step in range(watched.run.steps_run):
+        chosen = in_scope(watched.run, splice, step)
+        plain = again(watched.run, step, {POINT: edited(splice, chosen)}).logits
+        for row, real in enumerate(watched.run.real):
+            got = watched.values[step]["denoise.hook_logits"][row, real]
+            torch.testing.assert_close(got, plain[row, real], atol=2e-4, rtol=1e-4)
+        changed += int(chosen.sum())
+    assert changed > 0
+
+
+def test_heads_are_flattened(worded):
+    splice = SpliceSAE(random_sae(), "blocks.1.attn.hook_z", features=[2, 11, 30], error=True)
+    watched = watch(worded(), PADDED, [splice], ["hook_logits"])
+    where = in_scope(watched.run, splice, 1)
+    plain = again(watched.run, 1, {"blocks.1.attn.hook_z": edited(splice, where)}).logits
+    torch.testing.assert_close(watched.values[1]["denoise.hook_logits"][1], plain[1], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+@pytest.mark.parametrize("scope", ["all", "masked", "decided"])
+def test_a_row_alone_is_changed_as_in_a_batch(worded, architecture, causal, scope):
+    if causal and scope == "masked":
+        return
+    model, splice = worded(architecture, causal), SpliceSAE(random_sae(), POINT, scope=scope)
+    batch = sinklens.generate(model, PADDED, hooks=splice, **short(model, {}))
+    for row, prompt in enumerate([SHORT, LONG]):
+        alone = sinklens.generate(model, prompt, hooks=splice, **short(model, {}))
+        assert batch.answers[row] == alone.answers[0]
+
+
+def test_an_autoregressive_run_is_changed_alike_with_and_without_a_cache(worded):
+    model = worded("llama", True)
+    splice = SpliceSAE(random_sae(), POINT, scope="decided", steps=[1, 3])
+    runs = [watch(model, PADDED, [splice], ["hook_logits"], use_cache=cached) for cached in (True, False)]
+    torch.testing.assert_close(*(logits_of(run) for run in runs), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits_of(runs[0]), logits_of(watch(model, PADDED, [], ["hook_logits"])), atol=1e-2)
+
+
+def test_a_single_pass_is_spliced_at_positions(worded):
+    ids, splice = torch.randint(0, 50, (2, 7)), SpliceSAE(random_sae(), POINT, positions=[2])
+    _, cache = worded().run_with_cache(ids)
+    seen = {}
+    worded().run_with_hooks(
+        ids, fwd_hooks=[*splice.hooks_for(worded()), (POINT, lambda value, hook: seen.update(post=value.clone()))]
+    )
+    expected = cache[POINT].clone()
+    expected[:, 2] = splice.sae.decode(splice.sae.encode(expected[:, 2]))
+    torch.testing.assert_close(seen["post"], expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("change", "match"), [
+    ({"sae": torch.nn.Identity()}, "sae must have the methods encode and decode; Identity lacks one"),
+    ({"scope": "committed"}, "scope must be 'all' or one or several of 'prompt', 'masked', 'decided'; got 'committed'"),
+    ({"scope": ()}, "scope must be 'all' or one"),
+    ({"features": []}, "features is empty, so SpliceSAE would change nothing"),
+    ({"features": [-1]}, "features are numbers from 0; got -1"),
+    ({"error": True}, "error=True without features= changes nothing"),
+    ({"layers": [1]}, "SpliceSAE does not support layers="),
+])  # fmt: skip
+def test_a_splice_that_cannot_be_is_refused(change, match):
+    with pytest.raises(SettingError, match=match):
+        SpliceSAE(**{"sae": random_sae(), "point": POINT} | change)
+
+
+def test_what_the_model_or_the_sae_lacks_is_refused_in_the_run(worded):
+    def run(splice, causal=False):
+        sinklens.generate(worded("llama", causal), SHORT, hooks=splice, **short(worded("llama", causal), {}))
+
+    with pytest.raises(SettingError, match=r"hook_pattern has the axes batch head query key; features need a vector"):
+        run(SpliceSAE(random_sae(), "blocks.0.attn.hook_pattern"))
+    with pytest.raises(HookNameError, match=r"Nearest: blocks\.1\.hook_resid_post"):
+        run(SpliceSAE(random_sae(), "blocks.1.hook_resid_pots"))
+    with pytest.raises(SettingError, match="feature 40 does not exist; the SAE has 40, 0 to 39"):
+        run(SpliceSAE(random_sae(), POINT, features=[40]))
+    with pytest.raises(SettingError, match=r"scope='masked' selects nothing: .* has no mask token. Use 'decided'"):
+        run(SpliceSAE(random_sae(), POINT, scope="masked"), causal=True)
+    with pytest.raises(SettingError, match="scope='masked' needs a run, which knows the state"):
+        SpliceSAE(random_sae(), POINT, scope="masked").hooks_for(worded())
+
+    class Narrow(Perfect):
+        def decode(self, features):
+            return features[:, :5]
+
+    with pytest.raises(SettingError, match="the SAE returned activations of size 5, but the point has 24"):
+        run(SpliceSAE(Narrow(), POINT))

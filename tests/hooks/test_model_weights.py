@@ -1,0 +1,124 @@
+"""Circuits, rotations and grouped heads of the stacked weights, compared with the points of a pass."""
+
+import pytest
+import torch
+from building import SIZES, random_ids, random_model, shared_model
+from transformer_lens import SVDInterpreter
+
+from sinklens.errors import SettingError
+
+KINDS = [("llama", False), ("qwen2", True), ("qwen3", False), ("glm4_moe", False)]
+"""Without biases, with them, with norms of queries and keys, and with a rotation of half the dimensions."""
+HEADS, KV_HEADS, D_HEAD = 6, 2, SIZES["head_dim"]
+PAIRS = [(0, 0), (5, 2), (6, 1), (4, 4)]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def rms(x):
+    return (x * x).mean(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize(("architecture", "causal"), KINDS)
+def test_queries_times_the_rotation_times_keys_are_the_scores(architecture, causal):
+    model = shared_model(architecture, causal)
+    cache = model.run_with_cache(random_ids())[1]
+    for layer, block in enumerate(model.blocks):
+        stream = cache[f"blocks.{layer}.ln1.hook_normalized"] * block.ln1.w
+        q, k = (
+            torch.einsum("bpm,hmd->bphd", stream, weight) + bias
+            for weight, bias in ((model.W_Q[layer], model.b_Q[layer]), (model.W_K[layer], model.b_K[layer]))
+        )
+        for letter, norm in (("q", block.attn.q_norm), ("k", block.attn.k_norm)):
+            assert (norm is None) == (architecture in ("llama", "qwen2"))
+            if norm is not None:
+                raw = {"q": q, "k": k}[letter]
+                normed = raw / (raw.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.w
+                close(normed, norm(raw))
+                q, k = (normed, k) if letter == "q" else (q, normed)
+        for query, key in PAIRS:
+            for head in range(HEADS):
+                score = q[:, query, head] @ model.rotation(query, key) * k[:, key, head // (HEADS // KV_HEADS)]
+                close(score.sum(-1) / model.cfg.attn_scale, cache["attn_scores", layer][:, head, query, key])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_circuit_of_a_pair_of_positions_gives_the_scores_up_to_the_head_norms(architecture):
+    model = shared_model(architecture)
+    cache = model.run_with_cache(random_ids())[1]
+    for query, key in PAIRS:
+        circuit = model.QK_at(query, key)
+        for layer, block in enumerate(model.blocks):
+            stream = cache[f"blocks.{layer}.ln1.hook_normalized"] * block.ln1.w
+            score = torch.einsum("bm,hmn,bn->bh", stream[:, query], circuit.AB[layer], stream[:, key])
+            if block.attn.q_norm is not None:
+                k = rms(cache["k", layer][:, key]).repeat_interleave(HEADS // KV_HEADS, dim=1)
+                score = score / (rms(cache["q", layer][:, query]) * k)[..., 0]
+            torch.testing.assert_close(
+                score / model.cfg.attn_scale, cache["attn_scores", layer][:, :, query, key], atol=1e-3, rtol=1e-3
+            )
+
+
+def test_a_rotation_depends_on_the_distance_only():
+    model = shared_model()
+    close(model.rotation(9, 4), model.rotation(5, 0))
+    close(model.rotation(3, 3), torch.eye(D_HEAD))
+    assert (model.rotation(5, 0) - model.rotation(0, 5)).abs().max() > 0.1
+    with pytest.raises(SettingError, match="a position must be an integer from 0 on; got -1"):
+        model.rotation(-1, 0)
+
+
+def test_grouped_heads_are_repeated_on_request():
+    model = shared_model("qwen2")
+    for name in ("W_K", "W_V", "b_K", "b_V"):
+        grouped, expanded = getattr(model, name), model.expand_kv_heads(getattr(model, name))
+        assert expanded.shape == (3, HEADS, *grouped.shape[2:])
+        for head in range(HEADS):
+            assert torch.equal(expanded[:, head], grouped[:, head // (HEADS // KV_HEADS)])
+    with pytest.raises(SettingError, match=r"with 2 key/value heads, such as model.W_K; got \[3, 6, 24, 4\]"):
+        model.expand_kv_heads(model.W_Q)
+
+
+def test_parameters_under_transformerlens_names_serve_its_singular_vectors():
+    model = shared_model("qwen3_moe")
+    found = model.tl_parameters()
+    assert torch.equal(found["blocks.1.attn.W_V"], model.expand_kv_heads(model.W_V)[1])
+    assert torch.equal(found["blocks.2.attn.k_norm.w"], model.tree.hf.model.layers[2].self_attn.k_norm.weight)
+    assert torch.equal(found["blocks.0.mlp.W_out"], model.tree.hf.model.layers[0].mlp.down_proj.weight.T)
+    assert "blocks.1.mlp.W_out" not in found  # a mixture of experts
+    vectors = SVDInterpreter(model).get_singular_vectors("OV", 1, num_vectors=3, head_index=4)
+    _, _, right = torch.linalg.svd(model.OV[1, 4].AB)
+    expected = model.W_U.T @ right[:3].T
+    close(vectors[:, 0].abs(), expected.abs())  # singular vectors have no sign
+
+
+def test_a_name_that_some_layers_lack_is_refused_with_the_layer():
+    with pytest.raises(SettingError, match="the MLP of layer 1 is a mixture of experts, so it has no W_gate"):
+        _ = shared_model("glm4_moe").W_in
+
+
+def test_layers_of_different_shape_are_not_stacked():
+    model = random_model()
+    wide = torch.nn.Linear(SIZES["hidden_size"], 2 * HEADS * D_HEAD, bias=False)
+    model.tree.blocks[2].attn.__dict__["_projections"][0]["q"] = wide
+    with pytest.raises(SettingError, match=r"W_Q cannot be stacked.*\[6, 24, 4\] from layer 0, \[12, 24, 4\] from lay"):
+        _ = model.W_Q
+    assert model.blocks[2].attn.W_Q.shape == (2 * HEADS, SIZES["hidden_size"], D_HEAD)
+
+
+def test_the_weights_of_an_encoder_and_its_canvas_are_read_layer_by_layer(shared):
+    import sinklens
+
+    folder = shared / "conformance" / "diffusion-gemma"
+    if not folder.exists():
+        pytest.skip("the reference data is absent")
+    model = sinklens.load(folder)
+    with pytest.raises(SettingError, match="W_Q cannot be stacked, because the layers of this model differ"):
+        _ = model.W_Q
+    with pytest.raises(SettingError, match="rotate differently, so there is no single rotation"):
+        model.rotation(1, 0)
+    attn = model.blocks[0].attn
+    assert attn.W_Q.shape[1:] == (model.cfg.d_model, model.cfg.d_head)
+    assert attn.q_norm.w.shape == (model.cfg.d_head,)
