@@ -32,6 +32,7 @@ STUDIES = {
     "budget": ("budget", "Budget"),
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
+    "features": ("features", "Features"),
 }
 
 

@@ -253,8 +253,12 @@ def _names(models: Sequence["Model"]) -> list[str]:
 
 
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each model, the settings that its sampler has; a setting that no model has is an error."""
-    known = [set(find_sampler(model.family_record.sampler).setting_names()) for model in models]
+    """For each model, the settings that its sampler has; a setting that no model has is an error.
+
+    With ``sampler``, all models use that one.
+    """
+    samplers = [settings.get("sampler", model.family_record.sampler) for model in models]
+    known = [{"sampler", *find_sampler(name).setting_names()} for name in samplers]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:

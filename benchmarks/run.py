@@ -179,6 +179,48 @@ def sweeping(pairs: int) -> Iterator[Ratio]:
         yield compare(what, one_at_a_time, all_at_once, pairs)
 
 
+def mapping(pairs: int) -> Iterator[Ratio]:
+    """Every head ablated at every step alone, and the KL of the step: `sweep` ÷ a loop of single passes."""
+    model = sinklens.load("tiny-llada")
+    prompt = held_out(1)[0].prompt
+    base = sinklens.generate(model, prompt, record_sinks=False)
+    places = list(np.ndindex(model.cfg.n_layers, model.cfg.n_heads, base.steps_run))
+
+    def kl(changed: torch.Tensor, plain: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        p, q = plain[where].log_softmax(-1), changed[where].log_softmax(-1)
+        return (p.exp() * (p - q)).sum(-1).mean()
+
+    def swept() -> np.ndarray:
+        each = {
+            place: AblateHeads(layers=[place[0]], heads=[place[1]], steps=[place[2]])
+            for place in places
+        }  # fmt: skip
+        found = sweep(
+            model, prompt, each, metric=lambda out: kl(out.logits, out.base, out.undecided), replay=True, progress=False
+        )
+        return found["metric"].to_numpy()[..., 0]
+
+    @torch.no_grad()
+    def looped() -> np.ndarray:
+        found = np.zeros((model.cfg.n_layers, model.cfg.n_heads, base.steps_run))
+        for step in range(base.steps_run):
+            canvas, where = base.canvas[:, step], base.undecided[:, step]
+            plain = model.tree(canvas)
+            for layer, head in np.ndindex(model.cfg.n_layers, model.cfg.n_heads):
+
+                def ablate(z: torch.Tensor, hook: HookPoint, head: int = head) -> torch.Tensor:
+                    z[:, :, head] = 0
+                    return z
+
+                changed = model.tree.run_with_hooks(canvas, [(f"blocks.{layer}.attn.hook_z", ablate)])
+                found[layer, head, step] = kl(changed, plain, where)
+        return found
+
+    np.testing.assert_allclose(swept(), looped(), atol=1e-4)
+    what = f"{len(places)} one-step ablations, KL of each: sweep(metric=) ÷ a loop of run_with_hooks (tiny-llada)"
+    yield compare(what, swept, looped, pairs)
+
+
 def growing(pairs: int) -> Iterator[Ratio]:
     """Growth of time, memory and files of a recorded run with positions, steps and rows, at tiny-llada's size."""
     model = sinklens.load(random_llada(**TINY))
@@ -282,6 +324,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "smallest": lambda: islice(watching("d_model 64, 2 layers", SMALLEST, [128], pairs), 2),
         "tiny": lambda: watching("tiny-llada's size", TINY, lengths, pairs),
         "sweep": lambda: sweeping(3),
+        "maps": lambda: mapping(3),
         "growth": lambda: growing(3),
         "writing": lambda: writing(pairs),
         "others": lambda: others("d_model 512, 8 layers", MIDDLE, lengths, 5),

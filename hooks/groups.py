@@ -20,10 +20,10 @@ from sinklens.hooks.weights import AttentionWeights, ExpertWeights, HeadNorm, Ml
 class Points(nn.Module):
     """A group of points, one for each row of the table."""
 
-    def __init__(self, specs: Iterable[names.PointSpec], watch: Watch) -> None:
+    def __init__(self, specs: Iterable[names.PointSpec], watch: Watch, kind: type[Point] = Point) -> None:
         super().__init__()
         for spec in specs:
-            setattr(self, spec.name, Point(watch))
+            setattr(self, spec.name, kind(watch))
 
     if TYPE_CHECKING:
 

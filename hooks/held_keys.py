@@ -35,7 +35,7 @@ class Used(NamedTuple):
 
     Attributes:
         key, value: of all columns; keys are rotated.
-        mask: True where a query may see a key, one row for all queries; None if nothing is hidden.
+        mask: True where a query may see a key; without blocks, one row for all queries. None if nothing is hidden.
         counted: queries whose own position is computed and is not padding; None for all.
     """
 
@@ -99,6 +99,8 @@ class HeldKeys:
         self._hides = (~visible).any(dim=2).any(dim=0).tolist()
         self._visible = visible
         self._counted = None if bool(counted.all()) else counted
+        blocks = self._tree.attention_blocks
+        self._blocks = None if blocks is None else blocks.mask(self._real, self.window)
 
     def _base(self) -> Any:
         return self._tree.hf.get_submodule(self._tree.architecture.base)
@@ -146,6 +148,8 @@ class HeldKeys:
         mask = None
         if self._hides[layer]:
             mask = self._visible[:, layer].to(key.device)[:, None, None, :].expand(-1, -1, key.shape[2], -1)
+        if self._blocks is not None:
+            mask = self._blocks.to(key.device) if mask is None else mask & self._blocks.to(key.device)
         counted = self._counted
         if mask is not None and counted is None:
             counted = torch.ones_like(self._real[:, self.window])
@@ -174,7 +178,7 @@ class HeldKeys:
         norm: nn.Module | None = getattr(attn, architecture.k_norm, None) if architecture.k_norm else None
         keys = (raw if norm is None else class_forward(norm, raw)).transpose(1, 2)
         cos, sin = base.rotary_emb(raw, position_ids=self._positions)
-        rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb
         return rotate(keys, keys, cos, sin)[1]
 
     def keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:

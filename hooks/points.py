@@ -119,6 +119,25 @@ class Point(HookPoint):
         return x
 
 
+class SamplerPoint(Point):
+    """A point of the sampler.
+
+    Attributes:
+        reached: the last step in which the sampler came to it; None before that. Samplers differ in the points that
+            they pass, and one that they never pass would otherwise look like one that a step has passed already.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(watch)
+        self.reached: int | None = None
+
+    @property
+    def watched(self) -> bool:
+        """As `Point.watched`; only the sampler asks, when it comes to the point."""
+        self.reached = self.watch.step
+        return super().watched
+
+
 def at(point: Point, value: "Tensor") -> "Tensor":
     """`value`, passed through `point` if the point is watched."""
     return point(value) if point.watched else value

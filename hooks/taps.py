@@ -173,7 +173,7 @@ def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) ->
         heads = output.view(*output.shape[:-1], -1, d_head)
         if held is None:
             return point(heads).reshape(output.shape)
-        return held.project(letter, point.layer(), heads, point).reshape(output.shape)  # type: ignore[arg-type]
+        return held.project(letter, point.layer(), heads, point).reshape(output.shape)
 
     undo.callback(module.register_forward_hook(tap).remove)
 

@@ -31,7 +31,7 @@ from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.offload import device_of
-from sinklens.hooks.points import Point, Watch
+from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.taps import connect, connect_encoder
 
@@ -106,7 +106,7 @@ class HookTree(ModelWeights, HookFront):
         self.disconnected = False
         self._undo = ExitStack()
         self._sampler_specs = _sampler_specs(hf, architecture)
-        self.denoise = Points(self._sampler_specs, self.watch)
+        self.denoise = Points(self._sampler_specs, self.watch, SamplerPoint)
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
         self.hook_embed = Point(self.watch)

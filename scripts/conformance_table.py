@@ -3,22 +3,22 @@
 The reference outputs are read from the folder given as argument, by default ``../shared/conformance`` next to the
 checkout. Differences are the largest absolute ones in float32. Sink scores are computed from the log-sum-exp of fused
 attention and compared with the column sums of the explicit pattern of the same model. A run counts as equal if all of
-its canvases, and so its result, equal the reference's token for token.
+its canvases, and its result, equal the reference's token for token. docs/models.md names the stored runs that are not
+repeated because they show a defect of a reference.
 """
 
-import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import sinklens
+from sinklens.devices.references import ReferenceFolder, StoredRun
+from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_pass, stored_runs
 
 DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "conformance"
-FOLDERS = ("llada-mha", "llada-gqa", "dream-gqa", "mmada")
 HEAD = "| checkpoint | logits | patterns | sink scores | runs equal | canvases equal |\n|---|---|---|---|---|---|"
 
 
@@ -52,51 +52,32 @@ def furthest(found: Tensor, wanted: Tensor) -> float:
     return (found - wanted).abs().max().item()
 
 
-def per_layer(model: sinklens.Model, ids: Tensor, point: str) -> Tensor:
-    """Values of an attention hook point in all layers, [batch, layer, ...]."""
-    names = [f"blocks.{layer}.attn.{point}" for layer in range(model.cfg.n_layers)]
-    _, cache = model.run_with_cache(ids, names_filter=names)
-    return torch.stack([cache[name] for name in names], dim=1)
-
-
-def compare_run(
-    model: sinklens.Model, expected: dict[str, Tensor], number: int, settings: dict[str, Any]
-) -> list[bool]:
-    """Whether each canvas of a run, in the order of steps, and its result equal the reference's."""
-    if "max_new_tokens" in settings:
-        settings["gen_length"] = settings.pop("max_new_tokens")
-    run = sinklens.generate(model, expected[f"gen{number}.prompt"], record_sinks=False, **settings)
-    if f"gen{number}.history" in expected:
-        found, wanted = run.canvas[:, 1:], expected[f"gen{number}.history"]
-    else:
-        found = run.canvas
-        wanted = torch.cat([expected[f"gen{number}.canvas"], expected[f"gen{number}.result"][:, None]], dim=1)
-    if found.shape != wanted.shape:
-        return [False] * wanted.shape[1]
-    return [torch.equal(found[:, step], wanted[:, step]) for step in range(wanted.shape[1])]
-
-
-def measure(folder: Path) -> Row:
+def measure(path: Path) -> Row:
     """Compare one checkpoint."""
-    model, expected = sinklens.load(folder, dtype="float32", device="cpu"), load_file(folder / "expected.safetensors")
-    ids = expected["input_ids"]
+    folder = open_folder(path)
+    model, stored = folder.load(block_length=folder.pass_block_length), stored_pass(folder)
+    layers = range(model.cfg.n_layers)
     with torch.no_grad():
-        logits, patterns = model(ids), per_layer(model, ids, "hook_pattern")
-        sinks = per_layer(model, ids, "hook_sink_scores")
-    runs = [
-        compare_run(model, expected, number, settings)
-        for number, settings in enumerate(json.loads((folder / "expected.json").read_text())["generate"])
-    ]
+        logits = model(stored.ids)
+        _, maps = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_pattern"))
+        _, sums = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_sink_scores"))
+    pairs = [(sums[f"blocks.{layer}.attn.hook_sink_scores"], maps["pattern", layer].sum(dim=2)) for layer in layers]
+    runs = [_equal_canvases(folder, run) for run in stored_runs(folder)]
     return Row(
-        folder.name,
-        furthest(logits, expected["logits"]),
-        furthest(patterns, expected["pattern"]),
-        furthest(sinks, patterns.sum(dim=3)),
+        path.name,
+        furthest(logits, stored.logits),
+        max(furthest(maps["pattern", layer], stored.patterns[layer]) for layer in layers),
+        max(furthest(found, wanted) for found, wanted in pairs),
         len(runs),
         sum(all(run) for run in runs),
         sum(len(run) for run in runs),
         sum(sum(run) for run in runs),
     )
+
+
+def _equal_canvases(folder: ReferenceFolder, stored: StoredRun) -> list[bool]:
+    model = folder.load("cpu", stored.changes, stored.block_length or folder.pass_block_length)
+    return stored.equal(sinklens.generate(model, stored.prompt, record_sinks=False, **stored.settings))
 
 
 def main() -> None:
@@ -106,7 +87,8 @@ def main() -> None:
         sys.exit(f"{root} is not a folder; give the folder that contains {', '.join(FOLDERS)}.")
     print(HEAD)
     for name in FOLDERS:
-        print(measure(root / name), flush=True)
+        if (root / name).is_dir():
+            print(measure(root / name), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jaxtyping
 import pytest
 import torch
+import typechecks  # noqa: F401 — before the package is imported
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever library

@@ -75,6 +75,14 @@ def again(run: Generation, step: int, edits: dict[str, Edit] | None = None) -> P
         return plain_pass(run.model, ids, real, edits)
 
 
+def in_complete_blocks(model: Model, real: Tensor, stop: int) -> Tensor:
+    """Positions whose block ends before `stop`; those of a cut block see keys that are missing there."""
+    if model.block_length is None:
+        return real
+    last = (real.cumsum(dim=1) - 1) // model.block_length * model.block_length + model.block_length - 1
+    return real.long().argmax(dim=1, keepdim=True) + last < stop
+
+
 def add(bias: Tensor) -> Edit:
     """An edit that adds `bias`."""
     return lambda value: value + bias

@@ -6,18 +6,28 @@
 your own is a `Policy` with the method `plan`; `register` gives it a name for the command line.
 """
 
+from sinklens.caching.dkv import DelayedCache
+from sinklens.caching.evict import Evict
 from sinklens.caching.fast_dllm import DualCache, PrefixCache
+from sinklens.caching.refresh import DriftAbove, Refresh, drift
 from sinklens.caching.registry import POLICIES, NoCache, find_policy, register
+from sinklens.caching.sinks import KeepSinks
 from sinklens.sampling.key_cache import History, Keys, Policy
 
 __all__ = [
     "POLICIES",
+    "DelayedCache",
+    "DriftAbove",
     "DualCache",
+    "Evict",
     "History",
+    "KeepSinks",
     "Keys",
     "NoCache",
     "Policy",
     "PrefixCache",
+    "Refresh",
+    "drift",
     "find_policy",
     "register",
 ]

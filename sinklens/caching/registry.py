@@ -13,7 +13,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sinklens.caching.dkv import DelayedCache
+from sinklens.caching.evict import Evict
 from sinklens.caching.fast_dllm import DualCache, PrefixCache
+from sinklens.caching.refresh import Refresh
+from sinklens.caching.sinks import KeepSinks
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.key_cache import History, Policy
 
@@ -29,7 +33,16 @@ class NoCache(Policy):
         return torch.ones_like(history.in_block)
 
 
-POLICIES: dict[str, Maker] = {"none": NoCache, "prefix": PrefixCache, "dual": DualCache}
+POLICIES: dict[str, Maker] = {
+    "none": NoCache,
+    "prefix": PrefixCache,
+    "dual": DualCache,
+    "delayed": DelayedCache,
+    "refresh": lambda every=8: Refresh(every=every),
+    "evict": Evict,
+    "keep-sinks": lambda k=None: KeepSinks(k=k),
+    "drop-sinks": lambda k=None: ~KeepSinks(k=k, others="gone"),
+}
 """Name -> a function that makes the policy, from a number if one follows the name after a colon."""
 
 

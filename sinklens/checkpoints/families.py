@@ -169,8 +169,7 @@ FAMILIES: list[Family] = [
         ("Fast_dLLM_Qwen",),
         "qwen2",
         "fast-dllm-v2",
-        "logits, patterns and greedy canvases equal the reference code's on tiny weights, without its sub-block cache; "
-        "full size built, not run",
+        "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run",
         shift=True,
         required=QWEN_REQUIRED,
         mask_token_id=151665,

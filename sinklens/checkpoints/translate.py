@@ -176,14 +176,19 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def family_named(name: str) -> Family:
-    """The family called `name`.
+    """The family called `name`; a hyphen and an underscore are the same.
 
     Raises:
         CheckpointError: there is no such family.
     """
-    if name not in (family.name for family in FAMILIES):
+    if not any(_same_name(name, family.name) for family in FAMILIES):
         register_installed()
     known = {family.name: family for family in FAMILIES}
-    if name not in known:
+    found = known.get(name) or next((family for family in FAMILIES if _same_name(name, family.name)), None)
+    if found is None:
         raise CheckpointError(f"no family is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
-    return known[name]
+    return found
+
+
+def _same_name(given: str, name: str) -> bool:
+    return given.replace("_", "-") == name.replace("_", "-")

@@ -162,7 +162,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     """`sinklens evaluate`."""
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import Counts
-    from sinklens.evaluation.runner import estimate, evaluate
+    from sinklens.evaluation.runner import Options, estimate, evaluate
 
     _refuse_without_effect(options)
     protocol = _protocol(options)
@@ -172,7 +172,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     )  # fmt: skip
     task = protocol.make_task(options.prompts or options.data)
     _check_limit(task, options.limit)
-    shared: dict[str, Any] = {
+    shared: Options = {
         "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard),
         "load": {"dtype": options.dtype, "device": options.device},
@@ -268,7 +268,8 @@ def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], querie
         raise SinklensError(
             f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."
         )
-    known = {name for sampler in samplers for name in find_sampler(sampler).setting_names()}
+    samplers = [given["sampler"]] if "sampler" in given else samplers
+    known = {"sampler", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
     for name in given:
         if name not in known:
             raise SinklensError(

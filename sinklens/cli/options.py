@@ -6,11 +6,20 @@ from typing import Any, get_args, get_origin
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add a flag for every sampler setting."""
-    from sinklens.sampling.registry import setting_help
+    from sinklens.sampling.registry import SAMPLERS, register_installed, setting_help
     from sinklens.sampling.settings import Settings
+
+    register_installed()
 
     group = command.add_argument_group(
         "sampler settings (which apply depends on the model; defaults of the checkpoint replace those listed here)"
+    )
+    group.add_argument(
+        "--sampler",
+        dest="set_sampler",
+        choices=list(SAMPLERS),
+        metavar="NAME",
+        help=f"another sampler than the model's: {', '.join(SAMPLERS)} (default: the model's)",
     )
     for name, kind in Settings.__annotations__.items():
         text = f"{setting_help(name)}{_default(name)}".replace("%", "%%")
@@ -18,7 +27,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampler settings given on the command line."""
+    """The sampler settings given on the command line, and the sampler."""
     return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
 
 

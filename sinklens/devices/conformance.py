@@ -5,9 +5,7 @@ root mean square of the difference is at most 4 % or 1 % of that of the logits; 
 bfloat16. Patterns: 1e-4 in float32. Canvases of reference runs: token for token, except for tied decisions (runs.py).
 """
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,19 +13,15 @@ from torch import Tensor
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim, NotChecked, near
 from sinklens.devices.parts import Setting
+from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.devices.runs import same_tokens
-from sinklens.model import Model, load
+from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_pass, stored_runs
+from sinklens.model import Model
 from sinklens.tracing import generate
 
 CPU = torch.device("cpu")
 EXACT = 1e-4
 SHARE = {torch.bfloat16: 0.04, torch.float16: 0.01}
-REFERENCES = (
-    "llada-mha",
-    "llada-gqa",
-    "dream-gqa",
-    "mmada",
-)  # folders of reference data in the format read here
 RANDOM = (  # architecture, causal, d_head
     ("llama", False, 64), ("qwen2", False, 32), ("llama", True, 128), ("qwen3", True, 64), ("llama", False, 96),
 )  # fmt: skip
@@ -90,14 +84,15 @@ def _references(setting: Setting) -> Iterator[Claim]:
     if folder is None or not folder.is_dir():
         yield Claim("reference data of the models' own code", _absent)
         return
-    for case in [folder / name for name in REFERENCES[: 1 if setting.small else None]]:
-        if not (case / "expected.safetensors").is_file():
+    for name in list(FOLDERS)[: 1 if setting.small else None]:
+        if not (folder / name / "expected.safetensors").is_file():
             continue
-        yield Claim(f"{case.name}: logits and patterns of the reference code", lambda case=case: _single(case, setting))  # type: ignore[misc]
-        for number, given in enumerate(_runs(case)[: 0 if setting.small else None]):
+        case = open_folder(folder / name)
+        yield Claim(f"{name}: logits and patterns of the reference code", lambda case=case: _single(case, setting))  # type: ignore[misc]
+        for stored in stored_runs(case)[: 0 if setting.small else None]:
             yield Claim(
-                f"{case.name}: canvases of reference run {number}, token for token",
-                lambda case=case, number=number, given=given: _run(case, number, given, setting),  # type: ignore[misc]
+                f"{name}: canvases of reference run {stored.number}, token for token",
+                lambda case=case, stored=stored: _run(case, stored, setting),  # type: ignore[misc]
             )
 
 
@@ -105,40 +100,29 @@ def _absent() -> str:
     raise NotChecked("no folder of reference data; pass one with --conformance FOLDER")
 
 
-def _expected(case: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(case / "expected.safetensors")
-
-
-def _runs(case: Path) -> list[dict]:
-    """Settings of the reference runs."""
-    return json.loads((case / "expected.json").read_text())["generate"]
-
-
-def _single(case: Path, setting: Setting) -> str:
-    model, expected = load(case, device=setting.device, dtype=torch.float32), _expected(case)
+def _single(case: ReferenceFolder, setting: Setting) -> str:
+    model, stored = case.load(setting.device, block_length=case.pass_block_length), stored_pass(case)
     with torch.no_grad():
-        ids = expected["input_ids"].to(setting.device)
+        ids = stored.ids.to(setting.device)
         logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
-    patterns = torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
-    difference = near(logits, expected["logits"], EXACT)
-    return f"logits: {difference}; patterns: {near(patterns, expected['pattern'], EXACT)}"
+    difference = near(logits, stored.logits, EXACT)
+    for layer, pattern in enumerate(stored.patterns):
+        patterns = near(cache["pattern", layer], pattern, EXACT)
+    return f"logits: {difference}; patterns of the last layer: {patterns}"
 
 
-def _run(case: Path, number: int, given: dict, setting: Setting) -> str:
-    model, expected = load(case, device=setting.device, dtype=torch.float32), _expected(case)
-    settings = dict(given)
-    if "max_new_tokens" in settings:
-        settings["gen_length"] = settings.pop("max_new_tokens")
-    run = generate(model, expected[f"gen{number}.prompt"], progress=False, **settings)
-    after = f"gen{number}.history" in expected  # Dream's reference keeps the canvas after each step
-    found = run.canvas[:, 1:] if after else run.canvas[:, :-1]
-    wanted = expected[f"gen{number}.history" if after else f"gen{number}.canvas"]
-    if torch.equal(found, wanted):
-        return f"{found.shape[1]} steps"
-    on_cpu = load(case, device=CPU, dtype=torch.float32)
-    return same_tokens(on_cpu, model, expected[f"gen{number}.prompt"], settings)
+def _run(case: ReferenceFolder, stored: StoredRun, setting: Setting) -> str:
+    block_length = stored.block_length or case.pass_block_length
+    model = case.load(setting.device, stored.changes, block_length)
+    run = generate(model, stored.prompt, progress=False, **stored.settings)
+    equal = stored.equal(run)
+    if all(equal):
+        return f"{len(equal) - 1} passes"
+    assert model.family_record.masked, (
+        f"{equal.count(False)} of {len(equal)} canvases differ; ties are not examined on a canvas of random tokens"
+    )
+    on_cpu = case.load(CPU, stored.changes, block_length)
+    return same_tokens(on_cpu, model, stored.prompt, stored.settings)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -31,7 +31,8 @@ def claims(setting: Setting) -> Iterator[Claim]:
     """Runs compared with the CPU's, then determinism."""
     cases = _cases(setting.small)
     for what, make, given in cases:
-        yield Claim(f"{what}: the tokens of the CPU's run", lambda make=make, given=given: _same(make, given, setting))  # type: ignore[misc]
+        yield Claim(f"{what}: the tokens of the CPU's run", lambda make=make, given=given: _same(make, given, setting))
+        # type: ignore[misc]
     _, make, given = cases[0]
     yield Claim("a run without recorded sinks: the tokens of the recorded run", lambda: _unrecorded(make, setting))
     yield Claim("the same run twice: canvases and sink scores, bit for bit", lambda: _twice(make, given, setting))
@@ -111,7 +112,8 @@ def _logits(model: Model, prompt: Any, given: dict[str, Any], run: Generation, s
         if hook.step == step:
             kept[step] = value.detach().cpu().double()
 
-    _run(model, prompt, replay=run, hooks=[("denoise.hook_logits", keep)], record_sinks=False, **given)
+    hooks = [*given.get("hooks", ()), ("denoise.hook_logits", keep)]
+    _run(model, prompt, replay=run, record_sinks=False, **given | {"hooks": hooks})
     return kept[step]
 
 

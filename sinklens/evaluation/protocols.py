@@ -17,6 +17,7 @@ from typing import Any
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling import SAMPLERS
+from sinklens.sampling.registry import find_sampler
 from sinklens.tasks import NAMES, Task, find_task
 
 
@@ -29,6 +30,7 @@ class EvalProtocol:
         task: name of the task; see `sinklens.tasks.find_task`.
         settings: settings of each sampler ("llada", "dream", "autoregressive"); omitted ones come from the checkpoint
             or the sampler's defaults.
+        sampler: the sampler that generates; None for that of each model's family.
         shots, extractor: settings of the task, if it has them; None for the task's defaults.
         chat_template: apply the tokenizer's chat template to the prompt.
         note: the source of the settings, and which are our choice; not part of the hash.
@@ -41,18 +43,20 @@ class EvalProtocol:
     extractor: str | None = None
     chat_template: bool = False
     note: str = ""
+    sampler: str | None = None
 
     @property
     def what(self) -> dict[str, Any]:
         """Everything that can change a score, as plain JSON values."""
         settings = {sampler: dict(given) for sampler, given in sorted(self.settings.items())}
-        return {
+        found = {
             "task": self.task,
             "settings": settings,
             "shots": self.shots,
             "extractor": self.extractor,
             "chat_template": self.chat_template,
         }
+        return found if self.sampler is None else found | {"sampler": self.sampler}
 
     @property
     def hash(self) -> str:
@@ -62,6 +66,10 @@ class EvalProtocol:
     def of(self, sampler: str) -> dict[str, Any]:
         """The settings for one kind of sampler."""
         return dict(self.settings.get(sampler, {}))
+
+    def given(self, family_sampler: str) -> dict[str, Any]:
+        """The settings of a run, for a model whose family's sampler is `family_sampler`."""
+        return self.of(family_sampler) if self.sampler is None else {"sampler": self.sampler, **self.of(self.sampler)}
 
     def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
         """Make the task with these settings.
@@ -75,11 +83,13 @@ class EvalProtocol:
         return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor, examples=examples)  # type: ignore[arg-type]
 
     def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
-        """A copy with some settings replaced, for each sampler that has them.
+        """A copy with some settings replaced, for each sampler that has them; ``sampler`` chooses the sampler.
 
         Raises:
-            SettingError: a setting that no sampler has.
+            SettingError: a setting that no sampler has, or an unknown sampler.
         """
+        chosen = find_sampler(given["sampler"]).name if "sampler" in given else self.sampler
+        given = {name: value for name, value in given.items() if name != "sampler"}
         known = {name: set(sampler.setting_names()) for name, sampler in SAMPLERS.items()}
         everything = sorted(set().union(*known.values()))
         for name in given:
@@ -91,7 +101,8 @@ class EvalProtocol:
             sampler: self.of(sampler) | {name: value for name, value in given.items() if name in names}
             for sampler, names in known.items()
         }
-        return replace(self, settings={sampler: settings for sampler, settings in merged.items() if settings})
+        settings = {sampler: settings for sampler, settings in merged.items() if settings}
+        return replace(self, settings=settings, sampler=chosen)
 
 
 _STUDY = (

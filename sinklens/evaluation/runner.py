@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 from sinklens.errors import LedgerError, SettingError
 from sinklens.evaluation.conditions import Condition
@@ -88,20 +88,105 @@ class InProcess:
 Report = Callable[[Condition, int, int], None]
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `evaluate` and `estimate` that say what to evaluate; see `Evaluation`."""
+
+    task: Task | None
+    limit: int | None
+    batch: int
+    seed: int
+    shard: tuple[int, int]
+    load: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A request: what `evaluate` runs and `estimate` costs.
+
+    Attributes:
+        model: the model, as `sinklens.load` takes it.
+        protocol: the evaluation protocol, or the name of a protocol or task.
+        conditions: interventions to compare.
+        ledger: folder of the records.
+        task: the protocol's task, read from local files; by default `EvalProtocol.make_task`.
+        limit: evaluate only the first `limit` samples.
+        batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set, since rows
+            that wait for others would see more steps than alone.
+        seed: for sampling; the same for every condition.
+        shard: (index, number of shards): evaluate every n-th sample and write to a separate file.
+        load: keyword arguments of `sinklens.load`.
+    """
+
+    model: Any
+    protocol: EvalProtocol | str
+    conditions: Sequence[Condition]
+    ledger: str | Path
+    task: Task | None = None
+    limit: int | None = None
+    batch: int = 25
+    seed: int = 0
+    shard: tuple[int, int] = (0, 1)
+    load: dict[str, Any] | None = None
+
+    def job(self) -> Job:
+        """What an engine needs.
+
+        Raises:
+            SettingError: the task is not the protocol's.
+        """
+        protocol = find_protocol(self.protocol) if isinstance(self.protocol, str) else self.protocol
+        task = self.task or protocol.make_task()
+        if task.name != protocol.task:
+            raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
+        return Job(self.model, self.load or {}, task, protocol, self.seed)
+
+    def check(self) -> None:
+        """Reject a shard, a batch or conditions that cannot be evaluated.
+
+        Raises:
+            SettingError: one of them.
+        """
+        number, parts = self.shard
+        if parts < 1:
+            raise SettingError(f"the number of shards must be at least 1; got {parts}.")
+        if not 0 <= number < parts:
+            raise SettingError(f"{parts} shards are numbered 0 to {parts - 1}; got {number}.")
+        if self.batch < 1:
+            raise SettingError(f"batch must be at least 1 sample; got {self.batch}.")
+        names = [condition.name for condition in self.conditions]
+        if not names or len(set(names)) < len(names):
+            raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
+
+    def samples(self, task: Task) -> list[Sample]:
+        """The samples of this shard.
+
+        Raises:
+            SettingError: there are none, or two share an id.
+        """
+        number, parts = self.shard
+        samples = list(task.samples(self.limit))[number::parts]
+        repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
+        if repeated is not None:
+            raise SettingError(
+                f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique."
+            )
+        if not samples:
+            raise SettingError(
+                f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise "
+                f"limit."
+            )
+        return samples
+
+
 def evaluate(
     model: Any,
     protocol: EvalProtocol | str,
     conditions: Sequence[Condition],
     ledger: str | Path,
     *,
-    task: Task | None = None,
-    limit: int | None = None,
-    batch: int = 25,
-    seed: int = 0,
-    shard: tuple[int, int] = (0, 1),
     engine: Engine | None = None,
-    load: dict[str, Any] | None = None,
     progress: Report | None = None,
+    **options: Unpack[Options],
 ) -> list[LedgerRun]:
     """Evaluate a model on a task under each condition.
 
@@ -110,15 +195,9 @@ def evaluate(
         protocol: the evaluation protocol, or the name of a protocol or task.
         conditions: interventions to compare, e.g. ``masking([0, 1, 5, 10], controls=["random"])``.
         ledger: folder of the records; samples that have a record there are skipped.
-        task: the protocol's task, read from local files; by default `EvalProtocol.make_task`.
-        limit: evaluate only the first `limit` samples.
-        batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set, since rows
-            that wait for others would see more steps than alone.
-        seed: for sampling; the same for every condition.
-        shard: (index, number of shards): evaluate every n-th sample and write to a separate file.
         engine: runs the batches; None for this process.
-        load: keyword arguments of `sinklens.load`.
         progress: called with a condition, its number of finished samples and its total.
+        **options: ``task``, ``limit``, ``batch``, ``seed``, ``shard`` and ``load``; see `Evaluation`.
 
     Returns:
         The ledger's run of each condition.
@@ -129,9 +208,9 @@ def evaluate(
         SettingError: there is no sample or no condition, or the shard does not exist.
     """
     engine = engine or InProcess()
-    plan = _plan(model, protocol, conditions, Path(ledger), task, limit, batch, seed, shard, load, engine)
+    plan = _plan(Evaluation(model, protocol, conditions, ledger, **options), engine)
     with ExitStack() as stack:
-        writers = [stack.enter_context(Writer(run.begin(), shard[0])) for run in plan.runs]
+        writers = [stack.enter_context(Writer(run.begin(), plan.request.shard[0])) for run in plan.runs]
         work = plan.missing()  # after locking: no other process is writing these shards
         done = plan.finished()
         _report(plan, done, progress)
@@ -173,20 +252,14 @@ def estimate(
     protocol: EvalProtocol | str,
     conditions: Sequence[Condition],
     ledger: str | Path,
-    *,
-    task: Task | None = None,
-    limit: int | None = None,
-    batch: int = 25,
-    seed: int = 0,
-    shard: tuple[int, int] = (0, 1),
-    load: dict[str, Any] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Estimate the cost of `evaluate` with the same arguments by running two batches of medium length; writes nothing.
 
     The batches run under the first and the last condition that have units left, each after a one-row warm-up run.
     """
     engine = InProcess()
-    plan = _plan(model, protocol, conditions, Path(ledger), task, limit, batch, seed, shard, load, engine)
+    plan = _plan(Evaluation(model, protocol, conditions, ledger, **options), engine)
     work = plan.missing()
     if not work:
         return Estimate(0, 0, 0, 0.0, 0)
@@ -196,9 +269,9 @@ def estimate(
     left = [part for part in (_batches_of(work, condition) for condition in conditions) if part]
     for part in (left[0], left[-1]) if len(left) > 1 else left:
         sample = part[len(part) // 2]
-        carry_out(loaded, job.task, job.protocol, Batch(sample.condition, sample.samples[:1]), seed)
+        carry_out(loaded, job.task, job.protocol, Batch(sample.condition, sample.samples[:1]), job.seed)
         started = time.perf_counter()
-        records = carry_out(loaded, job.task, job.protocol, sample, seed)
+        records = carry_out(loaded, job.task, job.protocol, sample, job.seed)
         seconds.append((time.perf_counter() - started) / len(records))
         measured += records
     units = sum(len(one.samples) for one in work)
@@ -216,14 +289,13 @@ def estimate(
 class _Plan:
     """An evaluation before it starts."""
 
+    request: Evaluation
     job: Job
-    conditions: Sequence[Condition]
     samples: list[Sample]
     runs: list[LedgerRun]
-    batch: int
 
     def place(self, condition: Condition) -> int:
-        return next(place for place, planned in enumerate(self.conditions) if planned == condition)
+        return next(place for place, planned in enumerate(self.request.conditions) if planned == condition)
 
     def finished(self) -> list[int]:
         """The number of samples with a record on disk, for each condition."""
@@ -233,61 +305,29 @@ class _Plan:
     def missing(self) -> list[Batch]:
         """Units without a record, condition by condition."""
         found: list[Batch] = []
-        for condition, run in zip(self.conditions, self.runs, strict=True):
+        for condition, run in zip(self.request.conditions, self.runs, strict=True):
             done = {str(record["sample"]): record for record in run.records()}
             for sample in self.samples:
                 if sample.id in done:
                     _check_same(sample, done[sample.id], run)
             left = [sample for sample in self.samples if sample.id not in done]
             waits = run.what["settings"].get("threshold") is not None  # and interventions would see these steps
-            found += batches(condition, left, 1 if waits and condition.hooks else self.batch)
+            found += batches(condition, left, 1 if waits and condition.hooks else self.request.batch)
         return found
 
 
 def _report(plan: "_Plan", done: Sequence[int], progress: Report | None) -> None:
     if progress is not None:
-        for condition, number in zip(plan.conditions, done, strict=True):
+        for condition, number in zip(plan.request.conditions, done, strict=True):
             progress(condition, number, len(plan.samples))
 
 
-def _plan(
-    model: Any,
-    protocol: EvalProtocol | str,
-    conditions: Sequence[Condition],
-    ledger: Path,
-    task: Task | None,
-    limit: int | None,
-    batch: int,
-    seed: int,
-    shard: tuple[int, int],
-    load: dict[str, Any] | None,
-    engine: Engine,
-) -> _Plan:
-    protocol = find_protocol(protocol) if isinstance(protocol, str) else protocol
-    task = task or protocol.make_task()
-    if task.name != protocol.task:
-        raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
-    number, parts = shard
-    if parts < 1:
-        raise SettingError(f"the number of shards must be at least 1; got {parts}.")
-    if not 0 <= number < parts:
-        raise SettingError(f"{parts} shards are numbered 0 to {parts - 1}; got {number}.")
-    if batch < 1:
-        raise SettingError(f"batch must be at least 1 sample; got {batch}.")
-    names = [condition.name for condition in conditions]
-    if not names or len(set(names)) < len(names):
-        raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
-    samples = list(task.samples(limit))[number::parts]
-    repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
-    if repeated is not None:
-        raise SettingError(f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique.")
-    if not samples:
-        raise SettingError(
-            f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit."
-        )
-    job = Job(model, load or {}, task, protocol, seed)
-    runs = [LedgerRun.of(ledger, what) for what in engine.identities(job, conditions)]
-    return _Plan(job, conditions, samples, runs, batch)
+def _plan(request: Evaluation, engine: Engine) -> _Plan:
+    request.check()
+    job = request.job()
+    samples = request.samples(job.task)
+    runs = [LedgerRun.of(Path(request.ledger), what) for what in engine.identities(job, request.conditions)]
+    return _Plan(request, job, samples, runs)
 
 
 def _check_same(sample: Sample, record: Record, run: LedgerRun) -> None:

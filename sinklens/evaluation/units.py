@@ -93,7 +93,7 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: EvalPro
         PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that the
             model cannot generate; nothing has been written yet.
     """
-    settings = settings_for(model, protocol.of(model.family_record.sampler))
+    settings = settings_for(model, protocol.given(model.family_record.sampler))
     given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
     if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
         raise PromptError(
@@ -108,7 +108,7 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: EvalPro
         if Path(model.name).is_dir()
         else model.name,  # independent of the location
         "family": model.family,
-        "sampler": model.family_record.sampler,
+        "sampler": protocol.sampler or model.family_record.sampler,
         "revision": model.checkpoint.revision or "",
         "weights": model.fingerprint,
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
@@ -142,7 +142,7 @@ def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, 
 
     def run_with(hooks: Sequence[Intervention]) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
-        settings: dict[str, Any] = protocol.of(model.family_record.sampler)
+        settings: dict[str, Any] = protocol.given(model.family_record.sampler)
         return generate(model, prompts, seed=seed, hooks=hooks, progress=False, **settings)
 
     def unmasked() -> SinkTrack:

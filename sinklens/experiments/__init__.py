@@ -2,9 +2,10 @@
 
 `compare` and `effect` compare two runs; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step; `write_attribution` splits a score over its writers; `path_across_steps`,
-`edge_attribution` and `path_patching_effects` measure single edges; `head_outputs`, `donors` and `difference_of_means`
-collect outputs, matched values and directions from runs of other prompts, for ablating, resampling and steering.
+reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `write_attribution` splits
+a score over its writers; `path_across_steps`, `edge_attribution` and `path_patching_effects` measure single
+edges; `head_outputs`, `donors` and `difference_of_means` collect outputs, matched values and directions from runs of
+other prompts, for ablating, resampling and steering.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects
@@ -13,9 +14,11 @@ from sinklens.experiments.comparison import Effect, attention_to, compare, effec
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.lens_training import train_tuned_lens
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.sweeps import sweep
+from sinklens.experiments.tuned_lens import TunedLens
 from sinklens.experiments.writers import write_attribution
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "Edge",
     "Effect",
     "LogitLens",
+    "TunedLens",
     "agreement",
     "attention_to",
     "attribution_patching",
@@ -40,5 +44,6 @@ __all__ = [
     "path_patching_effects",
     "strongest_edges",
     "sweep",
+    "train_tuned_lens",
     "write_attribution",
 ]

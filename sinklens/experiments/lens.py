@@ -12,7 +12,8 @@ nothing is read.
 streams during a run and so sees the edits of its hooks. Under guidance both read the conditional rows.
 
 Limitation: the final norm and unembedding were trained on the last layer only, and early layers may represent tokens in
-other directions (Belrose et al., 2303.08112). If a reading does not name a token, the stream may still encode it.
+other directions (Belrose et al., 2303.08112). If a reading does not name a token, the stream may still encode it. A
+tuned lens (tuned_lens.py), passed as ``lens=``, moves the streams to the last layer's directions first.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import of_step
+from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
 
@@ -46,6 +48,7 @@ def logit_lens(
     positions: Sequence[int] | None = None,
     row: int = 0,
     top_k: int = 5,
+    lens: TunedLens | None = None,
 ) -> xr.Dataset:
     """Read every step of a run through the logit lens, p = softmax(W_U · norm(resid_post)), one pass per step.
 
@@ -60,6 +63,7 @@ def logit_lens(
             applied only there.
         row: row of the batch.
         top_k: number of tokens kept, most probable first.
+        lens: a tuned lens, whose maps are applied to the streams first.
 
     Returns:
         A Dataset over ``step``, ``layer``, ``pos`` and ``rank``, with ``token`` [step, layer, pos, rank], its
@@ -79,6 +83,8 @@ def logit_lens(
             f"the run is of {run.model.name}, and {model.name} has another family or vocabulary; pass the model that "
             f"made the run."
         )
+    if lens is not None:
+        lens.check(model)
     row = within("row", [row], len(run.canvas))[0]
     chosen, places = within("layer", layers, model.cfg.n_layers), place_mask(positions, run.real[[row]])[0]
     points = [f"blocks.{layer}.hook_resid_post" for layer in chosen]
@@ -86,7 +92,7 @@ def logit_lens(
     def streams(step: int, sources: Tensor) -> list[Tensor]:
         ids, real = of_step(run, step)
         seen = model.tree.peek(ids[[row]], real[[row]], points)
-        return [seen[name][0, sources.to(seen[name].device)] for name in points]
+        return _moved(lens, run, row, step, chosen, [seen[name][0, sources.to(seen[name].device)] for name in points])
 
     request = _Request(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)
     return _dataset(model, run, request, streams)
@@ -120,7 +126,7 @@ class LogitLens(Intervention):
             raise SettingError("LogitLens reads a run; use it in sinklens.trace or sinklens.generate.")
         _check_top_k(model, self.top_k)
         layers, in_step = self.chosen_layers(model), self.step_test(run)
-        wanted = _sources(model, run.real, place_mask(self.positions, run.real))
+        wanted = streams_before(model, run.real, place_mask(self.positions, run.real))
         text: dict[int, Tensor] = {}  # by layer: the streams of all tokens, since a cached pass computes only new ones
         self.kept.clear()
 
@@ -135,8 +141,13 @@ class LogitLens(Intervention):
 
         return [(f"blocks.{layer}.hook_resid_post", keep) for layer in layers]
 
-    def read(self, run: "Generation", row: int = 0) -> xr.Dataset:
+    def read(self, run: "Generation", row: int = 0, lens: TunedLens | None = None) -> xr.Dataset:
         """Returns what `logit_lens` returns, for the streams collected in `run`, in whose hooks this lens was listed.
+
+        Args:
+            run: the run.
+            row: row of the batch.
+            lens: a tuned lens, whose maps are applied to the streams first.
 
         Raises:
             SettingError: nothing was kept, a row that does not exist, or streams of another run.
@@ -144,16 +155,18 @@ class LogitLens(Intervention):
         steps = sorted({step for step, _ in self.kept if step < run.steps_run})
         if not steps:
             raise SettingError("the lens holds no step; list it in hooks= of the run, with steps that the run reaches.")
+        if lens is not None:
+            lens.check(run.model)
         layers, row = sorted({layer for _, layer in self.kept}), within("row", [row], len(run.canvas))[0]
         places = place_mask(self.positions, run.real)
-        wanted = _sources(run.model, run.real, places)
+        wanted = streams_before(run.model, run.real, places)
 
         def streams(step: int, sources: Tensor) -> list[Tensor]:
             here = wanted[:, : of_step(run, step).ids.shape[1]]
             if self.kept[step, layers[0]].shape != (int(here.sum()), run.model.cfg.d_model):
                 raise SettingError("the lens holds streams of another run; read it before the next run begins.")
             index = here.flatten().cumsum(0).view(here.shape)[row, sources] - 1
-            return [self.kept[step, layer][index] for layer in layers]
+            return _moved(lens, run, row, step, layers, [self.kept[step, layer][index] for layer in layers])
 
         return _dataset(run.model, run, _Request(row, steps, layers, places[row] & run.real[row], self.top_k), streams)
 
@@ -188,7 +201,7 @@ def _before(model: "Model") -> int:
     return int(model.family_record.shift or model.family_record.causal)
 
 
-def _sources(
+def streams_before(
     model: "Model", real: Bool[Tensor, "batch pos"], places: Bool[Tensor, "batch pos"]
 ) -> Bool[Tensor, "batch pos"]:
     """True at the streams that predict the tokens at `places`; for a row's first token, at the token itself."""
@@ -229,6 +242,25 @@ def _dataset(
     return xr.Dataset(data, coords, {"model": model.name, "row": request.row, "prompt_length": run.prompt_length})
 
 
+def log_probabilities(model: "Model", stream: Float[Tensor, "place d_model"]) -> Float[Tensor, "place vocab"]:
+    """log softmax(W_U · norm(stream)), without calling hooks."""
+    model.tree.watch.peeked = {}  # hooks on the norm's points are not called
+    try:
+        return model.tree.head(model.tree.ln_final(stream)).float().log_softmax(dim=-1)
+    finally:
+        model.tree.watch.peeked = None
+
+
+def _moved(
+    lens: TunedLens | None, run: "Generation", row: int, step: int, layers: Sequence[int], streams: list[Tensor]
+) -> list[Tensor]:
+    """The streams of a step, by layer, as the tuned lens moves them; unchanged without one."""
+    if lens is None:
+        return streams
+    share = float(masked_share(run)[row, step])
+    return [lens.translate(stream, layer, share) for layer, stream in zip(layers, streams, strict=True)]
+
+
 @torch.no_grad()
 def _read(model: "Model", stream: Float[Tensor, "pos d_model"], final: Int[Tensor, " pos"], top_k: int) -> _Reading:
     """The lens at every position of `stream`, whose final tokens are `final` (-1 where the run left no token)."""
@@ -236,11 +268,7 @@ def _read(model: "Model", stream: Float[Tensor, "pos d_model"], final: Int[Tenso
     size = max(1, CHUNK // model.cfg.d_vocab)
     for start in range(0, max(1, len(stream)), size):
         part, token = (value[start : start + size].to(model.cfg.device) for value in (stream, final))
-        model.tree.watch.peeked = {}  # hooks on the norm's points are not called
-        try:
-            logs = model.tree.head(model.tree.ln_final(part)).float().log_softmax(dim=-1)
-        finally:
-            model.tree.watch.peeked = None
+        logs = log_probabilities(model, part)
         final_log, top = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1)
         entropy, exists = torch.special.entr(logs.exp()).sum(dim=-1), token >= 0
         probability, rank = (

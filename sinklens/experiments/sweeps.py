@@ -17,21 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xarray as xr
 from torch import Tensor
 
 from sinklens.atomic import atomic_write
-from sinklens.errors import HookFunctionError, SettingError
+from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
-from sinklens.hooks import names
-from sinklens.hooks.points import Point
+from sinklens.experiments.metrics import Metric, Place, Work, named_places
+from sinklens.experiments.stacking import Stacked
 from sinklens.identity import fingerprint
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext
+from sinklens.runs.intervention import Intervention
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
 from sinklens.sampling import AutoregressiveSettings, SamplerSettings, settings_for
@@ -46,8 +45,9 @@ Group = dict[str, list[Any]]
 def sweep(
     model: Any,
     prompts: Prompt,
-    interventions: "Mapping[str, Hooks]",
+    interventions: "Mapping[Place, Hooks]",
     *,
+    metric: Metric | None = None,
     replay: bool = False,
     memory_gb: float | int = 2.0,
     rows: int | None = None,
@@ -62,7 +62,11 @@ def sweep(
     Args:
         model: anything that `sinklens.load` accepts.
         prompts: one or several, as in `sinklens.generate`.
-        interventions: name -> intervention, or list of interventions and (name, function) pairs.
+        interventions: name -> intervention, or list of interventions and (name, function) pairs. With `metric`, a name
+            may also be a place, ``(layer, head)`` or ``(layer, head, step)``.
+        metric: a function of a step's logits and canvas, `StepOutput` -> one number per prompt. The result is then
+            ``metric`` and nothing else. Under replay a diffusion model runs only the steps that the interventions name,
+            where these act on each step alone (`Intervention.within_step`).
         replay: force the base run's canvas at every step, to isolate each step's effect; adds ``kl`` and the other
             per-step measures of `compare`. Answers and canvases are then always the base run's.
         memory_gb: budget for everything a pass holds besides the weights, in 10⁹ bytes; see `bytes_per_row`.
@@ -74,11 +78,14 @@ def sweep(
 
     Returns:
         [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and the measures of `compare`; for
-        an intervention that makes the canvas longer only those of answers, NaN elsewhere.
+        an intervention that makes the canvas longer only those of answers, NaN elsewhere. With `metric`: ``metric``
+        [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
+        are places, [layer, head, prompt, step] or [layer, head, step, prompt].
 
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
-            under replay, or, with `out`, an intervention that cannot be fingerprinted.
+            under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out`, or a metric
+            that does not return one number per prompt.
     """
     model = load(model)
     listed = {
@@ -92,12 +99,19 @@ def sweep(
         raise SettingError(
             f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
         )
+    places = named_places(listed, metric is not None)
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
         raise SettingError(f"rows, the number of rows per pass, must be at least 1; got {limit}.")
     size = min(len(prompts), limit)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    if metric is not None:
+        if out is not None:
+            raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
+        shared = Work(work.start, listed, metric, limit)
+        parts = [shared.measure(batch, size * number, replay) for number, batch in enumerate(batches)]
+        return places.shaped(xr.concat(parts, dim="prompt", join="outer"))
     groups = _groups(listed, max(1, limit // size))
     parts: list[list[xr.Dataset]] = [[] for _ in batches]
     base = None
@@ -203,11 +217,12 @@ class _Sweep:
     def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
         """The run without interventions; keeps its logits under replay."""
         kept = MaskedLogits()
-        denoising = self._denoising(batch, [kept] if self._replay else [], None, 1)
+        denoising = self.start(batch, [kept] if self._replay else [], None, 1)
         denoising.carry_out()
         return denoising.result(), kept
 
-    def _denoising(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
+    def start(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
+        """A run that has not begun."""
         request = RunRequest(
             prompt=batch, settings=self._given, seed=self._seed, chat_template=self._template, hooks=hooks,
             record_sinks=False, replay=replay, progress=False, copies=copies,
@@ -220,7 +235,7 @@ class _Sweep:
         kept = MaskedLogits()
         hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
         repeated = base.canvas.repeat(len(group), 1, 1) if self._replay else None
-        denoising = self._denoising(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
+        denoising = self.start(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
         denoising.carry_out()
         result = denoising.result()
         found = []
@@ -289,75 +304,3 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
         row_of = (run.undecided[:, step] & run.real).nonzero()[:, 0]
         found[step] = values[(row_of >= rows.start) & (row_of < rows.stop)]
     return found
-
-
-class Stacked(Intervention):
-    """Several interventions in one run, each on its rows: the first on the first ``rows / count``, and so on.
-
-    Args:
-        listed: for each part of the batch, its interventions and (name, function) pairs.
-    """
-
-    def __init__(self, listed: Sequence[Sequence[Any]]) -> None:
-        super().__init__()
-        object.__setattr__(self, "listed", listed)
-
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`.
-
-        Raises:
-            SettingError: in a single pass, or if the rows do not divide evenly.
-        """
-        listed: Sequence[Sequence[Any]] = self.__dict__["listed"]
-        if run is None or len(run.real) % len(listed):
-            raise SettingError(
-                f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
-                f"{'a single pass' if run is None else len(run.real)}."
-            )
-        count = len(run.real) // len(listed)
-        known, layers = model.hook_names(), model.cfg.n_layers
-        by_point: dict[str, list[list[HookFunction]]] = {}
-        for number, hooks in enumerate(listed):
-            rows = slice(number * count, (number + 1) * count)
-            context = replace(run, real=run.real[rows], row_keys=run.row_keys[rows])
-            for entry in hooks:
-                pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
-                for name, function in pairs:
-                    for point in names.select(name, known, layers):
-                        by_point.setdefault(point, [[] for _ in listed])[number].append(function)
-        return [(point, _on_rows(functions, count)) for point, functions in by_point.items()]
-
-
-def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:
-    """One hook function that calls each list of functions on its rows."""
-
-    def call(value: Tensor, hook: Point) -> Tensor | None:
-        parts, changed = [], False
-        for number, listed in enumerate(functions):
-            part = value[number * count : (number + 1) * count]
-            for function in listed:
-                returned = function(part, hook=hook)
-                if returned is not None:
-                    _check_rows(returned, part, function, hook)
-                    part, changed = returned, True
-            parts.append(part)
-        if not changed:
-            return None
-        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        return torch.cat([part.expand(-1, *longest) for part in parts])
-
-    return call
-
-
-def _check_rows(returned: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
-    """Check that a function's result for its rows can be combined with the other rows.
-
-    Raises:
-        HookFunctionError: the result is not a tensor, or has another number of rows or axes.
-    """
-    if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
-        got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
-        raise HookFunctionError(
-            f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step {hook.step}) got a "
-            f"value of shape {list(part.shape)} and returned {got}; return the same shape, or None to change nothing."
-        )

@@ -1,13 +1,15 @@
 """Features: sparse autoencoders (SAEs) in a run.
 
 `load_sae` reads an SAE in SAELens's format; `SpliceSAE` replaces an activation by its reconstruction and ablates or
-clamps features; `collect` writes activations of runs to disk, `train` trains an SAE on them, and `assess` says how good
-it is at masked and at decided positions. Any object with ``encode`` and ``decode`` is an SAE.
+clamps features; `read_features` says which fire where in a run; `collect` writes activations of runs to disk, `train`
+trains an SAE on them, and `assess` says how good it is at masked and at decided positions. Any object with ``encode``
+and ``decode`` is an SAE.
 """
 
 from sinklens.features.assessing import assess
 from sinklens.features.autoencoder import SAE, SparseAutoencoder
 from sinklens.features.collecting import collect
+from sinklens.features.reading import read_features
 from sinklens.features.saelens import load_sae, save_sae, shipped_saes
 from sinklens.features.splice import SpliceSAE
 from sinklens.features.store import ActivationStore
@@ -23,6 +25,7 @@ __all__ = [
     "assess",
     "collect",
     "load_sae",
+    "read_features",
     "save_sae",
     "shipped_saes",
     "train",

@@ -147,7 +147,7 @@ class _Moments(Intervention):
     @property
     def sums(self) -> dict[str, Any]:
         """The sums of the last run."""
-        return self._sums  # type: ignore[attr-defined, no-any-return]
+        return self._sums  # type: ignore[attr-defined]
 
     @property
     def count(self) -> int:

@@ -44,7 +44,7 @@ def collect(
     to: str | Path,
     *,
     scope: Scope = "all",
-    steps: Sequence[int] | None = None,
+    only_steps: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     detector: Detector | None = None,
     layers: Sequence[int] | None = None,
@@ -64,7 +64,8 @@ def collect(
         point: a point with a vector at each position; heads are flattened.
         to: path of the store, a new folder or that of an interrupted call with the same arguments.
         scope: states of the positions that are kept: "all", or one or several of "prompt", "masked" and "decided".
-        steps, positions: indices, as in every intervention; None means all.
+        only_steps, positions: indices, as ``steps=`` and ``positions=`` of an intervention; None means all. ``steps=``
+            itself is the sampler's setting.
         detector: keep only the positions that are a sink of this detector at the step, in any head of `layers`.
         layers: layers in which `detector` looks; None means all.
         record_sinks: what `detector` needs beyond the scores, e.g. ``Record(["values"])``.
@@ -81,11 +82,12 @@ def collect(
         raise SettingError("collect needs a list of at least one prompt, and a batch of at least 1.")
     if detector is None and (layers is not None or record_sinks is not None):
         raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
-    take = _Take(stream_point(model, point), scope=states_of(scope), steps=steps, positions=positions)
+    take = _Take(stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions)
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
         "model": model.name, "weights": model.fingerprint, "point": take.point, "scope": list(take.scope),
-        "steps": None if steps is None else list(steps), "positions": None if positions is None else list(positions),
+        "only_steps": None if only_steps is None else list(only_steps),
+        "positions": None if positions is None else list(positions),
         "detector": None if detector is None else fingerprint(detector),
         "layers": None if layers is None else list(layers),
         "settings": json.loads(json.dumps(asdict(settings_for(model, dict(settings))))), "seed": seed,

@@ -95,7 +95,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
         dtype: type of the stored weights.
     """
     tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in TENSORS[sae.architecture]}
-    config = {
+    config: dict[str, Any] = {
         "architecture": sae.architecture,
         "d_in": sae.d_in,
         "d_sae": sae.d_sae,
@@ -134,7 +134,7 @@ def _config(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(read, dict):
         raise CheckpointError(f"{path / CONFIG} holds a {type(read).__name__}, not an object of settings.")
-    return {OLD_NAMES.get(name, name): value for name, value in read.items()}
+    return {OLD_NAMES.get(str(name), str(name)): value for name, value in read.items()}
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

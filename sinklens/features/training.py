@@ -212,13 +212,13 @@ class _Training:
         return (residual - features @ self.weights["W_dec"]).pow(2).sum() / residual.pow(2).sum()
 
     def _unscaled(self) -> SparseAutoencoder:
-        return SparseAutoencoder(**self.weights, architecture="topk", k=self.recipe.k)
+        return SparseAutoencoder(*self.weights.values(), architecture="topk", k=self.recipe.k)
 
     def sae(self) -> SparseAutoencoder:
         """The SAE of activations that are not divided: features grow with them."""
         found = {name: value.detach().clone() for name, value in self.weights.items()}
         found |= {name: found[name] * self.scale for name in ("b_enc", "b_dec")}
-        return SparseAutoencoder(**found, architecture="topk", k=self.recipe.k, **self.about)
+        return SparseAutoencoder(*found.values(), architecture="topk", k=self.recipe.k, **self.about)
 
     def keep(self, file: Path) -> None:
         """Write the state."""

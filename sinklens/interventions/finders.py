@@ -38,9 +38,11 @@ class Finder(Protocol):
 
     Attributes:
         by_layer: whether they differ between layers.
+        past: whether those of a step lie before all queries that it computes.
     """
 
     by_layer: bool
+    past: bool
 
     def first(self) -> Pairs:
         """Hooks to list before those that use the positions."""
@@ -109,6 +111,8 @@ class Sizes(NamedTuple):
 class InArray:
     """Positions marked in a boolean array [batch, step, layer, head, pos]."""
 
+    past = False
+
     def __init__(self, where: Any, sizes: Sizes, run: RunContext | None) -> None:
         self._steps: list[int] | None = None
         if isinstance(where, xr.DataArray):
@@ -165,7 +169,8 @@ def checked_array(where: Any, axes: Sequence[str], sizes: Sizes, run: RunContext
     for axis, size in zip(axes, shape, strict=True):
         known = getattr(sizes, axis)
         if known is not None and size not in (1, known):
-            raise SettingError(f"where has {size} along {axis}, this run {known}; give 1 or {known}.")
+            hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
+            raise SettingError(f"where has {size} along {axis}, this run {known}; give 1 or {known}.{hint}")
     if run is None:
         return values
     values = values.to(run.real.device)
@@ -185,7 +190,7 @@ Rule = Callable[[int, Snapshot], Bool[Tensor, "batch layer head pos"] | None]
 class OnCanvas:
     """Positions that a rule finds when a step begins, from its number and canvas."""
 
-    by_layer = False
+    by_layer = past = False
 
     def __init__(self, rule: Rule, run: RunContext, what: AtPositions) -> None:
         self._rule, self._run, self._in_step = rule, run, what.step_test(run)
@@ -259,7 +264,7 @@ class OfOneHead:
     by_layer = False
 
     def __init__(self, sinks: PreviousSinks, layer: int, head: int) -> None:
-        self._sinks, self._layer, self._head = sinks, layer, head
+        self._sinks, self._layer, self._head, self.past = sinks, layer, head, sinks.past
         self.first, self.last = sinks.first, sinks.last
 
     def at(self, step: int, layer: int | None) -> Bool[Tensor, "#batch #head pos"] | None:

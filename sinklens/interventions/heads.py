@@ -57,6 +57,7 @@ class AblateHeads(AtPositions):
         SettingError: an unknown `by`, or a missing reference.
     """
 
+    within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
     by: Literal["zero", "mean", "resample"] = "zero"

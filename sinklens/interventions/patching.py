@@ -10,7 +10,7 @@ Limitation: prompts of different lengths have different positions. Patching betw
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -98,6 +98,8 @@ class PatchHooks(AtPositions):
         SettingError: a step or point that `source` does not hold; lengths that differ without `positions`.
     """
 
+    within_step: ClassVar[bool] = True
+
     source: Mapping[int, Any]
     names: Sequence[str] | Any | None = None
     shift: int = 0
@@ -118,6 +120,10 @@ class PatchHooks(AtPositions):
             )
         if not len(self.source):
             raise SettingError("source holds no step; run the model that fills it first.")
+
+    def acting_steps(self, steps: int) -> list[int]:
+        """See `Intervention.acting_steps`."""
+        return [step - self.shift for step in self.source] if self.steps is None else super().acting_steps(steps)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
@@ -163,7 +169,8 @@ class PatchHooks(AtPositions):
     def _places(self, points: Sequence[str], model: "Model", run: RunContext | None) -> Places:
         """The positions to patch at `points`."""
         layered = [name for name in points if name.startswith("blocks.")]
-        places = Places(self, model, run, sorted({int(name.split(".")[1]) for name in layered}))
+        layers = sorted({int(name.split(".")[1]) for name in layered})
+        places = Places(self, model, run, layers, queries=any(map(of_queries, points)))
         for name in points:
             if name not in layered:
                 places.refuse_by_layer(name)

@@ -18,9 +18,9 @@ receiver's queries for ``.q``, and those of its keys and values for ``.k`` and `
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,8 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, within
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -151,7 +152,7 @@ def _normalized(stream: Stream, model: "Model") -> Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathPatch(Intervention):
+class PathPatch(AtPositions):
     """Patch the direct path from one component to another with values of another run.
 
         kept = Activations(names=["blocks.0.attn.hook_z"])
@@ -165,12 +166,15 @@ class PathPatch(Intervention):
         source: as in `PatchHooks`, with the senders' points: ``hook_embed``, ``hook_z``, ``hook_mlp_out``.
         steps: steps of this run; by default those for which `source` holds values.
         positions: positions at which the stream is changed.
+        where: positions that may differ by row, step, and layer and head of the sender; see `AtPositions`.
         shift, source_positions: as in `PatchHooks`.
 
     Raises:
         SettingError: a label that does not exist, a receiver that the pass reaches before a sender, what `PatchHooks`
             refuses, or a model with norms after its sublayers.
     """
+
+    within_step: ClassVar[bool] = True
 
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
@@ -181,6 +185,10 @@ class PathPatch(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
 
+    def acting_steps(self, steps: int) -> list[int]:
+        """See `Intervention.acting_steps`."""
+        return [step - self.shift for step in self.source] if self.steps is None else super().acting_steps(steps)
+
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         senders = [Sender.named(name, model) for name in _several(self.sender)]
@@ -188,9 +196,9 @@ class PathPatch(Intervention):
         _check_order(senders, receivers, model)
         changes: dict[str, Stream | None] = {}
         streams: dict[str, Stream] = {}
-        pairs: Pairs = [
-            (one.point, self._sends(one, model, run, changes)) for one in sorted(senders, key=lambda one: one.depth)
-        ]
+        pairs: Pairs = []
+        for one in sorted(senders, key=lambda one: one.depth):
+            pairs += self._sends(one, model, run, changes)
         for one in receivers:
             if one.stream != one.point:
                 pairs.append((one.stream, _keeps(streams)))
@@ -199,20 +207,29 @@ class PathPatch(Intervention):
 
     def _sends(
         self, sender: Sender, model: "Model", run: RunContext | None, changes: dict[str, Stream | None]
-    ) -> Callable[..., None]:
-        """A hook that keeps the change that the source would make of what `sender` writes, and changes nothing."""
+    ) -> Pairs:
+        """Hooks that keep the change that the source would make of what `sender` writes, and change nothing."""
         heads = None if sender.head is None else [sender.head]
         patch = PatchHooks(
             source=self.source, names=[sender.point], shift=self.shift, steps=self.steps, heads=heads,
-            positions=self.positions, source_positions=self.source_positions,
+            positions=self.positions, where=self.where, source_positions=self.source_positions,
         )  # fmt: skip
-        [(_, function)] = patch.hooks_for(model, run)
+        return [
+            (name, _keeps_change(function, sender, model, changes) if name == sender.point else function)
+            for name, function in patch.hooks_for(model, run)
+        ]
 
-        def send(value: Tensor, hook: Point) -> None:
-            new = function(value, hook=hook)
-            changes[sender.name] = None if new is None else sender.written(new - value, model)
 
-        return send
+def _keeps_change(
+    patch: HookFunction, sender: Sender, model: "Model", changes: dict[str, Stream | None]
+) -> HookFunction:
+    """A hook that keeps what `patch` would change, and changes nothing."""
+
+    def send(value: Tensor, hook: Point) -> None:
+        new = patch(value, hook=hook)
+        changes[sender.name] = None if new is None else sender.written(new - value, model)
+
+    return send
 
 
 def _several(names: str | Sequence[str]) -> list[str]:
@@ -238,7 +255,7 @@ def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model
                 )
 
 
-def _keeps(streams: dict[str, Stream]) -> Callable[..., None]:
+def _keeps(streams: dict[str, Stream]) -> HookFunction:
     def keep(value: Stream, hook: Point) -> None:
         streams[str(hook.name)] = value
 
@@ -247,7 +264,7 @@ def _keeps(streams: dict[str, Stream]) -> Callable[..., None]:
 
 def _receives(
     receiver: Receiver, model: "Model", changes: dict[str, Stream | None], streams: dict[str, Stream]
-) -> Callable[..., Tensor | None]:
+) -> HookFunction:
     def receive(value: Tensor, hook: Point) -> Tensor | None:
         found = [change for change in changes.values() if change is not None]
         if not found:

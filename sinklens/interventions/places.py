@@ -30,16 +30,31 @@ class Places:
     Args:
         what: the intervention.
         layers: layers that it changes; by default those of `what`.
+        queries: whether the positions are those of queries.
+
+    Raises:
+        SettingError: `where` has no meaning in this run.
     """
 
     def __init__(
-        self, what: AtPositions, model: "Model", run: RunContext | None, layers: Sequence[int] | None = None
+        self,
+        what: AtPositions,
+        model: "Model",
+        run: RunContext | None,
+        layers: Sequence[int] | None = None,
+        queries: bool = True,
     ) -> None:
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
         self._finder: Finder | None = None
         if what.where is not None:
             self._finder = finder_of(what, model, run, what.chosen_layers(model) if layers is None else layers)
+            if queries and self._finder.past:
+                raise SettingError(
+                    f"where={what.where!r} finds keys of the text before, whose queries an autoregressive run has "
+                    f"already computed, so {type(what).__name__} would change nothing. Pass a SinkTrack of another run "
+                    f"or Where(source=..., same_step=True); or change keys, with AblateValues or MaskSinks."
+                )
 
     def first(self) -> Pairs:
         """The hooks that find positions; list them before those that use them."""

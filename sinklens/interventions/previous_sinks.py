@@ -58,6 +58,8 @@ class PreviousSinks:
 
     Attributes:
         by_layer: always True; keys differ between layers.
+        past: whether the keys of a step lie before all queries that it computes, as in an autoregressive run those of
+            the step before do.
     """
 
     by_layer = True
@@ -80,6 +82,7 @@ class PreviousSinks:
         self.layers, self.causal = list(layers), run.causal
         self._in_step, self._among = in_step, among
         self._run, self._same_step, self._source = run, choice.same_step, choice.track
+        self.past = self.causal and not (self._same_step and self._source is not None)
         self._selection = Selection.of(choice)
         self._canvas = Canvas(run)
         self._now: dict[int, Scores] = {}

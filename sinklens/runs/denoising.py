@@ -18,21 +18,22 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, HookNameError, SettingError, SinklensError
+from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.normalizers import normalizer_name
-from sinklens.hooks.points import Point
+from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
-from sinklens.runs.policies import key_cache_for, read_by_policy
+from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
 from sinklens.sampling import sampler_of
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, run
+from sinklens.sampling.registry import never_passed
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
@@ -58,6 +59,7 @@ class Denoising:
         self.settings, self.state = started.settings, started.state
         self.state.keys = key_cache_for(model, self.settings, self.state, request.cache)
         self._vocabulary: dict[int, str] = {}
+        self._named: set[str] = set()
         self.hooks = self._resolve(request.entries)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
@@ -121,7 +123,8 @@ class Denoising:
                 f"record_sinks must be True, False or a Record such as Record(['values']); got {record!r}."
             )
         chosen = Record() if record is True else record
-        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps)
+        more = VARIABLES if self.state.keys is not None else None
+        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more)
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs, including those of interventions."""
@@ -142,6 +145,7 @@ class Denoising:
                     f"[(name, fn), MaskSinks(top_k=1), …]; got {entry!r}."
                 )
             points = names.select(entry[0], known, layers)
+            self._named.update(points if isinstance(entry[0], str) else ())
             if not takes_hook(entry[1]):
                 raise HookFunctionError(
                     f"{label(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
@@ -150,11 +154,24 @@ class Denoising:
             found += [(point, entry[1]) for point in points]
         return found
 
+    def refuse_unreached(self) -> None:
+        """Refuse a hook function at a point of the sampler, given by name, that the step did not pass.
+
+        Raises:
+            HookOrderError: it would never be called.
+        """
+        for name in self._named:
+            point = self.model.tree.hook_dict[name]
+            if isinstance(point, SamplerPoint) and point.reached != 0:
+                raise HookOrderError(never_passed(name, sampler_of(self.settings).name))
+
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         """Attach the run's hooks to their points; on exit, restore the model."""
         tree, recorder = self.model.tree, self._recorder
         handles = []
+        for point in tree.denoise.children():
+            point.reached = None  # type: ignore[assignment]
         try:
             for name, function in self.hooks:
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]
@@ -262,7 +279,7 @@ class Denoising:
         self.describe()  # first, because a step is readable as soon as it is in the store
         assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
-        self._recorder.end_step(step, state.first, canvases)
+        self._recorder.end_step(step, state.first, canvases | recorded(state.keys))
 
     @property
     def latest(self) -> dict[str, np.ndarray]:
@@ -299,7 +316,7 @@ class Denoising:
             "dtype": str(self.model.cfg.dtype),
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
-        }
+        } | ({} if self.state.keys is None else {"cache": repr(self.state.keys.policy)})
 
 
 class _Recording:
@@ -315,4 +332,6 @@ class _Recording:
 
     def after(self, step: int, state: State) -> None:
         """Store the step."""
+        if step == 0:
+            self._denoising.refuse_unreached()
         self._denoising.record_step(step)

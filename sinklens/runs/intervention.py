@@ -121,6 +121,9 @@ class Intervention(ABC):
     on_canvas: ClassVar[bool] = False
     """Whether it is exact where a pass covers only the canvas of a step, and its keys are the text in reach."""
 
+    within_step: ClassVar[bool] = False
+    """Whether what it does at a step depends on that step alone, so that the steps before need not run."""
+
     steps: Sequence[int] | None = None
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
@@ -145,6 +148,10 @@ class Intervention(ABC):
     ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch appended"]]:
         """Prompt ids and which are real, optionally with added positions, and ids to append after the answer."""
         return ids, real, ids[:, :0]
+
+    def acting_steps(self, steps: int) -> list[int]:
+        """The steps of a run of `steps` planned steps at which it may change something."""
+        return within("step", self.steps, steps)
 
     def chosen_layers(self, model: "Model") -> list[int]:
         """The layers as indices from 0."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,17 @@ from sinklens.runs.recorder import after
 from sinklens.sampling.key_cache import KeyCache
 from sinklens.sampling.settings import SamplerSettings
 from sinklens.sampling.state import State
+
+VARIABLES = {"fresh": ("layer", "pos"), "staleness": ("layer", "pos")}
+"""Variables of a track under a policy: keys that the step computed; steps since each was, -1 for hidden keys."""
+
+
+def recorded(keys: KeyCache | None) -> dict[str, np.ndarray]:
+    """`VARIABLES` of the step that just ended; none without a policy."""
+    if keys is None:
+        return {}
+    fresh, staleness = keys.fresh.cpu().numpy(), keys.staleness().to(torch.int32).cpu().numpy()
+    return {"fresh": fresh, "staleness": staleness}
 
 
 def key_cache_for(model: Model, settings: SamplerSettings, state: State, cache: Any) -> KeyCache | None:

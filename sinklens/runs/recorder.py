@@ -11,7 +11,7 @@ A model with an encoder computes the canvas of the step, and its queries see the
 Values are recorded at the positions of the text that they belong to; all others are NaN.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,26 @@ if TYPE_CHECKING:
 class SinkRecorder:
     """Collects the variables of a step layer by layer and passes them to a store when the step ends.
 
+    Args:
+        more: further variables that come with the canvases of each step, and their axes after batch and step.
+
     Attributes:
         patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
         store: where finished steps are kept.
         latest: the variables of the step that ended last, [batch, ...]; empty before the first.
     """
 
-    def __init__(self, record: Record, tree: "HookTree", real: Bool[Tensor, "batch pos"], steps: int) -> None:
+    def __init__(
+        self,
+        record: Record,
+        tree: "HookTree",
+        real: Bool[Tensor, "batch pos"],
+        steps: int,
+        more: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
         quantities, layers = record.chosen(), tree.cfg.n_layers
+        _refuse_comparison(quantities, tree)
         self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
             for layer in range(layers)
@@ -54,9 +65,11 @@ class SinkRecorder:
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._places: dict[tuple[str, int], range] = {}
         self._before: dict[tuple[str, int], Tensor] = {}
+        self._compared: dict[tuple[str, int], Tensor] = {}
         self._rows_of: dict[int, Tensor] = {}
         self._watching: list[Any] = []
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
+        axes |= dict(more or {})
         self.store: Store = MemoryStore(axes)
         if record.to is not None:
             self.store = ZarrStore(record.to, axes, steps, record.dtype, record.overwrite)
@@ -89,6 +102,9 @@ class SinkRecorder:
             if self._tree.watch.length is not None:  # the pass covers the last positions of a text of this length
                 length = self._tree.watch.length
                 self._places[quantity.name, layer] = range(length - value.shape[axis], length)
+            elif (held := self._tree.watch.held) is not None:  # keys and values are those of all columns
+                start = 0 if value.shape[axis] == self._real.shape[1] else held.window.start
+                self._places[quantity.name, layer] = range(start, start + value.shape[axis])
             self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
 
         return keep
@@ -110,7 +126,7 @@ class SinkRecorder:
         Args:
             first: first column that the pass computed; earlier keys were cached. In an autoregressive run the values
                 are joined to those of the steps before; otherwise earlier columns are missing.
-            canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos].
+            canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos], and the variables `more`.
 
         Raises:
             SettingError: a `Quantity` returned other variables than it declares.
@@ -141,6 +157,9 @@ class SinkRecorder:
         if extends and (part.name, layer) in self._before:
             kept = part.join(self._before[part.name, layer], kept)
         self._before[part.name, layer] = kept
+        if part.compares:
+            earlier, self._compared[part.name, layer] = self._compared.get((part.name, layer)), kept
+            kept = part.since(earlier, kept)
         exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
         first = 0 if part.name == Scores.name else first  # scores are about keys, cached ones included
         place = self._places.pop((part.name, layer), range(first, exists))
@@ -162,6 +181,16 @@ class SinkRecorder:
         self._before["pattern", layer] = rows
         if (step, layer) in self._wanted:
             self.patterns[step, layer] = rows.cpu()
+
+
+def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree") -> None:
+    """Refuse quantities that compare steps where a step may compute other positions than the one before."""
+    other = tree.causal or tree.architecture.encoder or tree.attention_blocks is not None
+    named = [part.name for part in quantities if part.compares]
+    if named and other:
+        raise SettingError(
+            f"quantity {named[0]!r} compares the same positions in two steps; it is recorded for bidirectional models."
+        )
 
 
 def after(point: "Point", function: Callable[[Tensor], None]) -> Any:

@@ -12,7 +12,7 @@ from sinklens.sampling.settings import (
 )
 from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
 from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
-from sinklens.sampling.settings_shifted import OpenDcoderSettings, Rnd1Settings
+from sinklens.sampling.settings_shifted import DreamBlockSettings, OpenDcoderSettings, Rnd1Settings
 
 __all__ = [
     "SAMPLERS",
@@ -20,6 +20,7 @@ __all__ = [
     "Bd3lmCardSettings",
     "Bd3lmSettings",
     "DiffusionGemmaSettings",
+    "DreamBlockSettings",
     "DreamSettings",
     "FastDllmV2Settings",
     "Llada2Settings",

@@ -51,6 +51,7 @@ class History:
         undecided: its undecided positions.
         real: False on padding.
         age: steps since each entry was computed, at least 1; -1 without a usable entry.
+        gone: keys that the step before hid.
         decided: steps since each position's token was written or changed, at least 1; -1 while it is undecided. The
             prompt's tokens were there before step 0.
         scores: sink scores of the step before; None in step 0, and unless `Policy.reads_scores`.
@@ -68,6 +69,7 @@ class History:
     undecided: Bool[Tensor, "batch pos"]
     real: Bool[Tensor, "batch pos"]
     age: Int[Tensor, "batch layer pos"]
+    gone: Bool[Tensor, "batch layer pos"]
     decided: Int[Tensor, "batch pos"]
     scores: Float[Tensor, "batch layer head pos"] | None
     drift: Float[Tensor, "batch layer pos"] | None
@@ -185,7 +187,7 @@ class KeyCache:
     def _history(self, canvas: Tensor, undecided: Tensor) -> History:
         age = torch.where(self._computed >= 0, self._step - self._computed, -1)
         return History(
-            self._step, self._step_in_block, self.block, canvas, undecided, self._real, age,
+            self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self.gone,
             torch.where(undecided, -1, self._step - self._written), self.scores, self.drift, self.queries,
             self._held.keys,
         )  # fmt: skip

@@ -89,10 +89,17 @@ class BlockProgress:
         """The answer positions of each row's current block; none in rows that have ended."""
         return self._answer & (self._numbers == self._block[:, None]) & self._running[:, None]
 
+    def in_block(self, distance: int = 0) -> Bool[Tensor, "batch pos"]:
+        """The positions `distance` blocks after each row's current one, the prompt's included."""
+        return (self._numbers == self._block[:, None] + distance) & self._running[:, None]
+
+    def after(self) -> Bool[Tensor, "batch pos"]:
+        """The positions of blocks after each row's current one."""
+        return self._numbers > self._block[:, None]
+
     def window(self) -> slice:
         """Columns from the first to the last one of the rows' current blocks; earlier ones do not change any more."""
-        block = (self._numbers == self._block[:, None]) & self._running[:, None]
-        columns = block.any(dim=0).nonzero()[:, 0]
+        columns = self.in_block().any(dim=0).nonzero()[:, 0]
         return slice(int(columns[0]), int(columns[-1]) + 1)
 
     def take_counts(self) -> list[int]:

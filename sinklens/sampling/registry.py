@@ -153,6 +153,14 @@ def sampler_of(settings: SamplerSettings) -> Sampler:
     return found
 
 
+def never_passed(point: str, sampler: str) -> str:
+    """The message for a point that a sampler does not pass."""
+    return (
+        f"the {sampler} sampler does not pass {point}, so there is no value to read or change. Use another point "
+        f"or, in a sampler of your own, pass the value through it: at(state.tree.{point}, value)."
+    )
+
+
 def setting_help(name: str) -> str:
     """Help text for a setting: the samplers that have it, and the description in the first one's docstring."""
     owners = [sampler for sampler in SAMPLERS.values() if name in sampler.setting_names()]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from sinklens.errors import SettingError
 
@@ -46,6 +46,7 @@ class Settings(TypedDict, total=False):
     stop: bool
     right_shift_logits: bool
     small_block_size: int
+    use_block_cache: bool
     minimal_topk: int
     eos_early_stop: bool
     editing_threshold: float
@@ -213,7 +214,37 @@ class LladaSettings(SamplerSettings):
 
 
 @dataclass(frozen=True)
-class DreamSettings(SamplerSettings):
+class ConfidenceSettings(SamplerSettings):
+    """What the settings of Dream's and Open-dCoder's samplers share: both decide the positions of highest confidence.
+
+    Attributes:
+        ALGS: the accepted values of `alg`.
+        gen_length, steps, alg, temperature, top_p, top_k, alg_temp, eps: see `DreamSettings`.
+    """
+
+    ALGS: ClassVar[tuple[Algorithm, ...]]
+    gen_length: int = 128
+    steps: int = 0
+    alg: Algorithm = "entropy"
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    alg_temp: float | None = None
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        require_integer("gen_length", self.gen_length)
+        object.__setattr__(self, "steps", self.steps or self.gen_length)
+        require_integer("steps", self.steps)
+        require(self.alg in self.ALGS, f"alg must be one of {', '.join(self.ALGS)}; got {self.alg!r}.")
+        require(is_finite(self.eps) and 0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
+        if self.alg_temp is not None:
+            require_nonnegative("alg_temp", self.alg_temp)
+        check_truncation(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class DreamSettings(ConfidenceSettings):
     """Dream's sampler (Ye et al., 2508.15487, and its reference code).
 
     Attributes:
@@ -229,23 +260,11 @@ class DreamSettings(SamplerSettings):
         threshold: also commit every proposal of at least this confidence, in the unit of `alg`; None turns it off.
     """
 
-    gen_length: int = 128
-    steps: int = 0
-    alg: Algorithm = "entropy"
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    alg_temp: float | None = None
-    eps: float = 1e-3
+    ALGS: ClassVar = ("origin", "maskgit_plus", "topk_margin", "entropy")
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        require_integer("gen_length", self.gen_length)
-        object.__setattr__(self, "steps", self.steps or self.gen_length)
-        require_integer("steps", self.steps)
-        allowed = ("origin", "maskgit_plus", "topk_margin", "entropy")
-        require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
-        require(0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
+        super().__post_init__()
         require(
             self.alg != "origin" or self.threshold is None,
             "alg 'origin' does not use confidences; leave threshold out or choose another alg.",
@@ -254,9 +273,6 @@ class DreamSettings(SamplerSettings):
             self.threshold is None or is_finite(self.threshold),
             f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
         )
-        if self.alg_temp is not None:
-            require_nonnegative("alg_temp", self.alg_temp)
-        check_truncation(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Bd3lmCardSettings(BlockSettings):
 
 @dataclass(frozen=True)
 class FastDllmV2Settings(SamplerSettings):
-    """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code), without its sub-block cache.
+    """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code).
 
     The last block is always complete, as in the reference, unless only its first position is part of the answer: up to
     ``block_length - 2`` positions after the answer are decided too. The reference's ``max_new_tokens`` counts blocks,
@@ -227,6 +227,8 @@ class FastDllmV2Settings(SamplerSettings):
         top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
+        use_block_cache: also compute only the current sub-block where possible, and reuse the keys of the other ones in
+            its block, as they were in the block's last complete pass. This changes results.
         positions: number of positions that the run decides; set by the run.
     """
 
@@ -238,6 +240,7 @@ class FastDllmV2Settings(SamplerSettings):
     top_p: float | None = 0.95
     stop: bool = True
     use_cache: bool = False
+    use_block_cache: bool = False
     positions: int = field(default=0, metadata={"setting": False})
 
     def __post_init__(self) -> None:
@@ -250,6 +253,10 @@ class FastDllmV2Settings(SamplerSettings):
             self.block_length % self.small_block_size == 0,
             f"small_block_size {self.small_block_size} does not divide block_length {self.block_length}; choose one of "
             f"{divisors(self.block_length)}.",
+        )
+        require(
+            not (self.use_cache and self.use_block_cache),
+            "use_block_cache caches finished blocks too; leave use_cache out.",
         )
         object.__setattr__(self, "positions", self.positions or self.gen_length)
         require_nonnegative("threshold", self.threshold)

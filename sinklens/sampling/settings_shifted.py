@@ -5,11 +5,12 @@ Pitfall: the published samplers of RND1 and Open-dCoder default to many more ste
 """
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 
 from sinklens.sampling.settings import (
     Algorithm,
     Closing,
+    ConfidenceSettings,
     SamplerSettings,
     check_truncation,
     divisors,
@@ -58,7 +59,7 @@ class Rnd1Settings(SamplerSettings):
 
 
 @dataclass(frozen=True)
-class OpenDcoderSettings(SamplerSettings):
+class OpenDcoderSettings(ConfidenceSettings):
     """Open-dCoder's sampler (pengzhangzhi/Open-dLLM, `_mdm_sample`).
 
     Attributes:
@@ -74,29 +75,14 @@ class OpenDcoderSettings(SamplerSettings):
         eps: time at the end of the schedule, above 0. "p2" does not use it.
     """
 
-    gen_length: int = 128
-    steps: int = 0
-    alg: Algorithm = "entropy"
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    alg_temp: float | None = None
-    eps: float = 1e-3
+    ALGS: ClassVar = ("entropy", "maskgit_plus", "topk_margin", "p2")
 
     def __post_init__(self) -> None:
-        require_integer("gen_length", self.gen_length)
-        object.__setattr__(self, "steps", self.steps or self.gen_length)
-        require_integer("steps", self.steps)
-        allowed = ("entropy", "maskgit_plus", "topk_margin", "p2")
-        require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
-        require(is_finite(self.eps) and 0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
-        if self.alg_temp is not None:
-            require_nonnegative("alg_temp", self.alg_temp)
+        super().__post_init__()
         require(
             self.alg != "p2" or not self.alg_temp,
             "alg 'p2' chooses positions by probability alone; leave alg_temp out or choose another alg.",
         )
-        check_truncation(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ the scores of one pattern sum to S, the number of real tokens. The *unit* says h
   "fraction". Not available for block-causal models. Masks set by hooks are ignored.
 
 Of a block-causal run with a cache, a step's scores are sums over the queries that the step computed (its block), so
-they sum to the number of these queries, and only "sum" is available.
+they sum to the number of these queries, and only "sum" is available. They do so under a cache policy, too; there
+``fresh`` says which positions a step computed, and the other units divide by the number of its queries.
 
 Pitfall: with ε = 3 (the paper's) and unit "fraction" nothing can be a sink, since no fraction exceeds 1. The paper does
 not state the unit of its ε. "sum" is the default here.
@@ -165,7 +166,8 @@ class TrackData:
         exists = score.notnull()
         if unit == "visible" and self.causal:  # queries j, j + 1, … see key j
             return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))
-        fraction = score / exists.sum("pos")
+        queries = self.data["fresh"].any("layer").sum("pos") if "fresh" in self.data else exists.sum("pos")
+        fraction = score / queries
         return fraction * 100 if unit == "percent" else fraction
 
     def need(self, *variables: str) -> xr.Dataset:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sinklens.errors import HookOrderError, SettingError
 from sinklens.hooks.interleaving import wait_for
+from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
+from sinklens.sampling.registry import never_passed
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
@@ -30,9 +32,11 @@ class StepServer:
         over: whether the run has ended.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, sampler: str) -> None:
         self._handover = model.handover
+        self._tree = model.tree
         self._names = model.hook_names()
+        self._sampler = sampler
         self.step: int | None = None
         self.over = False
 
@@ -59,7 +63,14 @@ class StepServer:
 
     def _refuse(self, step: int | None, why: str) -> None:
         """Raise `HookOrderError` on a line that waits for a point that will not be served."""
-        self._handover.refuse_late(step, lambda place: HookOrderError(f"{place!r} {why}"))
+
+        def error(place: str) -> HookOrderError:
+            point = self._tree.hook_dict.get(place)
+            if isinstance(point, SamplerPoint) and point.reached != self.step:
+                return HookOrderError(never_passed(place, self._sampler))
+            return HookOrderError(f"{place!r} {why}")
+
+        self._handover.refuse_late(step, error)
 
 
 @runtime_checkable

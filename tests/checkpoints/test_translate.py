@@ -337,6 +337,11 @@ def test_a_config_without_a_model_type_is_rejected(config):
         family_of(config, "here")
 
 
+def test_a_familys_name_may_be_written_with_underscores():
+    assert family_named("diffusion_gemma") is family_named("diffusion-gemma")
+    assert family_named("bd3lm_qwen3").name == "bd3lm-qwen3"
+
+
 def test_the_error_for_an_unknown_family_names_the_nearest():
     with pytest.raises(CheckpointError, match=r"no family is called 'a2d-qwen4'; known: llada, .*Nearest: a2d-qwen"):
         family_named("a2d-qwen4")

@@ -1,7 +1,9 @@
 """The command line, called as a user calls it."""
 
 import argparse
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
 from sinklens.cli.app import _parser, main
-from sinklens.sampling.registry import setting_help
+from sinklens.sampling.registry import SAMPLERS, setting_help
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
 
@@ -131,17 +133,25 @@ def test_help_explains_every_sampler_setting(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["trace", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert (
-        "--block-length INT [llada, sdar, llada2, llada2.1, bd3lm, bd3lm-card, fast-dllm-v2] blocks of this length"
-        in printed
-    )
+    owners = re.search(r"--block-length INT \[(.*?)\] blocks of this length", printed)
+    assert owners is not None
+    assert owners.group(1).split(", ") == [
+        name for name in SAMPLERS if "block_length" in SAMPLERS[name].setting_names()
+    ]
     assert "--alg-temp FLOAT [dream, open-dcoder] temperature for choosing positions" in printed
-    assert (
-        "--top-k INT [dream, autoregressive, rnd1, open-dcoder, sdar, llada2, llada2.1] propose from this many"
-        in printed
-    )
+    assert re.search(r"--top-k INT \[dream, autoregressive, .*?\] propose from this many", printed)
     for name in Settings.__annotations__:
         assert len(setting_help(name).partition("]")[2]) > 10, name
+
+
+def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
+    base = ["trace", "tiny-llada", "--prompt", "Question: 2\nAnswer:", "--gen-length", "4"]
+    assert main([*base, "--out", str(tmp_path / "a"), "--sampler", "dream", "--alg", "topk_margin"]) == 0
+    track = SinkTrack.open(tmp_path / "a" / "sinks.nc")
+    assert track.data.attrs["sampler"] == "dream"
+    assert json.loads(track.data.attrs["settings"])["alg"] == "topk_margin"
+    assert main([*base, "--out", str(tmp_path / "b"), "--sampler", "sdar"]) == 1
+    assert "the sdar sampler fits block-causal attention, but llada models" in capsys.readouterr().err
 
 
 def test_generated_text_is_not_parsed_as_markup(capsys, tmp_path):

@@ -22,6 +22,7 @@ def test_every_setting_that_can_change_a_score_changes_the_hash_and_a_note_does_
     assert len({base.hash, *(other.hash for other in changed)}) == 6
     assert replace(base, note="", name="other").hash == base.hash
     assert base.with_settings({}).hash == base.hash
+    assert base.with_settings({"sampler": "dream"}).hash != base.hash
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=lambda protocol: protocol.name)

@@ -121,6 +121,9 @@ def test_everything_that_determines_a_verdict_is_part_of_the_identity(tiny_llada
     assert named() == named()
     assert named(task=Gsm8k(path=Path("here"))) == named(task=Gsm8k(path=Path("there")))
     assert named(protocol=PLAIN.with_settings({"temperature": 0.0})) == named()  # the default
+    other = named(protocol=PLAIN.with_settings({"sampler": "dream", "alg": "topk_margin"}))
+    assert "'sampler': 'dream'" in other
+    assert "'alg': 'topk_margin'" in other
 
 
 def test_equal_prompts_go_into_different_batches():

@@ -11,7 +11,7 @@ from building import random_hf
 
 import sinklens
 from sinklens.errors import HookFunctionError, SettingError
-from sinklens.experiments import compare, head_outputs, sweep, sweeps
+from sinklens.experiments import compare, head_outputs, stacking, sweep, sweeps
 from sinklens.experiments.comparison import answers_compared
 from sinklens.interventions import (
     AblateHeads,
@@ -348,4 +348,4 @@ def test_a_function_that_returns_another_shape_is_named(tiny_llada):
 
 def test_stacked_interventions_need_a_divisible_number_of_rows(tiny_llada):
     with pytest.raises(SettingError, match="2 stacked interventions need a run with a multiple of 2 rows; got"):
-        sinklens.generate(tiny_llada, PROMPTS, hooks=[sweeps.Stacked([[], []])], **SHORT)
+        sinklens.generate(tiny_llada, PROMPTS, hooks=[stacking.Stacked([[], []])], **SHORT)

@@ -47,7 +47,7 @@ def check(store, expected):
 @pytest.mark.parametrize(("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "decided"], [2])])
 def test_every_place_in_scope_is_stored_once_with_its_activation(worded, tmp_path, architecture, scope, steps):
     model = worded(architecture)
-    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, steps=steps, batch=2, gen_length=8)
+    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, only_steps=steps, batch=2, gen_length=8)
     full = sinklens.generate(model, PROMPTS, gen_length=8, record_sinks=False, progress=False)
     check(store, by_hand(full, scope, steps))
 

@@ -92,9 +92,9 @@ def test_a_name_of_no_point_is_refused_with_the_nearest_names(model, front, chos
 
 @pytest.mark.parametrize("front", ["get_caching_hooks", "add_caching_hooks", "list_hooks"])
 def test_a_predicate_that_matches_no_point_is_refused(model, front):
-    with pytest.raises(HookNameError, match="matches none of the 77 hook points"):
+    with pytest.raises(HookNameError, match="matches none of the 80 hook points"):
         getattr(model, front)(lambda name: "self_attn" in name)
-    with pytest.raises(HookNameError, match="matches none of the 77 hook points"):
+    with pytest.raises(HookNameError, match="matches none of the 80 hook points"):
         model.run_with_cache(random_ids(), names_filter=["hook_embed", lambda name: "self_attn" in name])
 
 

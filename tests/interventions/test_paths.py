@@ -95,6 +95,23 @@ def test_a_run_patched_with_its_own_values_is_unchanged_bit_for_bit():
     assert torch.equal(again.caches[2]["denoise.hook_logits"], logits)
 
 
+def test_a_path_can_follow_positions_by_step():
+    """where= gives what positions= gives at each step."""
+    model, prompts = shared_model("qwen3"), [[3, 17, 5, 44, 9]]
+    kept = Activations(names=["blocks.0.attn.hook_z"])
+    sinklens.generate(model, [[9, 8, 7, 6, 5]], gen_length=4, steps=2, hooks=kept)
+    base, path = sinklens.generate(model, prompts, gen_length=4, steps=2), {"sender": "L0H4", "receiver": "L1H1.k"}
+    following = [PathPatch(**path, source=kept.caches, where=lambda step: [2 + step])]
+    static = [PathPatch(**path, source={step: kept.caches[step]}, positions=[2 + step]) for step in (0, 1)]
+    logits = []
+    for hooks in (following, static, []):
+        read = Activations(names=["denoise.hook_logits"])
+        sinklens.generate(model, prompts, gen_length=4, steps=2, hooks=[*hooks, read], replay=base)
+        logits.append(torch.stack([read.caches[step]["denoise.hook_logits"] for step in (0, 1)]))
+    assert torch.equal(logits[0], logits[1])
+    assert ((logits[0] - logits[2]).abs().amax(dim=(1, 2, 3)) > 1e-4).all()
+
+
 def test_an_autoregressive_run_is_the_same_with_a_cache_and_without():
     model = shared_model("qwen2", True)
     kept = Activations(names=["blocks.0.hook_mlp_out"])

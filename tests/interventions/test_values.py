@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from building import KINDS
-from watching import LONG, PADDED, SHORT, again, entered, unwatched, watch
+from watching import LONG, PADDED, SHORT, again, entered, in_complete_blocks, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
@@ -18,7 +18,7 @@ ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_
 
 def replaced(model, keys, real, by, layers):
     """Edits for plain torch that recompute z key by key; `keys` is [layer, batch, head, query, key]."""
-    seen, causal = {}, model.config.is_causal
+    seen, causal, size = {}, model.config.is_causal, model.block_length
     group = model.cfg.n_heads // model.cfg.n_key_value_heads
 
     def z_of(layer):
@@ -26,7 +26,16 @@ def replaced(model, keys, real, by, layers):
             values, weights = seen["v", layer], seen["pattern", layer]
             z = torch.zeros_like(z)
             for row, query, head in np.ndindex(*z.shape[:3]):
-                visible = [key for key in range(values.shape[1]) if real[row, key] and (not causal or key <= query)]
+                last = (
+                    int(real[row].nonzero()[0]) + (query - int(real[row].nonzero()[0])) // size * size + size - 1
+                    if size
+                    else 0
+                )
+                visible = [
+                    key
+                    for key in range(values.shape[1])
+                    if real[row, key] and (not causal or key <= query) and (size is None or key <= last)
+                ]
                 if not visible:
                     continue
                 mean = values[row, visible, head // group].mean(dim=0) if by == "mean" else 0.0
@@ -114,6 +123,35 @@ def test_steady_sinks_of_some_heads_and_layers_are_replaced(worded, architecture
     base = watch(model, PADDED, [], [], record_sinks=True, **settings).run
     ablate = AblateValues(top_k=2, source=base, heads=[1, 4], layers=[0, 2])
     check(model, PADDED, ablate, heads=[1, 4], layers=[0, 2], steady=base, **settings)
+
+
+@pytest.mark.parametrize("by", ["mean", "zero"])
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings"), [*ONE_OF_EACH, ("sdar", False, {}), ("sdar", False, {"use_cache": True})]
+)
+def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(
+    worded, architecture, causal, settings, by
+):
+    """With cached blocks the places are constant, because the keys of finished blocks keep theirs."""
+    model, ends = worded(architecture, causal), {}
+    base = watch(model, PADDED, [], [], **settings).run
+    shape = (2, base.settings.steps, 3, 6, base.real.shape[1])
+    marked = torch.from_numpy(np.random.default_rng(5).random(shape) < 0.3) & base.real[:, None, None, None]
+    marked = marked[:, :1].expand(shape) if architecture == "sdar" else marked
+    note = ("blocks.0.attn.hook_z", lambda value, hook: ends.__setitem__(hook.step, hook.key_positions.stop))
+    watched = watch(model, PADDED, [AblateValues(where=marked, by=by), note], ["hook_z"], **settings)
+    for step in range(watched.run.steps_run):
+        real = entered(watched.run, step)[1]
+        length, own = real.shape[1], torch.arange(real.shape[1]) - base.prompt_length + 1
+        own = own.clamp(min=0) if causal else torch.full((length,), step)
+        keys = marked[:, own][..., :length].permute(2, 0, 3, 1, 4)  # [layer, batch, head, query, key]
+        plain = again(watched.run, step, replaced(model, keys, real, by, range(3)))
+        z = watched.stacked("hook_z", step)
+        part = slice(ends[step] - z.shape[2], ends[step])
+        counted = (real & in_complete_blocks(model, real, part.stop))[:, part]
+        wanted = torch.stack([plain.values[f"blocks.{layer}.attn.hook_z"] for layer in range(3)])[:, :, part]
+        torch.testing.assert_close(z[:, counted], wanted[:, counted], atol=1e-3, rtol=1e-3)
+    assert unwatched(model)
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)

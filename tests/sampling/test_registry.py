@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.errors import SettingError
+from sinklens.errors import HookOrderError, SettingError
 from sinklens.hooks.points import at
 from sinklens.sampling import SAMPLERS, LladaSettings, Sampler, SamplerSettings, register, sampler_of
 from sinklens.sampling.registry import find_sampler
@@ -53,6 +53,28 @@ def test_a_registered_sampler_runs_with_its_settings_and_records_sinks(tiny_llad
     assert run.unmask_step[0, run.prompt_length :].tolist() == [3, 2, 1, 0]
     assert run.sinks.data.attrs["sampler"] == "from-the-right"
     assert run.sinks.data.sizes["step"] == 4
+
+
+def test_a_point_that_the_sampler_does_not_pass_is_refused_by_name(tiny_llada, right_to_left):
+    given = {"sampler": "from-the-right", "gen_length": 3, "record_sinks": False}
+    sinklens.generate(tiny_llada, "2 + 3", gen_length=2, steps=2)  # passes every point
+    text = (
+        r"the from-the-right sampler does not pass denoise.hook_confidence, .* at\(state.tree.denoise.hook_confidence,"
+    )
+    with pytest.raises(HookOrderError, match=text), sinklens.trace(tiny_llada, "2 + 3", **given) as t:
+        for _ in t.steps:
+            print(t["denoise.hook_confidence"])
+    with pytest.raises(HookOrderError, match=text):
+        sinklens.generate(tiny_llada, "2 + 3", hooks=[("denoise.hook_confidence", lambda v, hook: None)], **given)
+    late = r"'denoise.hook_candidates' was requested in step 0 after the step had passed it"
+    with pytest.raises(HookOrderError, match=late), sinklens.trace(tiny_llada, "2 + 3", **given) as t:
+        for _ in t.steps:
+            print(t["denoise.hook_commit"], t["denoise.hook_candidates"])
+    seen = set()
+    every = (lambda name: name.startswith("denoise."), lambda v, hook: seen.add(hook.name))
+    sinklens.generate(tiny_llada, "2 + 3", hooks=[every], **given)  # a predicate may select points of other samplers
+    assert "denoise.hook_commit" in seen
+    assert "denoise.hook_confidence" not in seen
 
 
 def test_dreams_sampler_runs_a_llada_model(tiny_llada):

@@ -1,0 +1,49 @@
+"""dKV-Cache's delayed cache (Ma et al., 2505.15781; horseee/dKV-Cache, `llada_dkv_cache_decode.py`).
+
+A position is reused from the second step after its token was written: the first step that sees the token computes its
+entry, and later steps reuse it. The first two steps of a block and every `refresh`-th one compute everything. Undecided
+positions are always computed, those of later blocks included.
+
+What it approximates: a reused entry knows the tokens that were written up to the step after its own, no later ones.
+
+Pitfall: the published code needs rows with equally many decided positions; here each row reuses its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.sampling.key_cache import History, Policy
+
+
+@dataclass(frozen=True)
+class DelayedCache(Policy):
+    """Reuse the entries of positions from the second step after their token was written.
+
+    Attributes:
+        refresh: steps of a block between complete steps (`cache_reloading_step`); 1 computes everything always.
+    """
+
+    refresh: int = 8
+
+    def __post_init__(self) -> None:
+        require_count("refresh", self.refresh)
+
+    def plan(self, history: History) -> Bool[Tensor, "batch pos"]:
+        """Fresh where undecided, or written in the step before."""
+        if history.step_in_block < 2 or history.step_in_block % self.refresh == 0:
+            return torch.ones_like(history.undecided)
+        return history.undecided | (history.decided == 1)
+
+
+def require_count(name: str, value: object) -> None:
+    """Check a number of steps or positions.
+
+    Raises:
+        SettingError: `value` is not an integer of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(f"{name} must be an integer of at least 1; got {value!r}.")

@@ -1,0 +1,116 @@
+"""Folders of reference data: a tiny checkpoint in a public file format, and what the model's own code computed from it.
+
+Each folder holds config.json, model.safetensors, and ``expected.*`` with a single pass and stored runs. The runs are
+recorded under the names of the reference code, which differ from folder to folder; stored_runs.py translates them.
+
+Pitfall: most checkpoints leave the mask token, and the tokens that end a run, to a tokenizer or an argument. They are
+written into a copy of config.json, so a folder that loads here need not load alone.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinklens.model import Model, load
+from sinklens.runs.result import Generation
+
+
+class StoredRun(NamedTuple):
+    """A stored run, or one row of it, as a run of sinklens.
+
+    Attributes:
+        number: which run of the folder.
+        prompt: for `generate`.
+        settings: for `generate`.
+        canvases: the canvas that each pass of the reference worked on, [batch, pass, pos]; -1 where it is not given.
+        result: what the reference returned, [batch, pos]; -1 where it is not given.
+        rows: the rows of the stored tensors that are repeated; None for all.
+        changes: values of config.json.
+        block_length: for `load`.
+        first_in_pass: positions per block if the reference decides the first token of a block outside its passes; 0 if
+            it does not.
+        after: whether `canvases` are those after each pass.
+    """
+
+    number: int
+    prompt: Any
+    settings: dict[str, Any]
+    canvases: Tensor
+    result: Tensor
+    rows: slice | None = None
+    changes: Mapping[str, Any] = {}
+    block_length: int | None = None
+    first_in_pass: int = 0
+    after: bool = False
+
+    def equal(self, run: Generation) -> list[bool]:
+        """Whether each canvas, in the order of passes, and then the result equal the reference's."""
+        rows = self.rows or slice(None)
+        canvases, result = self.canvases[rows], self.result[rows]
+        steps = [step for step in range(run.steps_run) if not self._starts_a_block(run, step)]
+        if len(steps) != canvases.shape[1]:
+            return [False] * (canvases.shape[1] + 1)
+        found = [run.canvas[:, step + self.after] for step in steps]
+        pairs = [*zip(found, canvases.unbind(1), strict=True), (run.tokens, result)]
+        return [_agree(ours, theirs) for ours, theirs in pairs]
+
+    def _starts_a_block(self, run: Generation, step: int) -> bool:
+        decided = (run.unmask_step[0] == step).nonzero()[:, 0].tolist()
+        return bool(self.first_in_pass) and len(decided) == 1 and decided[0] % self.first_in_pass == 0
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    shared = min(ours.shape[1], theirs.shape[1])  # what the reference has beyond must be unknown
+    there = theirs[:, :shared] >= 0
+    return bool((ours[:, :shared][there] == theirs[:, :shared][there]).all() and (theirs[:, shared:] < 0).all())
+
+
+class ReferenceFolder:
+    """One folder of reference data.
+
+    Attributes:
+        path: the folder.
+        family: for `load`, where config.json does not say the family.
+    """
+
+    def __init__(self, path: Path, family: str | None = None) -> None:
+        self.path, self.family = path, family
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its expected.safetensors."""
+        from safetensors.torch import load_file
+
+        return load_file(self.path / "expected.safetensors")
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Its expected.json."""
+        return json.loads((self.path / "expected.json").read_text())
+
+    @property
+    def pass_block_length(self) -> int | None:
+        """The block length of the stored pass; None if attention is not block-causal."""
+        return self.facts.get("block_length_of_full_pass", self.facts.get("block_length_of_attention_mask"))
+
+    def load(
+        self,
+        device: torch.device | str = "cpu",
+        changes: Mapping[str, Any] | None = None,
+        block_length: int | None = None,
+    ) -> Model:
+        """The checkpoint in float32, with `changes` of its config."""
+        given = {"mask_token_id": self.facts.get("mask_token_id")} | dict(changes or {})
+        given = {key: value for key, value in given.items() if value is not None}
+        with TemporaryDirectory() as place:
+            for file in ("config.json", "generation_config.json"):
+                if (self.path / file).is_file():
+                    (Path(place) / file).write_text(json.dumps(json.loads((self.path / file).read_text()) | given))
+            (Path(place) / "model.safetensors").symlink_to((self.path / "model.safetensors").resolve())
+            return load(place, family=self.family, block_length=block_length, device=device, dtype=torch.float32)

@@ -1,0 +1,256 @@
+"""A metric of every intervention at every step, for `sweep`.
+
+A metric is a function of one step's output, `StepOutput`, with one number per prompt. Under replay every step begins on
+the base run's canvas, so the steps are separate passes. Interventions that act on each step alone
+(`Intervention.within_step`) then need no other steps than those they name: `measured` runs these steps directly, all
+interventions of a step in one batch. All others run from the first step on, and have a value at every step.
+
+Pitfall: under replay a step's canvas is the base run's even where the intervention would have decided another token; a
+metric sees what the step would decide, not what follows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.experiments.stacking import Stacked
+from sinklens.hooks.points import Point
+from sinklens.runs.denoising import Denoising
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
+from sinklens.runs.result import Generation
+
+Place = str | tuple[int, int] | tuple[int, int, int]
+
+
+class StepOutput(NamedTuple):
+    """What a metric reads: one step of one intervention.
+
+    Attributes:
+        step: number of the step.
+        logits: of the token at each position, in float32; in an autoregressive run of the token being decoded.
+        base: the same without the intervention.
+        canvas: ids that the step works on.
+        undecided: positions that are not decided when the step begins.
+        first: number of the first of these prompts, among all prompts of the sweep.
+    """
+
+    step: int
+    logits: Float[Tensor, "prompt pos vocab"]
+    base: Float[Tensor, "prompt pos vocab"]
+    canvas: Int[Tensor, "prompt canvas"]
+    undecided: Bool[Tensor, "prompt canvas"]
+    first: int
+
+
+Metric = Callable[[StepOutput], Tensor | float | int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The interventions of a sweep on one batch of prompts.
+
+    Attributes:
+        start: (prompts, hooks, canvases to replay, copies of the prompts) -> a run that has not begun.
+        listed: the interventions.
+        metric: see `StepOutput`.
+        rows: largest number of rows in a pass.
+    """
+
+    start: Callable[[Any, Any, Tensor | None, int], Denoising]
+    listed: Mapping[Any, list[Any]]
+    metric: Metric
+    rows: int
+
+    def measure(self, batch: Any, first: int, replay: bool) -> xr.Dataset:
+        """``metric`` [intervention, prompt, step] and ``metric_base`` [prompt, step] of a batch of prompts."""
+        denoising = self.start(batch, [], None, 1)
+        denoising.carry_out()
+        base = denoising.result()
+        found = _Values(self.metric, len(self.listed), len(base.answers), base.steps_run, first)
+        alone = [_steps_alone(hooks, base) if replay else None for hooks in self.listed.values()]
+        self._steps(batch, base, alone, found)
+        self._runs(batch, base, [number for number, steps in enumerate(alone) if steps is None], found, replay)
+        return found.dataset()
+
+    def _at_once(self, base: Generation) -> int:
+        """Number of copies of the batch in a pass, besides the one without interventions."""
+        return max(1, self.rows // len(base.answers) - 1)
+
+    def _steps(self, batch: Any, base: Generation, alone: Sequence[list[int] | None], found: "_Values") -> None:
+        """The steps that interventions of single steps name, and the base run's value at these steps."""
+        hooks = list(self.listed.values())
+        for step in sorted({step for steps in alone if steps is not None for step in steps}):
+            numbers = [number for number, steps in enumerate(alone) if steps is not None and step in steps]
+            plain = _pass(self.start(batch, [], None, 1), base, step)
+            found.keep(None, step, plain, plain.logits)
+            for part in _parts(numbers, self._at_once(base)):
+                stacked = Stacked([hooks[number] for number in part])
+                output = _pass(self.start(batch, [stacked], None, len(part)), base, step)
+                for number, one in zip(part, output.chunks(len(part)), strict=True):
+                    found.keep(number, step, one, plain.logits)
+
+    def _runs(self, batch: Any, base: Generation, numbers: list[int], found: "_Values", replay: bool) -> None:
+        """Complete runs of the other interventions, beside a copy without."""
+        hooks = list(self.listed.values())
+        for part in _parts(numbers, self._at_once(base)):
+            listener = _Reading(numbers=[None, *part], found=found)
+            stacked = Stacked([[], *(hooks[number] for number in part)])
+            canvases = base.canvas.repeat(len(part) + 1, 1, 1) if replay else None
+            self.start(batch, [stacked, listener], canvases, len(part) + 1).carry_out()
+
+
+def _parts(numbers: list[int], size: int) -> list[list[int]]:
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
+    """The steps that have to be run, each alone; None if the run has to begin at its first step."""
+    settings, tree = base.settings, base.model.tree
+    cached = getattr(settings, "use_cache", False) or getattr(settings, "cfg_scale", 0.0) > 0
+    if tree.causal or tree.architecture.encoder or cached or not hooks:
+        return None
+    if not all(isinstance(entry, Intervention) and entry.within_step and not _follows(entry) for entry in hooks):
+        return None
+    named = {step for entry in hooks for step in entry.acting_steps(settings.steps)}
+    return sorted(step for step in named if step < base.steps_run)
+
+
+def _follows(entry: Intervention) -> bool:
+    """Whether the places of an intervention follow the run, and may depend on earlier steps."""
+    return getattr(entry, "where", None) is not None
+
+
+class _Output(NamedTuple):
+    """The output of one pass: of several copies of the prompts."""
+
+    logits: Float[Tensor, "row pos vocab"]
+    canvas: Int[Tensor, "row canvas"]
+    undecided: Bool[Tensor, "row canvas"]
+
+    def chunks(self, count: int) -> list["_Output"]:
+        """The output of each copy."""
+        parts = (value.chunk(count) for value in self)
+        return [_Output(*values) for values in zip(*parts, strict=True)]
+
+
+@torch.no_grad()
+def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
+    """One step of a run that has not begun, on the canvas of the base run."""
+    state = denoising.state
+    tree, canvas = state.tree, base.canvas[:, step].to(state.canvas.device)
+    state.canvas = canvas.repeat(len(state.canvas) // len(canvas), 1)
+    with tree.hooks(fwd_hooks=denoising.hooks):
+        tree.watch.step = step
+        try:
+            ids = state.begin_step()
+            logits = state.logits(ids, torch.ones_like(ids, dtype=torch.bool))
+        finally:
+            tree.watch.step = None
+    return _Output(logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real)
+
+
+class _Values:
+    """Collects the metric of every intervention and step."""
+
+    def __init__(self, metric: Metric, interventions: int, prompts: int, steps: int, first: int) -> None:
+        self._metric, self._first, self._prompts = metric, first, prompts
+        self.values = np.full((interventions, prompts, steps), np.nan)
+        self.base = np.full((prompts, steps), np.nan)
+
+    def keep(self, number: int | None, step: int, output: _Output, base: Float[Tensor, "prompt pos vocab"]) -> None:
+        """Evaluate the metric for an intervention, or for the base run (None)."""
+        if step >= self.base.shape[1]:  # a run of other prompts of the batch may be longer
+            return
+        shown = StepOutput(step, output.logits, base, output.canvas, output.undecided, self._first)
+        value = torch.as_tensor(self._metric(shown)).detach()
+        if value.numel() != self._prompts:
+            raise SettingError(
+                f"a metric must return one number for each of the {self._prompts} prompts in the batch; got a value of "
+                f"shape {list(value.shape)}."
+            )
+        (self.base if number is None else self.values[number])[:, step] = value.reshape(-1).cpu().numpy()
+
+    def dataset(self) -> xr.Dataset:
+        """The values, with numbers for interventions."""
+        steps = {"step": np.arange(self.base.shape[1])}
+        dims = ("intervention", "prompt", "step")
+        return xr.Dataset({"metric": (dims, self.values), "metric_base": (dims[1:], self.base)}, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading(Intervention):
+    """Evaluates the metric at every step of a run of several copies of the prompts.
+
+    Attributes:
+        numbers: the intervention of each copy; None for the copy without.
+        found: collects the values.
+    """
+
+    numbers: Sequence[int | None]
+    found: _Values
+
+    def hooks_for(self, model: Any, run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        assert run is not None
+        canvas = Canvas(run)
+
+        def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:
+            assert canvas.now is not None
+            undecided = canvas.now.undecided & run.real[:, : canvas.now.ids.shape[1]]
+            output = _Output(value.detach().float(), canvas.now.ids, undecided).chunks(len(self.numbers))
+            for number, one in zip(self.numbers, output, strict=True):
+                self.found.keep(number, hook.step or 0, one, output[0].logits)
+
+        return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", read)]
+
+
+@dataclass(frozen=True)
+class Places:
+    """The names of a sweep's interventions, as one axis or as a grid.
+
+    Attributes:
+        names: texts, or places (layer, head) or (layer, head, step).
+    """
+
+    names: list[Any]
+
+    def shaped(self, found: xr.Dataset) -> xr.Dataset:
+        """The result over the names, or over layer, head and step."""
+        if isinstance(self.names[0], str):
+            return found.assign_coords(intervention=self.names)
+        layers, heads = (sorted({place[axis] for place in self.names}) for axis in (0, 1))
+        own_step = len(self.names[0]) == 3
+        steps = sorted({place[2] for place in self.names}) if own_step else list(found["step"].values)
+        values = np.full((len(layers), len(heads), len(steps), found.sizes["prompt"]), np.nan)
+        metric = found["metric"].transpose("intervention", "step", "prompt").to_numpy()
+        for number, (layer, head, *rest) in enumerate(self.names):
+            cell = values[layers.index(layer), heads.index(head)]
+            if own_step:
+                cell[steps.index(rest[0])] = metric[number, rest[0]]
+            else:
+                cell[:] = metric[number]
+        base = found["metric_base"].transpose("step", "prompt").sel(step=steps)
+        grid = (("layer", "head", "step", "prompt"), values)
+        return xr.Dataset({"metric": grid, "metric_base": base}, {"layer": layers, "head": heads, "step": steps})
+
+
+def named_places(listed: Mapping[Any, Any], with_metric: bool) -> Places:
+    """The names of the interventions.
+
+    Raises:
+        SettingError: places without a metric, or of mixed kinds.
+    """
+    kinds = {str if isinstance(name, str) else len(name) if isinstance(name, tuple) else None for name in listed}
+    if kinds != {str} and not (with_metric and kinds in ({2}, {3})):
+        raise SettingError(
+            f"interventions must be named by texts or, with metric=, all by (layer, head) or all by (layer, head, "
+            f"step); got {next(iter(listed))!r}."
+        )
+    return Places(list(listed))

@@ -1,0 +1,89 @@
+"""Several interventions in one batch, each on its own rows.
+
+Pitfall: a hook function that returns a value of another shape would shift the rows of the others; it is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinklens.errors import HookFunctionError, SettingError
+from sinklens.hooks import names
+from sinklens.hooks.points import Point
+from sinklens.model import Model
+from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext
+
+
+class Stacked(Intervention):
+    """Several interventions in one run, each on its rows: the first on the first ``rows / count``, and so on.
+
+    Args:
+        listed: for each part of the batch, its interventions and (name, function) pairs.
+    """
+
+    def __init__(self, listed: Sequence[Sequence[Any]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "listed", listed)
+
+    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`.
+
+        Raises:
+            SettingError: in a single pass, or if the rows do not divide evenly.
+        """
+        listed: Sequence[Sequence[Any]] = self.__dict__["listed"]
+        if run is None or len(run.real) % len(listed):
+            raise SettingError(
+                f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
+                f"{'a single pass' if run is None else len(run.real)}."
+            )
+        count = len(run.real) // len(listed)
+        known, layers = model.hook_names(), model.cfg.n_layers
+        by_point: dict[str, list[list[HookFunction]]] = {}
+        for number, hooks in enumerate(listed):
+            rows = slice(number * count, (number + 1) * count)
+            context = replace(run, real=run.real[rows], row_keys=run.row_keys[rows])
+            for entry in hooks:
+                pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
+                for name, function in pairs:
+                    for point in names.select(name, known, layers):
+                        by_point.setdefault(point, [[] for _ in listed])[number].append(function)
+        return [(point, _on_rows(functions, count)) for point, functions in by_point.items()]
+
+
+def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:
+    """One hook function that calls each list of functions on its rows."""
+
+    def call(value: Tensor, hook: Point) -> Tensor | None:
+        parts, changed = [], False
+        for number, listed in enumerate(functions):
+            part = value[number * count : (number + 1) * count]
+            for function in listed:
+                returned = function(part, hook=hook)
+                if returned is not None:
+                    _check_rows(returned, part, function, hook)
+                    part, changed = returned, True
+            parts.append(part)
+        if not changed:
+            return None
+        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        return torch.cat([part.expand(-1, *longest) for part in parts])
+
+    return call
+
+
+def _check_rows(returned: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
+    """Check that a function's result for its rows can be combined with the other rows.
+
+    Raises:
+        HookFunctionError: the result is not a tensor, or has another number of rows or axes.
+    """
+    if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
+        got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+        raise HookFunctionError(
+            f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step {hook.step}) got a "
+            f"value of shape {list(part.shape)} and returned {got}; return the same shape, or None to change nothing."
+        )

@@ -1,0 +1,42 @@
+"""The folders of reference data are read completely, and a difference from the reference is noticed."""
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.devices.conformance import _single
+from sinklens.devices.parts import Setting
+from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_runs
+
+LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}}
+"""Runs that depend on the batch or show a defect, or that are the reference's batched sampler."""
+QUICK = {"sdar": 6, "bd3lm": 11, "fast-dllm-v2": 5, "llada2-moe": 10, "rnd1": 1, "open-dcoder": 8, "diffusion-gemma": 4}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_stored_run_is_repeated_or_known_to_be_left_out(shared, name):
+    folder = open_folder(shared / "conformance" / name)
+    found = {run.number for run in stored_runs(folder)}
+    assert found == set(range(len(folder.facts["generate"]))) - LEFT_OUT.get(name, set())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_stored_pass_of_every_folder_is_compared(shared, name):
+    folder = open_folder(shared / "conformance" / name)
+    assert "patterns of the last layer" in _single(folder, Setting(torch.device("cpu"), 0.0))
+
+
+@pytest.mark.parametrize(("name", "number"), QUICK.items())
+def test_a_run_equals_the_stored_one_and_another_token_is_noticed(shared, name, number):
+    folder = open_folder(shared / "conformance" / name)
+    for stored in (run for run in stored_runs(folder) if run.number == number):
+        model = folder.load("cpu", stored.changes, stored.block_length or folder.pass_block_length)
+        run = sinklens.generate(model, stored.prompt, record_sinks=False, **stored.settings)
+        equal = stored.equal(run)
+        passes = stored.canvases.shape[1]
+        assert equal == [True] * (passes + 1)
+        rows = range(len(stored.canvases))[stored.rows or slice(None)]
+        last = (stored.canvases[rows[0], -1] >= 0).nonzero()[-1]
+        stored.canvases[rows[0], -1, last] += 1
+        assert stored.equal(run) == [*[True] * (passes - 1), False, True]
+        stored.canvases[rows[0], -1, last] -= 1

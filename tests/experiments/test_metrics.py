@@ -1,0 +1,149 @@
+"""A sweep of a metric against separate runs of every intervention, and which steps it runs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.experiments import sweep
+from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PathPatch
+
+PROMPTS = [[3, 17, 5, 44, 9], [21, 8]]
+SHORT = {"gen_length": 6, "steps": 3}
+SETTINGS = {"llada": {"steps": 4}, "dream": {"steps": 4}, "sdar": {"use_cache": False}, "ar": {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromTheStart(AblateHeads):
+    """The same ablation, but not known to act on each step alone."""
+
+    within_step: ClassVar[bool] = False
+
+
+def surprise(output):
+    """KL of the step's distributions from the base run's, over the undecided positions of each prompt."""
+    p, q = output.base.log_softmax(-1), output.logits.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    where = output.undecided if kl.shape == output.undecided.shape else torch.ones_like(kl, dtype=torch.bool)
+    return torch.stack([row[keep].sum() for row, keep in zip(kl, where, strict=True)])
+
+
+def separately(model, prompts, hooks, base, before, replay=True, **settings):
+    """`surprise` [prompt, step], from complete runs that keep all logits."""
+    read = Activations(names=["denoise.hook_logits"])
+    run = sinklens.generate(
+        model, prompts, hooks=[hooks, read], replay=base if replay else None, record_sinks=False, **settings
+    )
+    rows = []
+    for step, cache in read.caches.items():
+        logits, plain = cache["denoise.hook_logits"], before.caches[step]["denoise.hook_logits"]
+        p, q = plain.log_softmax(-1), logits.log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        undecided = (run.undecided[:, step] & run.real) if kl.shape[1] > 1 else torch.ones_like(kl, dtype=torch.bool)
+        rows.append([row[keep].sum().item() for row, keep in zip(kl, undecided, strict=True)])
+    return np.array(rows).T
+
+
+def base_run(model, prompts, **settings):
+    before = Activations(names=["denoise.hook_logits"])
+    return sinklens.generate(model, prompts, hooks=[before], record_sinks=False, **settings), before
+
+
+@pytest.fixture(scope="module")
+def models(worded):
+    """Random models by sampler, and an autoregressive one; fixed prompts of ids."""
+    return {"llada": worded(), "dream": worded("dream"), "sdar": worded("sdar"), "ar": worded("qwen2", True)}
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream", "sdar", "ar"])
+def test_a_metric_of_a_sweep_is_that_of_separate_runs(models, kind):
+    model, settings = models[kind], {"gen_length": 4} | SETTINGS[kind]
+    base, before = base_run(model, PROMPTS, **settings)
+    listed = {
+        "one step": AblateHeads(layers=[1], heads=[2], steps=[1]),
+        "two steps": AblateHeads(layers=[0], heads=[0], steps=[0, -1]),
+        "all steps": AblateHeads(layers=[2], heads=[3]),
+        "previous": MaskSinks(top_k=1),
+    }
+    found = sweep(model, PROMPTS, listed, metric=surprise, replay=True, rows=6, **settings)
+    for name, hooks in listed.items():
+        expected = separately(model, PROMPTS, hooks, base, before, **settings)
+        got = found["metric"].sel(intervention=name).to_numpy()
+        ran = ~np.isnan(got)
+        np.testing.assert_allclose(got[ran], expected[ran], atol=2e-4, err_msg=name)
+        assert ran.any(axis=0).tolist() == [
+            kind == "ar"
+            or name in ("all steps", "previous")
+            or step in {"one step": [1], "two steps": [0, base.settings.steps - 1]}[name]
+            for step in range(base.steps_run)
+        ]
+    assert found["metric"].max() > 1e-3
+    np.testing.assert_allclose(found["metric_base"], 0.0, atol=1e-5)
+
+
+def test_places_make_a_map_and_only_the_named_steps_run(models, monkeypatch):
+    model, passes = models["llada"], []
+    hidden = type(model.tree).hidden
+
+    def counted(self, ids, *args, **kwargs):
+        passes.append(len(ids))
+        return hidden(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.tree), "hidden", counted)
+    places = {
+        (layer, head, step): AblateHeads(layers=[layer], heads=[head], steps=[step])
+        for layer in (0, 2) for head in range(6) for step in (0, 2)
+    }  # fmt: skip
+    found = sweep(model, PROMPTS[:1], places, metric=surprise, replay=True, rows=100, **SHORT)
+    assert passes == [1, 1, 1, 1, 12, 1, 12]  # the base run; then the unchanged row and twelve heads, twice
+    assert found["metric"].dims == ("layer", "head", "step", "prompt")
+    assert found["metric"].sizes == {"layer": 2, "head": 6, "step": 2, "prompt": 1}
+    slow = {place: FromTheStart(layers=[place[0]], heads=[place[1]], steps=[place[2]]) for place in places}
+    same = sweep(model, PROMPTS[:1], slow, metric=surprise, replay=True, rows=100, **SHORT)
+    np.testing.assert_allclose(found["metric"], same["metric"], atol=1e-4)
+    by_head = {(layer, head): AblateHeads(layers=[layer], heads=[head]) for layer in (0, 1) for head in (1, 4)}
+    grid = sweep(model, PROMPTS, by_head, metric=surprise, replay=True, **SHORT)["metric"]
+    single = sweep(model, PROMPTS, {"x": by_head[1, 4]}, metric=surprise, replay=True, **SHORT)["metric"]
+    np.testing.assert_allclose(grid.sel(layer=1, head=4), single[0].T, atol=1e-4)
+
+
+def test_patches_run_the_steps_of_their_source(models):
+    model = models["llada"]
+    kept = Activations(names=["blocks.0.attn.hook_z"])
+    sinklens.generate(model, [[9, 9, 9, 9, 9]], hooks=kept, **SHORT)
+    patch = PathPatch(sender="L0H1", receiver="L2H0.k", source={1: kept.caches[1]})
+    found = sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, replay=True, **SHORT)["metric"]
+    assert np.isnan(found[0, 0]).values.tolist() == [True, False, True]
+
+
+def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
+    model = models["llada"]
+    hooks, logits = AblateHeads(layers=[0]), MaskedLogits()
+    run = sinklens.generate(model, PROMPTS, hooks=[hooks, logits], record_sinks=False, **SHORT)
+
+    def masks(output):
+        return output.undecided.sum(dim=1) * 100 + output.canvas[:, 3:].max(dim=1).values
+
+    found = sweep(model, PROMPTS, {"heads": hooks}, metric=masks, **SHORT)["metric"][0]
+    undecided = (run.undecided & run.real[:, None])[:, :-1]
+    expected = undecided.sum(dim=2) * 100 + run.canvas[:, :-1, 3:].amax(dim=2)
+    assert found.values.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"metric": lambda output: output.logits}, "one number for each of the 2 prompts in the batch; got a value of"),
+        ({"out": "folder"}, "metric= does not support out="),
+        ({"interventions": {(0, 1): [], "x": []}}, "named by texts or, with metric=, all by"),
+        ({"metric": None, "interventions": {(0, 1): []}}, r"named by texts or, with metric=.*got \(0, 1\)"),
+    ],
+)
+def test_a_sweep_of_a_metric_refuses_what_it_cannot_do(models, change, text):
+    asked = {"interventions": {"x": AblateHeads(steps=[0])}, "metric": surprise, "replay": True, **SHORT} | change
+    with pytest.raises(SettingError, match=text):
+        sweep(models["llada"], PROMPTS, **asked)

@@ -1,0 +1,412 @@
+"""Places that follow the run: every form of `where=` against loops, in every kind of run, and errors for others."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from watching import LONG, PADDED, SHORT, again, entered, in_complete_blocks, logits_of, unwatched, watch
+
+from sinklens.errors import SettingError
+from sinklens.interventions import (
+    AblateHeads,
+    AblateSinkAttention,
+    Activations,
+    FreezePattern,
+    KeepKeys,
+    MaskSinks,
+    PatchHooks,
+    Remask,
+    Where,
+    WindowAttention,
+)
+from sinklens.sinks import EpsilonOverMean, StrongestKeys, TopK
+
+WAYS = [("llama", False, {}), ("dream", False, {}), ("sdar", False, {}), ("qwen3", True, {}),
+        ("qwen3", True, {"use_cache": False})]  # fmt: skip
+FORMS = ["array", "state", "function", "positions and an array", "detector", "of one head"]
+Z = "blocks.1.attn.hook_z"
+
+
+def random_places(run):
+    """A random array [2, step, 3, 6, pos], False on padding."""
+    marked = np.random.default_rng(3).random((2, run.settings.steps, 3, 6, run.real.shape[1])) < 0.4
+    return torch.from_numpy(marked) & run.real[:, None, None, None]
+
+
+def given(form, marked):
+    """`where=` and other arguments of a form."""
+    return {
+        "array": {"where": marked},
+        "state": {"where": ("committed", "not prompt")},
+        "function": {"where": lambda step: None if step == 1 else [step, -1]},
+        "detector": {"where": TopK(2)},
+        "of one head": {"where": Where(top_k=3, of=(-1, 4))},
+        "constant": {"where": marked[:, :1]},
+        "positions and an array": {"where": marked.numpy(), "positions": [0, 3, -2]},
+    }[form]
+
+
+def places_of_step(form, marked, run, step, before):
+    """The places of a step by hand, [layer, batch, head, pos]; `before` is the pattern of the step before."""
+    batch, length, causal = *run.real.shape, bool(run.model.config.is_causal)
+    found = torch.zeros(3, batch, 6, length, dtype=torch.bool)
+    canvas, starts = run.canvas[:, step], run.real.long().argmax(dim=1).tolist()
+    for layer, row, head, pos in itertools.product(range(3), range(batch), range(6), range(length)):
+        undecided = bool(run.undecided[row, step, pos]) if not causal else pos >= run.prompt_length + step
+        listed = pos in (starts[row], starts[row] + 3, length - 2)
+        inside = {
+            "array": lambda at: bool(marked[at[1], step, at[0], at[2], at[3]]),
+            "constant": lambda at: bool(marked[at[1], 0, at[0], at[2], at[3]]),
+            "state": lambda at, undecided=undecided: at[3] >= run.prompt_length and not undecided,
+            "function": lambda at: step != 1 and at[3] in (starts[at[1]] + step, length - 1),
+            "positions and an array": lambda at, listed=listed: (
+                listed and bool(marked[at[1], step, at[0], at[2], at[3]])
+            ),
+        }.get(form, lambda at: False)
+        found[layer, row, head, pos] = (
+            bool(run.real[row, pos]) and inside((layer, row, head, pos)) and canvas[row, pos] >= -1
+        )
+    if before is not None and form in ("detector", "of one head"):
+        for layer, row, head in np.ndindex(3, batch, 6):
+            source, keys = (layer, head) if form == "detector" else (2, 4), run.real[row].nonzero()[:, 0].tolist()
+            sums = before[source[0], row, source[1], keys].double().sum(dim=0).tolist()
+            best = sorted(keys, key=lambda key, sums=sums: -sums[key])[: 2 if form == "detector" else 3]
+            found[layer, row, head, best] = True
+    return found
+
+
+def expected_runs(form, marked, run, edit):
+    """(step, plain pass) of a run in which `edit(layer, value, places)` is made, in plain torch."""
+    causal, kept, before = bool(run.model.config.is_causal), {}, None
+    for step in range(run.steps_run):
+        kept[step] = places_of_step(form, marked, run, step, before)
+        ids, _ = entered(run, step)
+
+        def owned(layer, step=step, size=ids.shape[1]):
+            places = torch.zeros(2, 6, size, dtype=torch.bool)
+            for column in range(size):
+                own = max(0, column - run.prompt_length + 1) if causal else step
+                places[:, :, column] = kept[own][layer, :, :, column]
+            return places
+
+        edits = {f"blocks.{layer}.attn.hook_z": lambda z, layer=layer: edit(z, owned(layer)) for layer in range(3)}
+        plain = again(run, step, edits)
+        before = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in range(3)])
+        yield step, plain
+
+
+def zeroed(z, places):
+    """`z` with zeros at places [batch, head, pos]."""
+    return z.masked_fill(places.transpose(1, 2)[..., None], 0.0)
+
+
+def ends_of_passes(ends):
+    """A hook that notes where the keys of each step's pass end."""
+    return (Z, lambda value, hook: ends.__setitem__(hook.step, hook.key_positions.stop))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings", "form"),
+    [(*way, form) for way in WAYS for form in (FORMS if not way[1] else FORMS[:4])]
+    + [("sdar", False, {"use_cache": True}, "constant")],
+)
+def test_ablation_at_places_equals_an_edit_made_by_a_loop(worded, architecture, causal, settings, form):
+    """In an autoregressive run a query keeps the places of the step that owns it."""
+    model = worded(architecture, causal)
+    base, ends = watch(model, PADDED, points=[], **settings).run, {}
+    marked = random_places(base)
+    ablate = AblateHeads(**given(form, marked))
+    watched, changed = watch(model, PADDED, [ablate, ends_of_passes(ends)], ["hook_z"], **settings), 0
+    for step, plain in expected_runs(form, marked, watched.run, zeroed):
+        real = entered(watched.run, step)[1]
+        for layer in range(3):
+            name = f"blocks.{layer}.attn.hook_z"
+            z = watched.values[step][name]
+            part = slice(ends[step] - z.shape[1], ends[step])
+            counted, wanted = (real & in_complete_blocks(model, real, part.stop))[:, part], plain.values[name][:, part]
+            torch.testing.assert_close(z[counted], wanted[counted], atol=1e-3, rtol=0)
+            changed += int((z[counted] == 0).all(dim=-1).sum())
+    assert changed > 10
+    assert unwatched(model)
+
+
+OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
+
+
+@pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.2.attn.hook_v", "blocks.0.attn.hook_pattern"])
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:], ("sdar", False, {"use_cache": True})]
+)
+def test_a_patch_puts_the_sources_values_at_its_places_alone(worded, architecture, causal, settings, name):
+    """Three query heads share a key/value head, which is patched where any of them has a place."""
+    model, kept = worded(architecture, causal), Activations(names=name)
+    watch(model, OTHER, [kept], [], **settings)
+    base = watch(model, PADDED, points=[], **settings).run
+    marked, layer = random_places(base), int(name[7])
+    watched = watch(model, PADDED, [PatchHooks(source=kept.caches, where=marked)], [name], replay=base, **settings)
+    ends = {}
+    before = watch(model, PADDED, [ends_of_passes(ends)], [name], replay=base, **settings)
+    for step in range(base.steps_run):
+        old, new, source = (values[step][name] for values in (before.values, watched.values, kept.caches))
+        axis = 2 if name.endswith("pattern") else 1
+        first = ends[step] - new.shape[axis]
+        for row, query in itertools.product(range(2), range(new.shape[axis])):
+            own = max(0, first + query - base.prompt_length + 1) if causal else step
+            heads = marked[row, own, layer, :, first + query]
+            if own != step:  # recomputed in a pass without a cache
+                continue
+            heads = heads.view(2, 3).any(1) if name.endswith("hook_v") else heads
+            for head, chosen in enumerate(heads.tolist() if "attn" in name else [bool(heads.any())]):
+                at = (row, head, query) if axis == 2 else (row, query, head) if "attn" in name else (row, query)
+                assert torch.equal(new[at], source[at] if chosen else old[at])
+    assert unwatched(model)
+
+
+def one_hot(run, top_k=1):
+    """The strongest keys of each step of a recorded run, as an array."""
+    top = run.sinks.top(top_k).to_numpy()
+    found = np.zeros((*top.shape[:4], run.real.shape[1]), dtype=bool)
+    np.put_along_axis(found, np.maximum(top, 0), top >= 0, axis=-1)
+    return found
+
+
+def outputs(model, where, **settings):
+    """The head outputs of a run in which the places of `where` are ablated, [step, layer, batch, pos, head, d_head]."""
+    watched = watch(model, PADDED, [AblateHeads(where=where, layers=[0, 2])], ["hook_z"], **settings)
+    return torch.stack([watched.stacked("hook_z", step) for step in range(watched.run.steps_run)])
+
+
+def test_a_recorded_run_the_same_step_and_an_array_name_the_same_places(worded):
+    model = worded()
+    base = watch(model, PADDED, points=[], record_sinks=True).run
+    by_array = outputs(model, one_hot(base), replay=base)
+    for where in (
+        Where(top_k=1, same_step=True),
+        Where(top_k=1, source=base, same_step=True),
+        StrongestKeys(k=1).detect(base.sinks),
+        lambda step: torch.from_numpy(one_hot(base)[:, step]),
+    ):
+        assert torch.equal(outputs(model, where, replay=base), by_array)
+    earlier = np.roll(one_hot(base), 1, axis=1)
+    earlier[:, 0] = False
+    assert torch.equal(outputs(model, Where(top_k=1, source=base), replay=base), outputs(model, earlier, replay=base))
+    detected = base.sinks.detect(EpsilonOverMean())
+    assert torch.equal(outputs(model, base.sinks, replay=base), outputs(model, detected, replay=base))
+    assert not torch.equal(outputs(model, base.sinks, replay=base), by_array)
+
+
+def test_a_named_array_may_lack_axes_and_steps(worded):
+    model = worded()
+    base = watch(model, PADDED, points=[], record_sinks=True).run
+    marked = one_hot(base)
+    named = xr.DataArray(marked, dims=("batch", "step", "layer", "head", "pos"), coords={"step": range(4)})
+    assert torch.equal(outputs(model, named.sel(head=3)), outputs(model, marked[:, :, :, 3:4]))
+    some = marked.copy()
+    some[:, [0, 2]] = False
+    assert torch.equal(outputs(model, named.sel(step=[3, 1])), outputs(model, some))
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_masking_at_places_by_score_equals_masking_by_the_rule(worded, architecture, causal, settings):
+    """Also a control of it; the keys are those of the step before, for the newest query."""
+    model = worded(architecture, causal)
+    for rule in ({"top_k": 2}, {"top_k": 2, "pick": "random_rest", "persistent": True, "seed": 4}):
+        pair = [MaskSinks(**rule), MaskSinks(top_k=None, where=Where(**rule))]
+        one, other = (watch(model, PADDED, [hooks], ["hook_attn_mask", "hook_logits"], **settings) for hooks in pair)
+        assert torch.equal(logits_of(one), logits_of(other))
+        for step in range(1, one.run.steps_run):
+            masks = [watched.stacked("hook_attn_mask", step)[..., -1, :] for watched in (one, other)]
+            assert torch.equal(*masks)
+            assert (masks[0] == -torch.inf).sum() >= 2 * 3 * 2 * 6
+
+
+@pytest.mark.parametrize("hooks", [MaskSinks, KeepKeys], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("settings", [{}, {"use_cache": False}], ids=["cached", "recomputed"])
+def test_masked_and_kept_keys_are_those_of_each_tokens_step(worded, hooks, settings):
+    model = worded("llama", True)
+    base = watch(model, PADDED, points=[], gen_length=4, **settings).run
+    marked = random_places(base)
+    given = {"queries": "each"} if hooks is MaskSinks else {}
+    watched = watch(model, PADDED, [hooks(top_k=None, where=marked, **given)], gen_length=4, **settings)
+    for step in range(watched.run.steps_run):
+        pattern = watched.stacked("hook_pattern", step).transpose(0, 1)
+        size, width = pattern.shape[3:]
+        for row, query in itertools.product(range(2), range(size)):
+            column = width - size + query
+            own = max(0, column - base.prompt_length + 1)
+            if (hooks is KeepKeys and column < base.prompt_length - 1) or not base.real[row, column]:
+                continue
+            keys = marked[row, own, :, :, : column + 1] & base.real[row, : column + 1]
+            seen = pattern[row, :, :, query, : column + 1] != 0
+            real = base.real[row, : column + 1]
+            expected = real & ~keys if hooks is MaskSinks else keys
+            expected[..., column] |= hooks is KeepKeys
+            assert torch.equal(seen, expected.expand_as(seen))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [FreezePattern(at=0), AblateSinkAttention(mass="drop"), WindowAttention(width=1)],
+    ids=lambda k: type(k).__name__,
+)
+@pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("llama", True)])
+def test_queries_elsewhere_keep_their_attention(worded, kind, architecture, causal):
+    if causal and isinstance(kind, FreezePattern):
+        kind = WindowAttention(left=1, right=0)
+    model = worded(architecture, causal)
+    base = watch(model, PADDED)
+    marked = random_places(base.run)
+    limited = replace(kind, layers=[0], where=marked)
+    fully, partly = (watch(model, PADDED, [hook], replay=base.run) for hook in (replace(kind, layers=[0]), limited))
+    for step in range(base.run.steps_run):
+        plain, new, all_new = (watched.stacked("hook_pattern", step)[0] for watched in (base, partly, fully))
+        first = new.shape[-1] - new.shape[-2]
+        own = [max(0, first + query - base.run.prompt_length + 1) if causal else step for query in range(new.shape[2])]
+        here = torch.stack([marked[:, own[query], 0, :, first + query] for query in range(new.shape[2])], dim=-1)
+        torch.testing.assert_close(new, torch.where(here[..., None], all_new, plain), atol=1e-6, rtol=0)
+        assert step == 0 or not torch.allclose(new, plain, atol=1e-3)
+
+
+@pytest.mark.parametrize("where", ["digit", "not digit", ("newline", "committed"), "decided"], ids=str)
+def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, where):
+    """Read from the text of each token."""
+    prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
+    ablate = AblateHeads(layers=[1], where=where)
+    watched = watch(tiny_llada, prompt, [ablate], ["1.attn.hook_z"], gen_length=8, steps=8)
+    run, found = watched.run, 0
+    for step in range(8):
+        texts = tiny_llada.to_str_tokens(run.canvas[0, step])
+        undecided = run.canvas[0, step] == tiny_llada.mask_token_id
+        for position, text in enumerate(texts):
+            here = {
+                "digit": not undecided[position] and text.strip().isdigit(),
+                "not digit": not (not undecided[position] and text.strip().isdigit()),
+                "decided": not undecided[position],
+            }.get(where, "\n" in text or (not undecided[position] and position >= run.prompt_length))
+            z = watched.values[step][Z][0, position]
+            assert bool((z == 0).all()) == bool(here)
+            found += bool(here)
+    assert found > 8
+
+
+def test_committed_tokens_can_be_masked_again(worded):
+    model = worded()
+    run = watch(model, PADDED, [Remask(where="committed", steps=[2])], []).run
+    answer = run.canvas[:, :, run.prompt_length :]
+    assert (answer[:, 1] != model.mask_token_id).any()
+    assert (answer[:, 2] == model.mask_token_id).all()
+
+
+@pytest.mark.parametrize("where", ["masked", TopK(2), Where(top_k=2, pick="random_rest"), "array"], ids=str)
+def test_a_row_alone_has_the_places_that_it_has_in_a_batch(worded, where):
+    model = worded()
+    marked = random_places(watch(model, PADDED, points=[]).run)
+    given = [marked, marked[:1, ..., 3:]] if where == "array" else [where, where]
+    both, alone = (
+        watch(model, prompts, [AblateHeads(where=one, layers=[1])], ["1.attn.hook_z"])
+        for prompts, one in zip((PADDED, [SHORT]), given, strict=True)
+    )
+    for step in range(4):
+        z, of_row = both.values[step][Z][:1, 3:], alone.values[step][Z]
+        assert torch.equal((z == 0).all(dim=-1), (of_row == 0).all(dim=-1))
+        torch.testing.assert_close(z, of_row, atol=1e-5, rtol=1e-4)
+        assert step == 0 or (z == 0).all(dim=-1).any()
+
+
+def test_under_guidance_only_conditional_rows_change_at_their_places(worded):
+    model, seen = worded(), {}
+    base = watch(model, [LONG], points=[], cfg_scale=1.0).run
+    marked = torch.from_numpy(np.random.default_rng(0).random((1, 4, 3, 6, 15)) < 0.5)
+    point = model.tree.hook_dict[Z]
+
+    def keep(_module, _args, _kwargs, output):
+        seen.setdefault(model.tree.watch.step, []).append(output.clone())
+
+    for hooks in ([], [AblateHeads(where=marked, layers=[1])]):
+        handle = point.register_forward_hook(keep, with_kwargs=True)  # after the edits
+        try:
+            watch(model, [LONG], hooks, [], cfg_scale=1.0, replay=base)
+        finally:
+            handle.remove()
+    for step, (plain, ablated) in seen.items():
+        here = marked[0, step, 1].T[..., None]
+        torch.testing.assert_close(ablated[0], plain[0].masked_fill(here, 0.0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ablated[1], plain[1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_single_pass_takes_an_array(worded):
+    model, ids = worded(), torch.tensor([[5, 6, 7, 8]])
+    marked = torch.zeros(1, 1, 3, 1, 4, dtype=torch.bool)
+    marked[0, 0, 1, 0, 2] = True
+    with pytest.warns(UserWarning, match="no mask token"):
+        plain = model.run_with_cache(ids)[1]
+    ablate = AblateHeads(where=marked)
+    seen = {}
+    model.run_with_hooks(
+        ids, fwd_hooks=[*ablate.hooks_for(model), (Z, lambda value, hook: seen.update(z=value.clone()))]
+    )
+    expected = plain[Z].clone()
+    expected[:, 2] = 0
+    torch.testing.assert_close(seen["z"], expected, atol=1e-5, rtol=0)
+    with pytest.raises(SettingError, match="where has 4 positions, and the pass 3; give one for each"):
+        model.run_with_hooks(ids[:, :3], fwd_hooks=ablate.hooks_for(model))
+    for where in ("digit", TopK(1), lambda step: [0]):
+        with pytest.raises(SettingError, match="AblateHeads finds its places in a run, which a single pass is not"):
+            AblateHeads(where=where).hooks_for(model)
+
+
+FALSE = torch.zeros(2, 4, 3, 6, 15, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (FALSE.int(), r"where must be boolean, True at the places; got torch\.int32 of shape \[2, 4, 3, 6, 15\]"),
+        (FALSE[0], r"where must have the axes \[batch, step, layer, head, pos\].* got shape \[4, 3, 6, 15\]"),
+        (FALSE[:, :3], "where has 3 along step, this run 4; give 1 or 4. A DataArray, such as track.detect"),
+        (FALSE[..., :14], "where has 14 along pos, this run 15; give 1 or 15"),
+        (~FALSE, "where marks position 0 of row 0, which is padding; positions of an array are columns of the canvas"),
+        (xr.DataArray(FALSE.numpy()[0, 0], dims=("layer", "heads", "pos")), "where has an axis 'heads'"),
+        ("digits", "where= takes states or token kinds, .* 'digits' is neither. .* Nearest: digit"),
+        (lambda step: [20], "position 20 does not exist; there are 15"),
+        (lambda step: "digits", "where= takes states or token kinds"),
+        (Where(top_k=1, of=(3, 0)), "layer 3 does not exist; there are 3"),
+        (Where(top_k=1, of=(0, 6)), "head 6 does not exist; there are 6"),
+        (TopK, "where must be a detector, a Where, .* got <class 'sinklens.sinks.detectors.TopK'>"),
+        (3, "where must be a detector, a Where, .* got 3. Positions that never change are positions="),
+        ([], r"where must be a detector, a Where, .* got \[\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_places_that_do_not_exist_are_rejected(worded, unchecked, where, text):
+    with pytest.raises(SettingError, match=text):
+        watch(worded(), PADDED, [AblateHeads(where=where)])
+    assert unwatched(worded())
+
+
+def test_places_without_a_meaning_are_rejected(worded, unchecked):
+    model, causal = worded(), worded("llama", True)
+    caches = {0: {"hook_embed": torch.zeros(1, 15, 24)}}
+    with pytest.raises(SettingError, match="where= finds positions for each layer, and hook_embed is in none"):
+        watch(model, PADDED, [PatchHooks(source=caches, where=TopK(1))])
+    with pytest.raises(SettingError, match=r"for each layer, and denoise\.hook_canvas is in none"):
+        watch(model, PADDED, [Remask(where=FALSE)])
+    with pytest.raises(SettingError, match="source_positions= pairs with positions=; where= takes the values of the"):
+        patch = PatchHooks(source=caches, where="masked", positions=[1], source_positions=[2])
+        watch(model, PADDED, [patch])
+    with pytest.raises(SettingError, match="'masked': an autoregressive run has no masked positions"):
+        watch(causal, PADDED, [AblateHeads(where="masked")])
+    with pytest.raises(SettingError, match=r"finds keys of the text before, .* so AblateHeads would change nothing"):
+        watch(causal, PADDED, [AblateHeads(where=TopK(1))])
+    with pytest.raises(SettingError, match="pass one of top_k, detector and where; got where and top_k=1,"):
+        MaskSinks(where="prompt")
+    with pytest.raises(SettingError, match="the settings scope, pick, only, same_step, source and persistent have no"):
+        MaskSinks(top_k=None, where="prompt", pick="random")
+    with pytest.raises(SettingError, match="pass either top_k, a number of keys per head, or detector, not both"):
+        Where()
+    with pytest.raises(SettingError, match=r"of must be a pair \(layer, head\); got \(1, 2, 3\)"):
+        Where(top_k=1, of=(1, 2, 3))
+    assert unwatched(model)

@@ -1,0 +1,48 @@
+"""The type checks of the test run: what they find, and that they are in place."""
+
+import numpy as np
+import pytest
+import torch
+import typechecks
+from beartype.roar import BeartypeCallHintViolation as Violation
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.sampling.decisions import truncate
+
+check = typechecks.checking(typechecker=None)
+
+
+@check
+def outer(left: Float[Tensor, "row same"], right: Float[Tensor, "same column"], wrong: bool = False) -> "Product":
+    return left if wrong else left @ right
+
+
+@check
+def count(name: str, *, times: int = 1) -> int:
+    return len(name) * times
+
+
+Product = Float[Tensor, "row column"]
+
+
+def test_every_call_is_checked_in_its_arguments_and_result_with_one_size_per_axis():
+    for _ in range(3):
+        assert outer(torch.ones(2, 3), torch.ones(3, 4)).shape == (2, 4)
+    for given in ((torch.ones(2, 3), torch.ones(2, 4)), (np.ones((2, 3)), torch.ones(3, 4))):
+        with pytest.raises(Violation, match=r"parameter (left|right)="):
+            outer(*given)
+    with pytest.raises(Violation, match="return"):
+        outer(torch.ones(2, 3), torch.ones(3, 4), wrong=True)
+    assert count("ab", times=2) == 4
+    with pytest.raises(Violation, match="parameter times='2'"):
+        count("ab", times="2")
+
+
+def test_checks_can_be_turned_off_for_a_test(unchecked):
+    assert count([1, 2], times=2.0) == 4.0
+
+
+def test_the_functions_of_the_package_are_checked():
+    with pytest.raises(Violation, match="truncate"):
+        truncate(torch.ones(5, dtype=torch.long), 1.0, None, None)

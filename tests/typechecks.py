@@ -1,0 +1,98 @@
+"""Run-time type checks that cost little; importing this module, before the package, puts them in place.
+
+pytest's option ``--jaxtyping-packages`` decorates every function of the package with `jaxtyping.jaxtyped`, which checks
+the annotations of arguments and result at every call. As jaxtyping does it, this doubles the time of a run of a small
+model and triples that of the import. `checking` takes the decorator's place. It makes the same checks, but prepares
+them when a function is first called; checks arguments once, not again together with the result; and leaves out the
+record of axes where no annotation has axes.
+
+Libraries that the package imports are imported here first: jaxtyping's import hook compiles whatever is imported while
+a module of the package is, and does not find the compiled files that Python keeps.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
+import beartype
+import jaxtyping
+import nnsight  # noqa: F401
+import transformer_lens  # noqa: F401
+import transformers.masking_utils
+import transformers.models.llama.modeling_llama  # noqa: F401
+import xarray  # noqa: F401
+
+_original = jaxtyping.jaxtyped
+_axes = jaxtyping.jaxtyped("context")  # a block in which an axis has one size
+
+
+def checking(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A decorator with the signature of `jaxtyping.jaxtyped`."""
+
+    def decorate(decorated: Any) -> Any:
+        if not inspect.isfunction(decorated) or inspect.isgeneratorfunction(decorated):
+            return _original(decorated, typechecker=typechecker)  # a dataclass, say
+        return _checked(decorated)
+
+    return decorate
+
+
+def _checked(function: types.FunctionType) -> Callable[..., Any]:
+    prepared: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        nonlocal prepared
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        if prepared is None:
+            prepared = _prepared(function)
+        return prepared(*args, **kwargs)
+
+    return checked
+
+
+def _prepared(function: types.FunctionType) -> Callable[..., Any]:
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__qualname__, copy.__module__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__module__,
+    )
+    copy.__annotations__ = {name: _resolved(hint, function) for name, hint in function.__annotations__.items()}
+    checked = beartype.beartype(copy)
+    if not any(_has_axes(hint) for hint in copy.__annotations__.values()):
+        return checked
+
+    def with_axes(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        with _axes:
+            return checked(*args, **kwargs)
+
+    return with_axes
+
+
+def _resolved(hint: Any, function: types.FunctionType) -> Any:
+    """A hint without names in quotes; anything goes where such a name exists only for type checkers."""
+
+    def holder() -> None: ...
+
+    holder.__annotations__ = {"hint": hint}
+    try:
+        return get_type_hints(holder, function.__globals__, include_extras=True)["hint"]
+    except NameError:
+        return Any
+
+
+def _has_axes(hint: Any) -> bool:
+    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(_has_axes(part) for part in get_args(hint) if part is not hint)
+
+
+jaxtyping.jaxtyped = checking
