@@ -144,6 +144,9 @@ const changeStep = (event) => clamp(Math.floor(((placeIn(event)[0] - change.left
 
 function listenCompare() {
   document.querySelector(".card.heat").before(byId("compare"));
+  const key = make("span");
+  key.append(make("i", undefined, "swatch differs"), "differs from the other run");
+  document.querySelector(".card.canvas .key").append(key);
   byId("change").addEventListener("pointermove", (event) => {
     const step = changeStep(event), { kl, sinks_moved: moved } = lab.pair, value = kl && kl[step];
     write(byId("change-readout"), "step ", strong(step), ": ", value === null || value === undefined ? "no KL" : `KL ${value.toPrecision(3)} nats`,
