@@ -9,32 +9,22 @@ import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import (
-    FileResponse,
-    JSONResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sinklens.errors import SinklensError
-from sinklens.lab import comparing, forms, problems, reading, saving
-from sinklens.lab.detail import check_index, detail, packed, scores_of_layer
+from sinklens.lab import comparing, forms, page, problems, reading, saving
+from sinklens.lab.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.script import script
 from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded
 from sinklens.lab.session import Session
 from sinklens.versions import version_of
 
-STATIC = Path(__file__).parent / "static"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 REMEMBERED = 64  # results that are not computed again
 MOST_STREAMS = 32  # tabs that follow the events at once
 Handler = Callable[[Request], Awaitable[Response]]
@@ -50,7 +40,6 @@ class LabApp:
 
     def __init__(self, session: Session, guard: Guard) -> None:
         self._session, self._guard = session, guard
-        self._files = {file.name: file for file in STATIC.iterdir() if file.suffix in TYPES}
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 
@@ -59,14 +48,17 @@ class LabApp:
         table: list[tuple[str, str, Handler]] = [
             ("GET", "/", self.page),
             ("GET", "/static/{name}", self.file),
+            ("GET", "/frame", self.frame),
             ("GET", "/api/session", self.describe),
             ("GET", "/api/tasks/{task}/{index:int}", self.problem),
+            ("GET", "/api/token", self.token),
             ("GET", "/api/events", self.events),
             ("POST", "/api/runs", self.submit),
             ("GET", "/api/runs/{run}", self.run),
             ("DELETE", "/api/runs/{run}", self.remove),
             ("POST", "/api/runs/{run}/cancel", self.cancel),
             ("GET", "/api/runs/{run}/scores", self.scores),
+            ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),
             ("GET", "/api/runs/{run}/proposals", self.proposals),
             ("GET", "/api/runs/{run}/python", self.python),
@@ -86,15 +78,19 @@ class LabApp:
             response: Response = RedirectResponse("/", 303)
             response.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
             return response
-        return self._static("lab.html")
+        return Response(page.document(), media_type="text/html")
 
     async def file(self, request: Request) -> Response:
         """A file of the page."""
-        return self._static(request.path_params["name"])
+        found = page.files().get(request.path_params["name"])
+        if found is None:
+            raise Refused("no such file.", 404)
+        return Response(found[1], media_type=found[0])
 
-    def _static(self, name: str) -> Response:
-        require(name in self._files, "no such file.", 404)
-        return FileResponse(self._files[name], media_type=TYPES[self._files[name].suffix])
+    async def frame(self, request: Request) -> Response:
+        """The document in which attention heads are drawn; it has no access to the lab."""
+        headers = {"Content-Security-Policy": self._guard.frame_policy, "X-Frame-Options": "SAMEORIGIN"}
+        return Response(page.frame(), media_type="text/html", headers=headers)
 
     async def describe(self, request: Request) -> Response:
         """What the page can offer, and the history."""
@@ -117,6 +113,11 @@ class LabApp:
         task, index = request.path_params["task"], request.path_params["index"]
         found = problems.problem(task, index)
         return JSONResponse({"prompt": found.prompt, "reference": found.reference, "size": len(problems.samples(task))})
+
+    async def token(self, request: Request) -> Response:
+        """The id of a token, from its text."""
+        model = self._session.model(_word(request, "model"))
+        return JSONResponse(forms.token_of(model, _word(request, "text")))
 
     async def events(self, request: Request) -> Response:
         """The events as they come."""
@@ -165,6 +166,12 @@ class LabApp:
         run = self._session.run(request.path_params["run"])
         return JSONResponse(await asyncio.to_thread(scores_of_layer, run, self._session, _number(request, "layer")))
 
+    async def maps(self, request: Request) -> Response:
+        """The scores and sinks of a layer, as the figures read them; -1: the mean over all heads."""
+        run, text = self._session.run(request.path_params["run"]), _word(request, "layer")
+        layer = None if text == "-1" else _number(request, "layer")
+        return JSONResponse(await asyncio.to_thread(maps_of_layer, self._session, run, layer))
+
     async def pattern(self, request: Request) -> Response:
         """The attention pattern of a step and layer."""
         run, step, layer = request.path_params["run"], _number(request, "step"), _number(request, "layer")
@@ -191,13 +198,13 @@ class LabApp:
         return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
 
     async def compare(self, request: Request) -> Response:
-        """Two runs beside each other."""
+        """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
         ids = [_word(request, name) for name in ("a", "b")]
         runs = [self._session.outcome(run) for run in ids]
         specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
         found = await asyncio.to_thread(comparing.differences, *outcomes)
         why, divergence = comparing.why_not(specs, outcomes), None
-        if why is None:
+        if why is None and request.query_params.get("kl") != "0":
             model = self._session.model(specs[0].model)
             try:
                 divergence = await self._computed(("kl", *ids), lambda: comparing.divergence(specs, outcomes, model))

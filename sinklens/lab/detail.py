@@ -1,6 +1,7 @@
 """A run as JSON for the page. Large arrays are base64 of little-endian float16."""
 
 import base64
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from sinklens.lab.execution import LiveRun, snapshot, texts
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import require
 from sinklens.lab.session import Run, Session
+from sinklens.views.report_data import Numbers
+from sinklens.views.run_data import layer_maps, run_data
 
 LARGE = 32_000_000  # bytes of scores above which a page asks for one layer at a time
 UNREADABLE = "the run is {} and has no finished steps to read."
@@ -47,7 +50,32 @@ def _of_outcome(outcome: Outcome, run: Run, session: Session) -> dict[str, Any]:
         "masks": outcome.answer.masks,
         "right": run.facts.get("right"),
         "record": dict(outcome.attrs),
+        "data": run_data(numbers_of(session, run)),
     }
+
+
+def numbers_of(session: Session, run: Run) -> Numbers:
+    """The figures' numbers of a run that has ended; those of the latest runs are kept."""
+    return _numbers(session, run.id)
+
+
+@lru_cache(maxsize=8)
+def _numbers(session: Session, run_id: str) -> Numbers:
+    outcome = session.history.load(run_id)
+    return Numbers(outcome.track(), outcome.canvas)
+
+
+def maps_of_layer(session: Session, run: Run, layer: int | None) -> dict[str, Any]:
+    """The maps of one layer; None: of the mean over all heads.
+
+    Raises:
+        Refused: there is no such layer, or the run has not ended.
+    """
+    require(run.readable, UNREADABLE.format(run.status), 409)
+    numbers = numbers_of(session, run)
+    if layer is not None:
+        check_index("layer", layer, numbers.layers)
+    return layer_maps(numbers, layer)
 
 
 def _of_live(live: LiveRun) -> dict[str, Any]:

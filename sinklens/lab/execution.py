@@ -23,6 +23,7 @@ from sinklens.runs.denoising import Denoising
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
 from sinklens.sinks.record import Record
+from sinklens.views.html import visible
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -128,10 +129,10 @@ class LiveRun:
 
 
 def texts(model: "Model", ids: Any) -> dict[int, str]:
-    """Text of token ids; empty for a model without a tokenizer."""
+    """Text of token ids as a page shows it; empty for a model without a tokenizer."""
     if model.tokenizer is None:
         return {}
-    return {int(token): str(model.tokenizer.decode([int(token)])) for token in ids if token >= 0}
+    return {int(token): visible(str(model.tokenizer.decode([int(token)]))) for token in ids if token >= 0}
 
 
 def strongest(score: Float[np.ndarray, "layer head pos"]) -> list[list[list[list[int | float]]]]:

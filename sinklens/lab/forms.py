@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from sinklens.errors import SettingError
 from sinklens.lab.chips import CHIPS
+from sinklens.lab.refusal import require
 from sinklens.sampling.registry import SAMPLERS, find_sampler, setting_help, settings_for
+from sinklens.views.html import visible
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -33,6 +35,18 @@ def of_model(name: str, model: "Model") -> Form:
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "device": str(model.cfg.device),
     }
+
+
+def token_of(model: "Model", text: str) -> Form:
+    """The token with this text: its id and the text a page shows.
+
+    Raises:
+        Refused: the text is not one token, or the model has no tokenizer.
+    """
+    require(model.tokenizer is not None, "this model has no tokenizer; give the token as #id.")
+    ids = model.tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[misc]
+    require(len(ids) == 1, f"{text!r:.80} is {len(ids)} tokens of this model; give the text of one token, or #id.")
+    return {"id": int(ids[0]), "text": visible(str(model.tokenizer.decode(ids)))}  # type: ignore[union-attr]
 
 
 def of_settings(model: "Model") -> Form:

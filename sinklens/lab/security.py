@@ -31,7 +31,7 @@ TOKEN_HEADER = "x-sinklens-token"
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
 )
 FRAMED_BY = "http://localhost:* http://127.0.0.1:* https://localhost:* https://127.0.0.1:*"  # notebooks on this machine
 HEADERS = {
@@ -76,6 +76,11 @@ class Guard:
         ancestors = FRAMED_BY if self.framed else "'none'"
         found = HEADERS | {"Content-Security-Policy": POLICY.format(ancestors=ancestors)}
         return found if self.framed else found | {"X-Frame-Options": "DENY"}
+
+    @property
+    def frame_policy(self) -> str:
+        """The policy of the document that the page shows in a frame, beside the one in the document."""
+        return f"sandbox allow-scripts; frame-ancestors 'self'{' ' + FRAMED_BY if self.framed else ''}"
 
     def check(self, scope: Scope) -> None:
         """Refuse a request that may not pass.

@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ class Parts:
 
     def script(self) -> str:
         """The content of its script element."""
-        return '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in self.scripts) + "})();"
+        return bundle(_asset(name) for name in self.scripts)
 
     def allowed(self) -> tuple[list[str], list[str]]:
         """The scripts and the styles allowed in it and in its frame, as text."""
@@ -65,14 +65,38 @@ class Parts:
             f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; "
             f"img-src data: blob:; base-uri 'none'; form-action 'none'"
         )
-        filled = {"style": self.style(), "script": self.script(), "policy": policy, **blocks}
-        return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], _asset(f"{self.template}.html"))
+        filled = {"style": self.style(), "script": self.script(), "policy": policy, **fragments(), **blocks}
+        return fill(_asset(f"{self.template}.html"), filled)
 
 
 HEADS = Parts("heads", ["heads.css"], ["chunks.js", "heads.js"])
-REPORT = Parts(
-    "report", ["report.css"], ["chunks.js", "report.js", "figures.js", "attention.js", "start.js"], frame=HEADS
-)
+COMPONENTS = ("chunks.js", "dom.js", "run.js", "controls.js", "tokens.js", "figures.js", "attention.js")
+REPORT = Parts("report", ["report.css"], [*COMPONENTS, "report.js", "start.js"], frame=HEADS)
+
+
+def bundle(scripts: Iterable[str]) -> str:
+    """One script from several, with a scope of its own."""
+    return '(() => {\n"use strict";\n' + "\n".join(scripts) + "})();"
+
+
+def components() -> list[str]:
+    """The scripts that show a run, in order; the report and the lab both run them."""
+    return [_asset(name) for name in COMPONENTS]
+
+
+def styles() -> str:
+    """The style sheet of the page of a run."""
+    return _asset("report.css")
+
+
+def fill(template: str, blocks: Mapping[str, str]) -> str:
+    """`template` with each ``{{name}}`` replaced by its block, once: a placeholder inside a block stays as it is."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: blocks[place[1]], template)
+
+
+def fragments() -> dict[str, str]:
+    """The parts of a page that show a run: its controls, its figures, and its attention."""
+    return {name: _asset(f"{name}.html") for name in ("controls", "figures", "attention")}
 
 
 def json_block(name: str, value: Any) -> str:

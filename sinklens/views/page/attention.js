@@ -2,40 +2,55 @@
 // The frame is a separate document (heads.html): it draws without blocking this page, and removing it frees
 // everything that CircuitsVis created.
 
-const shown = { step: null, layer: null, head: 0, map: null, frame: null, ready: false };
-const places = info.attention.places; // [step, layer, side]: side is the number of positions or blocks along an edge
-const BLOCK = info.attention.block;
+//
+// A run offers its attention as `run.attention`: `places` (a list of [step, layer]; null: every one), `read(step, layer)`
+// (a map, [head, query, key], of `side` positions or blocks of `block` positions; `value` makes an entry a number),
+// `script()` and `load(frame)` for CircuitsVis, and `note` and `why` as text.
+
+const shown = { step: null, layer: null, head: 0, map: null, frame: null, ready: false, near: false };
 const TOP = 6; // space above the map for its first number
 
-const placeNow = () => places.find(([step, layer]) => step === shown.step && layer === shown.layer);
-const weight = (head, query, key) => (shown.map[(head * shown.side + query) * shown.side + key] / 255) ** 2;
-const blockText = (at) => (BLOCK === 1 ? [strong(numberOf(at)), " ", quoted(info.vocabulary[data.entered[pageStep() * P + at]])]
-  : [strong(`${numberOf(at * BLOCK)}–${numberOf(Math.min(P, (at + 1) * BLOCK) - 1)}`)]);
+const entry = (head, query, key) => shown.map[(head * shown.side + query) * shown.side + key];
+const weight = (head, query, key) => shown.value(entry(head, query, key));
+const blockText = (at) => (shown.block === 1 ? [strong(numberOf(at)), " ", quoted(info.vocabulary[data.entered[pageStep() * P + at]])]
+  : [strong(`${numberOf(at * shown.block)}–${numberOf(Math.min(P, (at + 1) * shown.block) - 1)}`)]);
 const pageStep = () => info.steps.indexOf(shown.step);
+const every = (n) => Array.from({ length: n }, (_, at) => at);
 
-function fillAttentionChoice() {
-  const steps = [...new Set(places.map(([step]) => step))];
-  byId("attention-step").append(...steps.map((step) => option(step, step)));
-  byId("attention-text").append(` This page holds ${steps.length === 1 ? "step" : "steps"} ${steps.join(", ")}.`);
-  byId("attention-head").append(...Array.from({ length: H }, (_, head) => option(head, head)));
+function heldSteps() {
+  const { places } = run.attention;
+  return places ? [...new Set(places.map(([step]) => step))] : info.steps;
+}
+
+function heldLayers(step) {
+  const { places } = run.attention;
+  return places ? places.filter(([held]) => held === step).map(([, layer]) => layer).sort((a, b) => a - b) : every(L);
+}
+
+const nearestStep = () => heldSteps().reduce((best, step) => (Math.abs(step - info.steps[view.step]) < Math.abs(best - info.steps[view.step]) ? step : best));
+
+function fillAttention() {
+  byId("attention-text").textContent = `Queries (rows) attend to keys (columns).${run.attention.note}`;
+  write(byId("attention-step"), ...heldSteps().map((step) => option(step, step)));
+  write(byId("attention-head"), ...every(H).map((head) => option(head, head)));
   fillLayers();
 }
 
 function fillLayers() {
-  const has = places.filter(([step]) => step === shown.step).map(([, layer]) => layer).sort((a, b) => a - b);
-  byId("attention-layer").replaceChildren(...has.map((layer) => option(layer, layer)));
-  if (!has.includes(shown.layer)) shown.layer = has[0];
+  const held = heldLayers(shown.step);
+  write(byId("attention-layer"), ...held.map((layer) => option(layer, layer)));
+  if (!held.includes(shown.layer)) shown.layer = held[0];
   byId("attention-layer").value = shown.layer;
 }
 
 async function showAttention() {
   fillLayers();
-  const [step, layer, side] = placeNow(), asked = `${step}-${layer}`;
-  shown.asked = asked;
-  const map = new Uint8Array(await readBytes("pattern-" + asked));
-  if (has(layer)) await loadLayer(layer);
-  if (shown.asked !== asked) return;
-  Object.assign(shown, { map, side });
+  const { step, layer } = shown, of = run;
+  const asked = (shown.asked = `${step}-${layer}`);
+  const given = await run.attention.read(step, layer);
+  if (has(layer)) await of.load(layer);
+  if (shown.asked !== asked || of !== run) return;
+  Object.assign(shown, given);
   byId("attention-step").value = step;
   drawPattern();
   drawCircuitsSoon();
@@ -48,24 +63,44 @@ function drawPattern() {
   const canvas = byId("pattern"), room = Math.min(widthOf(canvas), 560), { side, head } = shown;
   shown.cell = Math.max(side > 400 ? 1 : 1.5, (room - 38) / side);
   shown.cell = Math.min(shown.cell, 30);
-  const size = shown.cell * side, brush = sized(canvas, 34 + size + 2, TOP + size + 22);
+  const size = shown.cell * side;
+  shown.brush = sized(canvas, 34 + size + 2, TOP + size + 22);
+  const [base, brush] = behind(canvas, shown.brush);
+  shown.base = base;
   remember(canvas, { left: 34, top: TOP, cell: shown.cell, high: shown.cell });
   const row = new Float32Array(side * side);
   let peak = 0;
-  for (let at = 0; at < row.length; at++) { row[at] = weight(head, 0, at); peak = Math.max(peak, row[at]); }
+  for (let at = 0; at < row.length; at++) { row[at] = shown.value(shown.map[head * side * side + at]); peak = Math.max(peak, row[at]); }
   shown.most = peak || 1;
   const cells = image(side, side, (query, key) => (info.causal && key > query ? null : attentionLevel(row[query * side + key] / shown.most)));
   brush.imageSmoothingEnabled = false;
   brush.drawImage(cells, 34, TOP, size, size);
   brush.strokeStyle = inkOf("line");
   brush.strokeRect(34.5, TOP + 0.5, size - 1, size - 1);
+  brush.fillStyle = inkOf("soft");
   brush.textAlign = "right";
-  const from = BLOCK === 1 ? info.first : 0;
-  for (const at of ticks(side, size, 22, from)) brush.fillText(numberOf(at * BLOCK), 27, TOP + (at + 0.5) * shown.cell + 4);
+  const from = shown.block === 1 ? info.first : 0;
+  for (const at of ticks(side, size, 22, from)) brush.fillText(numberOf(at * shown.block), 27, TOP + (at + 0.5) * shown.cell + 4);
   brush.textAlign = "center";
-  for (const at of ticks(side, size, 34, from)) brush.fillText(numberOf(at * BLOCK), 34 + (at + 0.5) * shown.cell, TOP + size + 15);
+  for (const at of ticks(side, size, 34, from)) brush.fillText(numberOf(at * shown.block), 34 + (at + 0.5) * shown.cell, TOP + size + 15);
   canvas.setAttribute("aria-label", `Attention of step ${shown.step}, layer ${shown.layer}, head ${head}: queries down, keys across`);
   listKeys();
+  pointRow();
+}
+
+// The position pointed at, as a query: its row in the map, and the keys it attends to most.
+function pointRow() {
+  const { map, base, brush, cell, side, block, head } = shown, at = view.position;
+  if (!map || !base) return;
+  blit(brush, base);
+  const step = pageStep(), row = at === null || block > 1 || step < 0 || at >= side || !exists(step, at) ? null : at;
+  byId("row").hidden = row === null;
+  if (row === null) return;
+  brush.strokeStyle = inkOf("ink");
+  brush.strokeRect(33.5, TOP + row * cell - 0.5, side * cell + 1, cell + 1);
+  write(byId("row-title"), "Keys of query ", ...blockText(row));
+  const order = every(side).sort((a, b) => weight(head, row, b) - weight(head, row, a)).slice(0, 6), most = weight(head, row, order[0]) || 1;
+  write(byId("row-keys"), ...order.map((key) => keyItem(step, key, weight(head, row, key), most, weight(head, row, key).toFixed(3))));
 }
 
 function pointPattern(event) {
@@ -73,7 +108,7 @@ function pointPattern(event) {
   if (!side) return;
   const query = clamp(Math.floor((y - TOP) / cell), 0, side - 1), key = clamp(Math.floor((x - 34) / cell), 0, side - 1);
   const value = weight(head, query, key);
-  write(byId("pattern-readout"), "query ", ...blockText(query), " gives key ", ...blockText(key), " ", strong(value < 0.001 && value > 0 ? "under 0.001" : value.toFixed(3)), BLOCK > 1 ? ` at most (${BLOCK} × ${BLOCK} positions)` : "");
+  write(byId("pattern-readout"), "query ", ...blockText(query), " gives key ", ...blockText(key), " ", strong(value < 0.001 && value > 0 ? "under 0.001" : value.toFixed(3)), shown.block > 1 ? ` at most (${shown.block} × ${shown.block} positions)` : "");
 }
 
 function listKeys() {
@@ -82,13 +117,19 @@ function listKeys() {
   const order = Array.from({ length: P }, (_, at) => at).filter((at) => exists(step, at)).sort((a, b) => scoreAt(step, b, layer, head) - scoreAt(step, a, layer, head));
   const most = scoreAt(step, order[0], layer, head) || 1;
   write(list, ...order.slice(0, 12).map((at) => {
-    const score = scoreAt(step, at, layer, head), item = make("li"), bar = make("span", undefined, "bar-of"), fill = make("i");
-    fill.style.width = `${(100 * score) / most}%`;
-    bar.append(fill, make("bdi", info.vocabulary[data.entered[step * P + at]]));
-    item.append(make("span", numberOf(at), "at"), bar, make("span", short(score), "value"));
+    const score = scoreAt(step, at, layer, head), item = keyItem(step, at, score, most, short(score));
     item.classList.toggle("is-sink", Boolean(isSink(step, at, layer, head)));
     return item;
   }));
+}
+
+// A line of a list of keys: position, token with a bar of `value` of `most`, and `text`.
+function keyItem(step, at, value, most, text) {
+  const item = make("li"), bar = make("span", undefined, "bar-of"), fill = make("i");
+  fill.style.width = `${(100 * value) / most}%`;
+  bar.append(fill, make("bdi", info.vocabulary[data.entered[step * P + at]]));
+  item.append(make("span", numberOf(at), "at"), bar, make("span", text, "value"));
+  return item;
 }
 
 // Index of the chosen head among the heads in the frame.
@@ -103,32 +144,43 @@ function showHead(head) {
 
 // Choosing a head above also selects its attention, if the page holds it.
 function followHead() {
-  if (!shown.ready || view.layer === ALL) return;
+  if (!shown.ready || !shown.map) return;
+  if (view.layer === ALL) return drawPattern();
   const head = view.head === ALL ? shown.head : view.head;
-  const known = places.some(([step, layer]) => step === shown.step && layer === view.layer);
+  const known = heldLayers(shown.step).includes(view.layer);
   if (!known || (head === shown.head && view.layer === shown.layer)) return drawPattern();
   if (view.layer === shown.layer) return showHead(head);
   Object.assign(shown, { head, layer: view.layer });
-  return showAttention();
+  return showAttention().catch(fail);
+}
+
+// Choosing a step above also selects its attention, or that of the nearest step the page holds.
+function followStep() {
+  if (!shown.ready) return;
+  const step = nearestStep();
+  if (step === shown.step) return;
+  shown.step = step;
+  clearTimeout(shown.later);
+  shown.later = setTimeout(() => showAttention().catch(fail), run.attention.places ? 0 : 120);
 }
 
 // ---- all heads, by CircuitsVis
 
-// At most `info.attention.cells` cells: neighbouring positions are merged into blocks that show their largest value.
+// At most `cells` cells: neighbouring positions are merged into blocks that show their largest value.
 function forCircuits() {
   const heads = byId("circuits-heads").value === "one" ? [shown.head] : Array.from({ length: H }, (_, head) => head);
-  const { side } = shown, most = Math.max(1, Math.floor(Math.sqrt(info.attention.cells / heads.length))), block = Math.ceil(side / most);
+  const { side } = shown, most = Math.max(1, Math.floor(Math.sqrt(run.attention.cells / heads.length))), block = Math.ceil(side / most);
   const edge = Math.ceil(side / block), step = pageStep();
   let peak = 0;
   const attention = heads.map((head) => Array.from({ length: edge }, (_, q) => Array.from({ length: edge }, (_, k) => {
     let value = 0;
     for (let query = q * block; query < Math.min(side, (q + 1) * block); query++)
-      for (let key = k * block; key < Math.min(side, (k + 1) * block); key++) value = Math.max(value, shown.map[(head * side + query) * side + key]);
-    value = Math.round((value / 255) ** 2 * 1e4) / 1e4;
+      for (let key = k * block; key < Math.min(side, (k + 1) * block); key++) value = Math.max(value, entry(head, query, key));
+    value = Math.round(shown.value(value) * 1e4) / 1e4;
     peak = Math.max(peak, value);
     return value;
   })));
-  const wide = block * BLOCK, end = Math.min(P, side * BLOCK);
+  const wide = block * shown.block, end = Math.min(P, side * shown.block);
   const tokens = Array.from({ length: edge }, (_, at) => (wide === 1 ? info.vocabulary[data.entered[step * P + at]]
     : `${numberOf(at * wide)}–${numberOf(Math.min(end, (at + 1) * wide) - 1)}`));
   const props = { attention, tokens, attentionHeadNames: heads.map((head) => `Head ${head}`), maskUpperTri: info.causal, maxValue: peak || 1 };
@@ -139,18 +191,19 @@ function drawCircuitsSoon() {
   if (!shown.map) return;
   clearTimeout(shown.timer);
   byId("circuits").classList.add("busy");
+  shown.due = !shown.near; // drawn once it comes into view
   if (shown.near) shown.timer = setTimeout(() => drawCircuits().catch(fail), 60);
 }
 
 async function drawCircuits() {
-  shown.script ??= await readText("circuitsvis");
+  shown.script ??= await run.attention.script();
   const { props, wide } = forCircuits(), frame = document.createElement("iframe");
   const old = shown.frame, label = `Attention heads of step ${shown.step}, layer ${shown.layer}`;
   byId("circuits").querySelectorAll("iframe.coming").forEach((other) => other.remove());
   frame.className = "coming";
   frame.title = label;
   frame.setAttribute("sandbox", "allow-scripts");
-  frame.srcdoc = info.frame;
+  run.attention.load(frame);
   const began = performance.now();
   shown.talk = ({ data: message, source }) => {
     if (source !== frame.contentWindow || !message) return;
@@ -171,33 +224,29 @@ async function drawCircuits() {
   byId("circuits").append(frame);
 }
 
-function startAttention() {
-  if (!places.length) {
-    byId("attention").querySelectorAll("#attention-choice, .pair, .circuits").forEach((part) => { part.hidden = true; });
-    byId("attention-text").textContent = info.attention.why;
-    return;
-  }
-  const best = places.filter(([, layer]) => layer === view.layer);
-  const [step, layer] = best[Math.floor(best.length / 2)] || places[0];
-  Object.assign(shown, { step, layer, head: Math.max(0, view.head) });
-  fillAttentionChoice();
-  const again = (part) => (event) => { shown[part] = Number(event.target.value); showAttention(); };
+function listenAttention() {
+  const again = (part) => (event) => { shown[part] = Number(event.target.value); showAttention().catch(fail); };
   byId("attention-step").addEventListener("change", again("step"));
   byId("attention-layer").addEventListener("change", again("layer"));
   byId("attention-head").addEventListener("change", (event) => showHead(Number(event.target.value)));
   byId("circuits-heads").addEventListener("change", drawCircuitsSoon);
   for (const kind of ["pointermove", "pointerdown"]) byId("pattern").addEventListener(kind, pointPattern);
   addEventListener("message", (event) => shown.talk && shown.talk(event));
-  const begin = () => {
-    shown.ready = true;
-    showAttention().then(() => performance.mark("attention")).catch(fail);
-    new IntersectionObserver((entries, watcher) => {
-      if (!entries.some((entry) => entry.isIntersecting)) return;
-      watcher.disconnect();
-      shown.near = true;
-      drawCircuitsSoon();
-    }, { rootMargin: "300px" }).observe(byId("circuits"));
-  };
-  if (byId("end")) begin();
-  else document.addEventListener("DOMContentLoaded", begin);
+  new IntersectionObserver((entries) => {
+    shown.near = entries.at(-1).isIntersecting;
+    if (shown.near && shown.due) drawCircuitsSoon();
+  }, { rootMargin: "300px" }).observe(byId("circuits"));
+}
+
+// Shows the attention of the run on the page: of the layer shown, and of the step in the middle of those it holds.
+function startAttention() {
+  const { places, why } = run.attention, none = places !== null && !places.length;
+  byId("attention").querySelectorAll("#attention-choice, .pair, .circuits").forEach((part) => { part.hidden = none; });
+  shown.ready = !none;
+  if (none) { byId("attention-text").textContent = why; return; }
+  const best = places ? places.filter(([, layer]) => layer === view.layer) : [[info.steps[view.step], Math.max(0, view.layer)]];
+  const [step, layer] = best[Math.floor(best.length / 2)] || places[0];
+  Object.assign(shown, { step, layer, head: Math.max(0, view.head) });
+  fillAttention();
+  showAttention().then(() => performance.mark("attention")).catch(fail);
 }

@@ -88,7 +88,6 @@ function remember(canvas, { left, top, cell, high }) { canvas.dataset.cells = [l
 
 const widthOf = (canvas) => canvas.parentElement.clientWidth;
 const placeIn = (event) => { const box = event.currentTarget.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 
 // ---- colour scale
 
@@ -260,8 +259,8 @@ const inGrid = ([layer, head]) => layer >= 0 && layer < L && head >= 0 && head <
 function gridKey(event) {
   const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
   if (!by) return;
-  const now = info.held.indexOf(view.layer), layer = info.held[clamp(now + by[0], 0, info.held.length - 1)];
-  choose(now < 0 ? info.held[0] : layer, clamp(view.head + by[1], 0, H - 1));
+  const now = run.held.indexOf(view.layer), layer = run.held[clamp(now + by[0], 0, run.held.length - 1)];
+  choose(now < 0 ? run.held[0] : layer, clamp(view.head + by[1], 0, H - 1));
   event.preventDefault();
   event.stopPropagation();
 }
@@ -365,7 +364,7 @@ function drawPointer() {
   paintPath();
 }
 
-function buildFigures() {
+function listenFigures() {
   const heatmap = byId("heat"), map = byId("grid"), line = byId("path");
   for (const kind of ["pointermove", "pointerdown"]) {
     heatmap.addEventListener(kind, (event) => pointHeat(...heatCell(event)));

@@ -1,0 +1,255 @@
+// The state of the lab: run A, run B, the changes between them, and how a run gets onto the page.
+//
+// A is the reference. B is A's request with the changes that are switched on. Events of all runs arrive in `onEvent`;
+// only A and B are drawn.
+
+const lab = {
+  session: null, runs: new Map(), // id -> summary
+  requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
+  words: new Map(), // token id -> text
+  A: null, B: null, shown: "A", chips: [], edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
+};
+
+const ACTIVE = ["queued", "running"];
+const summaryOf = (id) => lab.runs.get(id) || {};
+const isActive = (id) => ACTIVE.includes(summaryOf(id).status);
+const shownId = () => lab[lab.shown];
+const modelOf = (id) => lab.session.models.find(({ name }) => name === summaryOf(id).model) || lab.session.models[0];
+
+const learnWords = (words) => { for (const [token, text] of Object.entries(words || {})) lab.words.set(Number(token), text); };
+
+// Calls that can fail say so on the page.
+const attempt = (act) => async (...given) => {
+  try { return await act(...given); } catch (error) { return complain(error); }
+};
+
+function complain(error) {
+  if (error.chip) markChip(error.chip);
+  fail(error);
+}
+
+// ---- starting runs
+
+async function post(body) {
+  byId("trouble").hidden = true;
+  lab.following = false;
+  const { run: id } = await askJson("/api/runs", body);
+  lab.requests.set(id, body);
+  if (!lab.runs.has(id)) lab.runs.set(id, { id, model: body.model, status: "queued", prompt: body.prompt || "", text: "" });
+  return id;
+}
+
+async function runA() {
+  started();
+  const id = await post(requestOfForm());
+  setA(id);
+  view.wish = null;
+  lab.again = lab.chips.some(({ on }) => on);
+  present();
+}
+
+async function runB() {
+  if (!lab.A) return runA();
+  if (summaryOf(lab.A).status !== "done" && isActive(lab.A)) { lab.again = true; return undefined; } // once A has ended
+  const mine = ++lab.sent, before = lab.B;
+  if (before && isActive(before)) askJson(`/api/runs/${before}/cancel`, {}).catch(() => {});
+  const other = byId("model-b").value, request = await requestOf(lab.A);
+  const canvas = lab.edits ? { run_id: lab.A, step: lab.edits.step, cells: [...lab.edits.cells] } : request.canvas || null;
+  const replay = byId("same").checked && other === "" && !canvas ? lab.A : null;
+  const body = { ...request, chips: lab.chips, canvas, replay, compare_to: lab.A };
+  if (other) Object.assign(body, { model: other, settings: {}, sampler: null });
+  const id = await post(body);
+  if (mine !== lab.sent) return undefined;
+  Object.assign(lab, { B: id, shown: "B", pair: null });
+  return present();
+}
+
+async function requestOf(id) {
+  if (!lab.requests.has(id)) lab.requests.set(id, requestOfSpec((await askJson(`/api/runs/${id}`)).spec));
+  return lab.requests.get(id);
+}
+
+// Another run A; edits of the canvas belong to the one before.
+function setA(id) {
+  Object.assign(lab, { A: id, B: null, shown: "A", pair: null, edits: null });
+  lab.sent++;
+  drawEdits();
+}
+
+const halt = async () => Promise.all([lab.A, lab.B].filter((id) => id && isActive(id)).map((id) => askJson(`/api/runs/${id}/cancel`, {})));
+
+// Whether a run has been asked for that has no id yet.
+const pending = (on) => { document.body.dataset.pending = on ? "1" : ""; };
+
+// The changes are different now.
+function changed() {
+  drawChips();
+  keep();
+  if (!byId("auto").checked || !lab.A) return;
+  clearTimeout(lab.soon);
+  pending(false);
+  if (!lab.chips.some(({ on }) => on) && !lab.edits && byId("model-b").value === "") return dropB();
+  pending(true);
+  lab.soon = setTimeout(async () => { await attempt(runB)(); pending(false); }, 20);
+}
+
+function dropB() {
+  Object.assign(lab, { B: null, shown: "A", pair: null });
+  lab.sent++;
+  present();
+}
+
+// ---- showing runs
+
+// The run of this id as the figures read it, or null if it has no step yet.
+async function opened(id) {
+  if (lab.opened.has(id)) return lab.opened.get(id);
+  if (isActive(id) && lab.live.has(id)) return lab.live.get(id);
+  const given = await askJson(`/api/runs/${id}`);
+  if (!lab.runs.has(id)) lab.runs.set(id, given.summary); // otherwise the events are newer
+  lab.requests.set(id, requestOfSpec(given.spec));
+  learnWords(given.tokens);
+  if (lab.live.has(id)) return lab.live.get(id);
+  if (given.data) {
+    lab.opened.set(id, finishedRun(id, given.data));
+    lab.live.delete(id);
+    if (lab.opened.size > 12) lab.opened.delete([...lab.opened.keys()].find((other) => other !== lab.A && other !== lab.B));
+    return lab.opened.get(id);
+  }
+  if (!given.canvas || !isActive(id)) return null;
+  const live = liveRun(id, { positions: given.canvas[0].length, prompt_length: given.prompt_length, canvas: given.canvas[0], tokens: given.tokens }, modelOf(id));
+  missedEvents(given).forEach(live.add);
+  lab.live.set(id, live);
+  return live;
+}
+
+// Puts the run that should be shown onto the page, and the comparison if there are two.
+const present = attempt(async () => {
+  drawAB();
+  const id = shownId();
+  if (!id) return;
+  const wanted = (lab.wanted = id), next = await opened(id);
+  if (lab.wanted !== wanted || !next || next.info.steps.length === 0) return;
+  await show(next);
+  await compare();
+  keep();
+});
+
+async function show(next) {
+  const first = byId("results").hidden, different = run !== next;
+  byId("results").hidden = false;
+  byId("bar").hidden = false;
+  const same = run && run.info.positions === next.info.positions && !next.live && !run.live && run.id !== next.id;
+  useRun(next);
+  view.step = Math.min(view.wish ?? T - 1, T - 1);
+  if (!has(view.layer) || view.layer >= L || view.head >= H) Object.assign(view, { layer: ALL, head: ALL });
+  if (view.position !== null && view.position >= P) view.position = null;
+  fillControls();
+  fillTokens();
+  fillScope();
+  shown.map = same ? shown.map : null;
+  const start = lab.fresh && !next.live && next.info.start;
+  if (start) lab.fresh = false;
+  if (start) await choose(...next.info.start);
+  else await choose(view.layer, view.head);
+  if (different || first) startAttention();
+  listProposals();
+  said(next);
+  if (!next.live) timed("done");
+}
+
+// A step of the run on the page has arrived.
+function grow() {
+  Object.assign(lab, { drawing: null, drawn: performance.now() });
+  const next = lab.live.get(shownId());
+  if (!next || !next.info.steps.length) return;
+  if (next.info.steps.length === 1 || run !== next) timed("first-step");
+  if (run !== next) { present(); return; }
+  useRun(next);
+  byId("step").max = T - 1;
+  for (const name of ["step", "play", "back", "forward"]) byId(name).disabled = T < 2;
+  view.step = Math.min(view.wish ?? T - 1, T - 1);
+  choose(view.layer, view.head);
+  said(next);
+}
+
+// Records what is shown, for scripts that wait for it.
+const said = ({ id, live }) => Object.assign(document.body.dataset, { shown: `${id}/${live ? "live" : "done"}`, steps: T });
+
+// ---- events
+
+const HANDLERS = {
+  queued({ run: id, summary }) {
+    lab.runs.set(id, summary);
+    if (lab.following) follow(summary);
+  },
+  started(event) {
+    lab.runs.set(event.run, { ...summaryOf(event.run), status: "running", steps: event.steps });
+    learnWords(event.tokens);
+    lab.live.set(event.run, liveRun(event.run, event, modelOf(event.run)));
+  },
+  step(event) {
+    const live = lab.live.get(event.run);
+    if (!live) return;
+    learnWords(event.tokens);
+    live.add(event);
+    lab.runs.set(event.run, { ...summaryOf(event.run), steps_run: event.step + 1, left: event.left });
+    if (event.run === shownId()) lab.drawing ??= setTimeout(() => requestAnimationFrame(grow), Math.max(0, 60 - (performance.now() - lab.drawn)));
+  },
+  done: ended, cancelled: ended, failed: ended,
+  removed({ run: id }) {
+    for (const store of [lab.runs, lab.opened, lab.live, lab.requests]) store.delete(id);
+    if (id === lab.B) dropB();
+    if (id === lab.A) setA(lab.B);
+  },
+};
+
+function ended(event, status) {
+  lab.runs.set(event.run, { ...summaryOf(event.run), status, ...(event.summary || {}), ...(event.error ? { error: event.error } : {}) });
+  lab.live.delete(event.run);
+  if (event.run !== lab.A && event.run !== lab.B) return;
+  if (event.error) fail(new Error(event.error));
+  if (status === "failed" && event.run === lab.B) { lab.B = null; lab.shown = "A"; }
+  if (event.run === lab.A && lab.again && status === "done") { lab.again = false; attempt(runB)(); }
+  present();
+}
+
+// A tab in which nothing has been run yet shows what the other tabs run.
+function follow(summary) {
+  if (summary.compare_to && lab.runs.has(summary.compare_to)) Object.assign(lab, { A: summary.compare_to, B: summary.id, shown: "B", pair: null });
+  else Object.assign(lab, { A: summary.id, B: null, shown: "A", pair: null });
+  return attempt(adopt)(summary.id);
+}
+
+// The changes and the form of a run, in this tab.
+async function adopt(id) {
+  const request = await requestOf(id);
+  lab.chips = (request.chips || []).map((chip) => ({ ...chip }));
+  fillForm(request);
+  drawChips();
+  await present();
+}
+
+function onEvent(kind, event) {
+  HANDLERS[kind](event, kind);
+  if (kind !== "step" || [lab.A, lab.B].includes(event.run)) drawState();
+  if (kind !== "step") drawHistory();
+}
+
+function listenEvents(since) {
+  const stream = new EventSource(`/api/events?since=${since}`);
+  for (const kind of Object.keys(HANDLERS)) stream.addEventListener(kind, (message) => onEvent(kind, JSON.parse(message.data)));
+  stream.addEventListener("reset", attempt(reload));
+  stream.onerror = () => { byId("state").textContent = "The connection to the lab is interrupted; it is being restored."; };
+  stream.onopen = drawState;
+}
+
+// After the server has lost its place in the events: what is there now.
+async function reload() {
+  lab.session = await askJson("/api/session");
+  lab.runs = new Map(lab.session.runs.map((summary) => [summary.id, summary]));
+  for (const slot of ["A", "B"]) if (lab[slot] && !lab.runs.has(lab[slot])) lab[slot] = null;
+  drawHistory();
+  drawState();
+  present();
+}

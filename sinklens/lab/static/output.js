@@ -1,0 +1,84 @@
+// What leaves the page: the script, the report, a link; and what the next visit finds.
+
+const pairQuery = () => (lab.A && lab.B ? `?other=${lab.B}` : "");
+const STORE = "sinklens-lab";
+
+async function clip(text) {
+  try { await navigator.clipboard.writeText(text); return true; } catch { return false; }
+}
+
+async function copyPython() {
+  if (!lab.A) throw new Error("There is no run yet.");
+  const text = await (await ask(`/api/runs/${lab.A}/python${pairQuery()}`)).text();
+  byId("code").value = text;
+  byId("code-dialog").showModal();
+  byId("code-said").textContent = (await clip(text)) ? "Copied. It reproduces what the page shows." : "Select the text and copy it.";
+  byId("code").select();
+}
+
+function stateNow() {
+  const { A, B, shown: slot, chips, asked } = lab, boxes = Object.fromEntries(["same", "auto"].map((name) => [name, byId(name).checked]));
+  let form = null;
+  try { form = requestOfForm(); } catch { form = { model: byId("model-name").value, prompt: byId("prompt").value }; } // an unfinished form
+  return { A, B, shown: slot, chips, asked: asked ?? null, step: view.step, layer: view.layer, head: view.head, boxes, modelB: byId("model-b").value, form };
+}
+
+// Keeps the state in this tab, so that a reload finds it.
+function keep() {
+  clearTimeout(lab.keeping);
+  lab.keeping = setTimeout(() => sessionStorage.setItem(STORE, JSON.stringify({ link: location.hash.slice(1), state: stateNow() })), 150);
+}
+
+async function copyLink() {
+  const { link } = await askJson("/api/state", stateNow());
+  history.replaceState(null, "", `#${link}`);
+  keep();
+  byId("state").textContent = (await clip(location.href)) ? "The link is copied." : `The link is ${location.href}`;
+}
+
+// The state of the link in the address, of this tab, or of the newest run.
+async function restore() {
+  const link = location.hash.slice(1), kept = JSON.parse(sessionStorage.getItem(STORE) || "null");
+  if (kept && (!link || kept.link === link)) return apply(kept.state);
+  if (link) return apply(await askJson(`/api/state/${encodeURIComponent(link)}`));
+  const newest = [...lab.runs.values()].sort((a, b) => b.created - a.created)[0];
+  return newest ? follow(newest) : undefined;
+}
+
+async function apply(state) {
+  const there = (id) => (id && lab.runs.has(id) ? id : null), A = there(state.A), B = A ? there(state.B) : null;
+  Object.assign(lab, { A, B, shown: B ? state.shown : "A", chips: state.chips || [], asked: state.asked, following: !A, fresh: !A });
+  fillForm(state.form);
+  for (const [name, on] of Object.entries(state.boxes || {})) byId(name).checked = on;
+  byId("model-b").value = state.modelB || "";
+  Object.assign(view, { step: state.step, layer: state.layer, head: state.head });
+  drawChips();
+  await present();
+  if (run && T > state.step) goTo(state.step);
+}
+
+function drawTools() {
+  const save = byId("save-page"), ready = lab.A && !isActive(lab.A) && !(lab.B && isActive(lab.B));
+  if (ready) save.href = `/api/runs/${lab.A}/page${pairQuery()}`;
+  else save.removeAttribute("href");
+  save.setAttribute("aria-disabled", String(!ready));
+  byId("copy-python").disabled = !lab.A;
+}
+
+const KEYS = [
+  ["Ctrl Enter", "run the prompt (run A)"], ["b", "run B"], ["s", "stop after the current step"], ["1, 2, x", "show run A, run B, the other one"],
+  ["← →, Home, End", "step back, forward, first, last"], ["space", "play or pause"], ["[ ]", "previous, next head"],
+  ["p", "to the prompt"], ["n", "to a new change"], ["g, t, h, a", "to the heads, the canvas, step × position, the attention; arrow keys move there"],
+  ["m or Enter", "there: what can be changed"], ["c", "copy as Python"], ["?", "this help"], ["Escape", "close a menu or dialog"],
+];
+
+function listenOutput() {
+  byId("copy-python").addEventListener("click", attempt(copyPython));
+  byId("copy-link").addEventListener("click", attempt(copyLink));
+  byId("help-open").addEventListener("click", () => byId("help").showModal());
+  for (const [keys, meaning] of KEYS) {
+    const name = make("dt");
+    name.append(make("kbd", keys));
+    byId("keys-list").append(name, make("dd", meaning));
+  }
+}

@@ -1,0 +1,392 @@
+"""The lab's page in a browser: run, change, compare, edit, and take the result home."""
+
+import re
+from urllib.parse import unquote
+
+import layouts
+import numpy as np
+import pytest
+import torch
+from building import random_hf
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+import sinklens
+from sinklens.experiments import effect
+from sinklens.interventions import AblateHeads, ForceTokens
+from sinklens.views.html import visible
+
+PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+pytestmark = pytest.mark.browser
+REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
+WIDTHS = (360, 1440)
+MENU = "return [...document.querySelectorAll('#menu button')].map(item => item.textContent)"
+ENDED = (
+    "!document.body.dataset.pending && (document.body.dataset.shown || '').endsWith('done') && "
+    "document.getElementById('halt').disabled"
+)
+
+
+class Page:
+    """The lab in the browser, as a user handles it."""
+
+    def __init__(self, browser, lab, width=1440):
+        self.browser, self.lab = browser, lab
+        self.open(lab.url, width)
+
+    def open(self, address, width=1440):
+        self.browser.size(width)
+        self.browser.driver.get_log("browser"), self.browser.driver.get_log("performance")
+        self.browser.driver.get("about:blank")
+        self.browser.driver.get(address)
+        self.browser.wait("return document.body.dataset.ready")
+        return self
+
+    def fresh(self):
+        """Forget what the tab shows, for good."""
+        self.browser.js("sessionStorage.clear(); Storage.prototype.setItem = () => {}")
+        return self
+
+    def without_changes(self):
+        """Remove the changes that the newest run brought along."""
+        while self.browser.js("return document.querySelectorAll('#chips .chip').length"):
+            self.browser.js("document.querySelector('#chips .chip button:last-child').click()")
+        self.browser.js("document.getElementById('same').checked = false")
+        return self
+
+    def type(self, prompt):
+        box = self.browser.driver.find_element(By.ID, "prompt")
+        self.browser.js("arguments[0].value = ''", box)
+        box.send_keys(prompt)
+
+    def submit(self):
+        """Run what is typed, from the keyboard."""
+        self.browser.driver.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+
+    def run(self, prompt=PROMPT):
+        """Run a prompt as A, without changes."""
+        self.without_changes()
+        self.type(prompt)
+        self.browser.click("run")
+        return self.ended("A")
+
+    def ended(self, slot):
+        """Wait until the page shows the finished run of `slot`; returns its id."""
+        self.browser.wait(
+            f"return {ENDED} && document.getElementById('show-{slot}').ariaPressed === 'true' && "
+            "document.body.dataset.shown.split('/')[0] === document.body.dataset.wanted"
+        )
+        return self.browser.js("return document.body.dataset.shown.split('/')[0]")
+
+    def compared(self):
+        """Wait for the comparison of the runs shown, its divergence included."""
+        self.ended("B")
+        self.browser.wait(
+            "const card = document.getElementById('compare'); return !card.hidden && card.ariaBusy === 'false' && "
+            "card.dataset.pair.endsWith(document.body.dataset.wanted) && card.dataset.measured === card.dataset.pair"
+        )
+
+    def pick(self, text):
+        """Choose an entry of the open menu."""
+        assert any(text in item for item in self.browser.js(MENU)), self.browser.js(MENU)
+        self.browser.js(
+            "[...document.querySelectorAll('#menu button')].find(n => n.textContent.includes(arguments[0])).click()",
+            text,
+        )
+
+    def choose_head(self, layer, head, text):
+        self.browser.point("grid", layer, head, click=True)
+        self.pick(text)
+
+    def go_to(self, step):
+        self.browser.js(
+            "const s = document.getElementById('step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))",
+            step,
+        )
+
+    def tokens(self):
+        return self.browser.js("return [...document.querySelectorAll('#tokens .tok')].map(t => t.textContent)")
+
+    def differing(self):
+        return self.browser.js("return [...document.querySelectorAll('#tokens .tok.differs')].map(t => +t.dataset.at)")
+
+    def chips(self):
+        return self.browser.js("return [...document.querySelectorAll('#chips .said')].map(n => n.textContent)")
+
+    def python(self):
+        self.browser.click("copy-python")
+        text = self.browser.wait("return document.getElementById('code').value")
+        self.browser.js("document.getElementById('code-dialog').close(); document.getElementById('code').value = ''")
+        return text
+
+    def quiet(self):
+        assert self.browser.js("return document.getElementById('trouble').hidden"), self.browser.text("trouble")
+        assert self.browser.complaints() == []
+
+
+@pytest.fixture
+def page(browser, lab):
+    opened = Page(browser, lab)
+    yield opened
+    opened.fresh()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llada):
+    return sinklens.generate(tiny_llada, PROMPT)
+
+
+def shown_at_end(run):
+    """The texts of a run's last canvas, as a page shows them."""
+    words = run.sinks.vocabulary
+    return [visible(words[token]) for token in run.canvas[0, -1].tolist()]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_prompt_is_shown_step_by_step_while_it_runs(page, lab, browser, gate, plain, width):
+    page.open(lab.address, width)
+    page.type(PROMPT)
+    page.submit()
+    assert gate.reached.wait(30)
+    browser.wait("return document.body.dataset.steps === '3'")  # the run waits before its fourth step
+    assert browser.js("return document.getElementById('halt').disabled") is False
+    assert "step 3 of 24" in browser.text("state")
+    words = plain.sinks.vocabulary
+    entered, left = plain.canvas[0, 2].tolist(), plain.canvas[0, 3].tolist()
+    masked = plain.sinks.special["mask"]
+    assert page.tokens() == ["░" if token in masked else visible(words[token]) for token in left]
+    assert entered != left
+    gate.opened.set()
+    page.ended("A")
+    assert page.tokens() == shown_at_end(plain)
+    assert browser.js("return document.documentElement.scrollWidth") <= width
+    wide = "return [...document.querySelectorAll('body *')].filter(n => n.getBoundingClientRect().right > WIDTH + 1"
+    assert browser.js(f"{wide.replace('WIDTH', str(width))} && !n.closest('.box, .flow, dialog')).map(n => n.id)") == []
+    page.quiet()
+
+
+def test_a_head_is_ablated_by_a_click_and_the_runs_are_compared(page, browser, tiny_llada, plain):
+    page.run()
+    browser.choose("scope", "range")
+    for name, step in (("scope-to", 20), ("scope-from", 2)):
+        browser.js(
+            f"const n = document.getElementById('{name}'); n.value = {step}; n.dispatchEvent(new Event('input'))"
+        )
+    page.choose_head(0, 4, "(zero)")
+    page.compared()
+    assert page.chips() == ["Ablate a head: layer 0, head 4, by zero, steps 2–20"]
+    hooks = AblateHeads(layers=[0], heads=[4], steps=range(2, 21))
+    changed = sinklens.generate(tiny_llada, PROMPT, hooks=[hooks])
+    page.go_to(23)
+    assert page.tokens() == shown_at_end(changed)
+    last = (plain.canvas[0, -1] != changed.canvas[0, -1]) | (plain.canvas[0, -2] != changed.canvas[0, -2])
+    assert page.differing() == last.nonzero().flatten().tolist()
+    first = (plain.canvas[0] != changed.canvas[0]).any(-1).nonzero().flatten()[0]
+    assert f"first differ at step {first}." in browser.text("compare-text")
+
+    browser.choose("scope", "all")
+    browser.click("same")
+    page.compared()
+    expected = effect(tiny_llada, PROMPT, hooks).under_replay.kl.values[0]
+    cells = browser.js(
+        "return [...document.querySelectorAll('#change-table tbody tr')].map(r => r.cells[1].textContent)"
+    )
+    np.testing.assert_allclose([float(cell) for cell in cells], expected, rtol=0.01, atol=1e-6)
+    assert "on the canvases of A" in browser.text("compare-text")
+
+    browser.js("document.querySelector('#chips input').click()")  # switched off
+    browser.wait("return document.getElementById('compare').hidden")
+    assert browser.js("return document.getElementById('show-B').disabled")
+    browser.click("same")
+    page.quiet()
+
+
+def test_the_script_and_the_saved_page_reproduce_what_is_shown(page, browser, tmp_path, plain):
+    page.run()
+    page.choose_head(1, 2, "(zero)")
+    page.compared()
+    shown = page.tokens()
+    made = {}
+    exec(compile(page.python(), "lab.py", "exec"), made)
+    assert torch.equal(made["first"].canvas, plain.canvas)
+    assert shown_at_end(made["second"]) == shown
+    saved = browser.driver.execute_async_script(
+        "const [done] = arguments; fetch(document.getElementById('save-page').href).then(a => a.text()).then(done)"
+    )
+    page.quiet()
+    file = tmp_path / "pair.html"
+    file.write_text(saved)
+    page.fresh()
+    browser.driver.get(file.as_uri())
+    frames = browser.driver.find_elements(By.TAG_NAME, "iframe")
+    assert len(frames) == 2
+    browser.driver.switch_to.frame(frames[1])
+    browser.wait("return performance.getEntriesByName('first-view').length > 0")
+    assert browser.text("prompt") == f"<|startoftext|>{PROMPT}"
+    assert browser.text("answer") == made["second"].text
+    browser.driver.switch_to.default_content()
+
+
+def state_of(browser):
+    return browser.js(
+        "return [document.getElementById('step').value, document.getElementById('layer').value, "
+        "document.getElementById('head').value, document.body.dataset.shown, document.getElementById('prompt').value, "
+        "[...document.querySelectorAll('#chips .said')].map(n => n.textContent)]"
+    )
+
+
+def test_a_reload_a_link_and_a_second_tab_find_the_state(page, lab, browser):
+    page.run()
+    page.choose_head(2, 1, "(mean)")
+    page.compared()
+    page.go_to(9)
+    before = state_of(browser)
+    assert before[:3] == ["9", "2", "1"]
+    browser.click("copy-link")
+    browser.wait("return location.hash.length > 4")
+    link = browser.js("return location.href")
+    page.go_to(11)
+    browser.wait("return JSON.parse(sessionStorage.getItem('sinklens-lab')).state.step === 11")
+    browser.driver.refresh()
+    browser.wait("return document.body.dataset.shown && document.getElementById('step').value === '11'")
+    page.compared()
+    assert state_of(browser) == ["11", *before[1:]]
+
+    first = browser.driver.current_window_handle
+    browser.driver.switch_to.new_window("tab")
+    try:
+        page.open(lab.address)  # a tab without a link shows the newest pair, and what other tabs run
+        page.compared()
+        second = browser.driver.current_window_handle
+        browser.driver.switch_to.window(first)
+        page.run("Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:")
+        ran = browser.js("return document.body.dataset.shown")
+        browser.driver.switch_to.window(second)
+        browser.wait(f"return document.body.dataset.shown === '{ran}'")
+        assert browser.js("return document.getElementById('prompt').value").startswith("Question: Mia")
+        page.fresh().open(link)
+        page.compared()
+        assert state_of(browser) == before
+        page.quiet()
+        page.fresh()
+    finally:
+        browser.driver.close()
+        browser.driver.switch_to.window(first)
+
+
+def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_llada, plain):
+    page.run()
+    page.go_to(0)
+    at = plain.prompt_length + 6
+    browser.js(f"document.querySelector('#tokens .tok[data-at=\"{at}\"]').click()")
+    assert f"Hide position {at} from all heads" in browser.js(MENU)
+    rows = browser.wait(
+        "const rows = [...document.querySelectorAll('#proposals li')].map(r => [r.querySelector('bdi').textContent, "
+        "+r.querySelector('.value').textContent]); return rows.length && rows"
+    )
+    with torch.no_grad():
+        chances = tiny_llada.run_with_hooks(plain.canvas[:, 0])[0, at].softmax(-1)
+    best = chances.topk(10)
+    assert [p for _, p in rows] == pytest.approx(best.values.tolist(), abs=6e-4)
+    assert rows[0][0] == visible(tiny_llada.tokenizer.decode(best.indices[:1]))
+    forced = int(best.indices[3])
+    browser.js("document.querySelectorAll('#proposals button')[3].click()")
+    page.compared()
+    page.go_to(23)
+    assert page.tokens() == shown_at_end(
+        sinklens.generate(tiny_llada, PROMPT, hooks=[ForceTokens(tokens={at: forced}, steps=[0])])
+    )
+
+    page.go_to(5)  # the canvas of run B, edited, becomes that of a third run
+    place = at + 4
+    browser.js(f"document.querySelector('#tokens .tok[data-at=\"{place}\"]').click()")
+    page.pick("Put a token here")
+    browser.js(
+        "document.querySelector('#chip-fields input').value = '9 9'; document.getElementById('chip-save').click()"
+    )
+    assert "tokens of this model" in browser.wait("return document.getElementById('chip-trouble').textContent")
+    assert [line.rpartition(" - ")[2] for line in browser.complaints()] == [REFUSED]
+    browser.js(
+        "document.querySelector('#chip-fields input').value = '#40'; document.getElementById('chip-save').click()"
+    )
+    browser.wait("return !document.getElementById('edits').hidden")
+    page.compared()
+    script = page.python()
+    assert re.search(rf"ForceTokens\(tokens={{.*\b{place}: 40\b.*}}, steps=\[5\]\)", script)
+    assert browser.text("compare-text").startswith("The canvases first differ at step 5.")
+    page.quiet()
+
+
+def test_everything_is_done_with_keys_alone(page, browser):
+    page.without_changes().type(PROMPT)
+    page.submit()
+    page.ended("A")
+    press = lambda *keys: ActionChains(browser.driver).send_keys(*keys).perform()  # noqa: E731
+    browser.js("document.activeElement.blur()")
+    press("?")
+    assert browser.js("return document.getElementById('help').open")
+    press(Keys.ESCAPE)
+    press("g", Keys.ARROW_RIGHT, Keys.ENTER)
+    layer, head = (browser.js(f"return document.getElementById('{name}').value") for name in ("layer", "head"))
+    press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)  # the third entry
+    page.compared()
+    assert page.chips() == [f"Mask a head's sinks: layer {layer}, head {head}, top 1"]
+    press("x")
+    page.ended("A")
+    press("t", Keys.ARROW_RIGHT, "m")
+    assert browser.js("return document.activeElement.getAttribute('role')") == "menuitem"
+    press(Keys.ESCAPE)
+    assert browser.js("return document.activeElement.id") == "tokens"
+    names = "[...document.querySelectorAll('button, input, select, textarea, canvas, a[href]')]"
+    nameless = (
+        f"{names}.filter(n => !n.textContent.trim() && !n.ariaLabel && !(n.labels || []).length && "
+        "!n.getAttribute('aria-labelledby'))"
+    )
+    assert browser.js(f"return {nameless}.map(n => n.id || n.outerHTML)") == []
+    page.quiet()
+
+
+def test_a_second_model_and_attention_of_any_step_are_shown(page, browser, plain):
+    page.run()
+    page.go_to(7)
+    browser.choose("layer", 2)
+    browser.choose("head", 3)
+    browser.js("document.getElementById('circuits').scrollIntoView()")
+    browser.wait("return document.getElementById('circuits').dataset.shown === '7/2/all'")
+    assert browser.js("return document.getElementById('pattern').ariaLabel").startswith(
+        "Attention of step 7, layer 2, head 3"
+    )
+    score = plain.sinks.scores().to_numpy()[0, 7, 2, 3]
+    keys = browser.js("return [...document.querySelectorAll('#keys .at')].map(n => +n.textContent)")
+    assert keys == np.argsort(-score, kind="stable")[:12].tolist()
+    browser.choose("model-b", "tiny-llama")
+    page.compared()
+    assert "tiny-llama" in browser.text("side-B-title")
+    assert browser.text("text-A") == plain.text
+    page.quiet()
+
+
+def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path, monkeypatch):
+    words = [f"<img/src=x/onerror=window.bad={n}>" for n in range(3, 60)]
+    monkeypatch.setattr(layouts, "WORDS", ["<pad>", "<s>", "</s>", *words, "<mask>"])
+    model = sinklens.load(random_hf("llama"), tokenizer=layouts.word_tokenizer(tmp_path / "words"))
+    with sinklens.lab(model) as lab:
+        page = Page(browser, lab)
+        field = "document.querySelector('#settings-fields [data-name=gen_length] input')"
+        browser.js(f"document.getElementById('settings-box').open = true; {field}.value = 8")
+        page.run(" ".join(words[:5]))
+        assert set(page.tokens()) <= {*words, "<pad>", "<s>", "</s>", "<mask>", "░"}
+        page.go_to(0)
+        browser.js("[...document.querySelectorAll('#tokens .tok.mask')].at(-1).click()")
+        browser.wait("return document.querySelectorAll('#proposals li').length === 10")
+        browser.js("document.querySelector('#proposals button').click()")
+        page.compared()
+        assert "<img/src" in page.chips()[0]
+        assert browser.js("return [window.bad, document.images.length]") == [None, 0]
+        asked = [unquote(address) for address in browser.requests()]
+        assert asked
+        assert all(address.startswith(lab.address) for address in asked)
+        page.quiet()
+        page.fresh()
+        browser.driver.get("about:blank")
