@@ -348,7 +348,6 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "tiny": lambda: watching("tiny-llada's size", TINY, lengths, pairs),
         "sweep": lambda: sweeping(3),
         "maps": lambda: mapping(3),
-=======
         "places": lambda: placing(15),
         "growth": lambda: growing(3),
         "writing": lambda: writing(pairs),
