@@ -15,6 +15,7 @@ from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.lens_training import train_tuned_lens
+from sinklens.experiments.metrics import StepOutput
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.sink_changes import sinks_compared
@@ -27,6 +28,7 @@ __all__ = [
     "Edge",
     "Effect",
     "LogitLens",
+    "StepOutput",
     "TunedLens",
     "agreement",
     "attention_to",
