@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ RESULTS = Path(__file__).with_name("results.json")
 STEPS = 8
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
-SLOW = ("others", "middle", "wide", "compile")  # left out by --quick
+SLOW = ("others", "middle", "wide", "compile", "caches")  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
 
@@ -152,6 +153,14 @@ def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> 
             for library, work in works.items():
                 yield compare(f"sinks of one pass: {library} ÷ sinklens ({at})", work, ours, pairs)
                 yield compare_peaks(f"memory above a plain pass: {library} ÷ sinklens ({at})", work, ours, usual)
+
+
+def caching(sizes: dict[str, int], pairs: int) -> Iterator[Ratio]:
+    """The exact run ÷ a run under Fast-dLLM's caches, d_model 512: 64 steps, 256 tokens, blocks of 32."""
+    model, prompt = sinklens.load(random_llada(**sizes)), torch.randint(3, sizes["vocab"], (1, 64))
+    ours = partial(sinklens.generate, model, prompt, gen_length=256, block_length=32, steps=64, progress=False)
+    for cache in ("dual", "prefix"):
+        yield compare(f"exact ÷ {cache} cache, sinks recorded in both", ours, partial(ours, cache=cache), pairs)
 
 
 def sweeping(pairs: int) -> Iterator[Ratio]:
@@ -355,6 +364,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
         "compile": lambda: compiling(MIDDLE, lengths, pairs),
+        "caches": lambda: caching(MIDDLE, 3),
     }
 
 

@@ -37,7 +37,7 @@ def sinks_compared(base: Generation, changed: Generation, detector: Detector | N
             f"{list(changed.canvas.shape[::2])} (rows, positions)."
         )
     steps = range(min(base.steps_run, changed.steps_run))
-    tracks = [_scaled(run.sinks, steps) for run in (base, changed)]
+    tracks = [_scaled(track, steps) for track in (base.sinks, changed.sinks)]
     before, after = (track.detect(detector) for track in tracks)
     top = [track.data["score"].fillna(-np.inf).argmax("pos") for track in tracks]
     places = ("layer", "head", "pos")
