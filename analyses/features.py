@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 ROLES = {"sink": "features of sinks", "control": "features of the same firing rate"}
-SCOPES = {"masked": "masked", "decided": ("prompt", "decided")}
+SCOPES = {"masked": "masked", "decided": "decided"}
 MEASURES = {
     "excess": "share of sinks at which a feature fires, minus that of other positions of the step and kind",
     "follows": "firing at a position while it is a sink, minus while it is not one (same token)",
@@ -290,7 +290,7 @@ def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
 
 
 def chosen_table(measured: Mapping[str, xr.Dataset]) -> "DataFrame":
-    """One row per chosen feature: its number, its firing rate, and as estimate its excess on the problems that chose it."""
+    """One row per chosen feature: number, firing rate, and as estimate its excess on the problems that chose it."""
     from pandas import DataFrame
 
     rows = []
