@@ -139,7 +139,7 @@ class Features(Study):
                 splice = SpliceSAE(sae, sae.point, features=features.tolist(), error=True, scope=SCOPES[scope])
                 replayed = self.generate(model, prompts, settings, hooks=[splice, logits], replay=base).run
                 free = self.generate(model, prompts, settings, hooks=[splice], record_sinks=False).run
-                own = {name: [row[name][role] for row in fired] for name in FIRING}
+                own: dict[str, Any] = {name: [row[name][role] for row in fired] for name in FIRING}
                 own |= _ablated(found, base, replayed, layer, scope) | _answers(prompts, base, free)
                 own["kl"] = compare(base, replayed, kept, dict(logits.kept))["kl"].mean("step").to_numpy()
                 own["removed"] = _removed(found, scope, values, sae, features)
@@ -244,7 +244,8 @@ def _ablated(found: Seen, base: "Generation", replayed: "Generation", layer: int
     assert replayed.sinks is not None
     sinks = found.sinks & found.inside(scope)[:, :, None]
     still = replayed.sinks.detect().isel(layer=layer).to_numpy()
-    before, after = (run.sinks.scores().isel(layer=layer).fillna(0.0).to_numpy() for run in (base, replayed))
+    tracks = (base.sinks, replayed.sinks)
+    before, after = (track.scores().isel(layer=layer).fillna(0.0).to_numpy() for track in tracks)
     axes = (1, 2, 3)
     number = sinks.sum(axis=axes).astype(float)
     number[number == 0] = np.nan
