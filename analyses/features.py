@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 ROLES = {"sink": "features of sinks", "control": "features of the same firing rate"}
-SCOPES = {"masked": "masked", "decided": ("prompt", "decided")}
+SCOPES = {"masked": "masked", "decided": "decided"}
 MEASURES = {
     "excess": "share of sinks at which a feature fires, minus that of other positions of the step and kind",
     "follows": "firing at a position while it is a sink, minus while it is not one (same token)",
@@ -139,7 +139,7 @@ class Features(Study):
                 splice = SpliceSAE(sae, sae.point, features=features.tolist(), error=True, scope=SCOPES[scope])
                 replayed = self.generate(model, prompts, settings, hooks=[splice, logits], replay=base).run
                 free = self.generate(model, prompts, settings, hooks=[splice], record_sinks=False).run
-                own = {name: [row[name][role] for row in fired] for name in FIRING}
+                own: dict[str, Any] = {name: [row[name][role] for row in fired] for name in FIRING}
                 own |= _ablated(found, base, replayed, layer, scope) | _answers(prompts, base, free)
                 own["kl"] = compare(base, replayed, kept, dict(logits.kept))["kl"].mean("step").to_numpy()
                 own["removed"] = _removed(found, scope, values, sae, features)
@@ -244,7 +244,8 @@ def _ablated(found: Seen, base: "Generation", replayed: "Generation", layer: int
     assert replayed.sinks is not None
     sinks = found.sinks & found.inside(scope)[:, :, None]
     still = replayed.sinks.detect().isel(layer=layer).to_numpy()
-    before, after = (run.sinks.scores().isel(layer=layer).fillna(0.0).to_numpy() for run in (base, replayed))
+    tracks = (base.sinks, replayed.sinks)
+    before, after = (track.scores().isel(layer=layer).fillna(0.0).to_numpy() for track in tracks)
     axes = (1, 2, 3)
     number = sinks.sum(axis=axes).astype(float)
     number[number == 0] = np.nan
@@ -290,7 +291,7 @@ def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
 
 
 def chosen_table(measured: Mapping[str, xr.Dataset]) -> "DataFrame":
-    """One row per chosen feature: its number, its firing rate, and as estimate its excess on the problems that chose it."""
+    """One row per chosen feature: number, firing rate, and as estimate its excess on the problems that chose it."""
     from pandas import DataFrame
 
     rows = []

@@ -43,7 +43,7 @@ quality = {name: features.assess(model, sae, point, prompts[:3]) for name, sae i
 columns = ["explained_variance", "dead", "recovered"]
 print(pd.concat({name: found[columns].to_dataframe() for name, found in quality.items()}, names=["SAE"]).round(3))
 assert float(quality["masked"]["recovered"].sel(scope="masked")) > 0.95
-assert float(quality["masked"]["explained_variance"].sel(scope="prompt+decided")) < 0.8
+assert float(quality["masked"]["explained_variance"].sel(scope="decided")) < 0.8
 
 # %% [markdown]
 # Each fits the positions that it was trained on. The SAE of masked positions does not describe tokens: its features
@@ -52,7 +52,7 @@ assert float(quality["masked"]["explained_variance"].sel(scope="prompt+decided")
 # %%
 whole = [
     features.SpliceSAE(saes["masked"], point, scope="masked"),
-    features.SpliceSAE(saes["decided"], point, scope=("prompt", "decided")),
+    features.SpliceSAE(saes["decided"], point, scope="decided"),
 ]
 spliced = sinklens.generate(model, prompts, hooks=whole)
 print(spliced.text[0], "|", run.text[0])

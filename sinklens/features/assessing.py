@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import Places, Scope, states_of, stream_point
+from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_point
 from sinklens.features.splice import SpliceSAE
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
@@ -57,7 +57,7 @@ def assess(
     sae: SAE,
     point: str,
     prompts: Sequence[Any],
-    scopes: Sequence[Scope] = ("masked", ("prompt", "decided")),
+    scopes: Sequence[Scope] = ("masked", "decided"),
     *,
     seed: int = 0,
     chat_template: bool | str = False,
@@ -102,7 +102,7 @@ def assess(
             row["loss_spliced"], row["loss_mean"] = under(sae, states), under(Mean(moments.mean.float()), states)
             row["recovered"] = (row["loss_mean"] - row["loss_spliced"]) / (row["loss_mean"] - loss)
         rows.append(row)
-    names = ["+".join(states) for states in listed]
+    names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]
     return xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
 
 
@@ -127,12 +127,12 @@ class _Moments(AtPositions):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        places = Places(self, self.scope, model, run, self.point)
+        places = ScopedPlaces(self, self.scope, model, run, self.point)
         sums: dict[str, Any] = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
         object.__setattr__(self, "_sums", sums)
 
         def add(value: Tensor, hook: Point) -> None:
-            chosen = places.of(hook.step, value.shape[1], value.shape[0], value.device)
+            chosen = places.of(hook, value)
             if chosen is None or not bool(chosen.any()):
                 return
             x = value[chosen].flatten(1).float()
@@ -143,7 +143,7 @@ class _Moments(AtPositions):
             sums["total"] = sums["total"] + x.double().sum(dim=0).cpu()
             sums["fired"] = sums["fired"] + (features > 0).sum(dim=0).cpu()
 
-        return [*places.pairs, (self.point, add)]
+        return [*places.first, (self.point, add), *places.last]
 
     @property
     def sums(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.captured import active_rows
-from sinklens.features.places import STATES, Places, Scope, state_masks, states_of, stream_point
+from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
@@ -64,7 +64,8 @@ def collect(
         prompts: texts, or rows of token ids.
         point: a point with a vector at each position; heads are flattened.
         to: path of the store, a new folder or that of an interrupted call with the same arguments.
-        scope: states of the positions that are kept: "all", or one or several of "prompt", "masked" and "decided".
+        scope: states of the positions that are kept: "all", or one or several of "prompt", "masked",
+            "committed" and "decided" (prompt and committed).
         only_steps, positions: indices, as ``steps=`` and ``positions=`` of an intervention; None means all. ``steps=``
             itself is the sampler's setting.
         detector: keep only the positions that are a sink of this detector at the step, in any head of `layers`.
@@ -136,25 +137,24 @@ class _Take(AtPositions):
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         assert run is not None, "collect runs the model"
-        places, canvas = Places(self, self.scope, model, run, self.point), Canvas(run)
-        held: list[Tensor] = []
+        places, canvas = ScopedPlaces(self, self.scope, model, run, self.point), Canvas(run)
+        held: list[tuple[Tensor, Tensor | None]] = []
         self.kept.clear()
 
         def hold(value: Tensor, hook: Point) -> None:
-            held[:] = [value]
+            held[:] = [(value, places.of(hook, value))]
 
         def take(confidence: Tensor, hook: Point) -> None:
             assert canvas.now is not None
-            (value,), step = held, hook.step or 0
-            chosen = places.of(step, value.shape[1], value.shape[0], value.device)
+            ((value, chosen),), step = held, hook.step or 0
             if chosen is None:
                 return
             active = active_rows(model, canvas.now.ids[:, run.prompt_length :], confidence)
             own = _own(run, step, value.shape[1]).to(chosen.device)
             self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
 
-        pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.pairs]
-        return [*pairs, (self.point, hold), ("denoise.hook_confidence", take)]
+        pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.first]
+        return [*pairs, (self.point, hold), ("denoise.hook_confidence", take), *places.last]
 
     def rows(self, run: "Generation", first: int, found: _Filter) -> dict[str, np.ndarray]:
         """What was kept of a run whose prompts are numbered from `first`, as rows of a store."""

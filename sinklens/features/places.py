@@ -1,10 +1,12 @@
-"""The places at which features are read or changed: a scope, positions and steps.
+"""The places at which features are read or changed: a scope, and what restricts every intervention.
 
-A *scope* is one or several of three states that a position of a step has, as in sinklens.sinks.kinds: ``"prompt"``;
-``"masked"``, still undecided; ``"decided"``, a position of the answer that has its token. ``"all"`` is every position.
-The state is that of the canvas that the step works on, with edits at ``denoise.hook_canvas``.
+A *scope* is one or several of the states that a position of a step has, named as in ``where=``: ``"prompt"``;
+``"masked"``, still undecided; ``"committed"``, a position of the answer that has its token; and ``"decided"``, the
+first and the last, every token. ``"all"`` is every position. The state is that of the canvas that the step works on,
+with edits at ``denoise.hook_canvas``.
 
-Pitfall: a position changes its state during a run. Two SAEs, one for each state, together cover every position.
+Pitfall: a position changes its state during a run. Two SAEs, one for masked and one for decided positions, together
+cover every position.
 """
 
 from collections.abc import Sequence
@@ -16,14 +18,16 @@ from torch import Tensor
 
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
-from sinklens.interventions import places as interventions_places
+from sinklens.hooks.points import Point
+from sinklens.interventions.places import Places, of_any_head
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, Snapshot
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-STATES = ("prompt", "masked", "decided")
+STATES = ("prompt", "masked", "committed")
+NAMED = {"all": STATES, "decided": ("prompt", "committed")}
 Scope = str | Sequence[str]
 
 
@@ -34,20 +38,21 @@ def states_of(scope: Scope) -> tuple[str, ...]:
         SettingError: a state is unknown, or there is none.
     """
     given = (scope,) if isinstance(scope, str) else tuple(scope)
-    unknown = [name for name in given if name not in (*STATES, "all")]
+    unknown = [name for name in given if name not in (*STATES, *NAMED)]
     if unknown or not given:
         raise SettingError(
-            f"scope must be 'all' or one or several of {', '.join(map(repr, STATES))}; got {scope!r}. A decided "
-            f"position belongs to the answer; for every token write scope=('prompt', 'decided')."
+            f"scope must be one or several of {', '.join(map(repr, (*STATES, *NAMED)))}; got {scope!r}. 'committed' "
+            f"positions belong to the answer, 'decided' ones also to the prompt."
         )
-    return STATES if "all" in given else tuple(name for name in STATES if name in given)
+    chosen = {state for name in given for state in NAMED.get(name, (name,))}
+    return tuple(name for name in STATES if name in chosen)
 
 
 def state_masks(canvas: Snapshot, prompt_length: int) -> dict[str, Bool[Tensor, "batch pos"]]:
     """True where a position of the canvas is in each state of `STATES`; padding counts as prompt."""
     prompt = torch.arange(canvas.ids.shape[1], device=canvas.ids.device) < prompt_length
     masked = canvas.undecided & ~prompt
-    return {"prompt": prompt.expand_as(masked), "masked": masked, "decided": ~masked & ~prompt}
+    return {"prompt": prompt.expand_as(masked), "masked": masked, "committed": ~masked & ~prompt}
 
 
 def stream_point(model: "Model", point: str) -> str:
@@ -69,19 +74,19 @@ def stream_point(model: "Model", point: str) -> str:
     return name
 
 
-class Places:
-    """Selects the queries of a pass that are in scope, at the steps, positions and places of an intervention.
+class ScopedPlaces:
+    """Selects the queries of a pass that are in scope, at the steps and positions of an intervention.
 
-    List `pairs` before the hooks that use it, and `last` after them.
+    List `first` before the hooks that use it, and `last` after them.
     """
 
     def __init__(self, what: AtPositions, scope: Scope, model: "Model", run: RunContext | None, point: str) -> None:
         self._states, self._run = states_of(scope), run
-        parts = stream_point(model, point).split(".")
-        self._layer = int(parts[1]) if parts[0] == "blocks" else None
-        self._places = interventions_places.Places(what, model, run, [] if self._layer is None else [self._layer])
-        if self._layer is None:
-            self._places.refuse_by_layer(point)
+        inside = [int(point.split(".")[1])] if point.startswith("blocks.") else []
+        self._heads = range(model.cfg.n_heads)
+        self._positions = Places(what, model, run, inside)
+        if not inside:
+            self._positions.refuse_by_layer(point)
         self._everywhere = self._states == STATES
         if not self._everywhere and run is None:
             raise SettingError(
@@ -93,37 +98,39 @@ class Places:
         self._canvas = None if run is None else Canvas(run)
 
     @property
-    def pairs(self) -> Pairs:
-        """The hooks that find the places and keep the canvas of the step."""
+    def first(self) -> Pairs:
+        """The hooks that find positions, and keep the canvas of the step."""
         if self._canvas is None or self._everywhere:
-            return self._places.first()
-        return [*self._places.first(), ("denoise.hook_canvas", self._canvas.hook)]
+            return self._positions.first()
+        return [("denoise.hook_canvas", self._canvas.hook), *self._positions.first()]
 
     @property
     def last(self) -> Pairs:
-        """The hooks that keep the scores of the step for the next."""
-        return self._places.last()
+        """The hooks that keep what the next step needs."""
+        return self._positions.last()
 
-    def of(self, step: int | None, queries: int, rows: int, device: torch.device) -> Bool[Tensor, "batch pos"] | None:
+    def of(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
         """True at the selected places of a pass; None if there are none. Padding is never selected.
 
         Args:
-            step: the current step; None outside a run.
-            queries, rows: positions and rows of the pass.
+            hook: the point.
+            value: its value, [batch, pos, ...].
         """
-        found = self._places.of_pass(step or 0, self._layer, queries, device)
+        (rows, queries), step = value.shape[:2], hook.step or 0
+        found = self._positions.of_queries(hook, queries, value.device)
         if found is None:
             return None
-        active = found.any(dim=1).expand(rows, -1)
+        active = of_any_head(found, self._heads).expand(rows, -1)
         if self._run is None:
             return active
-        first = self._run.first(step or 0, queries)
+        first = self._run.first(step, queries)
         here = slice(first, first + queries)
-        active = active & self._run.real[:, here].to(device)
+        active = active & self._run.real[:, here].to(value.device)
         if self._everywhere:
             return active
         assert self._canvas is not None, "a scope needs a run"
         assert self._canvas.now is not None, "the canvas point comes before every other"
         states = state_masks(self._canvas.now, self._run.prompt_length)
         chosen = torch.stack([states[name] for name in self._states]).any(dim=0)
-        return active & torch.nn.functional.pad(chosen, (0, max(0, here.stop - chosen.shape[1])))[:, here].to(device)
+        chosen = torch.nn.functional.pad(chosen, (0, max(0, here.stop - chosen.shape[1])))
+        return active & chosen[:, here].to(value.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import Places, Scope, states_of, stream_point
+from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_point
 from sinklens.hooks.points import Point
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, whole_numbers
@@ -46,9 +46,9 @@ class SpliceSAE(AtPositions):
         features: features to set to zero, or a mapping from features to the values that they are set to. None changes
             none.
         error: whether to add the error term x − decode(encode(x)).
-        scope: the states of the positions that are changed: "all", or one or several of "prompt", "masked" and
-            "decided" (see sinklens.features.places).
-        positions, where, steps: further restrictions; see `sinklens.interventions.AtPositions`.
+        scope: the states of the positions that are changed: "all", or one or several of "prompt", "masked",
+            "committed" and "decided" (see sinklens.features.places).
+        where, positions, steps: further restrictions, as in every intervention at positions.
 
     Raises:
         SettingError: `sae` lacks a method; nothing would change; an unknown scope; and in the run, a feature that does
@@ -83,10 +83,11 @@ class SpliceSAE(AtPositions):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        name, places = stream_point(model, self.point), Places(self, self.scope, model, run, self.point)
+        name = stream_point(model, self.point)
+        places = ScopedPlaces(self, self.scope, model, run, name)
 
         def splice(value: Tensor, hook: Point) -> Tensor | None:
-            chosen = places.of(hook.step, value.shape[1], value.shape[0], value.device)
+            chosen = places.of(hook, value)
             if chosen is None or not bool(chosen.any()):
                 return None
             x = value[chosen]
@@ -94,7 +95,7 @@ class SpliceSAE(AtPositions):
             changed[chosen] = self.changed(x.flatten(1).float()).to(value.dtype).view_as(x)
             return changed
 
-        return [*places.pairs, (name, splice), *places.last]
+        return [*places.first, (name, splice), *places.last]
 
     def changed(self, x: Tensor) -> Tensor:
         """The new activations [place, d_in] of activations [place, d_in]."""

@@ -69,7 +69,7 @@ def test_controls_have_the_nearest_rate_among_features_that_sinks_do_not_explain
 
 def test_measures_of_an_ablation_equal_those_of_separate_runs(tiny_llada, study):
     chosen, data = study[0].choice(tiny_llada, SETTINGS), study[1]
-    for scope, states, role in (("masked", "masked", 0), ("decided", ("prompt", "decided"), 1)):
+    for scope, states, role in (("masked", "masked", 0), ("decided", "decided", 1)):
         sae, features = load_sae(f"tiny-llada-{scope}"), chosen[scope].feature[role].tolist()
         splice = SpliceSAE(sae, sae.point, features=features, error=True, scope=states)
         one = effect(tiny_llada, PROMPTS, splice, **SETTINGS)

@@ -24,7 +24,7 @@ def by_hand(run, scope, steps, chosen=lambda row, step, column: True):
         ids, real = entered(run, step)
         _, cache = run.model.run_with_cache(ids, attention_mask=real, names_filter=POINT)
         for row, column in real.nonzero().tolist():
-            state = "prompt" if column < run.prompt_length else "decided"
+            state = "prompt" if column < run.prompt_length else "committed"
             state = "masked" if run.undecided[row, step, column] else state
             if (scope == "all" or state in scope) and chosen(row, step, column):
                 place = (row, step, column - int((~run.real[row]).sum()), STATES.index(state))
@@ -44,7 +44,9 @@ def check(store, expected):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
-@pytest.mark.parametrize(("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "decided"], [2])])
+@pytest.mark.parametrize(
+    ("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "committed"], [2])]
+)
 def test_every_place_in_scope_is_stored_once_with_its_activation(worded, tmp_path, architecture, scope, steps):
     model = worded(architecture)
     store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, only_steps=steps, batch=2, gen_length=8)

@@ -12,7 +12,7 @@ from sinklens.features import SpliceSAE
 KINDS = [("llama", False), ("qwen3", False), ("dream", False), ("llama", True), ("sdar", False)]
 POINT = "blocks.1.hook_resid_post"
 PLACES = [
-    {}, {"scope": "masked"}, {"scope": "decided", "steps": [1, 3]}, {"scope": ("prompt", "decided"), "steps": [2]},
+    {}, {"scope": "masked"}, {"scope": "committed", "steps": [1, 3]}, {"scope": ("prompt", "committed"), "steps": [2]},
     {"positions": [0, 5]}, {"scope": "prompt", "positions": [1, -1], "steps": [0, -1]},
 ]  # fmt: skip
 
@@ -24,7 +24,7 @@ def in_scope(run, splice, step):
     for row, column in (run.real & (run.canvas[:, step] >= -1)).nonzero().tolist():
         start = int((~run.real[row]).sum())
         masked = bool(run.undecided[row, step, column])
-        state = "prompt" if column < run.prompt_length else "masked" if masked else "decided"
+        state = "prompt" if column < run.prompt_length else "masked" if masked else "committed"
         numbers = [column - start, column - run.real.shape[1]]
         at = splice.positions is None or any(number in splice.positions for number in numbers)
         when = splice.steps is None or step in splice.steps or step - run.settings.steps in splice.steps
@@ -89,7 +89,7 @@ def test_heads_are_flattened(worded):
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-@pytest.mark.parametrize("scope", ["all", "masked", "decided"])
+@pytest.mark.parametrize("scope", ["all", "masked", "committed"])
 def test_a_row_alone_is_changed_as_in_a_batch(worded, architecture, causal, scope):
     if causal and scope == "masked":
         return
@@ -102,7 +102,7 @@ def test_a_row_alone_is_changed_as_in_a_batch(worded, architecture, causal, scop
 
 def test_an_autoregressive_run_is_changed_alike_with_and_without_a_cache(worded):
     model = worded("llama", True)
-    splice = SpliceSAE(random_sae(), POINT, scope="decided", steps=[1, 3])
+    splice = SpliceSAE(random_sae(), POINT, scope="committed", steps=[1, 3])
     runs = [watch(model, PADDED, [splice], ["hook_logits"], use_cache=cached) for cached in (True, False)]
     torch.testing.assert_close(*(logits_of(run) for run in runs), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(logits_of(runs[0]), logits_of(watch(model, PADDED, [], ["hook_logits"])), atol=1e-2)
@@ -123,8 +123,8 @@ def test_a_single_pass_is_spliced_at_positions(worded):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("change", "match"), [
     ({"sae": torch.nn.Identity()}, "sae must have the methods encode and decode; Identity lacks one"),
-    ({"scope": "committed"}, "scope must be 'all' or one or several of 'prompt', 'masked', 'decided'; got 'committed'"),
-    ({"scope": ()}, "scope must be 'all' or one"),
+    ({"scope": "answer"}, "scope must be one or several of 'prompt', .*'decided'; got 'answer'"),
+    ({"scope": ()}, "scope must be one or several"),
     ({"features": []}, "features is empty, so SpliceSAE would change nothing"),
     ({"features": [-1]}, "features are numbers from 0; got -1"),
     ({"error": True}, "error=True without features= changes nothing"),
@@ -156,3 +156,17 @@ def test_what_the_model_or_the_sae_lacks_is_refused_in_the_run(worded):
 
     with pytest.raises(SettingError, match="the SAE returned activations of size 5, but the point has 24"):
         run(SpliceSAE(Narrow(), POINT))
+
+
+def test_a_splice_follows_where(worded):
+    """An array of `where=` chooses places that differ by row and step."""
+    base = watch(worded(), PADDED, [], ["hook_logits"]).run
+    where = torch.rand(2, base.steps_run, 1, 1, base.real.shape[1], generator=torch.Generator().manual_seed(4)) < 0.4
+    where &= base.real[:, None, None, None]
+    splice = SpliceSAE(random_sae(), POINT, where=where, scope="masked")
+    watched = watch(worded(), PADDED, [splice], ["hook_logits"])
+    for step in range(watched.run.steps_run):
+        chosen = where[:, step, 0, 0] & watched.run.undecided[:, step] & watched.run.real
+        plain = again(watched.run, step, {POINT: edited(splice, chosen)}).logits
+        got = watched.values[step]["denoise.hook_logits"][1]
+        torch.testing.assert_close(got, plain[1], atol=2e-4, rtol=1e-4)

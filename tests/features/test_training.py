@@ -103,7 +103,7 @@ def losses(run, sae, masked):
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_assessment_equals_one_by_hand(worded, masked):
     model, sae = worded(), random_sae()
-    scope = "masked" if masked else ("prompt", "decided")
+    scope = "masked" if masked else ("prompt", "committed")
     found = assess(model, sae, POINT, PADDED, [scope], gen_length=8).isel(scope=0)
     run = sinklens.generate(model, PADDED, gen_length=8, record_sinks=False, progress=False)
     base, x = losses(run, Perfect(), masked)
@@ -124,7 +124,7 @@ def test_a_perfect_autoencoder_recovers_all_of_the_loss(worded):
     found = assess(worded(), Perfect(), POINT, PADDED, gen_length=8)
     np.testing.assert_allclose(found["explained_variance"], 1.0, atol=1e-6)
     np.testing.assert_allclose(found["recovered"], 1.0, atol=1e-5)
-    assert found["scope"].values.tolist() == ["masked", "prompt+decided"]
+    assert found["scope"].values.tolist() == ["masked", "decided"]
 
 
 def test_an_autoregressive_model_is_not_assessed(worded):
