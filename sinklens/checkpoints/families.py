@@ -301,7 +301,7 @@ FAMILIES: list[Family] = [
         ("diffusion_gemma",),
         "diffusion_gemma",
         "diffusion-gemma",
-        "logits equal transformers' own on tiny weights; text only; full size not built",
+        "logits equal transformers' own on tiny weights; text only; full size built, not run",
         model_class="AutoModelForMultimodalLM",
         class_attention="encoder-decoder",
         masked=False,

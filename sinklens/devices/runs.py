@@ -31,8 +31,7 @@ def claims(setting: Setting) -> Iterator[Claim]:
     """Runs compared with the CPU's, then determinism."""
     cases = _cases(setting.small)
     for what, make, given in cases:
-        yield Claim(f"{what}: the tokens of the CPU's run", lambda make=make, given=given: _same(make, given, setting))
-        # type: ignore[misc]
+        yield Claim(f"{what}: the tokens of the CPU's run", lambda make=make, given=given: _same(make, given, setting))  # type: ignore[misc]
     _, make, given = cases[0]
     yield Claim("a run without recorded sinks: the tokens of the recorded run", lambda: _unrecorded(make, setting))
     yield Claim("the same run twice: canvases and sink scores, bit for bit", lambda: _twice(make, given, setting))

@@ -121,8 +121,7 @@ def _watching(bench: Bench, length: int, rows: int) -> Iterator[Claim]:
         ("complete run, sinks recorded ÷ the published procedure", recorded, published, 1.0),
     ]
     for what, a, b, aim in listed:
-        yield Claim(f"{what} ({at})", lambda what=what, a=a, b=b, aim=aim: bench.ratio(what, a, b, aim))  # type:
-        ignore[misc]
+        yield Claim(f"{what} ({at})", lambda what=what, a=a, b=b, aim=aim: bench.ratio(what, a, b, aim))  # type: ignore[misc]
     yield Claim(f"tokens are the plain loop's ({at})", lambda: _tokens(bench, prompt, steps))
     yield Claim(f"memory above a plain run, sinks recorded, in MB ({at})", lambda: _memory(bench, recorded, plain))
     yield Claim(f"a recorded pass ÷ the card's roofline ({at})", lambda: _roofline(bench, length, rows, steps))

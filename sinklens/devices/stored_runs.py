@@ -112,7 +112,7 @@ def _sdar(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterat
 def _bd3lm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
     prompt, canvas, result = _parts(folder, number)
     prompts = [[token for token in row if token >= 0] for row in prompt.tolist()]
-    settings = {name: given[name] for name in ("cfg_scale", "right_shift_logits") if name in given}
+    settings: dict[str, Any] = {name: given[name] for name in ("cfg_scale", "right_shift_logits") if name in given}
     settings |= {"gen_length": given["max_new_tokens"]}
     changes, rows = {"eos_token_id": given["eos_token_id"]}, slice(None)
     if given["sampler"] == "model card":
@@ -194,7 +194,7 @@ def _diffusion_gemma(folder: ReferenceFolder, number: int, given: dict[str, Any]
     settings = {name: value for name, value in given["settings"].items() if name not in ("eos_token_id", "max_length")}
     length = settings.pop("max_new_tokens", None) or given["settings"]["max_length"] - ids.shape[1]
     settings["gen_length"] = -(-length // CANVAS) * CANVAS
-    starts = expected[f"gen{number}.draws.init"]
+    starts: Tensor | None = expected[f"gen{number}.draws.init"]
     if f"gen{number}.decoder_input_ids" in expected:
         settings["start_canvas"], starts = expected[f"gen{number}.decoder_input_ids"], None
     sampled, renoised = (expected[f"gen{number}.draws.{name}"] for name in ("sample", "renoise"))

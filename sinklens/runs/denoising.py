@@ -171,8 +171,8 @@ class Denoising:
         """Attach the run's hooks to their points; on exit, restore the model."""
         tree, recorder = self.model.tree, self._recorder
         handles = []
-        for point in tree.denoise.children():
-            point.reached = None  # type: ignore[assignment]
+        for passed in tree.denoise.children():
+            passed.reached = None  # type: ignore[assignment]
         try:
             for name, function in self.hooks:
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]

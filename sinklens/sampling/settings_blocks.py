@@ -38,7 +38,7 @@ class BlockSettings(SamplerSettings):
         """With the number of blocks of the row that has most."""
         size = self.block_length
         blocks = max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths)
-        return replace(self, blocks=blocks)  # type: ignore[type-var]
+        return replace(self, blocks=blocks)  # type: ignore[call-arg]
 
 
 class WholeBlocks(BlockSettings):

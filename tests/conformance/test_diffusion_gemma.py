@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import sinklens
+from sinklens.checkpoints import build_empty, family_named, translate
 from sinklens.interventions import FixedNoise
 
 TOLERANCE = 2e-4
@@ -161,3 +162,37 @@ def test_every_pass_equals_the_references_with_its_draws(folder, number):
     start = run.prompt_length - expected[f"gen{number}.prompt"].shape[1]
     assert torch.equal(run.tokens[:, start : start + sequences.shape[1]], sequences)
     assert bool((run.tokens[:, start + sequences.shape[1] :] == -1).all())
+
+
+FULL_SIZE = {
+    "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "intermediate_size": 2112,
+    "moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8, "vocab_size": 262_144, "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5, "max_position_embeddings": 262_144,
+}  # fmt: skip
+"""Sizes of the 26B model as third-party loaders list them; its config.json was not read."""
+
+
+def _text_parameters() -> int:
+    """By arithmetic; each layer has attention, a dense MLP, a router, experts and seven norms."""
+    width, experts = 2816, 128
+    sliding = width * 256 * (16 + 8 + 8) + 256 * 16 * width + 2 * 256
+    full = width * 512 * (16 + 2) + 512 * 16 * width + 2 * 512  # values are the keys
+    dense, mixture = 3 * width * 2112, experts * 3 * width * 704
+    router = width * experts + width + experts
+    layers = 25 * sliding + 5 * full + 30 * (dense + mixture + router + 7 * width)
+    return 262_144 * width + layers + width + dense + width  # then the last norm and self-conditioning
+
+
+def test_the_full_size_text_model_builds_on_the_meta_device(folder):
+    raw = json.loads((folder / "config.json").read_text())
+    raw["canvas_length"] = 256
+    raw["text_config"] |= FULL_SIZE
+    family = family_named("diffusion-gemma")
+    empty = build_empty(translate(raw, family, "here"), family.model_class)
+    text = dict(empty.model.decoder.named_parameters())
+    assert sum(value.numel() for value in text.values()) == _text_parameters()
+    assert {value.device.type for value in text.values()} == {"meta"}
+    assert text["layers.0.experts.gate_up_proj"].shape == (128, 2 * 704, 2816)
+    assert "layers.5.self_attn.v_proj.weight" not in text
+    assert text["layers.5.self_attn.k_proj.weight"].shape == (2 * 512, 2816)
