@@ -196,7 +196,18 @@ def test_a_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "block.py"
     file.write_text(block)
-    runpy.run_path(str(file))
+    namespace = runpy.run_path(str(file))
+    assert _names_bound(ast.parse(block)) <= set(namespace)  # it ran to its end, also inside trace blocks
+
+
+def _names_bound(tree: ast.AST) -> set[str]:
+    """Names that a module binds outside functions, classes and comprehensions."""
+    if isinstance(tree, ast.FunctionDef | ast.ClassDef):
+        return {tree.name}
+    if isinstance(tree, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return set()
+    found = {tree.id} if isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store) else set()
+    return found.union(*(_names_bound(child) for child in ast.iter_child_nodes(tree)))
 
 
 def test_every_concept_has_a_block():

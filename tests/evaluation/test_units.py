@@ -40,9 +40,9 @@ def reproducible(records):
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
 @pytest.mark.parametrize("condition", masking([2], ["random"], of_unmasked=True), ids=lambda condition: condition.name)
 def test_records_do_not_depend_on_the_batch(condition, name):
-    model = sinklens.load(name)
-    together = carry_out(model, TASK, PLAIN, Batch(condition, SAMPLES), 0)
-    apart = [carry_out(model, TASK, PLAIN, Batch(condition, (sample,)), 0)[0] for sample in reversed(SAMPLES)]
+    model, samples = sinklens.load(name), SAMPLES[:3]  # of three lengths
+    together = carry_out(model, TASK, PLAIN, Batch(condition, samples), 0)
+    apart = [carry_out(model, TASK, PLAIN, Batch(condition, (sample,)), 0)[0] for sample in reversed(samples)]
     assert reproducible(together) == reproducible(apart)
     for one, other in zip(together, reversed(apart), strict=True):
         assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)

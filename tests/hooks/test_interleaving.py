@@ -43,9 +43,8 @@ SAVES = "import nnsight; assert vars(object)['save'].__func__ is nnsight.save, '
 @pytest.mark.parametrize(
     "order",
     [
-        ["import sinklens", "import sinklens.model", "import beartype", SAVES],
-        ["import beartype", "import sinklens.model", SAVES],
-        ["import nnsight", "import sinklens.model", "import beartype", SAVES],
+        ["import beartype", "import sinklens.hooks.interleaving", SAVES],
+        ["import nnsight", "import sinklens.hooks.interleaving", "import beartype", SAVES],
         ["import sinklens", "sinklens.load('tiny-llada')", "from beartype import beartype", SAVES],
     ],
 )

@@ -38,10 +38,10 @@ def replaced(model, keys, real, by, layers):
                 ]
                 if not visible:
                     continue
-                mean = values[row, visible, head // group].mean(dim=0) if by == "mean" else 0.0
-                for key in visible:
-                    value = mean if keys[layer, row, head, query, key] else values[row, key, head // group]
-                    z[row, query, head] += weights[row, head, query, key] * value
+                own = values[row, visible, head // group]
+                other = own.mean(dim=0) if by == "mean" else torch.zeros_like(own[0])
+                value = torch.where(keys[layer, row, head, query, visible][:, None], other, own)
+                z[row, query, head] = weights[row, head, query, visible] @ value
             return z
 
         return edit
