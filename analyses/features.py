@@ -290,7 +290,7 @@ def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
 
 
 def chosen_table(measured: Mapping[str, xr.Dataset]) -> "DataFrame":
-    """One row per chosen feature: its number, firing rate and excess on the problems that chose it."""
+    """One row per chosen feature: its number, its firing rate, and as estimate its excess on the problems that chose it."""
     from pandas import DataFrame
 
     rows = []
@@ -302,8 +302,6 @@ def chosen_table(measured: Mapping[str, xr.Dataset]) -> "DataFrame":
                 for rank in range(one.sizes["rank"]):
                     cell = one.isel(rank=rank)
                     numbers = {"feature": int(cell["feature"]), "rate": float(cell["rate"])}
-                    rows.append(
-                        {"model": model, "sae": sae, "role": role, "rank": rank, **numbers,
-                         "excess": float(cell["chosen_excess"])}
-                    )  # fmt: skip
+                    found = {"estimate": float(cell["chosen_excess"]), "low": float("nan"), "high": float("nan")}
+                    rows.append({"model": model, "sae": sae, "role": role, "rank": rank, **numbers, **found})
     return DataFrame(rows)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import nnsight
@@ -30,7 +31,7 @@ import sinklens
 from sinklens.devices.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
 from sinklens.devices.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
 from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.interventions import AblateHeads, MaskSinks, Where
 from sinklens.runs import recorder
 from sinklens.runs.request import Hooks
 from sinklens.sinks import Record
@@ -221,6 +222,28 @@ def mapping(pairs: int) -> Iterator[Ratio]:
     yield compare(what, swept, looped, pairs)
 
 
+def placing(pairs: int) -> Iterator[Ratio]:
+    """Ablating half of a head's outputs at places that follow the run ÷ at static positions."""
+    model, length = sinklens.load("tiny-llada"), 128
+    prompt = torch.randint(3, 600, (1, length - ANSWER))
+    places = torch.zeros(1, STEPS, model.cfg.n_layers, model.cfg.n_heads, length, dtype=torch.bool)
+    places[..., ::2] = True
+
+    def run(**given: Any) -> Callable[[], object]:
+        return lambda: sinklens.generate(
+            model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, progress=False,
+            hooks=AblateHeads(heads=[0], **given),
+        )  # fmt: skip
+
+    static, forms = run(positions=range(0, length, 2)), {
+        "an array": places, "a function of the step": lambda step: range(0, length, 2), "a token kind": "digit",
+        "the strongest keys": Where(top_k=1), "those of the same step": Where(top_k=1, same_step=True),
+    }  # fmt: skip
+    for what, where in forms.items():
+        at = f"AblateHeads, sinks recorded, tiny-llada, S = {length}"
+        yield compare(f"where= {what} ÷ positions= ({at})", run(where=where), static, pairs)
+
+
 def growing(pairs: int) -> Iterator[Ratio]:
     """Growth of time, memory and files of a recorded run with positions, steps and rows, at tiny-llada's size."""
     model = sinklens.load(random_llada(**TINY))
@@ -325,6 +348,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "tiny": lambda: watching("tiny-llada's size", TINY, lengths, pairs),
         "sweep": lambda: sweeping(3),
         "maps": lambda: mapping(3),
+        "places": lambda: placing(15),
         "growth": lambda: growing(3),
         "writing": lambda: writing(pairs),
         "others": lambda: others("d_model 512, 8 layers", MIDDLE, lengths, 5),

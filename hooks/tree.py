@@ -119,7 +119,7 @@ class HookTree(ModelWeights, HookFront):
         self.hf = hf
         self._setup_points()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
-        connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)  # type: ignore[arg-type]
+        connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)
         if architecture.encoder:
             connect_encoder(self._undo, hf, architecture, self.encoder, self.denoise)
         self._inputs = [
@@ -162,7 +162,7 @@ class HookTree(ModelWeights, HookFront):
     @property
     def parts(self) -> list[names.Parts]:
         """The parts of each layer, which decide which points it has."""
-        return [block.parts for block in self.blocks]  # type: ignore[misc]
+        return [block.parts for block in self.blocks]
 
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
         """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""

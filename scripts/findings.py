@@ -183,6 +183,26 @@ TABLES: dict[str, Table] = {
         ),
         ("tiny-llada", "tiny-dream"),
     ),
+    "features": Table(
+        "features-measures",
+        tuple(
+            Row(f"{place}: {label}, {who}", {"measure": measure, "sae": sae, "role": role}, scale, digits)
+            for sae, place in (("masked", "masked positions"), ("decided", "tokens"))
+            for measure, label, scale, digits in (
+                ("excess", "firing at sinks − other positions, points", 100.0, 1),
+                ("follows", "firing at a place while a sink − while not, points", 100.0, 1),
+                ("arrives", "rise of firing where a sink moves to, points", 100.0, 1),
+                ("leaves", "fall of firing where it was, points", 100.0, 1),
+                ("gone", "sinks gone when ablated, %", 100.0, 1),
+                ("removed", "length removed from the stream", 1.0, 2),
+                ("kl", "KL in nats", 1.0, 4),
+                ("changed", "answers changed, %", 100.0, 0),
+                ("cost", "answers lost, points", 100.0, 0),
+            )
+            for role, who in (("sink", "chosen"), ("control", "control"))
+        ),
+        ("tiny-llada",),
+    ),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
         for kind, ranges in (

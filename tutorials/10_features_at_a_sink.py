@@ -114,9 +114,9 @@ print(compared.round(3))
 assert compared["follows"].abs().max() < 0.5 * compared["excess"].min()
 
 # %% [markdown]
-# They stay, all but one in full. These features mark a place of the answer, at which a sink forms at some steps: they
-# describe the place, not the sink. `sinklens analyse features` does this for both SAEs on 100 problems, with controls and intervals
-# ([findings](../docs/findings.md#features-at-sinks)).
+# They stay: `follows` is near 0. These features mark a place of the answer, at which a sink forms at some steps. They
+# describe the place, not the sink. `sinklens analyse features` does this for both SAEs on 100 problems, with controls
+# and intervals ([findings](../docs/findings.md#features-at-sinks)).
 
 # %% [markdown]
 # ## Ablate them
@@ -147,15 +147,15 @@ print(table)
 assert table.loc["chosen", "sinks gone"] > table.loc["control", "sinks gone"] + 0.2
 
 # %% [markdown]
-# Without the features, most of these sinks fall below the threshold; the control leaves them. The answers hardly
-# notice: a sink can be removed without a cost.
+# Without the features, about half of these sinks fall below the threshold; the control leaves them all. No answer
+# changes: these sinks can be removed without a cost.
 
 # %% [markdown]
 # ## Train an SAE of your own
 #
-# `collect` writes activations to disk, filtered by scope, step and detector, and `train` trains a TopK SAE on them. Both
-# resume after an interrupt. This one is far too small and short; the shipped ones took 5,001 steps on 1,200 and 400
-# prompts.
+# `collect` writes activations to disk, filtered by scope, step and detector, and `train` trains a TopK SAE on them.
+# Both resume after an interrupt. This one is far too small and short; the shipped ones took 5,001 steps on 1,200 and
+# 400 prompts.
 
 # %%
 texts = [problem.prompt for problem in training(seed=5, size=24)]
@@ -198,8 +198,8 @@ assert (agreement["tuned lens"] >= agreement["logit lens"]).all()
 # %% [markdown]
 # ## Solutions
 #
-# **1.** Sinks on tokens are mostly digits, so a feature of digits looks like one of sinks. Among digits the excess is
-# smaller.
+# **1.** Sinks on tokens are often digits, so a feature of digits looks like one of sinks. Among digits nothing of its
+# excess is left.
 
 # %%
 from sinklens.sinks.kinds import Kind, kinds
@@ -219,7 +219,7 @@ print(f"feature {strongest}: {difference(tokens)[strongest]:.2f} over all tokens
 print(f"{difference(digits)[strongest]:.2f} among digits")
 
 # %% [markdown]
-# **2.** Compare the number of sinks on masked positions, on the same canvases.
+# **2.** No: on the same canvases, half of the sinks on masked positions disappear. The feature does not make a sink.
 
 # %%
 values = np.nan_to_num(features.read_features(run, saes["masked"], point).to_numpy())[..., top[0]]

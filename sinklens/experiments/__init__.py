@@ -15,8 +15,10 @@ from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.lens_training import train_tuned_lens
+from sinklens.experiments.metrics import StepOutput
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.reference_runs import difference_of_means, donors
+from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.tuned_lens import TunedLens
 from sinklens.experiments.writers import write_attribution
@@ -26,6 +28,7 @@ __all__ = [
     "Edge",
     "Effect",
     "LogitLens",
+    "StepOutput",
     "TunedLens",
     "agreement",
     "attention_to",
@@ -42,6 +45,7 @@ __all__ = [
     "patching_effects",
     "path_across_steps",
     "path_patching_effects",
+    "sinks_compared",
     "strongest_edges",
     "sweep",
     "train_tuned_lens",

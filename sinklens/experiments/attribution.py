@@ -197,8 +197,8 @@ def agreement(estimate: xr.Dataset, truth: xr.Dataset) -> dict[str, Agreement]:
         estimated, true = both[:, np.isfinite(both).all(axis=0)].astype(float)
         varies = len(estimated) > 1 and min(np.ptp(estimated), np.ptp(true)) > 0
         size, error = np.linalg.norm(true), np.linalg.norm(estimated - true)
-        both = [(estimated, true), (stats.rankdata(estimated), stats.rankdata(true))]
-        linear, ranked = (float(np.corrcoef(*pair)[0, 1]) if varies else np.nan for pair in both)
+        kinds = [(estimated, true), (stats.rankdata(estimated), stats.rankdata(true))]
+        linear, ranked = (float(np.corrcoef(*kind)[0, 1]) if varies else np.nan for kind in kinds)
         found[str(name)] = Agreement(linear, float(error / size) if size else np.nan, len(estimated), ranked)
     return found
 

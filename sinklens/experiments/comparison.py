@@ -27,10 +27,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.runs.intervention import Intervention, within
 from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation
+from sinklens.sampling.key_cache import Policy
 from sinklens.tracing import generate
 
 
@@ -44,7 +46,7 @@ def compare(
     """Compare two runs of the same prompts and settings.
 
     Per [batch, step], over the positions masked in both, or the position being decoded (NaN where there are none, and
-    at steps without logits):
+    at steps without logits; a cache policy has none at positions that it does not compute):
         ``kl``: mean of Σ_v p(v) log(p(v)/q(v)) in nats, p the base run's distribution and q the changed run's;
         ``top1_agreement``: share of positions with the same most likely token;
         ``confidence``, ``confidence_changed``: mean probability of the most likely token;
@@ -200,6 +202,8 @@ def _of_steps(
         both = base_places & changed_places & _running(base, step) & _running(changed, step)
         p = base_logits[step][both[base_places]].double().log_softmax(-1)
         q = changed_logits[step][both[changed_places]].double().log_softmax(-1)
+        known = ~(p.isnan() | q.isnan()).any(dim=-1)  # a cache policy does not compute every masked position
+        p, q, both = p[known], q[known], both.masked_scatter(both, known)
         confidence, confidence_changed = p.amax(-1).exp().numpy(), q.amax(-1).exp().numpy()
         values = {
             "kl": torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1).numpy(),
@@ -318,26 +322,31 @@ class Effect:
         )
 
 
-def effect(model: Any, prompt: Any, hooks: Hooks, *, seed: int = 0, **settings: Any) -> Effect:
+def effect(
+    model: Any, prompt: Any, hooks: Hooks = (), *, seed: int = 0, cache: Policy | str | None = None, **settings: Any
+) -> Effect:
     """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
+
+    With `cache` the first run is exact and the others follow the policy: ``effect(model, prompt, cache="dual")``
+    reports what the policy changes. Both comparisons then also count sinks, as `sinks_compared` does.
 
     Args:
         prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
             `analyses.intervals.mean_interval` for its interval over them).
         hooks: an intervention, or a list of interventions and (name, function) pairs.
+        cache: a cache policy or its name, for the second and third run.
         seed, **settings: as in `sinklens.generate`.
     """
     listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
     kept = [MaskedLogits() for _ in range(3)]
     base = generate(model, prompt, seed=seed, hooks=[kept[0]], progress=False, **settings)
-    free = generate(base.model, prompt, seed=seed, hooks=[*listed, kept[1]], progress=False, **settings)
-    replayed = generate(
-        base.model, prompt, seed=seed, hooks=[*listed, kept[2]], replay=base, progress=False, **settings
-    )
-    return Effect(
-        base,
-        free,
-        replayed,
-        compare(base, free, kept[0].kept, kept[1].kept),
-        compare(base, replayed, kept[0].kept, kept[2].kept),
-    )
+    settings |= {"seed": seed, "cache": cache, "progress": False}
+    free = generate(base.model, prompt, hooks=[*listed, kept[1]], **settings)
+    replayed = generate(base.model, prompt, hooks=[*listed, kept[2]], replay=base, **settings)
+    compared_runs = [
+        compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
+    ]
+    if cache is not None and free.sinks is not None:
+        sinks = [sinks_compared(base, run) for run in (free, replayed)]
+        compared_runs = [xr.merge([data, more], join="outer") for data, more in zip(compared_runs, sinks, strict=True)]
+    return Effect(base, free, replayed, *compared_runs)

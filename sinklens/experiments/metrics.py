@@ -26,8 +26,6 @@ from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
 from sinklens.runs.result import Generation
 
-Place = str | tuple[int, int] | tuple[int, int, int]
-
 
 class StepOutput(NamedTuple):
     """What a metric reads: one step of one intervention.

@@ -76,7 +76,7 @@ def difference_of_means(
     """The mean stream over runs of `positive` prompts minus that of `negative` ones, at every layer.
 
     Args:
-        where: positions that count, as in interventions: "prompt", "masked", "committed", "decided", a kind, …
+        where: positions that count, as in interventions: "prompt", "masked", "committed" or "decided", a kind, …
         steps: steps that count; by default all.
         point: the point of the stream.
         seed, **settings: as in `sinklens.generate`.

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
-from sinklens.experiments.metrics import Metric, Place, Work, named_places
+from sinklens.experiments.metrics import Metric, Places, Work, named_places
 from sinklens.experiments.stacking import Stacked
 from sinklens.identity import fingerprint
 from sinklens.interventions.logits import MaskedLogits
@@ -45,7 +45,7 @@ Group = dict[str, list[Any]]
 def sweep(
     model: Any,
     prompts: Prompt,
-    interventions: "Mapping[Place, Hooks]",
+    interventions: "Mapping[Any, Hooks]",
     *,
     metric: Metric | None = None,
     replay: bool = False,
@@ -88,7 +88,7 @@ def sweep(
             that does not return one number per prompt.
     """
     model = load(model)
-    listed = {
+    listed: dict[Any, list[Any]] = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
     }
     prompts = _rows(model, prompts)
@@ -99,7 +99,7 @@ def sweep(
         raise SettingError(
             f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
         )
-    places = named_places(listed, metric is not None)
+    places = _places(listed, metric, longer, out)
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
@@ -107,11 +107,9 @@ def sweep(
     size = min(len(prompts), limit)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     if metric is not None:
-        if out is not None:
-            raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
         shared = Work(work.start, listed, metric, limit)
-        parts = [shared.measure(batch, size * number, replay) for number, batch in enumerate(batches)]
-        return places.shaped(xr.concat(parts, dim="prompt", join="outer"))
+        measured = [shared.measure(batch, size * number, replay) for number, batch in enumerate(batches)]
+        return places.shaped(xr.concat(measured, dim="prompt", join="outer"))
     groups = _groups(listed, max(1, limit // size))
     parts: list[list[xr.Dataset]] = [[] for _ in batches]
     base = None
@@ -126,6 +124,15 @@ def sweep(
     found = xr.concat(batch_results, dim="prompt", join="outer").sel(intervention=list(listed))
     found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
     return found.assign_attrs(model=model.name, replay=int(replay))
+
+
+def _places(listed: Mapping[Any, Any], metric: Metric | None, longer: list[Any], out: Any) -> Places:
+    """The names of the interventions; refuses what a metric cannot be combined with."""
+    if metric is not None and out is not None:
+        raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
+    if metric is not None and longer:
+        raise SettingError(f"{longer[0]} makes the canvas longer, so metric= cannot compare it; sweep it without.")
+    return named_places(listed, metric is not None)
 
 
 def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:

@@ -26,7 +26,8 @@ from sinklens.features.places import Places, Scope, states_of, stream_point
 from sinklens.features.splice import SpliceSAE
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
-from sinklens.runs.intervention import Intervention, Pairs, RunContext
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.intervention import Pairs, RunContext
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _loss(base: "Generation", run: "Generation", logits: MaskedLogits) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Moments(Intervention):
+class _Moments(AtPositions):
     """Sums over the places of a run, and changes nothing."""
 
     sae: Any
@@ -126,7 +127,7 @@ class _Moments(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        places = Places(self, self.scope, model, run)
+        places = Places(self, self.scope, model, run, self.point)
         sums: dict[str, Any] = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
         object.__setattr__(self, "_sums", sums)
 

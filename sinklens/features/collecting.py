@@ -25,8 +25,9 @@ from sinklens.features.places import STATES, Places, Scope, state_masks, states_
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
+from sinklens.interventions.where import AtPositions
 from sinklens.model import Model
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, within
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
 from sinklens.tracing import generate
@@ -124,7 +125,7 @@ class _Filter:
 
 
 @dataclass(frozen=True)
-class _Take(Intervention):
+class _Take(AtPositions):
     """Keeps the activations of a run at a point, with their places, and changes nothing."""
 
     point: str
@@ -135,7 +136,7 @@ class _Take(Intervention):
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         assert run is not None, "collect runs the model"
-        places, canvas = Places(self, self.scope, model, run), Canvas(run)
+        places, canvas = Places(self, self.scope, model, run, self.point), Canvas(run)
         held: list[Tensor] = []
         self.kept.clear()
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, Queries, RunContext, Snapshot
+from sinklens.interventions import places as interventions_places
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, Snapshot
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -68,14 +70,18 @@ def stream_point(model: "Model", point: str) -> str:
 
 
 class Places:
-    """Selects the queries of a pass that are in scope, at the steps and positions of an intervention.
+    """Selects the queries of a pass that are in scope, at the steps, positions and places of an intervention.
 
-    List `pairs` before the hooks that use it.
+    List `pairs` before the hooks that use it, and `last` after them.
     """
 
-    def __init__(self, what: Intervention, scope: Scope, model: "Model", run: RunContext | None) -> None:
+    def __init__(self, what: AtPositions, scope: Scope, model: "Model", run: RunContext | None, point: str) -> None:
         self._states, self._run = states_of(scope), run
-        self._queries = Queries(what, run)
+        parts = stream_point(model, point).split(".")
+        self._layer = int(parts[1]) if parts[0] == "blocks" else None
+        self._places = interventions_places.Places(what, model, run, [] if self._layer is None else [self._layer])
+        if self._layer is None:
+            self._places.refuse_by_layer(point)
         self._everywhere = self._states == STATES
         if not self._everywhere and run is None:
             raise SettingError(
@@ -88,10 +94,15 @@ class Places:
 
     @property
     def pairs(self) -> Pairs:
-        """The hook that keeps the canvas of the step."""
+        """The hooks that find the places and keep the canvas of the step."""
         if self._canvas is None or self._everywhere:
-            return []
-        return [("denoise.hook_canvas", self._canvas.hook)]
+            return self._places.first()
+        return [*self._places.first(), ("denoise.hook_canvas", self._canvas.hook)]
+
+    @property
+    def last(self) -> Pairs:
+        """The hooks that keep the scores of the step for the next."""
+        return self._places.last()
 
     def of(self, step: int | None, queries: int, rows: int, device: torch.device) -> Bool[Tensor, "batch pos"] | None:
         """True at the selected places of a pass; None if there are none. Padding is never selected.
@@ -100,10 +111,10 @@ class Places:
             step: the current step; None outside a run.
             queries, rows: positions and rows of the pass.
         """
-        active = self._queries.of(step, queries, device)
-        if active is None:
+        found = self._places.of_pass(step or 0, self._layer, queries, device)
+        if found is None:
             return None
-        active = active.expand(rows, -1)
+        active = found.any(dim=1).expand(rows, -1)
         if self._run is None:
             return active
         first = self._run.first(step or 0, queries)

@@ -23,7 +23,8 @@ from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import Places, Scope, states_of, stream_point
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, whole_numbers
+from sinklens.interventions.where import AtPositions
+from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, whole_numbers
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -32,7 +33,7 @@ Features = Sequence[int] | Mapping[int, float]
 
 
 @dataclass(frozen=True)
-class SpliceSAE(Intervention):
+class SpliceSAE(AtPositions):
     """Replace the activation at a point by what an SAE makes of it.
 
         SpliceSAE(sae, "blocks.2.hook_resid_post")                                       # the reconstruction
@@ -47,7 +48,7 @@ class SpliceSAE(Intervention):
         error: whether to add the error term x − decode(encode(x)).
         scope: the states of the positions that are changed: "all", or one or several of "prompt", "masked" and
             "decided" (see sinklens.features.places).
-        positions, steps: further restrictions, as in every intervention.
+        positions, where, steps: further restrictions; see `sinklens.interventions.AtPositions`.
 
     Raises:
         SettingError: `sae` lacks a method; nothing would change; an unknown scope; and in the run, a feature that does
@@ -82,7 +83,7 @@ class SpliceSAE(Intervention):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        name, places = stream_point(model, self.point), Places(self, self.scope, model, run)
+        name, places = stream_point(model, self.point), Places(self, self.scope, model, run, self.point)
 
         def splice(value: Tensor, hook: Point) -> Tensor | None:
             chosen = places.of(hook.step, value.shape[1], value.shape[0], value.device)
@@ -93,7 +94,7 @@ class SpliceSAE(Intervention):
             changed[chosen] = self.changed(x.flatten(1).float()).to(value.dtype).view_as(x)
             return changed
 
-        return [*places.pairs, (name, splice)]
+        return [*places.pairs, (name, splice), *places.last]
 
     def changed(self, x: Tensor) -> Tensor:
         """The new activations [place, d_in] of activations [place, d_in]."""

@@ -49,7 +49,7 @@ def states_now(run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch pos"]:
 def of_kind(names: Sequence[str], run: RunContext, canvas: Snapshot, reason: str) -> Bool[Tensor, "batch pos"]:
     """Positions whose state or token kind is among `names`, which may begin with "not "."""
     states = states_now(run, canvas).cpu().numpy()
-    by_state = {name: states == State[name.upper()] for name in STATES}
+    by_state = {name: states == int(State[name.upper()]) for name in STATES}
     codes = kinds_now(run, canvas, reason).cpu().numpy() if needs_text(names) else None
-    keep = in_only(names, by_state, codes) & (states != State.MISSING)
+    keep = in_only(names, by_state, codes) & (states != int(State.MISSING))
     return torch.from_numpy(keep).to(canvas.ids.device)

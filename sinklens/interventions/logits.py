@@ -7,6 +7,7 @@ same positions are masked; `sinklens.experiments.compare` aligns them.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,8 +25,8 @@ class MaskedLogits(Intervention):
 
     Attributes:
         kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; for an autoregressive run
-            [batch, vocab], the logits of the token being decoded. A second run replaces them. For LLaDA-8B with 256
-            masked positions a step takes 130 MB, so limit `steps`.
+            [batch, vocab], the logits of the token being decoded. NaN where a cache policy computes none. A second run
+            replaces them. For LLaDA-8B with 256 masked positions a step takes 130 MB, so limit `steps`.
     """
 
     kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -42,9 +43,17 @@ class MaskedLogits(Intervention):
             if not in_step(hook.step):
                 return
             assert canvas.now is not None
+            undecided, computed = canvas.now.undecided, run.computed()
+            if computed is not None:
+                where = undecided & run.real
+                kept = value.new_full((int(where.sum()), value.shape[-1]), torch.nan)
+                columns = slice(run.first_column(), run.first_column() + value.shape[1])
+                kept[(where & computed)[where]] = value[(where & computed)[:, columns]]
+                self.kept[hook.step or 0] = kept.detach().float().cpu()
+                return
             if not run.causal and value.shape[1] != canvas.now.ids.shape[1]:
                 raise SettingError("MaskedLogits needs the logits of all masked positions; run with use_cache=False.")
-            masked = value[:, 0] if run.causal else value[canvas.now.undecided & run.real]
+            masked = value[:, 0] if run.causal else value[undecided & run.real]
             self.kept[hook.step or 0] = masked.detach().float().cpu()
 
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", keep)]

@@ -20,7 +20,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import Places, head_mask, on_heads
+from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.intervention import (
@@ -153,7 +153,7 @@ class PatchHooks(AtPositions):
             for part in parts:
                 if part.step not in chosen:
                     continue
-                mask = places.of_span(hook, part, first, value.device) if limited else None
+                mask = places.of_span(layer_at(hook), part, first, value.device) if limited else None
                 if limited and mask is None:
                     continue
                 here = value.narrow(axis, part.start, part.stop - part.start)

@@ -199,10 +199,10 @@ class PathPatch(AtPositions):
         pairs: Pairs = []
         for one in sorted(senders, key=lambda one: one.depth):
             pairs += self._sends(one, model, run, changes)
-        for one in receivers:
-            if one.stream != one.point:
-                pairs.append((one.stream, _keeps(streams)))
-            pairs.append((one.point, _receives(one, model, changes, streams)))
+        for reader in receivers:
+            if reader.stream != reader.point:
+                pairs.append((reader.stream, _keeps(streams)))
+            pairs.append((reader.point, _receives(reader, model, changes, streams)))
         return pairs
 
     def _sends(

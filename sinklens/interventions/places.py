@@ -92,14 +92,19 @@ class Places:
     def of_queries(
         self, hook: "Point", queries: int, device: torch.device
     ) -> Bool[Tensor, "#batch #head query"] | None:
-        """The affected queries of a pass; None if there are none at this step."""
+        """The affected queries of the pass of a point; None if there are none at this step."""
+        return self.of_pass(hook.step or 0, layer_at(hook), queries, device)
+
+    def of_pass(
+        self, step: int, layer: int | None, queries: int, device: torch.device
+    ) -> Bool[Tensor, "#batch #head query"] | None:
+        """The affected queries of a pass in a layer; None if there are none at this step."""
         if self._run is None:
-            return self._of_pass(layer_at(hook), queries, device)
-        step = hook.step or 0
+            return self._of_single_pass(layer, queries, device)
         first, spans = self._run.first(step, queries), self._run.query_spans(step, queries)
         if len(spans) == 1:
-            return self.of_span(hook, spans[0], first, device)
-        found = [(span, mask) for span in spans if (mask := self.of_span(hook, span, first, device)) is not None]
+            return self.of_span(layer, spans[0], first, device)
+        found = [(span, mask) for span in spans if (mask := self.of_span(layer, span, first, device)) is not None]
         if not found:
             return None
         heads = max(mask.shape[1] for _, mask in found)
@@ -109,15 +114,17 @@ class Places:
         return rows
 
     def of_span(
-        self, hook: "Point", span: QuerySpan, first: int, device: torch.device
+        self, layer: int | None, span: QuerySpan, first: int, device: torch.device
     ) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected positions of a span of a pass whose first one is text position `first`; None if none are."""
         if self._run is None:
-            return self._of_pass(layer_at(hook), span.stop - span.start, device)
-        mask = self.at(span.step, layer_at(hook))
+            return self._of_single_pass(layer, span.stop - span.start, device)
+        mask = self.at(span.step, layer)
         return None if mask is None else mask[..., first + span.start : first + span.stop].to(device)
 
-    def _of_pass(self, layer: int | None, queries: int, device: torch.device) -> Bool[Tensor, "#batch #head query"]:
+    def _of_single_pass(
+        self, layer: int | None, queries: int, device: torch.device
+    ) -> Bool[Tensor, "#batch #head query"]:
         """The affected queries of a single pass."""
         fixed = place_mask(self._positions, torch.ones(1, queries, dtype=torch.bool, device=device))[:, None]
         if self._finder is None:

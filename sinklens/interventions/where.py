@@ -59,8 +59,8 @@ class AtPositions(Intervention):
             a `Where` or a detector: what it finds by the scores of the step before;
             a `SinkTrack` of another run of the same prompts: its sinks at the same step, as `EpsilonOverMean` defines
             them (for another definition pass ``track.detect(detector)``);
-            states ("prompt", "masked", "committed"; "decided" is the first and the last) or token kinds ("digit",
-            "newline", …; "mask" is "masked"), any of them; "not digit", for example, is all but digits;
+            states ("prompt", "masked", "committed") or token kinds ("digit", "newline", …), any of them; "not digit",
+            for example, is all but digits. "mask" is "masked", and "decided" is "committed": a decided answer token;
             a boolean array [batch, step, layer, head, pos], each axis complete or of size 1; positions are columns of
             the canvas, as in a track. A DataArray may lack axes, and its steps are those of its coordinate;
             a function of the step, which returns ``positions=`` for it, a state or kind, a boolean array [batch, layer,

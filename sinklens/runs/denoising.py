@@ -105,6 +105,7 @@ class Denoising:
             special=self.model.special_tokens,
             marked=lambda: state.step_undecided,
             first_column=lambda: state.first,
+            computed=lambda: None if state.keys is None else state.keys.computed,
         )
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:

@@ -65,6 +65,7 @@ class RunContext:
         special: ids of special tokens, as in `Model.special_tokens`.
         marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
         first_column: returns the first canvas column that the current pass of a diffusion run computes.
+        computed: returns the positions that the current step computes under a cache policy; None without a policy.
     """
 
     tree: "HookTree"
@@ -78,6 +79,7 @@ class RunContext:
     special: dict[str, list[int]]
     marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     first_column: Callable[[], int] = lambda: 0
+    computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
 
     @property
     def causal(self) -> bool:
@@ -234,11 +236,11 @@ def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"])
         return torch.ones_like(real)
     length, starts = real.shape[1], real.long().argmax(dim=1)
     within("position", positions, length - int(starts.min()))
+    numbers = torch.tensor(whole_numbers("position", positions), dtype=torch.long, device=real.device)
+    columns = torch.where(numbers >= 0, starts[:, None] + numbers, length + numbers)
+    has = (columns >= starts[:, None]) & (columns < length)
     mask = torch.zeros_like(real)
-    for position in whole_numbers("position", positions):
-        columns = starts + position if position >= 0 else torch.full_like(starts, length + position)
-        has = (columns >= starts) & (columns < length)
-        mask[has.nonzero()[:, 0], columns[has]] = True
+    mask[has.nonzero()[:, 0], columns[has]] = True
     return mask
 
 

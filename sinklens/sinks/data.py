@@ -95,7 +95,8 @@ class TrackData:
 
     @property
     def _cached(self) -> bool:
-        return bool(json.loads(self.data.attrs.get("settings", "{}")).get("use_cache")) and not self.causal
+        settings = json.loads(self.data.attrs.get("settings", "{}"))
+        return bool(settings.get("use_cache") or settings.get("use_block_cache")) and not self.causal
 
     @property
     def prompt_length(self) -> int:
@@ -137,11 +138,16 @@ class TrackData:
         and all other scores are those of the text before it: ``track.scores().where(~track.on_canvas)``.
         """
         exists = (self.data["token_id"] >= 0) & self.data["is_real"]
-        length = json.loads(self.data.attrs.get("settings", "{}")).get("canvas_length")
+        length = self._canvas_length
         if length is None:
             return exists
         stop = (self.data["token_id"] >= 0).cumsum("pos").argmax("pos") + 1
         return exists & (self.data["pos"] >= stop - length)
+
+    @property
+    def _canvas_length(self) -> int | None:
+        """Queries of a step in a run with canvases of random tokens; None in other runs."""
+        return json.loads(self.data.attrs.get("settings", "{}")).get("canvas_length")
 
     def _before(self, state: xr.DataArray) -> xr.DataArray:
         """`state` one step earlier; False in the first step."""
@@ -166,8 +172,8 @@ class TrackData:
         exists = score.notnull()
         if unit == "visible" and self.causal:  # queries j, j + 1, … see key j
             return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))
-        queries = self.data["fresh"].any("layer").sum("pos") if "fresh" in self.data else exists.sum("pos")
-        fraction = score / queries
+        queries = self.data["fresh"].any("layer") if "fresh" in self.data else exists
+        fraction = score / (queries if self._canvas_length is None else self.on_canvas).sum("pos")
         return fraction * 100 if unit == "percent" else fraction
 
     def need(self, *variables: str) -> xr.Dataset:

@@ -17,6 +17,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +73,7 @@ _MARKUP = re.compile(r"<\|.+\|>|\[/?INST\]|<</?SYS>>|<(start|end)_of_turn>")
 _READABLE = str.maketrans({" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
+@lru_cache(maxsize=65_536)
 def text_kind(text: str) -> Kind:
     r"""The kind of a token that is not special, from its decoded text alone.
 

@@ -24,8 +24,8 @@ from sinklens.sinks.track import SinkTrack
 
 Part = Literal["all", "sink", "other"]
 STATES = ("prompt", "masked", "committed")
-COMBINED = {"mask": ("masked",), "decided": ("prompt", "committed")}
-"""Further names: the states that each stands for."""
+SYNONYMS = {"mask": "masked", "decided": "committed"}
+"""Further names of states."""
 KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
 NOT = "not "
 
@@ -36,7 +36,7 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
     Raises:
         SettingError: an unknown name.
     """
-    known = [*STATES, *COMBINED, *KINDS]
+    known = [*STATES, *SYNONYMS, *KINDS]
     for name in only:
         if name.removeprefix(NOT) not in known:
             raise SettingError(
@@ -67,9 +67,9 @@ def in_only(
         found = np.zeros(shape, dtype=bool)
         for name in names:
             if name in KINDS:
-                found = found | (codes == Kind[name.upper()])
-            for state in COMBINED.get(name, (name,) if name in STATES else ()):
-                found = found | by_state[state]
+                found = found | (codes == int(Kind[name.upper()]))
+            else:
+                found = found | by_state[SYNONYMS.get(name, name)]
         return found
 
     kept = [name for name in only if not name.startswith(NOT)]

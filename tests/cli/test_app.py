@@ -139,7 +139,7 @@ def test_help_explains_every_sampler_setting(capsys):
         name for name in SAMPLERS if "block_length" in SAMPLERS[name].setting_names()
     ]
     assert "--alg-temp FLOAT [dream, open-dcoder] temperature for choosing positions" in printed
-    assert re.search(r"--top-k INT \[dream, autoregressive, .*?\] propose from this many", printed)
+    assert re.search(r"--top-k INT \[dream, .*?\] propose from this many", printed)
     for name in Settings.__annotations__:
         assert len(setting_help(name).partition("]")[2]) > 10, name
 

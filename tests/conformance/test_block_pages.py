@@ -1,5 +1,6 @@
 """Pages, terminals and evaluations of block-causal models."""
 
+import numpy as np
 import pytest
 from rich.console import Console
 from watching import PADDED
@@ -37,6 +38,8 @@ def test_units_that_count_queries_are_refused(worded):
         plain.scores("visible")
     with pytest.raises(TrackError, match=r"unit 'fraction' is not available .* block-causal run with a cache"):
         cached.scores("fraction")
+    mean = plain.scores() / plain.data["is_real"].sum("pos")  # every position is a query
+    assert np.allclose(plain.scores("fraction").fillna(0), mean.fillna(0))
 
 
 def test_an_evaluation_runs_and_gives_a_row_the_same_answer_in_any_batch(worded, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PathPatch
+from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PathPatch, SinkToken
 
 PROMPTS = [[3, 17, 5, 44, 9], [21, 8]]
 SHORT = {"gen_length": 6, "steps": 3}
@@ -138,6 +138,7 @@ def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
     ("change", "text"),
     [
         ({"metric": lambda output: output.logits}, "one number for each of the 2 prompts in the batch; got a value of"),
+        ({"replay": False, "interventions": {"x": SinkToken()}}, "x makes the canvas longer, so metric= cannot comp"),
         ({"out": "folder"}, "metric= does not support out="),
         ({"interventions": {(0, 1): [], "x": []}}, "named by texts or, with metric=, all by"),
         ({"metric": None, "interventions": {(0, 1): []}}, r"named by texts or, with metric=.*got \(0, 1\)"),

@@ -284,7 +284,7 @@ def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, wher
             here = {
                 "digit": not undecided[position] and text.strip().isdigit(),
                 "not digit": not (not undecided[position] and text.strip().isdigit()),
-                "decided": not undecided[position],
+                "decided": not undecided[position] and position >= run.prompt_length,
             }.get(where, "\n" in text or (not undecided[position] and position >= run.prompt_length))
             z = watched.values[step][Z][0, position]
             assert bool((z == 0).all()) == bool(here)

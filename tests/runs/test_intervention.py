@@ -9,6 +9,7 @@ from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import head_outputs
+from sinklens.hooks.points import Point, Watch
 from sinklens.interventions import (
     AblateHeads,
     AblateSinkAttention,
@@ -23,7 +24,8 @@ from sinklens.interventions import (
     SinkToken,
     WindowAttention,
 )
-from sinklens.runs.intervention import Queries, QuerySpan, place_mask, within
+from sinklens.interventions.places import Places
+from sinklens.runs.intervention import QuerySpan, place_mask, within
 from sinklens.sinks import EpsilonOverMean
 
 Z = "blocks.1.attn.hook_z"
@@ -383,20 +385,27 @@ def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_first_read
     assert run_context(causal=False).first(2, 6) == 0
 
 
+def affected(given, run, step, queries):
+    """The affected queries of a pass, for each row."""
+    watch_of_point = Watch()
+    watch_of_point.step, point = step, Point(watch_of_point)
+    point.name = Z
+    found = Places(AblateHeads(**given), shared_model(), run).of_queries(point, queries, torch.device("cpu"))
+    return None if found is None else found[:, 0].int().tolist()
+
+
 def test_the_affected_queries_are_those_at_the_positions_that_the_steps_own():
-    cpu = torch.device("cpu")
-    of_step_1 = Queries(AblateHeads(steps=[1]), run_context(causal=True))
-    assert of_step_1.of(0, 3, cpu) is None
-    assert of_step_1.of(1, 1, cpu).int().tolist() == [[1], [1]]
-    assert of_step_1.of(2, 1, cpu) is None
-    assert of_step_1.of(2, 5, cpu).int().tolist() == [[0, 0, 0, 1, 0]] * 2
-    placed = Queries(AblateHeads(steps=[0, 2], positions=[1, -2]), run_context(causal=True))
-    assert placed.of(2, 5, cpu).int().tolist() == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 1]]
-    assert placed.of(2, 1, cpu).int().tolist() == [[1], [1]]
-    diffusion = Queries(AblateHeads(steps=[-1], positions=[1]), run_context(causal=False))
-    assert diffusion.of(1, 6, cpu) is None
-    assert diffusion.of(2, 6, cpu).int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
-    assert Queries(AblateHeads(positions=[-1]), None).of(None, 3, cpu).int().tolist() == [[0, 0, 1]]
+    causal, diffusion = run_context(causal=True), run_context(causal=False)
+    assert affected({"steps": [1]}, causal, 0, 3) is None
+    assert affected({"steps": [1]}, causal, 1, 1) == [[1], [1]]
+    assert affected({"steps": [1]}, causal, 2, 1) is None
+    assert affected({"steps": [1]}, causal, 2, 5) == [[0, 0, 0, 1, 0]] * 2
+    placed = {"steps": [0, 2], "positions": [1, -2]}
+    assert affected(placed, causal, 2, 5) == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 1]]
+    assert affected(placed, causal, 2, 1) == [[1], [1]]
+    assert affected({"steps": [-1], "positions": [1]}, diffusion, 1, 6) is None
+    assert affected({"steps": [-1], "positions": [1]}, diffusion, 2, 6) == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
+    assert affected({"positions": [-1]}, None, None, 3) == [[0, 0, 1]]
 
 
 def test_unsupported_restrictions_are_rejected():

@@ -225,6 +225,16 @@ def test_scores_split_into_canvas_and_prefix(gemma, prompt):
         np.testing.assert_allclose(part, pattern[..., :-8].sum((2, 3)), atol=1e-4)
 
 
+def test_units_divide_by_the_queries_of_the_canvas(gemma, prompt):
+    run, patterns = _patterns(gemma, prompt)
+    units = {unit: run.sinks.scores(unit).to_numpy() for unit in ("fraction", "visible", "percent")}
+    for (step, layer), (pattern, keys) in patterns.items():
+        mean = pattern.mean(2).numpy()  # over the canvas's queries
+        for unit, factor in (("fraction", 1), ("visible", 1), ("percent", 100)):
+            found = units[unit][:, step, layer][..., keys.start : keys.stop]
+            np.testing.assert_allclose(found, factor * mean, atol=1e-4, rtol=1e-4)
+
+
 def test_states_of_a_track_follow_the_marks(gemma, prompt):
     run = sinklens.generate(gemma, prompt, **SETTINGS)
     undecided, canvas = run.undecided[:, :-1].numpy(), run.canvas[:, :-1].numpy()

@@ -1,0 +1,142 @@
+"""Pages, evaluations, replays, masked sinks and ablated heads work in every family that is not plain Llama or Qwen."""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import arguments, write_family, write_tokenizer
+from torch import Tensor
+
+import sinklens
+from sinklens.evaluation.conditions import masking
+from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation.protocols import find_protocol
+from sinklens.evaluation.runner import evaluate
+from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.views import report
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sdar": {"stop": False},
+    "bd3lm-qwen3": {"stop": False},
+    "fast-dllm-v2": {"stop": False},
+    "llada2": {"sampler": "llada2.1", "stop": False, "max_post_steps": 1},
+    "llada-moe": {},
+    "rnd1": {"steps": 5},
+    "open-dcoder": {"alg": "p2", "steps": 5},
+    "diffusion-gemma": {"max_denoising_steps": 4, "entropy_bound": 1.5, "pad_token_id": 0},
+}
+PROMPTS = ["w5 w9 w13 w21 w30", "w7 w8 w30 w31 w9 w12 w40"]
+LENGTH = 8
+
+
+@cache
+def model_of(name: str, folder: Path, shared: Path) -> sinklens.Model:
+    place = folder / name
+    if name != "diffusion-gemma":
+        write_family(place, name)
+        return sinklens.load(write_tokenizer(place), **arguments(name))
+    write_tokenizer(place)
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        (place / file).symlink_to(shared / "conformance" / name / file)
+    return sinklens.load(place, family="diffusion_gemma")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(params=SETTINGS)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def model(family, folder, shared):
+    return model_of(family, folder, shared)
+
+
+@cache
+def base_of(model: sinklens.Model, family: str) -> tuple[Any, dict[tuple[int, int], Tensor]]:
+    """A run, and the patterns of its steps and layers on the canvas's positions."""
+    return patterns_of(model, family)
+
+
+def patterns_of(model: sinklens.Model, family: str, **more: Any) -> tuple[Any, dict[tuple[int, int], Tensor]]:
+    seen: dict[tuple[int, int], Tensor] = {}
+
+    def keep(value, hook):
+        length = hook.key_positions.start
+        seen[hook.step, hook.layer()] = torch.nn.functional.pad(value, (length, 0), value=-1.0)
+
+    points = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
+    hooks = [*more.pop("hooks", []), *points]
+    return sinklens.generate(model, PROMPTS, gen_length=LENGTH, hooks=hooks, **SETTINGS[family], **more), seen
+
+
+def test_masked_sinks_hide_the_strongest_key_of_the_step_before_and_no_other(model, family):
+    base, plain = base_of(model, family)
+    _, masked = patterns_of(model, family, hooks=[MaskSinks(top_k=1)], replay=base)
+    assert masked.keys() == plain.keys()
+    for before, step in pairwise([None, *range(base.steps_run)]):
+        for layer in range(model.cfg.n_layers):
+            hidden = plain[step, layer] == 0
+            if before is not None:
+                strongest = masked[before, layer].clamp(min=0).sum(2).argmax(-1)
+                hidden |= torch.zeros_like(hidden).scatter(-1, strongest[:, :, None, None].expand(
+                    -1, -1, hidden.shape[2], 1), True) & (plain[step, layer] >= 0)  # fmt: skip
+            assert torch.equal(masked[step, layer] == 0, hidden), (step, layer)
+
+
+def test_an_ablated_head_writes_nothing_and_the_others_do(model, family):
+    base, _ = base_of(model, family)
+    shown: list[Tensor] = []
+    hooks = [AblateHeads(layers=[1], heads=[2]), ("blocks.1.attn.hook_result", lambda v, hook: shown.append(v.clone()))]
+    sinklens.generate(model, PROMPTS, gen_length=LENGTH, hooks=hooks, replay=base, **SETTINGS[family])
+    assert len(shown) == base.steps_run
+    for value in shown:
+        assert not value[:, :, 2].any()
+        assert value[:, :, 1].any()
+
+
+def test_a_replay_repeats_canvases_scores_and_marks(model, family):
+    base, _ = base_of(model, family)
+    again = sinklens.generate(model, PROMPTS, gen_length=LENGTH, replay=base, **SETTINGS[family])
+    assert torch.equal(again.canvas, base.canvas)
+    assert torch.equal(again.undecided, base.undecided)
+    torch.testing.assert_close(
+        torch.from_numpy(again.sinks["score"].to_numpy()), torch.from_numpy(base.sinks["score"].to_numpy()),
+        equal_nan=True, atol=1e-4, rtol=1e-4,
+    )  # fmt: skip
+
+
+def test_recorded_scores_are_the_column_sums_of_the_patterns(model, family):
+    base, patterns = base_of(model, family)
+    score = torch.from_numpy(base.sinks["score"].to_numpy())
+    for (step, layer), pattern in patterns.items():
+        found = score[:, step, layer, :, : pattern.shape[-1]].nan_to_num(0.0)
+        torch.testing.assert_close(found, pattern.clamp(min=0).sum(2), atol=1e-4, rtol=1e-4)
+
+
+def test_the_page_of_a_run_has_its_words(model, family, tmp_path):
+    base, _ = base_of(model, family)
+    page = report(base, tmp_path / "page.html").read_text()
+    assert "w13" in page
+    assert family in page
+
+
+@pytest.mark.extended
+def test_an_evaluation_gives_a_row_the_same_answer_in_any_batch(model, family, tmp_path):
+    records = []
+    for batch in (1, 2):
+        protocol = find_protocol("tiny-gsm").with_settings({"gen_length": LENGTH, **SETTINGS[family]})
+        evaluate(model, protocol, masking([1]), tmp_path / str(batch), limit=2, batch=batch)
+        runs = LedgerRun.all(tmp_path / str(batch))
+        records.append(
+            {(run.folder.name, record["sample"]): record["tokens"] for run in runs for record in run.records()}
+        )
+    assert records[0] == records[1]
+    assert len(records[0]) == 4
