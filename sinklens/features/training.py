@@ -170,7 +170,7 @@ class _Training:
         drawn = torch.Generator().manual_seed(recipe.seed)
         decoder = torch.nn.functional.normalize(torch.randn(recipe.d_sae, store.d_in, generator=drawn), dim=1)
         values = (decoder.T.contiguous().clone(), torch.zeros(recipe.d_sae), decoder, mean / self.scale)
-        self.weights = {name: value.requires_grad_() for name, value in zip(NAMES, values, strict=True)}
+        self.weights: dict[str, Any] = {name: value.requires_grad_() for name, value in zip(NAMES, values, strict=True)}
         self.optimizer = torch.optim.Adam(self.weights.values(), betas=(0.9, 0.999))
         self.idle = torch.zeros(recipe.d_sae, dtype=torch.long)  # places since each feature fired last
 
@@ -216,13 +216,13 @@ class _Training:
         return {"architecture": "topk", "k": self.recipe.k}
 
     def _unscaled(self) -> SparseAutoencoder:
-        return SparseAutoencoder(*(self.weights[name] for name in NAMES), **self._kind())
+        return SparseAutoencoder(**self.weights, **self._kind())
 
     def sae(self) -> SparseAutoencoder:
         """The SAE of activations that are not divided: features grow with them."""
-        found = {name: value.detach().clone() for name, value in self.weights.items()}
+        found: dict[str, Any] = {name: value.detach().clone() for name, value in self.weights.items()}
         found |= {name: found[name] * self.scale for name in ("b_enc", "b_dec")}
-        return SparseAutoencoder(*(found[name] for name in NAMES), **self._kind(), **self.about)
+        return SparseAutoencoder(**found, **self._kind(), **self.about)
 
     def keep(self, file: Path) -> None:
         """Write the state."""
