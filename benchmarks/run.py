@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import sinklens
 from sinklens.devices.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
@@ -323,6 +324,28 @@ def writing(pairs: int) -> Iterator[Ratio]:
         yield compare(what, lambda: run(ZarrStore), lambda: run(AtOnce), pairs)
 
 
+def block_caching(lengths: list[int], pairs: int) -> Iterator[Ratio]:
+    """Block diffusion with cached keys ÷ without, random weights of tiny-llada's size in blocks of 8."""
+    families = {"sdar": Qwen3Config, "bd3lm-qwen3": Qwen3Config, "fast-dllm-v2": Qwen2Config}
+    for family, config in families.items():
+        hf = AutoModelForCausalLM.from_config(config(
+            vocab_size=643, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
+            num_key_value_heads=6, head_dim=32, max_position_embeddings=2048, mask_token_id=642,
+        ))  # fmt: skip
+        model = sinklens.load(hf.eval(), family=family, block_length=8)
+        for length in lengths:
+            prompt = torch.randint(3, 642, (1, length - ANSWER))
+
+            def run(cached: bool, model: sinklens.Model = model, prompt: torch.Tensor = prompt) -> sinklens.Generation:
+                return sinklens.generate(
+                    model, prompt, gen_length=ANSWER, use_cache=cached, stop=False, record_sinks=False, progress=False,
+                )  # fmt: skip
+
+            assert torch.equal(run(True).tokens, run(False).tokens), "the cache must not change the tokens"
+            what = f"{family}: cached keys ÷ all positions (tiny-llada's size, blocks of 8, S = {length})"
+            yield compare(what, lambda: run(True), lambda: run(False), pairs)
+
+
 def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
     """One pass of a plain transformers model with torch.compile ÷ without; excludes compile time."""
     eager, other = random_llada(**sizes), random_llada(**sizes)
@@ -359,6 +382,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "maps": lambda: mapping(3),
         "places": lambda: placing(15),
         "growth": lambda: growing(3),
+        "blocks": lambda: block_caching([256], 5),
         "writing": lambda: writing(pairs),
         "others": lambda: others("d_model 512, 8 layers", MIDDLE, lengths, 5),
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
