@@ -93,12 +93,7 @@ class Places:
         self, hook: "Point", queries: int, device: torch.device
     ) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected queries of the pass of a point; None if there are none at this step."""
-        return self.of_pass(hook.step or 0, layer_at(hook), queries, device)
-
-    def of_pass(
-        self, step: int, layer: int | None, queries: int, device: torch.device
-    ) -> Bool[Tensor, "#batch #head query"] | None:
-        """The affected queries of a pass in a layer; None if there are none at this step."""
+        step, layer = hook.step or 0, layer_at(hook)
         if self._run is None:
             return self._of_single_pass(layer, queries, device)
         first, spans = self._run.first(step, queries), self._run.query_spans(step, queries)
