@@ -23,6 +23,7 @@ import xarray as xr
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import SINK, Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sampling import LladaSettings, settings_for
 from sinklens.sinks import motion
 
@@ -60,15 +61,15 @@ class Blocks(Study):
     together: ClassVar[bool] = False
     top_k: int = 1
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MOTION` [prompt, block] and `ROBUST` [prompt, block, key]."""
         parts = [self._at(model, prompts, more) for more in lengths(model, settings).values()]
         return xr.concat(parts, dim="block").assign_coords(block=list(lengths(model, settings)))
 
-    def _at(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def _at(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """Measurements at one block length."""
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
             listed = {"none": [], **masked(track, self.top_k)}
             found = free_effects(self, model, prompt, settings, listed)[["right", "changed"]]
@@ -102,7 +103,7 @@ def lengths(model: "Model", settings: Mapping[str, Any]) -> dict[int, dict[str, 
     """Block length -> settings, for every length that divides the answer and its steps evenly."""
     defaults = settings_for(model, dict(settings))
     if not isinstance(defaults, LladaSettings):
-        return {1 if model.config.is_causal else defaults.gen_length: dict(settings)}
+        return {1 if model.causal else defaults.gen_length: dict(settings)}
     totals = {"gen_length": defaults.gen_length, "steps": defaults.steps}
     possible = [size for size in range(1, defaults.gen_length + 1) if defaults.gen_length % size == 0]
     return {

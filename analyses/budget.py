@@ -30,6 +30,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import Intervention, KeepKeys, WindowAttention
+from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
 from sinklens.sinks import SinkTrack
 
@@ -59,12 +60,12 @@ class Budget(Study):
     name: ClassVar[str] = "budget"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, budget, kind]."""
         steps = settings_for(model, dict(settings)).steps
         axes = ("budget", "kind")
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
             listed = {f"{kind} {keys}": restricted(kind, keys, steps, track) for keys in BUDGETS for kind in KINDS}
             found = effects(self, model, prompt, settings, listed)

@@ -25,6 +25,7 @@ from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import AblateValues, MaskSinks
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import SinkTrack, StrongestKeys
 from sinklens.sinks.strongest import Marked, Part, mark
 
@@ -77,11 +78,11 @@ class Content(Study):
         """The kinds compared, and how `StrongestKeys` names them."""
         return {"any": (), self.kind: (self.kind,), f"not {self.kind}": (f"not {self.kind}",)}
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base`` [prompt]."""
         sizes = (len(self.kinds), len(PARTS), len(CHANGES))
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             cells = {f"{kind} {part}": self.keys(kind, part) for kind, part in product(self.kinds, PARTS)}
             track = mark(unchanged(self, model, prompt, settings), cells)
             listed = {

@@ -34,6 +34,7 @@ from sinklens.analyses.answers import is_right
 from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import SinkTrack, motion
 
 if TYPE_CHECKING:
@@ -89,12 +90,12 @@ class Diagnose(Study):
 
     name: ClassVar[str] = "diagnose"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is unknown; and ``places`` and
         ``kept`` for the curves.
         """
         start, end = middle_third(model.encode(list(prompts), self.chat_template)[1])
-        base, causal = self.generate(model, prompts, settings), model.config.is_causal
+        base, causal = self.generate(model, prompts, settings), model.causal
         masked, ordinary, cut = (
             self.generate(model, prompts, settings, record_sinks=False, hooks=hooks)
             for hooks in (masking(causal), masking(causal, ordinary=True), hiding(start, end))
@@ -190,7 +191,7 @@ def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"]
     return start, start + length // 3
 
 
-def right_answers(run: "Generation", prompts: Sequence[Any]) -> Float[np.ndarray, " prompt"]:
+def right_answers(run: "Generation", prompts: Sequence[SinglePrompt]) -> Float[np.ndarray, " prompt"]:
     """`answers.is_right` of every answer."""
     return np.array([is_right(prompt, answer.text or "") for prompt, answer in zip(prompts, run.answers, strict=True)])
 

@@ -23,6 +23,7 @@ import xarray as xr
 from sinklens.analyses.intervals import difference_table, interval_rows, interval_table, mean_interval, pooled
 from sinklens.analyses.nulls import NULLS, against_nulls, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
 from sinklens.sinks import SinkTrack, motion, survival
 
@@ -86,7 +87,7 @@ class Dynamics(Study):
 
     name: ClassVar[str] = "dynamics"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
         steps = settings_for(model, dict(settings)).steps
         record = fixed_queries(model, prompts, self.chat_template)
@@ -95,7 +96,7 @@ class Dynamics(Study):
         measured = motion_of(found.track).merge(against_nulls(found.track, found.run))
         return measured.merge(ages.rename(batch="prompt").drop_vars("prompt"))
 
-    def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
+    def example(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
         found = self.generate(model, [prompt], settings)
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))

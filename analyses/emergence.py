@@ -26,6 +26,7 @@ from sinklens.analyses.diagnose import right_answers
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.motion import existing, jumps, strongest_key
 
@@ -50,7 +51,7 @@ class Emergence(Study):
 
     name: ClassVar[str] = "emergence"
 
-    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
+    def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:
         """Reject names without a step, and two models of the same run and step.
 
         Raises:
@@ -58,7 +59,7 @@ class Emergence(Study):
         """
         runs_and_steps(models)
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt]; ``right`` is NaN for prompts that are not shipped word problems."""
         found = self.generate(model, prompts, settings)
         values = {"right": right_answers(found.run, prompts), **sinks_of(found.track)}

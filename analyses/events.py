@@ -32,6 +32,7 @@ from sinklens.analyses.intervals import Interval, interval_rows, interval_table
 from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
 from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
 from sinklens.analyses.study import Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import SinkTrack, motion
 from sinklens.sinks.matching import ratio
 
@@ -61,9 +62,9 @@ class Events(Study):
 
     name: ClassVar[str] = "events"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """See `events_of`."""
-        if model.config.is_causal:
+        if model.causal:
             return _nothing(len(prompts), model.cfg.n_layers)
         return events_of(self.generate(model, prompts, settings).track)
 

@@ -19,6 +19,7 @@ import xarray as xr
 
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import (
     Broadcast,
     Detector,
@@ -75,7 +76,7 @@ class Existence(Study):
 
     name: ClassVar[str] = "existence"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """See `sink_shares`."""
         record = Record(["values", "stream", "outputs"])
         return sink_shares(self.generate(model, prompts, settings, record_sinks=record).track)

@@ -26,6 +26,7 @@ from sinklens.analyses.intervals import RANGES, interval_rows, interval_table, m
 from sinklens.analyses.study import Study
 from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, HeadOutputs
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import training
 
@@ -64,17 +65,17 @@ class Heads(Study):
         super().__post_init__()
         self._outputs: dict[Model, HeadOutputs] = {}
 
-    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
+    def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:
         """Discard the mean outputs of an earlier run."""
         self._outputs.clear()
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, way, layer, head]; ``kl_step`` [prompt, way, layer, step], mean over heads; and
         ``all_…`` [prompt, together], the keys of all heads masked at once.
         """
         sizes = (len(WAYS), model.cfg.n_layers, model.cfg.n_heads)
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             listed = self.interventions(model, unchanged(self, model, prompt, settings), settings)
             found = effects(self, model, prompt, settings, listed)
             single, joint = (found.isel(intervention=part) for part in (slice(0, -2), slice(-2, None)))

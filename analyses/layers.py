@@ -18,6 +18,7 @@ import xarray as xr
 
 from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.study import SINK, Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import SinkTrack, Unit, motion
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Layers(Study):
 
     name: ClassVar[str] = "layers"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """See `by_layer`."""
         return by_layer(self.generate(model, prompts, settings).track)
 

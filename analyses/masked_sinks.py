@@ -34,6 +34,7 @@ from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation
 from sinklens.analyses.strata import compare, two_groups
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import logit_lens
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Record
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ class MaskedSinks(Study):
 
     name: ClassVar[str] = "masked_sinks"
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, layer]; and for `tables`, [prompt, layer, step, place]: ``sink_at``, `LENS` as
         ``…_at``, NaN where a place is not undecided.
         """
         layers = model.cfg.n_layers
-        if model.config.is_causal:
+        if model.causal:
             return _nothing(len(prompts), layers)
         found = self.generate(model, prompts, settings, record_sinks=Record(["values"]))
         rows = [self._row(model, found, row) for row in range(len(prompts))]

@@ -34,6 +34,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
+from sinklens.prompts import SinglePrompt
 from sinklens.sampling import AutoregressiveSettings, DreamSettings, LladaSettings, settings_for
 from sinklens.tracing import generate
 
@@ -72,18 +73,18 @@ class Mechanism(Study):
     name: ClassVar[str] = "mechanism"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k];
         and ``base`` [prompt, order], the share of word problems answered right with nothing masked.
         """
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             return xr.merge([self._confidence(model, prompt, settings), self._costs(model, prompt, settings)])
 
         return each_prompt(prompts, one)
 
-    def _confidence(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
-        if model.config.is_causal:
+    def _confidence(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
+        if model.causal:
             nothing = dict.fromkeys(CONFIDENCE, ("pick", np.full(len(PICKS), np.nan)))
             steps = {
                 f"{name}_step": (("pick", "step"), np.full((len(PICKS), 1), np.nan)) for name in list(CONFIDENCE)[:2]
@@ -107,7 +108,7 @@ class Mechanism(Study):
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))
         return xr.concat(found, dim="pick").assign_coords(pick=list(PICKS))
 
-    def _costs(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset:
+    def _costs(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
         sizes, parts = (len(PICKS), len(TOP_K)), []
         possible = orders(model, settings)
         for order in ORDERS:

@@ -24,6 +24,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects, free_effec
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack, StrongestKeys
 from sinklens.sinks.strongest import Marked, Part, mark
 
@@ -69,12 +70,12 @@ class Necessity(Study):
     together: ClassVar[bool] = False
     sink: Detector = field(default_factory=EpsilonOverMean)
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, part, pick]; ``share`` [prompt, part]; ``base`` [prompt]; `ABOVE` [prompt, epsilon, pick]
         (the number of keys without pick).
         """
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
             listed = {"unchanged": [], **self.interventions(track)}
             found = effects(self, model, prompt, settings, listed)
@@ -101,7 +102,9 @@ class Necessity(Study):
         shared: dict[str, Any] = {"top_k": None, "detector": Marked(name), "source": marked, "seed": self.seed}
         return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random_rest", persistent=True)}
 
-    def _thresholds(self, model: "Model", prompt: Any, settings: Mapping[str, Any], track: SinkTrack) -> xr.Dataset:
+    def _thresholds(
+        self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], track: SinkTrack
+    ) -> xr.Dataset:
         marked = mark(track, {f"above {epsilon:g}": EpsilonOverMean(epsilon) for epsilon in EPSILONS})
         listed: dict[str, Any] = {"unchanged": []}
         for epsilon in EPSILONS:

@@ -5,13 +5,14 @@ has on the finished canvas of its run, and ends at the first end token, as an au
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import xarray as xr
 
 from sinklens.analyses.intervals import interval_table
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.detectors import bounded
 from sinklens.sinks.nulls import FixedQueries, causal_null
@@ -34,7 +35,7 @@ NULLS = {
 }
 
 
-def fixed_queries(model: "Model", prompts: Sequence[Any], chat_template: bool | str) -> Record:
+def fixed_queries(model: "Model", prompts: Sequence[SinglePrompt], chat_template: bool | str) -> Record:
     """Records the column sums over the queries of the prompt, which every step has."""
     _, real = model.encode(list(prompts), chat_template)
     return Record([FixedQueries(real)])

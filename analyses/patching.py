@@ -40,6 +40,7 @@ from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
+from sinklens.prompts import SinglePrompt
 from sinklens.sampling import AutoregressiveSettings, settings_for
 from sinklens.tracing import generate
 
@@ -91,7 +92,7 @@ class Patching(Study):
     name: ClassVar[str] = "patching"
     together: ClassVar[bool] = False
 
-    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
+    def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:
         """Reject prompts of token ids.
 
         Raises:
@@ -104,7 +105,7 @@ class Patching(Study):
                     f"texts, and a model with a tokenizer."
                 )
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """``moved`` [prompt, group, layer, step] and ``gap`` [prompt, step], numerator and denominator of ``restored``,
         0 for unusable prompts; ``flipped`` [prompt, layer, start] and ``told`` [prompt], 1 if the pair is usable.
         """
@@ -119,8 +120,8 @@ class Patching(Study):
             "start": list(STARTS),
         }
 
-        def one(prompt: str) -> xr.Dataset:
-            pair = self._pair(model, prompt, chosen)
+        def one(prompt: SinglePrompt) -> xr.Dataset:
+            pair = self._pair(model, str(prompt), chosen)
             moved = np.zeros((len(GROUPS), len(layers), defaults.steps))
             gap, flipped = np.zeros(defaults.steps), np.full((len(layers), len(STARTS)), np.nan)
             if pair is not None:
@@ -263,7 +264,7 @@ class Gaps:
         places = self._pair.differ.nonzero()[:, 0].tolist()
         gap = torch.zeros(len(logits), dtype=torch.float64)
         for place in places:
-            if self._model.config.is_causal:
+            if self._model.causal:
                 if place != self._canvas.shape[1]:
                     continue
                 undecided, at = torch.ones(len(logits), dtype=torch.bool), 0

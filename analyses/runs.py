@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import active_steps, holds_end
 from sinklens.tracing import generate
@@ -50,7 +51,7 @@ class OwnRun:
 
 def own_run(
     model: "Model",
-    prompts: Sequence[Any],
+    prompts: Sequence[SinglePrompt],
     settings: Mapping[str, Any],
     *,
     seed: int = 0,
@@ -74,7 +75,7 @@ def own_run(
         hooks=[*hooks, ("denoise.hook_confidence", note)], replay=replay, **settings,
     )  # fmt: skip
     steps = np.stack(active, axis=1)
-    return OwnRun(run, steps & ~_ended(run) if model.config.is_causal else steps)
+    return OwnRun(run, steps & ~_ended(run) if model.causal else steps)
 
 
 def _ended(run: "Generation") -> Bool[np.ndarray, "batch step"]:

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Record
 
 if TYPE_CHECKING:
@@ -91,19 +92,19 @@ class Split(Study):
     name: ClassVar[str] = "split"
     epsilon: float = EPSILON
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES`, [prompt, layer, queries, split], averaged over heads and steps."""
         layers = model.cfg.n_layers
         coords = {"layer": np.arange(layers), "queries": list(QUERIES), "split": list(SPLITS)}
         axes = ("prompt", *coords)
-        if model.config.is_causal:
+        if model.causal:
             nothing = np.full((len(prompts), layers, len(QUERIES), len(SPLITS)), np.nan)
             return xr.Dataset(dict.fromkeys(MEASURES, (axes, nothing)), coords)
         groups = Groups(model, prompts, self.chat_template, self.seed, self.epsilon)
         active = self.generate(model, prompts, settings, record_sinks=False, hooks=groups.hooks()).own
         return xr.Dataset({name: (axes, value) for name, value in groups.means(active).items()}, coords)
 
-    def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset | None:
+    def example(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset | None:
         """The pattern of the step, layer and head whose two groups have the most different sinks.
 
         ``pattern`` [query, key], ``masked`` [query] and ``token`` [query], the labels of the positions. Attributes
@@ -111,7 +112,7 @@ class Split(Study):
         """
         from sinklens.views.labels import token_labels
 
-        if model.config.is_causal:
+        if model.causal:
             return None
         groups = Groups(model, [prompt], self.chat_template, self.seed, self.epsilon)
         self.generate(model, [prompt], settings, record_sinks=False, hooks=groups.hooks())
@@ -178,7 +179,7 @@ class Groups:
     """
 
     def __init__(
-        self, model: "Model", prompts: Sequence[Any], chat_template: bool | str, seed: int, epsilon: float
+        self, model: "Model", prompts: Sequence[SinglePrompt], chat_template: bool | str, seed: int, epsilon: float
     ) -> None:
         ids, real = model.encode(list(prompts), chat_template)
         self._prompt_length, self._real, self._mask = ids.shape[1], real.cpu(), model.mask_token_id

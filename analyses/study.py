@@ -35,6 +35,7 @@ from sinklens.analyses.units import Units, batches, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.model import load
+from sinklens.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
@@ -84,10 +85,10 @@ class Study(ABC):
             raise SettingError(f"seed must be 0 or more; got {self.seed}.")
 
     @abstractmethod
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """Measurements of `prompts`, with the axis ``prompt``."""
 
-    def example(self, model: "Model", prompt: Any, settings: Mapping[str, Any]) -> xr.Dataset | None:
+    def example(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset | None:
         """Data of one prompt's run for `figures`; None if the figures need none."""
         return None
 
@@ -99,7 +100,7 @@ class Study(ABC):
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """Figures by name."""
 
-    def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:  # noqa: B027 — overriding is optional
+    def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:  # noqa: B027 — overriding is optional
         """Called by `run` before anything is measured, to reject what the study cannot measure, or to discard the state
         of an earlier run. Does nothing by default.
 
@@ -108,14 +109,16 @@ class Study(ABC):
             prompts: each a text or a list of token ids.
         """
 
-    def generate(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], **more: Any) -> OwnRun:
+    def generate(
+        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any], **more: Any
+    ) -> OwnRun:
         """`own_run` with the study's seed and chat template."""
         return own_run(model, prompts, settings, seed=self.seed, chat_template=self.chat_template, **more)
 
     def run(
         self,
         models: Any,
-        prompts: str | Sequence[Any] | Tensor | None = None,
+        prompts: SinglePrompt | Sequence[SinglePrompt] | Tensor | None = None,
         out: str | Path | None = None,
         progress: bool | Report | None = None,
     ) -> Findings:
@@ -169,7 +172,7 @@ class Study(ABC):
         return findings if folder is None else write(self, findings, folder)
 
     def _measured(
-        self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], units: Units, report: Report
+        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any], units: Units, report: Report
     ) -> xr.Dataset:
         """Measurements of every prompt; finished prompts are not measured again."""
         with units:
@@ -188,7 +191,7 @@ class Study(ABC):
         self,
         models: Sequence["Model"],
         names: Sequence[str],
-        prompts: Sequence[Any],
+        prompts: Sequence[SinglePrompt],
         settings: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
         options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "settings"}
@@ -216,15 +219,15 @@ class Study(ABC):
         }
 
 
-def _prompts(given: str | Sequence[Any] | Tensor) -> list[Any]:
+def _prompts(given: SinglePrompt | Sequence[SinglePrompt] | Tensor) -> list[SinglePrompt]:
     """Each prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
     if isinstance(given, str):
         return [given]
-    listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
+    listed: list[Any] = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
     return [listed] if listed and all(isinstance(prompt, int) for prompt in listed) else listed
 
 
-def _check_prompts(prompts: Sequence[Any], chat_template: bool | str) -> None:
+def _check_prompts(prompts: Sequence[SinglePrompt], chat_template: bool | str) -> None:
     ids = next((number for number, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
     if chat_template and ids is not None:
         raise SettingError(

@@ -22,6 +22,7 @@ import xarray as xr
 
 from sinklens.errors import SettingError
 from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.prompts import SinglePrompt
 
 FOLDER = "units"
 
@@ -96,7 +97,7 @@ class Units:
         return xr.concat(found, dim="prompt", join="outer").drop_encoding()
 
 
-def batches(prompts: Sequence[Any], left: Sequence[int], size: int) -> Iterator[list[int]]:
+def batches(prompts: Sequence[SinglePrompt], left: Sequence[int], size: int) -> Iterator[list[int]]:
     """Indices of the prompts in `left`, in batches of at most `size`, with equal prompts in separate batches.
 
     Within one batch, copies of a prompt would get different random numbers; in separate batches they get the same.

@@ -22,6 +22,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import WindowAttention
+from sinklens.prompts import SinglePrompt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,13 +41,13 @@ class Windows(Study):
     name: ClassVar[str] = "windows"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEANINGS` [prompt, width]."""
         listed: dict[str, Any] = {
             str(width): [] if np.isinf(width) else WindowAttention(width=int(width)) for width in WIDTHS
         }
 
-        def one(prompt: Any) -> xr.Dataset:
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             found = effects(self, model, prompt, settings, listed)[list(MEANINGS)]
             return found.rename(intervention="width").assign_coords(width=np.array(WIDTHS, dtype=float))
 

@@ -118,6 +118,11 @@ class Model(ModuleMethods, SinglePasses):
         return self.checkpoint.family
 
     @property
+    def causal(self) -> bool:
+        """Whether queries attend only to their own and earlier keys, as in autoregressive models."""
+        return self.tree.causal
+
+    @property
     def block_length(self) -> int | None:
         """Positions per block of a block-causal model; None for other attention."""
         blocks = self.checkpoint.blocks

@@ -111,7 +111,7 @@ class SinglePasses(TokenMethods, Root):
         Raises:
             SettingError: a diffusion model, whose logits do not predict the next token.
         """
-        check_return_type("loss", self.tree.hf.config.is_causal, stream_given=False)
+        check_return_type("loss", self.tree.causal, stream_given=False)
         return returned(logits, tokens, attention_mask, "loss", per_token)
 
     @contextmanager

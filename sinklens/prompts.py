@@ -33,10 +33,8 @@ class Encoded(NamedTuple):
     real: Bool[Tensor, "batch pos"]
 
 
-Prompt: TypeAlias = (
-    str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor | np.ndarray
-    | Mapping[str, Any] | Encoded
-)  # fmt: skip
+SinglePrompt: TypeAlias = str | Sequence[int] | Tensor | np.ndarray  # one row: a text or its token ids
+Prompt: TypeAlias = SinglePrompt | Sequence[SinglePrompt] | Mapping[str, Any] | Encoded
 ALLOWED = (
     "a prompt is a text, a list of texts, token ids ([pos], [batch, pos] or lists of any lengths), or a tokenizer's "
     "output, a dict with input_ids"

@@ -204,7 +204,7 @@ def _task_settings(task: Task) -> dict[str, Any]:
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
     answer, steps = run.answers[row], _steps(run, row)
-    length = steps if run.model.family_record.causal else run.settings.gen_length  # a finished row waits for its batch
+    length = steps if run.model.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
     text = answer.text or ""
     return {
@@ -228,7 +228,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
 def _steps(run: "Generation", row: int) -> int:
     """The number of steps of a row; in an autoregressive run, up to its end token."""
     answer = run.answers[row]
-    return answer.tokens + answer.ended if run.model.family_record.causal else run.steps_run
+    return answer.tokens + answer.ended if run.model.causal else run.steps_run
 
 
 def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarray]:
