@@ -124,7 +124,7 @@ def _swept(
     return found.isel(prompt=0)
 
 
-def is_right(prompt: str | Sequence[int], text: str) -> float:
+def is_right(prompt: SinglePrompt, text: str) -> float:
     """1 if the number after ``####`` is right, else 0; NaN for a prompt that is not a shipped word problem, and for a
     prompt of token ids.
     """
