@@ -124,7 +124,7 @@ class Denoising:
                 f"record_sinks must be True, False or a Record such as Record(['values']); got {record!r}."
             )
         chosen = Record() if record is True else record
-        more = VARIABLES if self.state.keys is not None else None
+        more = VARIABLES if self.state.keys is not None or self.settings.reuses_keys else None
         return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more)
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:

@@ -88,6 +88,11 @@ class SamplerSettings:
         @property
         def steps(self) -> int: ...
 
+    @property
+    def reuses_keys(self) -> bool:
+        """Whether the sampler itself computes some positions of a step and reads the keys of others as they were."""
+        return False
+
     def fitted(self, prompt_lengths: Sequence[int]) -> "SamplerSettings":
         """The settings of a run of these prompts, for samplers whose number of steps depends on them."""
         return self

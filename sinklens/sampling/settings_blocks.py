@@ -267,6 +267,11 @@ class FastDllmV2Settings(SamplerSettings):
         """Largest number of steps: each decides at least one position."""
         return self.positions
 
+    @property
+    def reuses_keys(self) -> bool:
+        """Whether a step computes a single sub-block."""
+        return self.use_block_cache
+
     def fitted(self, prompt_lengths: Sequence[int]) -> "FastDllmV2Settings":
         """With the number of positions of the row that has most."""
         return replace(self, positions=self.gen_length + max(map(self.spare, prompt_lengths)))

@@ -66,11 +66,11 @@ def test_trace_reads_a_prompt_from_a_file(tmp_path):
 def test_hooks_lists_every_point_with_its_shape(capsys):
     assert main(["hooks", "tiny-llada", "--all"]) == 0
     printed = capsys.readouterr().out
-    assert "family llada, 4 layers, 100 hook points" in printed
+    assert "family llada, 4 layers, 104 hook points" in printed
     assert "blocks.3.attn.hook_pattern" in printed
     assert "[batch head=6 query key" in printed
     listed = [line for line in printed.splitlines()[1:] if "hook_" in line.split(" ")[0]]
-    assert len(listed) == 100
+    assert len(listed) == 104
 
 
 def test_models_lists_shipped_models_and_every_family(capsys):
@@ -88,7 +88,7 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["trace", "tiny-llada", "--prompt", "@/no/such/file", "--out", "x"], "could not read the prompt"),
         (
             ["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--alg", "entropy"],
-            "belongs to the dream and open-dcoder samplers",
+            "belongs to the dream, dream-blocks and open-dcoder samplers",
         ),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
         (["demo", "--problem", "500"], "must be between 0 and 499"),
