@@ -227,24 +227,26 @@ def load(
             family_name=family,
             block_length=block_length,
         )
-    elif revision is not None or device_map is not None or device is not None or dtype != "auto":
+        return _with_hook_points(checkpoint, check)
+    if revision is not None or device_map is not None or device is not None or dtype != "auto":
         raise CheckpointError(
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
         )
-    else:
-        known = (
-            name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
-        )
-        if known is not None and tokenizer in (None, known.tokenizer) and family is block_length is None:
-            return known
-        checkpoint = _checkpoint_of(name_or_path, tokenizer, family, block_length)
+    known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
+    if known is not None and tokenizer in (None, known.tokenizer) and family is block_length is None:
+        return known
+    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, family, block_length), check)
+
+
+def _with_hook_points(checkpoint: Checkpoint, check: bool) -> Model:
+    """The model of a checkpoint, checked if requested; a model that fails the check is left as it was."""
     model = Model(checkpoint)
     if check:
         try:
             run_check(model.tree, checkpoint.family.causal)
         except SelfCheckError:
-            model.release()  # a rejected model is left unchanged
+            model.release()
             raise
     checkpoint.hf.__dict__[MODEL_KEY] = model
     return model
