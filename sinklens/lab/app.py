@@ -143,7 +143,7 @@ class LabApp:
     async def submit(self, request: Request) -> Response:
         """Queue a run."""
         body = await _body(request)
-        return JSONResponse({"run": self._session.submit(body)}, 202)
+        return JSONResponse({"run": await asyncio.to_thread(self._session.submit, body)}, 202)
 
     async def run(self, request: Request) -> Response:
         """Everything about a run."""
@@ -269,7 +269,7 @@ def _sentences(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Refused as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status)
+            return JSONResponse(refusal.body, refusal.status)
         except SinklensError as error:
             return JSONResponse({"error": str(error)}, 400)
         except ClientDisconnect:

@@ -215,4 +215,4 @@ def refuse(refusal: Refused) -> App:
     """The response to a refused request."""
     from starlette.responses import JSONResponse
 
-    return JSONResponse({"error": str(refusal)}, refusal.status)
+    return JSONResponse(refusal.body, refusal.status)

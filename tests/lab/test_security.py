@@ -148,18 +148,18 @@ BODIES = {  # name: (body, status, text)
     "many chips": (RUN | {"chips": [{"kind": "mask_sinks"}] * (MOST_CHIPS + 1)}, 413, "at most 64 chips; got 65"),
     "an unknown chip": (RUN | {"chips": [{"kind": "__import__"}]}, 400, "no chip is of the kind '__import__'"),
     "a chip with code": (
-        RUN | {"chips": [{"kind": "remask", "pos": "print(1)", "step": 0}]}, 400,
+        RUN | {"chips": [{"kind": "remask", "pos": "print(1)", "step": 0}]}, 422,
         "remask.pos must be an integer from 0 to 10,000,000; got 'print(1)'",
     ),
-    "a chip without a layer": (RUN | {"chips": [{"kind": "ablate_head", "head": 1}]}, 400, "needs layer: the layer"),
+    "a chip without a layer": (RUN | {"chips": [{"kind": "ablate_head", "head": 1}]}, 422, "needs layer: the layer"),
     "a chip with a surplus field": (
         RUN | {"chips": [{"kind": "mask_sinks", "layer": 1}]}, 400, "the chip mask_sinks has no field 'layer'",
     ),
     "steps backwards": (
-        RUN | {"chips": [{"kind": "mask_sinks", "steps": [3, 1]}]}, 400, "must be [first, last] with first ≤ last",
+        RUN | {"chips": [{"kind": "mask_sinks", "steps": [3, 1]}]}, 422, "must be [first, last] with first ≤ last",
     ),
     "an unknown replacement": (
-        RUN | {"chips": [{"kind": "ablate_head", "layer": 0, "head": 0, "by": "eval"}]}, 400,
+        RUN | {"chips": [{"kind": "ablate_head", "layer": 0, "head": 0, "by": "eval"}]}, 422,
         "ablate_head.by must be one of zero, mean; got 'eval'",
     ),
     "an unknown replay": (RUN | {"replay": "../x"}, 404, "no such run"),

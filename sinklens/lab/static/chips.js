@@ -89,12 +89,24 @@ function drawChips() {
       button("×", `Remove: ${text}`, () => { started(); lab.chips.splice(lab.chips.indexOf(chip), 1); changed(); byId("add-chip").focus({ preventScroll: true }); }));
     item.classList.toggle("off", !chip.on);
     item.dataset.id = chip.id;
+    if (lab.refused && lab.refused.id === chip.id) {
+      const why = make("p", lab.refused.text, "warn");
+      why.setAttribute("role", "alert");
+      item.classList.add("bad");
+      item.append(why);
+    }
     return item;
   }));
   byId("no-chips").hidden = lab.chips.length > 0;
 }
 
-const markChip = (id) => byId("chips").querySelectorAll(".chip").forEach((item) => item.classList.toggle("bad", item.dataset.id === id));
+// Shows at a change why the lab refused it; null: none is refused.
+function refuseChip(id, text) {
+  const was = lab.refused;
+  lab.refused = id && { id, text };
+  if (was || id) drawChips();
+  byId("chips").querySelector(".bad")?.scrollIntoView({ block: "nearest" });
+}
 
 // ---- editing one
 

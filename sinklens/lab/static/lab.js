@@ -7,7 +7,7 @@ const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
   words: new Map(), // token id -> text
-  A: null, B: null, shown: "A", chips: [], edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
+  A: null, B: null, shown: "A", chips: [], refused: null, edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
 };
 
 const ACTIVE = ["queued", "running"];
@@ -23,9 +23,10 @@ const attempt = (act) => async (...given) => {
   try { return await act(...given); } catch (error) { return complain(error); }
 };
 
+// An error of a change is shown at the change.
 function complain(error) {
-  if (error.chip) markChip(error.chip);
-  fail(error);
+  if (lab.chips.some(({ id }) => id === error.chip)) refuseChip(error.chip, error.message);
+  else fail(error);
 }
 
 // ---- starting runs
@@ -33,6 +34,7 @@ function complain(error) {
 async function post(body) {
   byId("trouble").hidden = true;
   lab.following = false;
+  refuseChip(null);
   const { run: id } = await askJson("/api/runs", body);
   lab.requests.set(id, body);
   if (!lab.runs.has(id)) lab.runs.set(id, { id, model: body.model, status: "queued", prompt: body.prompt || "", text: "" });
