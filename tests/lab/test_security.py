@@ -1,6 +1,7 @@
 """Requests that the lab refuses, each with the reason."""
 
 import json
+import re
 import socket
 
 import httpx
@@ -47,6 +48,12 @@ REFUSED = {  # name: (method, path, headers that differ from those of the page, 
     "a wrong token": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "x" * 43}, 403, "missing or wrong"),
     "a token beside the cookie that is wrong": ("GET", "/api/session", {"X-Sinklens-Token": "x"}, 403, "wrong"),
     "the page without a token": ("GET", "/", {"Cookie": ""}, 403, "the token is missing or wrong"),
+    "a frame without the token in its address": ("GET", "/", {"Sec-Fetch-Dest": "iframe"}, 403, "missing or wrong"),
+    "a file with a wrong key": ("GET", "/static/lab.js?key=x", {}, 403, "the token is missing or wrong"),
+    "the key of files for the API": ("GET", "/api/session?key={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files for the page": ("GET", "/?key={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files as the token": ("GET", "/?token={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files in a header": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "{key}"}, 403, "wrong"),
     "a link with a wrong token": ("GET", "/?token=abc", {}, 403, "the token is missing or wrong"),
     "a static file without a token": ("GET", "/static/lab.html", {"Cookie": ""}, 403, "missing or wrong"),
     "a rebound name": ("GET", "/api/session", {"Host": "evil.example:{port}"}, 421, "this address is not the lab's"),
@@ -84,7 +91,9 @@ def test_a_request_is_refused(entered, lab, name):
     method, path, changed, status, text = REFUSED[name]
     given = {"Origin": origin(lab), "Content-Type": "application/json"} if method != "GET" else {}
     headers = {key: value for key, value in (given | changed).items() if value is not None}
-    headers = {key: value.replace("{port}", lab.address.rpartition(":")[2][:-1]) for key, value in headers.items()}
+    key = lab._guard.key
+    path, port = path.replace("{key}", key), lab.address.rpartition(":")[2][:-1]
+    headers = {name: value.replace("{port}", port).replace("{key}", key) for name, value in headers.items()}
     content = json.dumps(RUN).encode() if method == "POST" else None
     if "Content-Length" in headers:
         answer = _sent(entered, lab, path, headers)
@@ -121,6 +130,16 @@ def test_the_page_has_a_strict_policy_and_nothing_is_cached(entered):
     assert headers["x-content-type-options"] == "nosniff"
     assert "server" not in headers
     assert entered.get("/api/session").headers["content-security-policy"] == headers["content-security-policy"]
+
+
+def test_a_frame_is_served_for_the_token_alone_and_gets_no_cookie(raw, lab):
+    frame = {"Sec-Fetch-Dest": "iframe", "Sec-Fetch-Site": "cross-site"}
+    answer = raw.get(lab.url, headers=frame)
+    assert (answer.status_code, "set-cookie" in answer.headers) == (200, False)
+    files = re.findall(r'(?:src|href)="(/static/[^"]+)"', answer.text)
+    assert [file.partition("?")[0] for file in files] == ["/static/lab.css", "/static/lab.js"]
+    assert {raw.get(file).status_code for file in [*files, f"/frame?{files[0].partition('?')[2]}"]} == {200}
+    assert lab._guard.token not in answer.text
 
 
 def test_only_a_notebooks_lab_may_be_framed():

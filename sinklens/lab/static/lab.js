@@ -223,11 +223,13 @@ function follow(summary) {
   return attempt(adopt)(summary.id);
 }
 
-// The changes and the form of a run, in this tab.
+// The changes of a run and the form of run A, in this tab.
 async function adopt(id) {
-  const request = await requestOf(id);
+  const request = await requestOf(id), first = await requestOf(lab.A);
   lab.chips = (request.chips || []).map((chip) => ({ ...chip }));
-  fillForm(request);
+  fillForm(first);
+  byId("same").checked = Boolean(request.replay);
+  byId("model-b").value = request.model === first.model ? "" : request.model;
   drawChips();
   await present();
 }
@@ -239,11 +241,9 @@ function onEvent(kind, event) {
 }
 
 function listenEvents(since) {
-  const stream = new EventSource(`/api/events?since=${since}`);
-  for (const kind of Object.keys(HANDLERS)) stream.addEventListener(kind, (message) => onEvent(kind, JSON.parse(message.data)));
-  stream.addEventListener("reset", attempt(reload));
-  stream.onerror = () => { byId("state").textContent = "The connection to the lab is interrupted; it is being restored."; };
-  stream.onopen = drawState;
+  const restored = attempt(reload), receive = attempt((kind, event) => (kind === "reset" ? restored() : onEvent(kind, event)));
+  const lost = (error) => { byId("state").textContent = error && error.status ? error.message : "The connection to the lab is interrupted; it is being restored."; };
+  followEvents(since, { receive, lost, opened: drawState });
 }
 
 // After the server has lost its place in the events: what is there now.
