@@ -1,8 +1,6 @@
 """The lab's page in a browser: run, change, compare, edit, and take the result home."""
 
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 import layouts
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from building import random_hf
+from lab_page import PROMPT, Page, shown_at_end
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -19,132 +18,9 @@ from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, ForceTokens
 from sinklens.views.html import visible
 
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 pytestmark = pytest.mark.browser
 REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
 WIDTHS = (360, 1440)
-MENU = "return [...document.querySelectorAll('#menu button')].map(item => item.textContent)"
-ENDED = (
-    "!document.body.dataset.pending && (document.body.dataset.shown || '').endsWith('done') && "
-    "document.getElementById('halt').disabled"
-)
-
-
-class Page:
-    """The lab in the browser, as a user handles it."""
-
-    def __init__(self, browser, lab, width=1440):
-        self.browser, self.lab = browser, lab
-        self.open(lab.url, width)
-
-    def open(self, address, width=1440):
-        self.browser.size(width)
-        self.browser.driver.get_log("browser"), self.browser.driver.get_log("performance")
-        self.browser.driver.get("about:blank")
-        self.browser.driver.get(address)
-        self.browser.wait("return document.body.dataset.ready")
-        return self
-
-    def fresh(self):
-        """Forget what the tab shows, for good."""
-        self.browser.js("sessionStorage.clear(); Storage.prototype.setItem = () => {}")
-        return self
-
-    def without_changes(self):
-        """Remove the changes that the newest run brought along."""
-        while self.browser.js("return document.querySelectorAll('#chips .chip').length"):
-            self.browser.js("document.querySelector('#chips .chip button:last-child').click()")
-        self.browser.js(
-            "document.getElementById('same').checked = false; document.getElementById('model-b').value = ''"
-        )
-        return self
-
-    def type(self, prompt):
-        box = self.browser.driver.find_element(By.ID, "prompt")
-        self.browser.js("arguments[0].value = ''", box)
-        box.send_keys(prompt)
-
-    def submit(self):
-        """Run what is typed, from the keyboard."""
-        self.browser.driver.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
-
-    def run(self, prompt=PROMPT):
-        """Run a prompt as A, without changes."""
-        self.without_changes()
-        self.type(prompt)
-        self.browser.click("run")
-        return self.ended("A")
-
-    def ended(self, slot):
-        """Wait until the page shows the finished run of `slot`; returns its id."""
-        self.browser.wait(
-            f"return {ENDED} && document.getElementById('show-{slot}').ariaPressed === 'true' && "
-            "document.body.dataset.shown.split('/')[0] === document.body.dataset.wanted"
-        )
-        return self.browser.js("return document.body.dataset.shown.split('/')[0]")
-
-    def compared(self):
-        """Wait for the comparison of the runs shown, its divergence included."""
-        self.ended("B")
-        self.browser.wait(
-            "const card = document.getElementById('compare'); return !card.hidden && card.ariaBusy === 'false' && "
-            "card.dataset.pair.endsWith(document.body.dataset.wanted) && card.dataset.measured === card.dataset.pair"
-        )
-
-    def pick(self, text):
-        """Choose an entry of the open menu."""
-        assert any(text in item for item in self.browser.js(MENU)), self.browser.js(MENU)
-        self.browser.js(
-            "[...document.querySelectorAll('#menu button')].find(n => n.textContent.includes(arguments[0])).click()",
-            text,
-        )
-
-    def choose_head(self, layer, head, text):
-        self.browser.point("grid", layer, head, click=True)
-        self.pick(text)
-
-    def go_to(self, step):
-        self.browser.js(
-            "const s = document.getElementById('step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))",
-            step,
-        )
-
-    def tokens(self):
-        return self.browser.js("return [...document.querySelectorAll('#tokens .tok')].map(t => t.textContent)")
-
-    def differing(self):
-        return self.browser.js("return [...document.querySelectorAll('#tokens .tok.differs')].map(t => +t.dataset.at)")
-
-    def chips(self):
-        return self.browser.js("return [...document.querySelectorAll('#chips .said')].map(n => n.textContent)")
-
-    def python(self):
-        self.browser.click("copy-python")
-        text = self.browser.wait("return document.getElementById('code').value")
-        self.browser.js("document.getElementById('code-dialog').close(); document.getElementById('code').value = ''")
-        return text
-
-    def quiet(self):
-        assert self.browser.js("return document.getElementById('trouble').hidden"), self.browser.text("trouble")
-        assert self.browser.complaints() == []
-
-
-@pytest.fixture
-def page(browser, lab):
-    opened = Page(browser, lab)
-    yield opened
-    opened.fresh()
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_llada):
-    return sinklens.generate(tiny_llada, PROMPT)
-
-
-def shown_at_end(run):
-    """The texts of a run's last canvas, as a page shows them."""
-    words = run.sinks.vocabulary
-    return [visible(words[token]) for token in run.canvas[0, -1].tolist()]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -394,67 +270,3 @@ def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path
         page.quiet()
         page.fresh()
         browser.driver.get("about:blank")
-
-
-class Notebook(BaseHTTPRequestHandler):
-    """A page with a lab in a cell, at localhost, which is another site than 127.0.0.1."""
-
-    cell = ""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(f"<!doctype html><title>Notebook</title>{self.cell}".encode())
-
-    def log_message(self, *_):
-        """Quiet."""
-
-
-@pytest.fixture
-def notebook(lab, monkeypatch):
-    monkeypatch.setattr(Notebook, "cell", lab._repr_html_())
-    with ThreadingHTTPServer(("127.0.0.1", 0), Notebook) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://localhost:{server.server_port}/"
-        server.shutdown()
-
-
-def test_the_lab_works_in_the_frame_of_a_notebook_and_in_a_tab_opened_from_it(browser, lab, notebook, plain):
-    browser.driver.delete_all_cookies()
-    browser.driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
-    browser.driver.get_log("browser")
-    browser.driver.get(notebook)
-    browser.driver.switch_to.frame(browser.driver.find_element(By.TAG_NAME, "iframe"))
-    browser.wait("return document.body.dataset.ready")
-    page = Page.__new__(Page)
-    page.browser, page.lab = browser, lab
-    assert browser.js("return document.getElementById('model-name').value") == "tiny-llada"
-    page.run()
-    assert page.tokens() == shown_at_end(plain)
-    page.choose_head(1, 2, "(zero)")
-    page.compared()
-    browser.js("document.getElementById('circuits').scrollIntoView()")
-    browser.wait("return document.getElementById('circuits').dataset.shown")
-    saved = browser.driver.execute_async_script(
-        "const [done] = arguments; URL.createObjectURL = (blob) => { blob.text().then(done); return 'data:,'; }; "
-        "HTMLAnchorElement.prototype.click = () => {}; "
-        "document.getElementById('save-page').dispatchEvent(new MouseEvent('click', {cancelable: true}))"
-    )
-    assert saved.count("<iframe") == 2
-    assert "AblateHeads(layers=[1], heads=[2]" in page.python()
-    page.quiet()
-    assert browser.driver.execute_cdp_cmd("Network.getAllCookies", {})["cookies"] == []
-    page.fresh()
-
-    browser.driver.switch_to.default_content()
-    first = browser.driver.current_window_handle
-    browser.driver.find_element(By.PARTIAL_LINK_TEXT, "in a tab").click()
-    try:
-        browser.driver.switch_to.window(browser.driver.window_handles[-1])
-        browser.wait("return document.body && document.body.dataset.ready")
-        assert browser.js("return location.href") == lab.address
-        page.fresh()
-    finally:
-        browser.driver.close()
-        browser.driver.switch_to.window(first)

@@ -18,6 +18,9 @@ function scopeSteps() {
   return { all: () => null, one: () => [now, now], on: () => [now, lastStep()], range: () => [Number(byId("scope-from").value), Number(byId("scope-to").value)] }[byId("scope").value]();
 }
 
+// The step that is kept in later ones: the step shown, but none follows the last, where a run that has ended is shown.
+const firstKept = () => (run && view.step < T - 1 ? info.steps[view.step] : 0);
+
 function fillScope() {
   for (const name of ["scope-from", "scope-to"]) byId(name).max = lastStep();
   if (Number(byId("scope-to").value) === 0) byId("scope-to").value = lastStep();
@@ -44,7 +47,7 @@ function newChip(kind, given = {}) {
   const steps = scopeSteps(), chip = { id: newId(), on: true, kind };
   for (const { name, default: usual } of kindOf(kind).fields) chip[name] = usual ?? null;
   if ("steps" in chip) chip.steps = steps;
-  if ("from_step" in chip) chip.from_step = steps ? steps[0] : chip.from_step ?? 0;
+  if ("from_step" in chip) chip.from_step = steps && steps[0] < lastStep() ? steps[0] : firstKept();
   if ("step" in chip) chip.step = run ? info.steps[view.step] : 0;
   if ("layer" in chip && view.layer !== ALL) chip.layer = view.layer;
   if ("head" in chip && view.head !== ALL) chip.head = view.head;
