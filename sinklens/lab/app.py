@@ -21,7 +21,7 @@ from sinklens.lab import comparing, forms, page, problems, reading, saving
 from sinklens.lab.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.script import script
-from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded
+from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded, framing
 from sinklens.lab.session import Session
 from sinklens.versions import version_of
 
@@ -73,9 +73,12 @@ class LabApp:
     # The page
 
     async def page(self, request: Request) -> Response:
-        """The page; a link with the token sets the cookie and leads to the page without it."""
+        """The page; a link with the token sets the cookie and leads to the page without it, except in a frame."""
+        if self._guard.framed and framing(request.headers.get("sec-fetch-dest")):
+            return Response(page.framed(self._guard.key), media_type="text/html")
         if "token" in request.query_params:
-            response: Response = RedirectResponse("/", 303)
+            direct = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+            response = RedirectResponse("/", 303) if direct else Response(page.ENTRY, media_type="text/html")
             response.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
             return response
         return Response(page.document(), media_type="text/html")
@@ -143,7 +146,7 @@ class LabApp:
     async def submit(self, request: Request) -> Response:
         """Queue a run."""
         body = await _body(request)
-        return JSONResponse({"run": self._session.submit(body)}, 202)
+        return JSONResponse({"run": await asyncio.to_thread(self._session.submit, body)}, 202)
 
     async def run(self, request: Request) -> Response:
         """Everything about a run."""
@@ -269,7 +272,7 @@ def _sentences(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Refused as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status)
+            return JSONResponse(refusal.body, refusal.status)
         except SinklensError as error:
             return JSONResponse({"error": str(error)}, 400)
         except ClientDisconnect:

@@ -4,8 +4,8 @@
 its arguments; a run executes `Expression.build`, and "Copy as Python" prints `Expression.source`, so the two cannot
 differ.
 
-Caveat: a chip with `steps` needs steps of the run. Their number is known only when the run begins, so a step that does
-not exist ends the run with an error, not the request.
+Caveat: a chip is read without knowing the model, so here a layer may be any number. `check_start` in execution.py
+refuses one that does not exist.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -203,7 +203,10 @@ def _read_chip(given: Any) -> dict[str, Any]:
     named, on = given.get("id", ""), given.get("on", True)
     require(isinstance(named, str) and len(named) <= 40, "a chip's id must be a string of up to 40 characters.")
     require(isinstance(on, bool), f"a chip's on must be true or false; got {on!r:.40}.")
-    values = {entry.name: entry.read(given, kind) for entry in CHIPS[kind].fields}
+    try:
+        values = {entry.name: entry.read(given, kind) for entry in CHIPS[kind].fields}
+    except Refused as refusal:
+        raise Refused(str(refusal), 422, named) from refusal
     return {"id": named, "on": on, "kind": kind} | values
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinklens.errors import SinklensError
 from sinklens.lab.outcome import Outcome
+from sinklens.lab.refusal import Refused
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.request import RunRequest
@@ -178,6 +181,34 @@ def denoising(
             progress=False,
         ),
     )
+
+
+def check_start(spec: RunSpec, model: "Model") -> None:
+    """Check that the run can begin: its prompt, its settings and each of its chips.
+
+    The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is under
+    way.
+
+    Raises:
+        Refused: it cannot; names the chip if one is at fault.
+    """
+    try:
+        denoising(spec, model)
+    except SinklensError as error:
+        raise _blamed(spec, model, error) from error
+
+
+def _blamed(spec: RunSpec, model: "Model", error: SinklensError) -> Refused:
+    """The refusal of a run that cannot begin, which names the first chip with which alone it cannot either."""
+    plain = replace(spec, chips=(), canvas=None)
+    with suppress(SinklensError):
+        denoising(plain, model)
+        for chip in spec.chips:
+            try:
+                denoising(replace(plain, chips=(chip,)), model)
+            except SinklensError as reason:
+                return Refused(str(reason), 422, chip["id"])
+    return Refused(str(error), 422)
 
 
 def repeat(

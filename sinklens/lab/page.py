@@ -7,6 +7,7 @@ Pitfall: the scripts share one scope, so two of them must not declare the same n
 """
 
 import importlib.resources
+import re
 from functools import cache
 
 from sinklens.views import html
@@ -21,6 +22,15 @@ SCRIPTS = (
 def document() -> str:
     """The HTML document of ``GET /``."""
     return html.fill(_own("lab.html"), html.fragments())
+
+
+def framed(key: str) -> str:
+    """The document for a frame, whose files are opened by the key."""
+    return re.sub(r'(="/static/lab\.\w+)"', rf'\1?key={key}"', document())
+
+
+ENTRY = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" content="0; url=/">"""
+"""Leads to the page from a link on another site's page: the cookie is not sent to where that page leads directly."""
 
 
 @cache

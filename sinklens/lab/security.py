@@ -8,6 +8,9 @@ The lab runs a model for whoever can reach it, so it is protected as a notebook 
   something need a matching Origin, or the token as a header, which another site's page cannot send.
 - *Token*: 256 random bits, in a cookie that scripts cannot read and other sites' pages do not send, or in a header. It
   is compared in constant time.
+- *Frame*: a notebook at localhost is another site than 127.0.0.1, so its frame gets no cookie. A page that is framed is
+  sent only for an address with the token, never for the cookie; it sends the token as a header. Its files, for which a
+  browser sends no header, have a key in their address that is derived from the token and opens nothing else.
 - *Size*: a body has at most `MOST_BYTES`.
 
 Every response forbids scripts and requests other than the lab's own files and API, framing, caching and referrers.
@@ -15,6 +18,7 @@ Every response forbids scripts and requests other than the lab's own files and A
 Limitation: the connection is not encrypted. On a network that others can read, use an SSH tunnel.
 """
 
+import hashlib
 import hmac
 import ipaddress
 import socket
@@ -43,6 +47,8 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
 SAFE = ("GET", "HEAD")
+FILES = ("/static/", "/frame")  # addresses that a frame loads by the key
+FRAMES = ("iframe", "frame", "embed", "object")  # Sec-Fetch-Dest of a page inside another
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -70,6 +76,11 @@ class Guard:
     def cookie(self) -> str:
         """Name of the cookie; cookies do not distinguish ports."""
         return f"sinklens-lab-{self.port}"
+
+    @property
+    def key(self) -> str:
+        """Opens the files of the page, and nothing else."""
+        return hmac.new(self.token.encode(), b"files", hashlib.sha256).hexdigest()
 
     def headers(self) -> dict[str, str]:
         """Headers of every response."""
@@ -103,15 +114,20 @@ class Guard:
             f"a request that changes something needs an Origin, or the token as {TOKEN_HEADER}.",
             403,
         )
-        query = parse_qs(scope.get("query_string", b"").decode("latin-1")) if entering else {}
-        offered = header or given.cookie(self.cookie) or next(iter(query.get("token", ())), "")
-        if entering and "token" in query:
-            offered = query["token"][0]
-        require(self.accepts(offered), "the token is missing or wrong; open the link that the lab printed.", 403)
+        require(self._admits(scope, given), "the token is missing or wrong; open the link that the lab printed.", 403)
 
-    def accepts(self, token: str) -> bool:
-        """Whether `token` is the lab's, compared in constant time."""
-        return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
+    def _admits(self, scope: Scope, given: "_Headers") -> bool:
+        """Whether a request has the token, or the key of the file that it asks for."""
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1")) if scope["method"] in SAFE else {}
+        if scope["path"] == "/" and ("token" in query or framing(given.one("sec-fetch-dest"))):
+            return self.accepts(next(iter(query.get("token", ())), ""))
+        if scope["path"].startswith(FILES) and "key" in query:
+            return self.accepts(query["key"][0], self.key)
+        return self.accepts(given.one(TOKEN_HEADER) or given.cookie(self.cookie) or "")
+
+    def accepts(self, offered: str, expected: str | None = None) -> bool:
+        """Whether `offered` is the token, or `expected`, compared in constant time."""
+        return hmac.compare_digest(offered.encode("utf-8", "replace"), (expected or self.token).encode())
 
     def _is_ours(self, host: str) -> bool:
         """Whether a Host header names the lab.
@@ -124,6 +140,11 @@ class Guard:
         if name in LOCAL or name == self.host:
             return True
         return not is_local(self.host) and (_is_address(name) or name in {socket.gethostname(), socket.getfqdn()})
+
+
+def framing(destination: str | None) -> bool:
+    """Whether a Sec-Fetch-Dest header says that a page is loaded into another."""
+    return destination in FRAMES
 
 
 def is_local(host: str) -> bool:
@@ -215,4 +236,4 @@ def refuse(refusal: Refused) -> App:
     """The response to a refused request."""
     from starlette.responses import JSONResponse
 
-    return JSONResponse({"error": str(refusal)}, refusal.status)
+    return JSONResponse(refusal.body, refusal.status)

@@ -137,7 +137,8 @@ class Lab:
     def _repr_html_(self) -> str:
         """The lab in a frame; the token is shown too, and opens nothing once the lab is closed."""
         return (
-            f'<iframe src="{self.url}" title="sinklens lab" width="100%" height="900" style="border:0"></iframe>'
+            f'<iframe src="{self.url}" title="sinklens lab" width="100%" height="900" style="border:0" '
+            f'allow="clipboard-write"></iframe>'
             f'<p><a href="{self.url}" target="_blank" rel="noreferrer">Open the lab in a tab</a></p>'
         )
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import SinklensError
 from sinklens.lab import problems
 from sinklens.lab.events import EventLog
-from sinklens.lab.execution import LiveRun
+from sinklens.lab.execution import LiveRun, check_start
 from sinklens.lab.history import History
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused, require
@@ -119,9 +119,10 @@ class Session:
         """Queue the run of a request; returns its id.
 
         Raises:
-            Refused: the request is malformed, names something unknown, or the queue is full.
+            Refused: the request is malformed, names something unknown, cannot begin, or the queue is full.
         """
         run = Run(secrets.token_hex(8), self._specified(read_request(body)))
+        check_start(run.spec, self.model(run.spec.model))
         with self._lock:  # the run reports nothing before it has taken this lock
             self.thread.run(run.id, lambda: self._carry_out(run))
             self._runs[run.id] = run

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 from lab_client import Client
+from lab_page import PROMPT, Page
 
 import sinklens
 from sinklens.lab.execution import LiveRun
 from sinklens.lab.server import Lab
+from sinklens.runs.result import Generation
 
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 SHORT = {"gen_length": 8}
 
 
@@ -50,3 +51,17 @@ def gate(monkeypatch) -> Iterator[Gate]:
     monkeypatch.setattr(LiveRun, "before", wait)
     yield made
     made.opened.set()
+
+
+@pytest.fixture
+def page(browser, lab) -> Iterator[Page]:
+    """The page, opened by the link."""
+    opened = Page(browser, lab)
+    yield opened
+    opened.fresh()
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_llada) -> Generation:
+    """The run of `PROMPT` without changes."""
+    return sinklens.generate(tiny_llada, PROMPT)

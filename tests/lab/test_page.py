@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from building import random_hf
+from lab_page import PROMPT, Page, shown_at_end
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -17,130 +18,9 @@ from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, ForceTokens
 from sinklens.views.html import visible
 
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 pytestmark = pytest.mark.browser
 REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
 WIDTHS = (360, 1440)
-MENU = "return [...document.querySelectorAll('#menu button')].map(item => item.textContent)"
-ENDED = (
-    "!document.body.dataset.pending && (document.body.dataset.shown || '').endsWith('done') && "
-    "document.getElementById('halt').disabled"
-)
-
-
-class Page:
-    """The lab in the browser, as a user handles it."""
-
-    def __init__(self, browser, lab, width=1440):
-        self.browser, self.lab = browser, lab
-        self.open(lab.url, width)
-
-    def open(self, address, width=1440):
-        self.browser.size(width)
-        self.browser.driver.get_log("browser"), self.browser.driver.get_log("performance")
-        self.browser.driver.get("about:blank")
-        self.browser.driver.get(address)
-        self.browser.wait("return document.body.dataset.ready")
-        return self
-
-    def fresh(self):
-        """Forget what the tab shows, for good."""
-        self.browser.js("sessionStorage.clear(); Storage.prototype.setItem = () => {}")
-        return self
-
-    def without_changes(self):
-        """Remove the changes that the newest run brought along."""
-        while self.browser.js("return document.querySelectorAll('#chips .chip').length"):
-            self.browser.js("document.querySelector('#chips .chip button:last-child').click()")
-        self.browser.js("document.getElementById('same').checked = false")
-        return self
-
-    def type(self, prompt):
-        box = self.browser.driver.find_element(By.ID, "prompt")
-        self.browser.js("arguments[0].value = ''", box)
-        box.send_keys(prompt)
-
-    def submit(self):
-        """Run what is typed, from the keyboard."""
-        self.browser.driver.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
-
-    def run(self, prompt=PROMPT):
-        """Run a prompt as A, without changes."""
-        self.without_changes()
-        self.type(prompt)
-        self.browser.click("run")
-        return self.ended("A")
-
-    def ended(self, slot):
-        """Wait until the page shows the finished run of `slot`; returns its id."""
-        self.browser.wait(
-            f"return {ENDED} && document.getElementById('show-{slot}').ariaPressed === 'true' && "
-            "document.body.dataset.shown.split('/')[0] === document.body.dataset.wanted"
-        )
-        return self.browser.js("return document.body.dataset.shown.split('/')[0]")
-
-    def compared(self):
-        """Wait for the comparison of the runs shown, its divergence included."""
-        self.ended("B")
-        self.browser.wait(
-            "const card = document.getElementById('compare'); return !card.hidden && card.ariaBusy === 'false' && "
-            "card.dataset.pair.endsWith(document.body.dataset.wanted) && card.dataset.measured === card.dataset.pair"
-        )
-
-    def pick(self, text):
-        """Choose an entry of the open menu."""
-        assert any(text in item for item in self.browser.js(MENU)), self.browser.js(MENU)
-        self.browser.js(
-            "[...document.querySelectorAll('#menu button')].find(n => n.textContent.includes(arguments[0])).click()",
-            text,
-        )
-
-    def choose_head(self, layer, head, text):
-        self.browser.point("grid", layer, head, click=True)
-        self.pick(text)
-
-    def go_to(self, step):
-        self.browser.js(
-            "const s = document.getElementById('step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))",
-            step,
-        )
-
-    def tokens(self):
-        return self.browser.js("return [...document.querySelectorAll('#tokens .tok')].map(t => t.textContent)")
-
-    def differing(self):
-        return self.browser.js("return [...document.querySelectorAll('#tokens .tok.differs')].map(t => +t.dataset.at)")
-
-    def chips(self):
-        return self.browser.js("return [...document.querySelectorAll('#chips .said')].map(n => n.textContent)")
-
-    def python(self):
-        self.browser.click("copy-python")
-        text = self.browser.wait("return document.getElementById('code').value")
-        self.browser.js("document.getElementById('code-dialog').close(); document.getElementById('code').value = ''")
-        return text
-
-    def quiet(self):
-        assert self.browser.js("return document.getElementById('trouble').hidden"), self.browser.text("trouble")
-        assert self.browser.complaints() == []
-
-
-@pytest.fixture
-def page(browser, lab):
-    opened = Page(browser, lab)
-    yield opened
-    opened.fresh()
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_llada):
-    return sinklens.generate(tiny_llada, PROMPT)
-
-
-def shown_at_end(run):
-    """The texts of a run's last canvas, as a page shows them."""
-    words = run.sinks.vocabulary
-    return [visible(words[token]) for token in run.canvas[0, -1].tolist()]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -228,17 +228,52 @@ def test_models_of_two_kinds_are_compared_without_a_divergence(client, base_id):
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ({"chips": [{"kind": "ablate_head", "layer": 99, "head": 0}]}, "layer 99 does not exist; there are 4"),
         ({"settings": {"stpes": 3}}, "stpes is not a setting of the llada sampler"),
         ({"settings": {"gen_length": 10_000}}, "a prompt of 24 tokens and gen_length 10000 need 10024 positions"),
         ({"sampler": "autoregressive"}, "the autoregressive sampler fits causal attention"),
         ({"chat_template": True}, "chat_template=True, but the tokenizer of tiny-llada has none"),
     ],
 )
-def test_an_error_of_a_run_is_its_sentence_and_leaves_the_lab_alive(client, base, body, text):
-    run = client.submit(**{"prompt": PROMPT, "settings": SHORT} | body)
-    assert client.wait(lambda event: event.kind == "failed" and event.data["run"] == run).data["error"].startswith(text)
-    assert client.run(prompt=PROMPT, settings=SHORT)["canvas"] == base.canvas[0].tolist()
+def test_a_run_that_cannot_begin_is_refused_with_its_sentence(client, body, text):
+    answer = client.http.post("/api/runs", json={"prompt": PROMPT, "settings": SHORT} | body)
+    assert (answer.status_code, "chip" in answer.json()) == (422, False)
+    assert answer.json()["error"].startswith(text)
+
+
+NOWHERE = {  # name: (chip, model, text)
+    "a layer": ({"kind": "ablate_head", "layer": 99, "head": 0}, "tiny-llada", "layer 99 does not exist; there are 4"),
+    "a head": ({"kind": "hold_sink", "layer": 0, "head": 8, "from_step": 0}, "tiny-llada", "head 8 does not exist"),
+    "a step": ({"kind": "mask_sinks", "steps": [0, 8]}, "tiny-llada", "step 8 does not exist; there are 8, 0 to 7"),
+    "a kept step": ({"kind": "freeze_pattern", "layer": 0, "from_step": 9}, "tiny-llada", "step 9 does not exist"),
+    "a key": ({"kind": "hide_key", "pos": 32}, "tiny-llada", "position 32 does not exist"),
+    "a cell": ({"kind": "force_token", "pos": 90, "step": 0, "token": 1}, "tiny-llada", "position 90 does not exist"),
+    "a token": (
+        {"kind": "force_token", "pos": 25, "step": 0, "token": 9999},
+        "tiny-llada",
+        "token 9999 does not exist",
+    ),
+    "the prompt": ({"kind": "remask", "pos": 3, "step": 0}, "tiny-llada", "Remask takes answer positions, -8 to -1"),
+    "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "an autoregressive model has no mask"),
+    "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_chip_at_a_place_that_does_not_exist_is_refused_with_its_id(client, gate, name):
+    """Also while another run is under way."""
+    chip, model, text = NOWHERE[name]
+    running = client.submit(prompt=PROMPT, settings=SHORT)
+    assert gate.reached.wait(60)
+    chips = [{"kind": "mask_sinks", "id": "fine"}, chip | {"id": "bad"}, chip | {"id": "off", "on": False}]
+    before = len(client.get("/api/session")["runs"])
+    if text.startswith("the chip"):
+        chips.pop()  # a chip that is off has its fields too
+    answer = client.http.post("/api/runs", json={"prompt": PROMPT, "settings": SHORT, "model": model, "chips": chips})
+    assert (answer.status_code, answer.json()["chip"]) == (422, "bad")
+    assert answer.json()["error"].startswith(text)
+    assert len(client.get("/api/session")["runs"]) == before
+    gate.opened.set()
+    assert client.ended(running)["summary"]["status"] == "done"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Requests that the lab refuses, each with the reason."""
 
 import json
+import re
 import socket
 
 import httpx
@@ -47,6 +48,12 @@ REFUSED = {  # name: (method, path, headers that differ from those of the page, 
     "a wrong token": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "x" * 43}, 403, "missing or wrong"),
     "a token beside the cookie that is wrong": ("GET", "/api/session", {"X-Sinklens-Token": "x"}, 403, "wrong"),
     "the page without a token": ("GET", "/", {"Cookie": ""}, 403, "the token is missing or wrong"),
+    "a frame without the token in its address": ("GET", "/", {"Sec-Fetch-Dest": "iframe"}, 403, "missing or wrong"),
+    "a file with a wrong key": ("GET", "/static/lab.js?key=x", {}, 403, "the token is missing or wrong"),
+    "the key of files for the API": ("GET", "/api/session?key={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files for the page": ("GET", "/?key={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files as the token": ("GET", "/?token={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files in a header": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "{key}"}, 403, "wrong"),
     "a link with a wrong token": ("GET", "/?token=abc", {}, 403, "the token is missing or wrong"),
     "a static file without a token": ("GET", "/static/lab.html", {"Cookie": ""}, 403, "missing or wrong"),
     "a rebound name": ("GET", "/api/session", {"Host": "evil.example:{port}"}, 421, "this address is not the lab's"),
@@ -84,7 +91,9 @@ def test_a_request_is_refused(entered, lab, name):
     method, path, changed, status, text = REFUSED[name]
     given = {"Origin": origin(lab), "Content-Type": "application/json"} if method != "GET" else {}
     headers = {key: value for key, value in (given | changed).items() if value is not None}
-    headers = {key: value.replace("{port}", lab.address.rpartition(":")[2][:-1]) for key, value in headers.items()}
+    key = lab._guard.key
+    path, port = path.replace("{key}", key), lab.address.rpartition(":")[2][:-1]
+    headers = {name: value.replace("{port}", port).replace("{key}", key) for name, value in headers.items()}
     content = json.dumps(RUN).encode() if method == "POST" else None
     if "Content-Length" in headers:
         answer = _sent(entered, lab, path, headers)
@@ -123,6 +132,16 @@ def test_the_page_has_a_strict_policy_and_nothing_is_cached(entered):
     assert entered.get("/api/session").headers["content-security-policy"] == headers["content-security-policy"]
 
 
+def test_a_frame_is_served_for_the_token_alone_and_gets_no_cookie(raw, lab):
+    frame = {"Sec-Fetch-Dest": "iframe", "Sec-Fetch-Site": "cross-site"}
+    answer = raw.get(lab.url, headers=frame)
+    assert (answer.status_code, "set-cookie" in answer.headers) == (200, False)
+    files = re.findall(r'(?:src|href)="(/static/[^"]+)"', answer.text)
+    assert [file.partition("?")[0] for file in files] == ["/static/lab.css", "/static/lab.js"]
+    assert {raw.get(file).status_code for file in [*files, f"/frame?{files[0].partition('?')[2]}"]} == {200}
+    assert lab._guard.token not in answer.text
+
+
 def test_only_a_notebooks_lab_may_be_framed():
     assert Guard("t", "127.0.0.1", 1).headers()["X-Frame-Options"] == "DENY"
     assert "frame-ancestors 'none'" in Guard("t", "127.0.0.1", 1).headers()["Content-Security-Policy"]
@@ -148,18 +167,18 @@ BODIES = {  # name: (body, status, text)
     "many chips": (RUN | {"chips": [{"kind": "mask_sinks"}] * (MOST_CHIPS + 1)}, 413, "at most 64 chips; got 65"),
     "an unknown chip": (RUN | {"chips": [{"kind": "__import__"}]}, 400, "no chip is of the kind '__import__'"),
     "a chip with code": (
-        RUN | {"chips": [{"kind": "remask", "pos": "print(1)", "step": 0}]}, 400,
+        RUN | {"chips": [{"kind": "remask", "pos": "print(1)", "step": 0}]}, 422,
         "remask.pos must be an integer from 0 to 10,000,000; got 'print(1)'",
     ),
-    "a chip without a layer": (RUN | {"chips": [{"kind": "ablate_head", "head": 1}]}, 400, "needs layer: the layer"),
+    "a chip without a layer": (RUN | {"chips": [{"kind": "ablate_head", "head": 1}]}, 422, "needs layer: the layer"),
     "a chip with a surplus field": (
         RUN | {"chips": [{"kind": "mask_sinks", "layer": 1}]}, 400, "the chip mask_sinks has no field 'layer'",
     ),
     "steps backwards": (
-        RUN | {"chips": [{"kind": "mask_sinks", "steps": [3, 1]}]}, 400, "must be [first, last] with first ≤ last",
+        RUN | {"chips": [{"kind": "mask_sinks", "steps": [3, 1]}]}, 422, "must be [first, last] with first ≤ last",
     ),
     "an unknown replacement": (
-        RUN | {"chips": [{"kind": "ablate_head", "layer": 0, "head": 0, "by": "eval"}]}, 400,
+        RUN | {"chips": [{"kind": "ablate_head", "layer": 0, "head": 0, "by": "eval"}]}, 422,
         "ablate_head.by must be one of zero, mean; got 'eval'",
     ),
     "an unknown replay": (RUN | {"replay": "../x"}, 404, "no such run"),

@@ -1,9 +1,17 @@
-// Requests to the lab's server, and the numbers in its answers.
+// Requests to the lab's server, the stream of its events, and the numbers in its answers.
+//
+// In a tab the token is a cookie. In the frame of a notebook, which gets no cookie, it is in the page's address and goes
+// with every request as a header; files have a key in their address instead.
 
-const REFUSED = { 401: "This page has lost its token. Open the address that the lab printed.", 429: "The queue is full; wait for a run to end, or stop one." };
+const TOKEN = new URLSearchParams(location.search).get("token");
+const KEY = new URL(document.currentScript.src).search;
+const credentials = () => (TOKEN ? { "X-Sinklens-Token": TOKEN } : {});
+
+const REFUSED = { 429: "The queue is full; wait for a run to end, or stop one." };
 
 async function ask(path, body, method) {
-  const sent = body === undefined ? {} : { headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const kind = body === undefined ? {} : { "Content-Type": "application/json" };
+  const sent = { headers: { ...kind, ...credentials() }, ...(body === undefined ? {} : { body: JSON.stringify(body) }) };
   let answer;
   try {
     answer = await fetch(path, { method: method || (body === undefined ? "GET" : "POST"), ...sent });
@@ -16,6 +24,32 @@ async function ask(path, body, method) {
 }
 
 const askJson = async (path, body, method) => (await ask(path, body, method)).json();
+
+// Reads the events after `since` for as long as the page is open; `lost` is called with each failure.
+async function followEvents(since, { receive, lost, opened }) {
+  for (;;) {
+    try {
+      const reader = (await ask(`/api/events?since=${since}`)).body.pipeThrough(new TextDecoderStream()).getReader();
+      opened();
+      for (let rest = ""; ;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const blocks = (rest + value).split("\n\n");
+        rest = blocks.pop();
+        for (const block of blocks) {
+          const { id, event, data } = Object.fromEntries(block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+          if (!event) continue;
+          since = Number(id);
+          receive(event, JSON.parse(data));
+        }
+      }
+      lost();
+    } catch (error) {
+      lost(error);
+    }
+    await new Promise((resume) => setTimeout(resume, 1000));
+  }
+}
 
 function bytesOf(text) {
   const raw = atob(text), bytes = new Uint8Array(raw.length);

@@ -18,6 +18,9 @@ function scopeSteps() {
   return { all: () => null, one: () => [now, now], on: () => [now, lastStep()], range: () => [Number(byId("scope-from").value), Number(byId("scope-to").value)] }[byId("scope").value]();
 }
 
+// The step that is kept in later ones: the step shown, but none follows the last, where a run that has ended is shown.
+const firstKept = () => (run && view.step < T - 1 ? info.steps[view.step] : 0);
+
 function fillScope() {
   for (const name of ["scope-from", "scope-to"]) byId(name).max = lastStep();
   if (Number(byId("scope-to").value) === 0) byId("scope-to").value = lastStep();
@@ -44,7 +47,7 @@ function newChip(kind, given = {}) {
   const steps = scopeSteps(), chip = { id: newId(), on: true, kind };
   for (const { name, default: usual } of kindOf(kind).fields) chip[name] = usual ?? null;
   if ("steps" in chip) chip.steps = steps;
-  if ("from_step" in chip) chip.from_step = steps ? steps[0] : chip.from_step ?? 0;
+  if ("from_step" in chip) chip.from_step = steps && steps[0] < lastStep() ? steps[0] : firstKept();
   if ("step" in chip) chip.step = run ? info.steps[view.step] : 0;
   if ("layer" in chip && view.layer !== ALL) chip.layer = view.layer;
   if ("head" in chip && view.head !== ALL) chip.head = view.head;
@@ -89,12 +92,24 @@ function drawChips() {
       button("×", `Remove: ${text}`, () => { started(); lab.chips.splice(lab.chips.indexOf(chip), 1); changed(); byId("add-chip").focus({ preventScroll: true }); }));
     item.classList.toggle("off", !chip.on);
     item.dataset.id = chip.id;
+    if (lab.refused && lab.refused.id === chip.id) {
+      const why = make("p", lab.refused.text, "warn");
+      why.setAttribute("role", "alert");
+      item.classList.add("bad");
+      item.append(why);
+    }
     return item;
   }));
   byId("no-chips").hidden = lab.chips.length > 0;
 }
 
-const markChip = (id) => byId("chips").querySelectorAll(".chip").forEach((item) => item.classList.toggle("bad", item.dataset.id === id));
+// Shows at a change why the lab refused it; null: none is refused.
+function refuseChip(id, text) {
+  const was = lab.refused;
+  lab.refused = id && { id, text };
+  if (was || id) drawChips();
+  byId("chips").querySelector(".bad")?.scrollIntoView({ block: "nearest" });
+}
 
 // ---- editing one
 

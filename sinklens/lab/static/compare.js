@@ -88,7 +88,8 @@ function drawCompare() {
   const { first_difference: first, kl, kl_why: why } = pair, known = (kl || []).filter((value) => value !== null);
   const said = first === null || first === undefined ? "The canvases are the same at every step." : `The canvases first differ at step ${first}.`;
   const most = known.length ? ` The largest KL is ${short(Math.max(...known))} nats, at step ${kl.indexOf(Math.max(...known))}.` : why ? ` ${why}` : pair.measuring ? " KL is being measured…" : "";
-  byId("compare-text").textContent = said + most + (summaryOf(lab.B).replay ? " B runs on the canvases of A." : "");
+  const answers = pair.texts[0] === pair.texts[1] ? " The answers are the same." : " The answers differ.";
+  byId("compare-text").textContent = said + answers + most + (summaryOf(lab.B).replay ? " B runs on the canvases of A." : "");
   drawChange();
   fillTable();
 }
@@ -100,7 +101,7 @@ const cellsAt = (step) => lab.pair.cells.filter(([at]) => at === step).length;
 
 function drawChange() {
   const { pair } = lab, kl = pair.kl || [], moved = pair.sinks_moved || [], n = Math.max(kl.length, moved.length, 1), canvas = byId("change");
-  const rows = [["KL (nats)", kl, Math.max(1e-9, ...kl.map((value) => value ?? 0))], ["sinks moved", moved, Math.max(1e-9, ...moved.map((value) => value ?? 0))]];
+  const rows = [[pair.kl_why ? "KL: not available" : "KL (nats)", kl, Math.max(1e-9, ...kl.map((value) => value ?? 0))], ["sinks moved", moved, Math.max(1e-9, ...moved.map((value) => value ?? 0))]];
   change.width = Math.max(120, Math.min(900, widthOf(canvas) - change.left - 12));
   change.steps = n;
   const brush = sized(canvas, change.left + change.width + 12, change.top + 2 * change.high + change.gap + change.bottom);

@@ -7,7 +7,7 @@ const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
   words: new Map(), // token id -> text
-  A: null, B: null, shown: "A", chips: [], edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
+  A: null, B: null, shown: "A", chips: [], refused: null, edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
 };
 
 const ACTIVE = ["queued", "running"];
@@ -23,9 +23,10 @@ const attempt = (act) => async (...given) => {
   try { return await act(...given); } catch (error) { return complain(error); }
 };
 
+// An error of a change is shown at the change.
 function complain(error) {
-  if (error.chip) markChip(error.chip);
-  fail(error);
+  if (lab.chips.some(({ id }) => id === error.chip)) refuseChip(error.chip, error.message);
+  else fail(error);
 }
 
 // ---- starting runs
@@ -33,6 +34,7 @@ function complain(error) {
 async function post(body) {
   byId("trouble").hidden = true;
   lab.following = false;
+  refuseChip(null);
   const { run: id } = await askJson("/api/runs", body);
   lab.requests.set(id, body);
   if (!lab.runs.has(id)) lab.runs.set(id, { id, model: body.model, status: "queued", prompt: body.prompt || "", text: "" });
@@ -221,11 +223,13 @@ function follow(summary) {
   return attempt(adopt)(summary.id);
 }
 
-// The changes and the form of a run, in this tab.
+// The changes of a run and the form of run A, in this tab.
 async function adopt(id) {
-  const request = await requestOf(id);
+  const request = await requestOf(id), first = await requestOf(lab.A);
   lab.chips = (request.chips || []).map((chip) => ({ ...chip }));
-  fillForm(request);
+  fillForm(first);
+  byId("same").checked = Boolean(request.replay);
+  byId("model-b").value = request.model === first.model ? "" : request.model;
   drawChips();
   await present();
 }
@@ -237,11 +241,9 @@ function onEvent(kind, event) {
 }
 
 function listenEvents(since) {
-  const stream = new EventSource(`/api/events?since=${since}`);
-  for (const kind of Object.keys(HANDLERS)) stream.addEventListener(kind, (message) => onEvent(kind, JSON.parse(message.data)));
-  stream.addEventListener("reset", attempt(reload));
-  stream.onerror = () => { byId("state").textContent = "The connection to the lab is interrupted; it is being restored."; };
-  stream.onopen = drawState;
+  const restored = attempt(reload), receive = attempt((kind, event) => (kind === "reset" ? restored() : onEvent(kind, event)));
+  const lost = (error) => { byId("state").textContent = error && error.status ? error.message : "The connection to the lab is interrupted; it is being restored."; };
+  followEvents(since, { receive, lost, opened: drawState });
 }
 
 // After the server has lost its place in the events: what is there now.

@@ -57,6 +57,16 @@ async function apply(state) {
   if (run && T > state.step) goTo(state.step);
 }
 
+// A browser sends no header when it follows a link, so in a frame the page is fetched first.
+async function savePage() {
+  const { href } = byId("save-page"), link = make("a");
+  if (!href) return;
+  link.href = URL.createObjectURL(await (await ask(href)).blob());
+  link.download = `sinklens-${[lab.A, lab.B].filter(Boolean).join("-")}.html`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+
 function drawTools() {
   const save = byId("save-page"), ready = lab.A && !isActive(lab.A) && !(lab.B && isActive(lab.B));
   if (ready) save.href = `/api/runs/${lab.A}/page${pairQuery()}`;
@@ -74,6 +84,7 @@ const KEYS = [
 
 function listenOutput() {
   byId("copy-python").addEventListener("click", attempt(copyPython));
+  byId("save-page").addEventListener("click", (event) => { if (TOKEN) { event.preventDefault(); attempt(savePage)(); } });
   byId("copy-link").addEventListener("click", attempt(copyLink));
   byId("help-open").addEventListener("click", () => byId("help").showModal());
   for (const [keys, meaning] of KEYS) {

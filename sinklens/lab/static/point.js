@@ -14,10 +14,13 @@ function headItems(layer, head) {
   ];
 }
 
-const pathItems = (layer, head) => [
-  [`Freeze the pattern of ${headSaid(layer, head)} from step ${stepNow()} on`, () => addChip("freeze_pattern", { layer, head, from_step: stepNow() })],
-  [`Hold the sink of ${headSaid(layer, head)} from step ${stepNow()} on`, () => addChip("hold_sink", { layer, head, from_step: stepNow() })],
-];
+function pathItems(layer, head) {
+  const from_step = firstKept();
+  return [
+    [`Freeze the pattern of ${headSaid(layer, head)} from step ${from_step} on`, () => addChip("freeze_pattern", { layer, head, from_step })],
+    [`Hold the sink of ${headSaid(layer, head)} from step ${from_step} on`, () => addChip("hold_sink", { layer, head, from_step })],
+  ];
+}
 
 function positionItems(pos) {
   const keys = [[null, null, "all heads"]];
