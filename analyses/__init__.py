@@ -33,6 +33,7 @@ STUDIES = {
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
     "features": ("features", "Features"),
+    "circuits": ("circuits", "Circuits"),
 }
 
 

@@ -203,6 +203,30 @@ TABLES: dict[str, Table] = {
         ),
         ("tiny-llada",),
     ),
+    "writers": Table(
+        "circuits-writers",
+        tuple(
+            Row(f"{name}, {place}: {label}", {"role": role, "place": code, "writer": writer})
+            for role, name in (("strongest", "strongest sink"), ("mobile", "most mobile sink"))
+            for code, place in (("sink", "its key"), ("control", "control key"))
+            for writer, label in (("head", "heads"), ("mlp", "MLPs"))
+        ),
+        ("tiny-llada", "tiny-dream"),
+    ),
+    "jumps": Table(
+        "circuits-edges",
+        (
+            Row("jumps per problem", {"measure": "jumps"}, 1.0, 1),
+            *(
+                percent(f"undone through {name}, %: {label}", 0, measure="undone", letter=letter, sender=sender)
+                for letter, name in (("q", "queries"), ("k", "keys"))
+                for sender, label in (("all", "all components"), ("head", "heads"), ("mlp", "MLPs"))
+            ),
+            percent("queries of just decided positions, %", 0, measure="local", where="decided"),
+            percent("queries of as many nearest others, %", 0, measure="local", where="nearby"),
+        ),
+        ("tiny-llada", "tiny-dream"),
+    ),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
         for kind, ranges in (

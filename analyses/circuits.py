@@ -1,0 +1,286 @@
+"""Who writes the key of a sink, and which edge moves a sink that jumps?
+
+    sinklens analyse circuits tiny-llada tiny-dream
+
+Per prompt of a diffusion model, in layers that read other components (all but the first):
+
+- ``excess``: the key's part of the pre-softmax score minus its mean over the other keys (`write_attribution`), split
+  over the classes of components that wrote it, for two sinks: the ``strongest`` of all steps, and the ``mobile`` one,
+  the first new place in the head with the most jumps. Each beside a ``control``: the nearest key of the same step,
+  head, token kind and side of the prompt that is not a sink.
+- ``undone``: share of a jump that is undone if paths into the head's queries or keys carry what their senders wrote one
+  step before. A jump is a change of the strongest key between two steps at which it is a sink. Its size is the rise of
+  the new key's score over the old one's. Over the largest jumps of a prompt: Σ undone / Σ size.
+- ``local``: the same for the queries at the positions that the step before decided, and at as many nearest others.
+
+Caveat: shares of single classes need not add up to 1, because norms and the softmax are nonlinear, and a sum of scores
+over queries does not say which query looks where.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+
+from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.study import SINK, Study
+from sinklens.experiments import write_attribution
+from sinklens.interventions import PathPatch
+from sinklens.sinks.kinds import kinds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+ROLES = {"strongest": "the strongest sink", "mobile": "the most mobile head's sink"}
+PLACES = {"sink": "sink", "control": "nearest other key of the kind"}
+WRITERS = {"embed": "embedding", "head": "heads", "mlp": "MLPs", "bias": "biases"}
+LETTERS = {"q": "queries", "k": "keys"}
+SENDERS = {"all": "all components", "embed": "embedding", "head": "heads", "mlp": "MLPs"}
+WHERE = {"decided": "just decided positions", "nearby": "as many nearest others"}
+AXES: dict[str, dict[str, Mapping[str, str]]] = {
+    "excess": {"role": ROLES, "place": PLACES, "writer": WRITERS},
+    "undone": {"letter": LETTERS, "sender": SENDERS},
+    "local": {"where": WHERE},
+    "jumps": {},
+}
+MEASURES = {
+    "excess": "part of the score minus its mean over the other keys",
+    "undone": "share of the jumps undone by patching paths from the step before",
+    "local": "share undone through the queries of some positions",
+    "jumps": "jumps from sink to sink",
+}
+
+
+class Jump(NamedTuple):
+    """A sink that moves from `old` to `new` between step − 1 and `step`; `size` is the rise of new − old."""
+
+    size: float
+    step: int
+    layer: int
+    head: int
+    old: int
+    new: int
+
+
+@dataclass
+class Circuits(Study):
+    """See the module.
+
+    Attributes:
+        largest: number of jumps per prompt that are patched, the largest first.
+    """
+
+    name: ClassVar[str] = "circuits"
+    together: ClassVar[bool] = False
+    largest: int = 4
+
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MEASURES` [prompt, *`AXES`]; NaN for autoregressive models and where there is no such sink or jump."""
+        rows = []
+        for prompt in prompts:
+            values = {name: np.full([len(axis) for axis in axes.values()], np.nan) for name, axes in AXES.items()}
+            if not model.config.is_causal:
+                self._of_prompt(self.generate(model, [prompt], settings).run, values)
+            rows.append(xr.Dataset({name: (list(AXES[name]), value) for name, value in values.items()}))
+        coords = {axis: list(labels) for axes in AXES.values() for axis, labels in axes.items()}
+        return xr.concat(rows, dim="prompt").assign_coords(coords)
+
+    def _of_prompt(self, run: "Generation", values: dict[str, np.ndarray]) -> None:
+        """Fill in the measurements of a run of one prompt."""
+        assert run.sinks is not None
+        score, sinks = run.sinks.scores().to_numpy()[0], run.sinks.detect().to_numpy()[0]
+        found = jumps(score, sinks)
+        values["jumps"] = np.array(float(len(found)))
+        kind = kinds(run.sinks).to_numpy()[0]
+        side = np.arange(kind.shape[1]) < run.prompt_length
+        for role, (step, layer, head, key) in enumerate((strongest(score, sinks), mobile(found))):
+            if step < 0:
+                continue
+            free = ~sinks[step, layer, head] & (kind[step] == kind[step, key]) & (side == side[key])
+            for place, position in enumerate((key, nearest(free, key))):
+                if position >= 0:
+                    values["excess"][role, place] = written(run, step, layer, head, position)
+        if found:
+            values["undone"], values["local"] = mediated(run, found[: self.largest])
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``writers``: ``excess``; ``edges``: ``undone``, ``local`` and ``jumps``; ``claims``: paired differences."""
+        from pandas import concat
+
+        edges = [interval_table(measured, [name], self.seed) for name in ("undone", "local", "jumps")]
+        return {
+            "writers": interval_table(measured, ["excess"], self.seed),
+            "edges": concat(edges, ignore_index=True),
+            "claims": claims(measured, self.seed),
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``writers`` and ``edges``: means with intervals."""
+        import matplotlib.pyplot as plt
+
+        figures = {}
+        for name, measure in (("writers", "excess"), ("edges", "undone")):
+            table = interval_table(measured, [measure], self.seed)
+            figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+            for number, (model, part) in enumerate(table.groupby("model", sort=False)):
+                places = np.arange(len(part)) + 0.2 * number
+                bounds = [part["estimate"] - part["low"], part["high"] - part["estimate"]]
+                ax.errorbar(part["estimate"], places, xerr=bounds, fmt="o", label=str(model))
+                ax.set_yticks(places, part[list(AXES[measure])].agg(", ".join, axis=1))
+            ax.axvline(0, color="0.6", linewidth=0.8)
+            ax.set(xlabel=f"{MEASURES[measure]}\n95 % intervals over prompts; {SINK}")
+            ax.invert_yaxis()
+            ax.legend()
+            figures[name] = figure
+        return figures
+
+
+def jumps(
+    score: Float[np.ndarray, "step layer head pos"], sinks: Bool[np.ndarray, "step layer head pos"]
+) -> list[Jump]:
+    """All jumps in layers after the first, largest first."""
+    top, found = np.nan_to_num(score).argmax(axis=-1), []
+    for step, layer, head in np.argwhere(top[1:] != top[:-1]) + np.array([1, 0, 0]):
+        old, new = int(top[step - 1, layer, head]), int(top[step, layer, head])
+        if layer and sinks[step - 1, layer, head, old] and sinks[step, layer, head, new]:
+            rise = score[step, layer, head] - score[step - 1, layer, head]
+            found.append(Jump(float(rise[new] - rise[old]), int(step), int(layer), int(head), old, new))
+    return sorted(found, reverse=True)
+
+
+def strongest(score: np.ndarray, sinks: np.ndarray) -> tuple[int, int, int, int]:
+    """Step, layer, head and position of the sink with the largest score after the first layer; -1 without one."""
+    value = np.where(sinks, score, -np.inf)[:, 1:]
+    step, layer, head, key = np.unravel_index(value.argmax(), value.shape)
+    return (int(step), int(layer) + 1, int(head), int(key)) if value.max() > -np.inf else (-1, -1, -1, -1)
+
+
+def mobile(found: Sequence[Jump]) -> tuple[int, int, int, int]:
+    """The same of the first new place in the head with the most jumps (the first such head)."""
+    if not found:
+        return (-1, -1, -1, -1)
+    places = [(jump.layer, jump.head) for jump in found]
+    layer, head = min(set(places), key=lambda place: (-places.count(place), place))
+    first = min((jump for jump in found if (jump.layer, jump.head) == (layer, head)), key=lambda jump: jump.step)
+    return first.step, layer, head, first.new
+
+
+def nearest(free: Bool[np.ndarray, " pos"], key: int) -> int:
+    """The position in `free` that is nearest to `key`, the earlier of two; -1 if there is none."""
+    places = np.flatnonzero(free)
+    return int(places[np.abs(places - key).argmin()]) if places.size else -1
+
+
+def written(run: "Generation", step: int, layer: int, head: int, key: int) -> Float[np.ndarray, " writer"]:
+    """The excess of a key's score by class of writer; the rest, which is rounding, is left out."""
+    table = write_attribution(run, step, layer, head, key=key, weighted=True)
+    parts = table["from_key_excess"].groupby(table["kind"]).sum()
+    return parts.sel(kind=list(WRITERS)).to_numpy()
+
+
+def mediated(
+    run: "Generation", found: Sequence[Jump]
+) -> tuple[Float[np.ndarray, "letter sender"], Float[np.ndarray, " where"]]:
+    """``undone`` and ``local`` over some jumps: Σ undone / Σ size."""
+    undone, local = np.zeros((len(LETTERS), len(SENDERS))), np.zeros(len(WHERE))
+    for jump in found:
+        decided = (run.canvas[0, jump.step] != run.canvas[0, jump.step - 1]).numpy()
+        here = np.flatnonzero(decided)
+        others = neighbours(decided)
+        for row, letter in enumerate(LETTERS):
+            for column, sender in enumerate(SENDERS):
+                undone[row, column] += carried(run, jump, sender, letter)
+        for column, positions in enumerate((here, others)):
+            if positions.size:
+                local[column] += carried(run, jump, "all", "q", positions.tolist())
+    size = sum(jump.size for jump in found)
+    return undone / size, local / size
+
+
+def neighbours(chosen: Bool[np.ndarray, " pos"]) -> Int[np.ndarray, " place"]:
+    """As many other positions as are chosen, each the nearest to a chosen one that is still free."""
+    free = ~chosen
+    for key in np.flatnonzero(chosen):
+        position = nearest(free, int(key))
+        if position >= 0:
+            free[position] = False
+    return np.flatnonzero(~free & ~chosen)
+
+
+@torch.no_grad()
+def carried(run: "Generation", jump: Jump, sender: str, letter: str, positions: list[int] | None = None) -> float:
+    """By how much new − old falls if paths carry what a class of `SENDERS` wrote one step before."""
+    model = run.model
+    names = _senders(model, jump.layer, sender)
+    points = [
+        "hook_embed",
+        *(f"blocks.{n}.{name}" for n in range(jump.layer) for name in ("attn.hook_z", "hook_mlp_out")),
+    ]
+    _, before = model.run_with_cache(run.canvas[:, jump.step - 1], names_filter=points)
+    head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads
+    receiver = f"L{jump.layer}H{head}.{letter}"
+    path = PathPatch(sender=names, receiver=receiver, source={0: dict(before)}, positions=positions)
+    return _lead(run, jump, []) - _lead(run, jump, path.hooks_for(model))
+
+
+def _senders(model: "Model", layer: int, sender: str) -> list[str]:
+    classes = {
+        "embed": ["embed"],
+        "head": [f"L{n}H{head}" for n in range(layer) for head in range(model.cfg.n_heads)],
+        "mlp": [f"{n}_mlp_out" for n in range(layer)],
+    }
+    return [name for kind, names in classes.items() if sender in (kind, "all") for name in names]
+
+
+def _lead(run: "Generation", jump: Jump, hooks: Sequence[Any]) -> float:
+    """Column sum of new − old in a pass over the canvas of the jump's step."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(value: torch.Tensor, hook: Any) -> None:
+        kept["pattern"] = value
+
+    last = (f"blocks.{jump.layer}.attn.hook_pattern", keep)
+    run.model.run_with_hooks(run.canvas[:, jump.step], fwd_hooks=[*hooks, last])
+    column = kept["pattern"][0, jump.head].sum(dim=0)
+    return float(column[jump.new] - column[jump.old])
+
+
+def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
+    """Differences paired by prompt, one family per model (`judged`)."""
+    from pandas import concat
+
+    rows = []
+    for model, data in measured.items():
+        for claim, values in _pairs(data).items():
+            part = xr.Dataset({"difference": values.reset_coords(drop=True)})
+            rows.append(interval_table({model: part}, ["difference"], seed, null=0.0).assign(claim=claim))
+    return judged(concat(rows, ignore_index=True))
+
+
+def _pairs(data: xr.Dataset) -> dict[str, xr.DataArray]:
+    """The claims, and the differences that are above 0 if they hold."""
+    found = {}
+    for role, name in ROLES.items():
+        beyond = data["excess"].sel(role=role, place="sink") - data["excess"].sel(role=role, place="control")
+        for writer in ("head", "mlp"):
+            found[f"{name}: {WRITERS[writer]} write more of its score than of its control's"] = beyond.sel(
+                writer=writer
+            )
+    undone, local = data["undone"], data["local"]
+    through = undone.sel(sender="all")
+    found["jumps go through queries more than through keys"] = through.sel(letter="q") - through.sel(letter="k")
+    for letter, name in LETTERS.items():
+        part = undone.sel(letter=letter)
+        found[f"through {name}: heads move sinks more than MLPs"] = part.sel(sender="head") - part.sel(sender="mlp")
+    found["queries of just decided positions move sinks more than those nearby"] = local.sel(
+        where="decided"
+    ) - local.sel(where="nearby")
+    return found

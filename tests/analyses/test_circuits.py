@@ -1,0 +1,114 @@
+"""The circuits study: jumps and controls with planted truth, and both decompositions by hand on a run."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import sinklens
+from sinklens.analyses.circuits import (
+    AXES,
+    Circuits,
+    Jump,
+    carried,
+    claims,
+    jumps,
+    mobile,
+    nearest,
+    neighbours,
+    strongest,
+    written,
+)
+from sinklens.interventions import Activations, PathPatch
+from sinklens.tasks.word_problems import held_out
+
+PROMPT = held_out(1)[0].prompt
+JUMP = (1, 0, 34, 18)  # head 1.0 moves from 34 to 18 at step 8
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llada):
+    return sinklens.generate(tiny_llada, PROMPT)
+
+
+def test_jumps_lead_from_sink_to_sink_after_the_first_layer():
+    score = np.ones((3, 2, 2, 4))
+    score[:, :, 0] = np.array([[5, 1, 4, 1], [4, 1, 6, 1], [4, 1, 6, 1]])[
+        :, None
+    ]  # both layers, head 0: from 0 to 2 at step 1
+    score[:, 1, 1] = [[1, 3, 1, 1], [1, 1, 1, 9], [1, 9, 1, 1]]  # layer 1, head 1: from 1 to 3, and back
+    sinks = score > 3.5
+    found = jumps(score, sinks)
+    assert found == [Jump(16.0, 2, 1, 1, 3, 1), Jump(3.0, 1, 1, 0, 0, 2)]  # at step 0, head 1 has no sink
+    assert mobile(found) == (1, 1, 0, 2)  # as many jumps each: the first head
+    assert strongest(score, sinks) == (1, 1, 1, 3)
+    assert mobile([]) == strongest(score, sinks & False) == (-1, -1, -1, -1)
+
+
+def test_controls_are_the_nearest_free_positions():
+    assert nearest(np.array([True, False, False, True]), 1) == 0
+    assert nearest(np.zeros(3, dtype=bool), 1) == -1
+    assert neighbours(np.array([False, False, True, True, False, False])).tolist() == [1, 4]
+    assert neighbours(np.array([False, True, True])).tolist() == [0]  # fewer, where there are no more
+
+
+def test_the_undone_share_is_that_of_path_patched_runs(tiny_llada, run):
+    kept = Activations(names=["hook_embed", "blocks.0.attn.hook_z", "blocks.0.hook_mlp_out"])
+    sinklens.generate(tiny_llada, PROMPT, replay=run, hooks=kept)
+    layer, head, old, new = JUMP
+    lead = [_lead(run, step, layer, head, old, new) for step in (7, 8)]
+    (jump,) = [
+        one
+        for one in jumps(run.sinks.scores().to_numpy()[0], run.sinks.detect().to_numpy()[0])
+        if one[1:4] == (8, 1, 0)
+    ]
+    assert jump[4:] == (old, new)
+    assert jump.size == pytest.approx(lead[1] - lead[0], rel=1e-4)
+    heads = [f"L0H{number}" for number in range(6)]
+    for sender, names, letter, positions in (
+        ("head", heads, "q", None),
+        ("mlp", ["0_mlp_out"], "k", None),
+        ("all", ["embed", *heads, "0_mlp_out"], "q", [37]),
+    ):
+        patch = PathPatch(sender=names, receiver=f"L1H0.{letter}", source={8: kept.caches[7]}, positions=positions)
+        patched = sinklens.generate(tiny_llada, PROMPT, replay=run, hooks=patch)
+        expected = lead[1] - _lead(patched, 8, layer, head, old, new)
+        assert carried(run, jump, sender, letter, positions) == pytest.approx(expected, abs=1e-4)
+    assert carried(run, jump, "all", "q") > 0.9 * jump.size
+
+
+def _lead(run, step, layer, head, old, new):
+    score = run.sinks.scores().to_numpy()[0, step, layer, head]
+    return float(score[new] - score[old])
+
+
+def test_what_wrote_a_key_adds_up_to_the_excess_of_its_score(tiny_llada, run):
+    _, cache = tiny_llada.run_with_cache(run.canvas[:, 8], names_filter=["blocks.1.attn.hook_attn_scores"])
+    score = cache["blocks.1.attn.hook_attn_scores"][0, 0].detach()
+    weight = score.softmax(-1)[:, 18] / score.softmax(-1)[:, 18].sum()
+    others = torch.arange(score.shape[1]) != 18
+    expected = float(weight @ (score[:, 18] - score[:, others].mean(dim=1)))
+    assert written(run, 8, 1, 0, 18).sum() == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_prompt_is_measured_at_its_largest_jump(tiny_llada, tiny_llama, run):
+    data = Circuits(largest=1).measure(tiny_llada, [PROMPT], {})
+    found = jumps(run.sinks.scores().to_numpy()[0], run.sinks.detect().to_numpy()[0])
+    assert float(data["jumps"][0]) == len(found)
+    share = carried(run, found[0], "head", "k") / found[0].size
+    assert float(data["undone"].sel(letter="k", sender="head")[0]) == pytest.approx(share, abs=1e-4)
+    assert {name: data[name].dims[1:] for name in AXES} == {name: tuple(axes) for name, axes in AXES.items()}
+    causal = Circuits().measure(tiny_llama, [PROMPT], {})
+    assert all(bool(causal[name].isnull().all()) for name in AXES)
+
+
+def test_a_planted_difference_is_the_only_claim_that_holds():
+    coords = {axis: list(labels) for axes in AXES.values() for axis, labels in axes.items()}
+    data = xr.Dataset(
+        {name: (("prompt", *axes), np.zeros((30, *map(len, axes.values())))) for name, axes in AXES.items()}, coords
+    )
+    data["local"].loc[{"where": "decided"}] = 0.5 + np.linspace(0, 0.1, 30)
+    table = claims({"planted": data}, 0)
+    held = table[table["verdict"] == "holds"]
+    assert held["claim"].tolist() == ["queries of just decided positions move sinks more than those nearby"]
+    assert float(held["estimate"].iloc[0]) == pytest.approx(0.55)

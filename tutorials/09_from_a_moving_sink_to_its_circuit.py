@@ -1,0 +1,276 @@
+# %% [markdown]
+# # 9. From a moving sink to its circuit
+#
+# A sink moves from one position to another between two steps. At the end of this tutorial you will know
+#
+# - which components wrote the key that the head now prefers, and whether the jump changed them;
+# - which edge of the graph moved the sink, and how to verify it with a path patch;
+# - which components read the head;
+# - whether the message of the sink matters, or the attention that it absorbs;
+# - why a patch from a free corrupted run misleads, and what to patch from instead.
+#
+# It uses `tiny-llada` and takes about a minute on a laptop's CPU. Everything here is about one jump of one head on one
+# problem: an example of the method, not a finding.
+
+# %%
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+import sinklens
+from sinklens.experiments import (
+    agreement,
+    corrupted,
+    edge_attribution,
+    path_patching_effects,
+    strongest_edges,
+    sweep,
+    write_attribution,
+)
+from sinklens.interventions import AblateValues, Activations, MaskSinks, PatchHooks, PathPatch, Where
+from sinklens.tasks.word_problems import held_out
+from sinklens.views import sink_path, writer_bars
+
+torch.set_num_threads(1)  # models this small gain nothing from more
+model = sinklens.load("tiny-llada")
+prompts = [problem.prompt for problem in held_out(6)]
+writers = ["embed", *(f"L0H{head}" for head in range(6)), "0_mlp_out"]  # all that layer 1 reads
+kept = Activations(names=["hook_embed", "blocks.0.attn.hook_z", "blocks.0.hook_mlp_out"])
+run = sinklens.generate(model, prompts[0], hooks=kept)
+print(prompts[0] + run.text)
+
+# %% [markdown]
+# ## The picture
+#
+# Marks are filled where the strongest key of head 1.0 is a sink. It jumps at step 8.
+
+# %%
+LAYER, HEAD, STEP = 1, 0, 8
+sink_path(run.sinks, LAYER, HEAD)
+plt.show()
+
+path = run.sinks.trajectory(LAYER, HEAD).tolist()
+old, new = path[STEP - 1], path[STEP]
+tokens = model.to_str_tokens(run.canvas[0, STEP])
+decided = (run.canvas[0, STEP - 1] != run.canvas[0, STEP]).nonzero()[:, 0].tolist()
+print(f"from {old} ({tokens[old]}) to {new} ({tokens[new]}); step {STEP - 1} decided {decided}")
+assert (old, new, decided) == (34, 18, [37])
+
+# %% [markdown]
+# The sink moves from an undecided position to the word " have" of the question. Between the two steps the canvas
+# changed at one position only, 37, which is neither of them: it became an end token.
+
+# %% [markdown]
+# ## Who writes its key?
+#
+# `write_attribution` splits the head's pre-softmax score for a key over everything that wrote the residual stream at
+# the key. A softmax only compares keys, so read the *excess*, the score minus its mean over the other keys.
+# `weighted=True` weights the queries by the attention that they pay to the key.
+
+# %%
+tables = {
+    f"key {key}, step {step}": write_attribution(run, step, LAYER, HEAD, key=key, weighted=True)
+    for key in (old, new)
+    for step in (STEP - 1, STEP)
+}
+parts = pd.DataFrame({name: table["from_key_excess"].to_series() for name, table in tables.items()})
+print(parts.round(2))
+writer_bars(tables[f"key {new}, step {STEP}"], "key")
+plt.show()
+before, after = parts[f"key {new}, step {STEP - 1}"], parts[f"key {new}, step {STEP}"]
+assert before.idxmax() == after.idxmax() == "0_mlp_out"
+assert (after - before).abs().max() < 0.05  # the jump does not change what wrote the new sink's key
+
+# %% [markdown]
+# The first MLP writes most of the key of " have", and the same before and after the jump. The key was there before the
+# jump; what changed must be the queries.
+
+# %% [markdown]
+# ## Who moves it?
+#
+# Take what the writers wrote at step 7, and put it into what *one* receiver reads at step 8: the queries of head 1.0,
+# or its keys. `replay=` keeps the canvases. If the sink goes back to 34, the jump went along this path.
+
+
+# %%
+def lead(run, jump, step):
+    """By how much the score of the new sink exceeds that of the old one."""
+    layer, head, old, new = jump
+    scores = run.sinks.scores().isel(batch=0, step=step, layer=layer, head=head)
+    return float(scores.isel(pos=new) - scores.isel(pos=old))
+
+
+def undone(prompt, run, jump, step, sender, letter, **where):
+    """Share of a jump that is undone if one path carries what its sender wrote one step before."""
+    receiver, source = f"L{jump[0]}H{jump[1]}.{letter}", {step: kept.caches[step - 1]}
+    path = PathPatch(sender=sender, receiver=receiver, source=source, **where)
+    patched = lead(sinklens.generate(model, prompt, replay=run, hooks=path), jump, step)
+    return (lead(run, jump, step) - patched) / (lead(run, jump, step) - lead(run, jump, step - 1))
+
+
+case = (prompts[0], run, (LAYER, HEAD, old, new), STEP)
+complete = {letter: undone(*case, writers, letter) for letter in "qk"}
+print("share of the jump undone through", {letter: round(share, 2) for letter, share in complete.items()})
+assert complete["q"] > 0.9
+assert abs(complete["k"]) < 0.1
+
+# %% [markdown]
+# All of it went through the queries: nothing moved the keys, other positions began to look elsewhere. Which writer did
+# that? Patch the edges one at a time.
+
+# %%
+edges = pd.DataFrame({letter: {sender: undone(*case, sender, letter) for sender in writers} for letter in "qk"})
+print(edges.round(2))
+ax = edges.plot.bar(figsize=(7, 3), ylabel="share of the jump undone", rot=30)
+ax.axhline(0, color="0.5", linewidth=0.8)
+plt.show()
+assert edges["q"].idxmax() == "L0H4"
+assert edges.loc["L0H4", "q"] > 0.6
+assert edges["k"].abs().max() < 0.1
+
+# %% [markdown]
+# One edge undoes most of the jump: L0H4 → L1H0.q. The shares of single edges need not add up to 1, because norms and
+# the softmax are nonlinear. Does the edge act at the position that was just decided, or at all queries?
+
+# %%
+there = [position for position in range(run.canvas.shape[2]) if position not in decided]
+places = {"the decided position": decided, "all others": there}
+at = {name: undone(*case, "L0H4", "q", positions=positions) for name, positions in places.items()}
+print({name: round(share, 2) for name, share in at.items()})
+assert at["the decided position"] > 0.65
+assert abs(at["all others"]) < 0.1
+
+# %% [markdown]
+# This is the edge that moved the sink: when position 37 becomes an end token, head 0.4 writes something else there, and
+# the query that head 1.0 forms from it moves from the old sink to the new one. Nothing went through the keys.
+#
+# ## Who reads the head?
+#
+# Now the metric is a function of the logits. `edge_attribution` estimates all edges of the graph from gradients. Here:
+# what the canvas of step 8 changes, compared with that of step 7, in the log-probability of the tokens that are still
+# to come.
+
+# %%
+left = run.undecided[0, STEP].nonzero()[:, 0]
+
+
+def metric(logits):
+    """Mean log-probability of the final tokens at the undecided positions."""
+    return logits[0, left].log_softmax(-1).gather(1, run.canvas[0, -1, left, None]).mean()
+
+
+clean, other = run.canvas[:, STEP], run.canvas[:, STEP - 1]
+estimate = edge_attribution(model, clean, other, metric, path=4)
+reads = estimate.sel(sender=[f"L{LAYER}H{HEAD}"])
+print(f"the metric changes by {estimate.attrs['clean'] - estimate.attrs['corrupted']:.5f} nats")
+print(*strongest_edges(reads, 3), sep="\n")
+
+# %% [markdown]
+# An estimate is not yet a result. Patch the edges out of head 1.0 one at a time and compare.
+
+# %%
+truth = path_patching_effects(model, clean, other, metric, senders=[f"L{LAYER}H{HEAD}"])
+match = agreement(reads, truth)["effect"]
+print(*strongest_edges(truth, 3), sep="\n")
+print(f"rank correlation of estimate and truth: {match.rank_correlation:.2f}")
+assert strongest_edges(truth, 1)[0].receiver == strongest_edges(reads, 1)[0].receiver
+assert match.rank_correlation > 0.9
+assert float(abs(truth["effect"]).max()) < 1e-3
+
+# %% [markdown]
+# The second MLP reads the head most. But look at the size: the step that moved the sink, and every edge that reads it,
+# changes these predictions by less than 0.001 nats. A circuit of a sink is not yet a reason for the answer.
+#
+# ## The message, or the attention?
+#
+# A sink may say something, or only absorb attention. Masking a key removes both; `AblateValues` replaces only its
+# value. The control is a weaker key with the same kind of token. `where=` follows the strongest key of each step, and
+# `sweep` runs all four on six problems in one batch, under replay.
+
+# %%
+base = sinklens.generate(model, prompts)
+strongest = Where(top_k=1, source=base, same_step=True)
+control = Where(top_k=1, source=base, same_step=True, pick="same_kind", seed=1)
+head, changes = {"layers": [LAYER], "heads": [HEAD]}, {}
+for name, where in (("strongest", strongest), ("control", control)):
+    changes[f"{name}: masked"] = MaskSinks(top_k=None, where=where, **head)
+    changes[f"{name}: value replaced"] = AblateValues(where=where, **head)
+swept = sweep(model, prompts, changes, replay=True, progress=False)
+kl = swept["kl"].mean(("prompt", "step")).to_series()
+print(kl.map("{:.5f} nats".format).to_string())
+assert kl["strongest: masked"] < 0.001
+assert kl["strongest: value replaced"] < 0.001
+
+# %% [markdown]
+# Here neither matters. Without the strongest key of head 1.0, or without its message, the predictions stay the same.
+# The controls cost more, but on two of the six problems only. One head on six problems is an example, not a finding:
+# `sinklens analyse content` compares masking and replaced values over all heads and 100 problems.
+#
+# ## The trap: patching from a free run
+#
+# So far, the values came from the same run, one step before. To ask what a number of the *prompt* causes, they come
+# from a run of another prompt. Here 17 − 6 becomes 17 − 8, and head 0.0 is patched at the last step.
+
+# %%
+prompt = "Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:"
+names, mia = ["blocks.0.attn.hook_z"], sinklens.generate(model, prompt)
+free, controlled = Activations(names=names), Activations(names=names)
+sinklens.generate(model, prompt.replace(" 6", " 8"), hooks=free)  # decides its own tokens
+corrupted(mia, {" 6": " 8"}, hooks=controlled)  # the other prompt on the canvases of `mia`
+answers = {}
+for name, source in (("free", free), ("corrupted", controlled)):
+    patch = PatchHooks(source={23: source.caches[23]}, names=names, heads=[0])
+    answers[name] = sinklens.generate(model, prompt, hooks=patch).text.split()[-1]
+print(answers)
+assert answers == {"free": "9", "corrupted": "11"}
+
+# %% [markdown]
+# Patched from the free run, one head at one step turns 11 into 9. It looks as if head 0.0 computed the result. It does
+# not: the free run had already written 9 on its canvas, and the head's output carries that token. With `corrupted`,
+# only the number in the prompt differs, and the answer stays 11.
+
+# %% [markdown]
+# ## Exercises
+#
+# 1. On the problem `held_out(5)[4]`, the sink of head 3.2 jumps at step 8. Through which letter, and by which edge?
+# 2. Head 1.0 also jumps at step 7 on `held_out(7)[5]` and `held_out(7)[6]`. Is it the same edge?
+
+# %% [markdown]
+# ## Solutions
+#
+# **1.** Through the keys, and most by the edge from head 0.2: the sink moves onto a position that was just decided,
+# whose key changed.
+
+
+# %%
+def jump_of(number, layer, head, step):
+    """Arguments of `undone` for a jump; keeps the values of its run in `kept`."""
+    prompt = held_out(number + 1)[number].prompt
+    run = sinklens.generate(model, prompt, hooks=kept)
+    old, new = run.sinks.trajectory(layer, head)[[step - 1, step]].tolist()
+    return prompt, run, (layer, head, old, new), step
+
+
+kept = Activations(
+    names=["hook_embed", *(f"blocks.{n}.{name}" for n in range(3) for name in ("attn.hook_z", "hook_mlp_out"))]
+)
+third = jump_of(4, 3, 2, 8)
+every = ["embed", *(f"L{n}H{head}" for n in range(3) for head in range(6)), *(f"{n}_mlp_out" for n in range(3))]
+print({letter: round(undone(*third, every, letter), 2) for letter in "qk"})
+shares = pd.Series({sender: undone(*third, sender, "k") for sender in every})
+print(shares.nlargest(3).round(2))
+assert shares.idxmax() == "L0H2"
+
+# %% [markdown]
+# **2.** On one of the two. On the other no single edge undoes even half of the jump, although all of them together undo
+# it: a circuit found on one problem must be checked on others.
+
+# %%
+again = {}
+for number in (5, 6):
+    other = jump_of(number, LAYER, HEAD, 7)
+    again[number] = pd.Series({name: undone(*other, name, "q") for name in writers})
+    again[number]["all"] = undone(*other, writers, "q")
+print(pd.DataFrame(again).round(2))
+assert again[6]["L0H4"] > 0.6
+assert again[5].drop("all").max() < 0.5
