@@ -10,7 +10,7 @@ from sinklens.caching.dkv import DelayedCache
 from sinklens.caching.evict import Evict
 from sinklens.caching.fast_dllm import DualCache, PrefixCache
 from sinklens.caching.refresh import DriftAbove, Refresh, drift
-from sinklens.caching.registry import POLICIES, NoCache, find_policy, register
+from sinklens.caching.registry import POLICIES, NoCache, as_policy, find_policy, policy_name, register
 from sinklens.caching.sinks import KeepSinks
 from sinklens.sampling.key_cache import History, Keys, Policy
 
@@ -27,7 +27,9 @@ __all__ = [
     "Policy",
     "PrefixCache",
     "Refresh",
+    "as_policy",
     "drift",
     "find_policy",
+    "policy_name",
     "register",
 ]

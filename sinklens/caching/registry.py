@@ -3,11 +3,13 @@
 A name selects a policy where objects cannot be written, as on the command line: "dual", or "keep-sinks:4" with an
 argument. `register` adds a policy in this process.
 
-Pitfall: a name selects a policy with its default arguments; write the object to set others.
+Pitfall: a name selects a policy with its default arguments but one; write the object to set others.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -55,6 +57,33 @@ def register(name: str, make: Maker) -> None:
     if POLICIES.get(name, make) is not make:
         raise SettingError(f"a cache policy called {name!r} already exists; choose another name.")
     POLICIES[name] = make
+
+
+def as_policy(cache: Any) -> Policy | None:
+    """What `cache=` of a run takes, a policy or a name, as a policy; None for the exact run.
+
+    Raises:
+        SettingError: it is neither, or no policy has this name.
+    """
+    policy = find_policy(cache) if isinstance(cache, str) else cache
+    if policy is None or isinstance(policy, NoCache):
+        return None
+    if not isinstance(policy, Policy):
+        raise SettingError(
+            f"cache= must be a policy such as sinklens.caching.DualCache() or its name, 'dual'; got {cache!r}."
+        )
+    return policy
+
+
+def policy_name(policy: Policy) -> str:
+    """The text for which `find_policy` returns an equal policy; its repr if there is none."""
+    numbers = [value for value in vars(policy).values() if type(value) in (int, float)]
+    texts = [text for name in POLICIES for text in (name, *(f"{name}:{number}" for number in numbers))]
+    for text in texts:
+        with suppress(SettingError):
+            if find_policy(text) == policy:
+                return text
+    return repr(policy)
 
 
 def find_policy(text: str) -> Policy:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_settings, natural, settings_given
+from sinklens.cli.options import add_cache, add_settings, natural, settings_given
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def _add_trace(commands: Any) -> None:
         metavar="N",
         help="block length of a block-causal checkpoint (default: the one that its config.json names)",
     )
+    add_cache(trace, "reuse keys and values under this cache policy")
     add_settings(trace)
     trace.set_defaults(command=run_trace)
 
@@ -208,7 +209,8 @@ def run_trace(options: argparse.Namespace) -> None:
         family=options.family,
         block_length=options.model_block_length,
     )
-    run = generate(model, prompt, seed=options.seed, chat_template=options.chat, **settings_given(options))
+    given = settings_given(options)
+    run = generate(model, prompt, seed=options.seed, chat_template=options.chat, cache=options.cache, **given)
     assert run.sinks is not None
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")

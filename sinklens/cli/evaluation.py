@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_settings, natural, settings_given
+from sinklens.cli.options import add_cache, add_settings, natural, refuse_caches, settings_given
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def _add_evaluate(commands: Any) -> None:
     )
     command.add_argument("--data", type=Path, help="local file or folder of a published task (default: the hub)")
     _add_masking(command)
+    add_cache(command, "also evaluate every condition under these cache policies", nargs="+", default=[])
     _add_execution(command)
     add_settings(command)
     command.set_defaults(command=run_evaluate)
@@ -165,6 +166,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from sinklens.evaluation.runner import Options, estimate, evaluate
 
     _refuse_without_effect(options)
+    refuse_caches(options.cache, options.models)
     protocol = _protocol(options)
     conditions = masking(
         options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
@@ -174,7 +176,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     _check_limit(task, options.limit)
     shared: Options = {
         "task": task, "limit": options.limit, "batch": options.batch,
-        "seed": options.seed, "shard": _shard(options.shard),
+        "seed": options.seed, "shard": _shard(options.shard), "cache": options.cache,
         "load": {"dtype": options.dtype, "device": options.device},
     }  # fmt: skip
     for name in options.models:

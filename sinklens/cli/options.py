@@ -1,7 +1,10 @@
 """Sampler settings as command-line flags, one per setting, with the names and meanings of `sinklens.sampling`."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any, get_args, get_origin
+
+from sinklens.errors import SinklensError
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
@@ -24,6 +27,30 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     for name, kind in Settings.__annotations__.items():
         text = f"{setting_help(name)}{_default(name)}".replace("%", "%%")
         group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=text, **_flag(kind))
+
+
+def add_cache(command: Any, help: str, **more: Any) -> None:
+    """Add ``--cache``, for the name of a policy."""
+    from sinklens.caching import POLICIES
+
+    names = f"one of {', '.join(POLICIES)}, some with a number as in keep-sinks:4"
+    command.add_argument("--cache", metavar="POLICY", help=f"{help} ({names}; default: every step is exact)", **more)
+
+
+def refuse_caches(names: Sequence[str], models: Sequence[str]) -> None:
+    """Reject unknown policies, and models that cannot run under one, before anything is loaded."""
+    from sinklens.caching import as_policy
+    from sinklens.checkpoints import family_of
+    from sinklens.checkpoints.files import find_checkpoint, read_config
+
+    if not [name for name in names if as_policy(name) is not None]:
+        return
+    for model in models:
+        attention = family_of(read_config(find_checkpoint(model, None)), model).attention
+        if attention != "bidirectional":
+            raise SinklensError(
+                f"--cache is for bidirectional models; the attention of {model} is {attention}. Remove one of them."
+            )
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,11 @@ LEGEND = (
     "token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
 )
 IRREGULAR = ("empty", "masks left", "no end")
+CACHES = (
+    "speed: seconds per sample of the exact unmasked run over those of the condition, on the samples that both have. "
+    "Compare runs of one machine, with one --batch. A step under a policy computes fewer queries, so do not compare "
+    "its sinks/head with those of exact steps."
+)
 ESCAPING = (
     "A key masked at one step receives no attention there, so it does not count as a sink and is not masked at the "
     "next: --of-unmasked adds conditions that mask the sinks of the unmasked run, at every step."
@@ -43,6 +48,8 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
             if any(line.formed is not None for line in of_model):
                 console.print(_form_table(model, of_model))
     console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
+    if any(line.cache for line in lines):
+        console.print(CACHES, markup=False, soft_wrap=not sys.stdout.isatty())
     if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
         console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
     for note in notes:
@@ -54,7 +61,7 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
     models = list(dict.fromkeys(line.model for line in lines))
     in_paper = {line.model for line in lines if line.paper is not None}
     table = Table(title=f"{escape(protocol)}: accuracy", title_justify="left")
-    table.add_column("masked")
+    table.add_column(_heading(lines))
     for model in models:
         table.add_column(escape(model), justify="right")
         if model in in_paper:
@@ -81,16 +88,19 @@ def _share(line: "Line", most: int) -> str:
 
 def _second_table(model: str, lines: Sequence["Line"]) -> Table:
     """Accuracy differences between conditions, paired by sample."""
-    table = _table(f"{model}: compared on the same samples", ("samples", "vs unmasked", "vs random"))
+    timed = any(line.cache for line in lines)
+    columns = ("samples", "vs unmasked", "vs random", *["speed"] * timed)
+    table = _table(f"{model}: compared on the same samples", columns, _heading(lines))
     for line in lines:
         differences = (_difference(line.against_unmasked), _difference(line.against_random))
-        table.add_row(_masked(line), str(line.accuracy.total), *differences)
+        speed = [f"{line.speed:.2f} x" if line.against_unmasked else ""] * timed
+        table.add_row(_masked(line), str(line.accuracy.total), *differences, *speed)
     return table
 
 
 def _third_table(model: str, lines: Sequence["Line"]) -> Table:
     """Irregular answers, sinks and throughput."""
-    table = _table(f"{model}: its answers", (*IRREGULAR, "sinks/head", "samples/s", "guess"))
+    table = _table(f"{model}: its answers", (*IRREGULAR, "sinks/head", "samples/s", "guess"), _heading(lines))
     for line in lines:
         shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
         numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
@@ -100,17 +110,21 @@ def _third_table(model: str, lines: Sequence["Line"]) -> Table:
 
 def _form_table(model: str, lines: Sequence["Line"]) -> Table:
     """Answers that are not of the required form, and accuracy over the others; "–" for records without this."""
-    table = _table(f"{model}: form of its answers", ("malformed", "right of formed"))
+    table = _table(f"{model}: form of its answers", ("malformed", "right of formed"), _heading(lines))
     for line in lines:
         formed = ("–", "–") if line.formed is None else (f"{line.malformed:.1%}", f"{line.formed.share:.3f}")
         table.add_row(_masked(line), *formed)
     return table
 
 
-def _table(title: str, numbers: Sequence[str]) -> Table:
+def _heading(lines: Sequence["Line"]) -> str:
+    return "condition" if any(line.cache for line in lines) else "masked"
+
+
+def _table(title: str, numbers: Sequence[str], heading: str) -> Table:
     """A column for the condition, which a narrow terminal wraps, and columns of numbers, which never wrap."""
     table = Table(title=escape(title), title_justify="left")
-    table.add_column("masked")
+    table.add_column(heading)
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -10,7 +10,7 @@ re-exported here, because importing it needs the extra ``lm-eval``.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.conditions import UNMASKED, Condition, masking
+    from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
     from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.ledger import LedgerRun, Writer
     from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
@@ -46,10 +46,11 @@ __all__ = [
     "score",
     "score_interval",
     "score_p",
+    "under_caches",
 ]
 
 _MODULES = {
-    "conditions": ("UNMASKED", "Condition", "masking"),
+    "conditions": ("UNMASKED", "Condition", "masking", "under_caches"),
     "distributed": ("OnRay",),
     "runner": ("Estimate", "estimate", "evaluate"),
     "ledger": ("LedgerRun", "Writer"),

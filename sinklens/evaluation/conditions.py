@@ -1,11 +1,11 @@
-"""Conditions: the interventions, or none, under which a model answers. Each *condition* has a name.
+"""Conditions: the interventions and the cache policy, or none, under which a model answers. Each has a name.
 
 The conditions of one evaluation get the same samples and the same seed, so their verdicts can be compared sample by
-sample. The ledger stores a condition as the repr of its interventions, which contains all their settings.
+sample. The ledger stores a condition as the repr of its interventions and policy, which contains all their settings.
 
 Pitfall: two interventions with the same repr would share their records. An intervention whose repr is incomplete, such
-as one that holds a recorded run, is therefore refused. For an intervention defined outside sinklens the ledger also
-stores a hash of the source of its class, but not of the code that the class calls.
+as one that holds a recorded run, is therefore refused; so is such a policy. For a class defined outside sinklens the
+ledger also stores a hash of its source, but not of the code that it calls.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sinklens.caching import Policy, as_policy, policy_name
 from sinklens.errors import SettingError, nearest
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.choice import Scope, as_tuple
@@ -39,7 +40,7 @@ CONTROLS: dict[str, tuple[Pick, bool, str]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """A named list of interventions.
+    """A named list of interventions, and a cache policy.
 
     Attributes:
         name: its name in tables.
@@ -47,10 +48,11 @@ class Condition:
         masked: keys masked per head (K), for tables and figures; None where this does not apply.
         pick: how those keys are chosen; "" if no keys are masked.
         of_unmasked: run each batch unmasked first, and let `MaskSinks` and `AblateValues` take keys from that run.
+        cache: the cache policy of these runs; None computes every position in every step.
 
     Raises:
-        SettingError: an intervention holds a value that its repr does not fully describe, such as a recorded run, or
-            keeps state outside its dataclass fields.
+        SettingError: an intervention or the policy holds a value that its repr does not fully describe, such as a
+            recorded run, or keeps state outside its dataclass fields.
     """
 
     name: str
@@ -58,23 +60,30 @@ class Condition:
     masked: int | None = None
     pick: str = ""
     of_unmasked: bool = False
+    cache: Policy | None = None
 
     def __post_init__(self) -> None:
-        for hook in self.hooks:
-            _check_state_in_fields(hook)
-            for entry in fields(hook):
-                if not _is_plain(getattr(hook, entry.name)):
+        object.__setattr__(self, "cache", as_policy(self.cache))
+        for part in self._parts():
+            _check_state_in_fields(part)
+            for entry in fields(part):
+                if not _is_plain(getattr(part, entry.name)):
+                    kind = "interventions" if isinstance(part, Intervention) else "policies"
                     raise SettingError(
-                        f"{type(hook).__name__}({entry.name}=...) is a {type(getattr(hook, entry.name)).__name__}, "
-                        f"which the ledger cannot distinguish from another one; use interventions with plain settings."
+                        f"{type(part).__name__}({entry.name}=...) is a {type(getattr(part, entry.name)).__name__}, "
+                        f"which the ledger cannot distinguish from another one; use {kind} with plain settings."
                     )
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.hooks if self.cache is None else (*self.hooks, self.cache)
 
     def described(self) -> dict[str, Any]:
         """The condition as plain JSON values; only equal conditions give equal values."""
         hooks = [repr(hook) for hook in self.hooks]
         entry = {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
-        code = [_code_hash(type(hook)) for hook in self.hooks if not type(hook).__module__.startswith("sinklens.")]
-        return entry | ({"of_unmasked": True} if self.of_unmasked else {}) | ({"code": code} if code else {})
+        code = [_code_hash(type(part)) for part in self._parts() if not type(part).__module__.startswith("sinklens.")]
+        entry |= {"of_unmasked": True} if self.of_unmasked else {}
+        return entry | ({} if self.cache is None else {"cache": repr(self.cache)}) | ({"code": code} if code else {})
 
     def hooks_for(self, unmasked: "Callable[[], SinkTrack]") -> list[Intervention]:
         """The interventions of one batch; calls `unmasked` for the batch's unmasked run if they need it."""
@@ -87,14 +96,17 @@ class Condition:
         ]
 
 
-def _check_state_in_fields(hook: Intervention) -> None:
-    """Refuse an intervention with state outside its dataclass fields, which its repr would omit."""
-    kind = type(hook)
-    outside = sorted(vars(hook).keys() - {entry.name for entry in fields(hook)})
+def _check_state_in_fields(part: Any) -> None:
+    """Refuse an intervention or a policy with state outside its dataclass fields, which its repr would omit."""
+    kind = type(part)
+    read = {name for name in vars(part) if name.startswith("reads_") and isinstance(part, Policy)}  # follow from fields
+    declared = {entry.name for entry in fields(part)} if is_dataclass(part) else set()
+    outside = sorted(vars(part).keys() - declared - read)
     if "__dataclass_params__" not in vars(kind) or outside:
+        other = "intervention" if isinstance(part, Intervention) else "policy"
         raise SettingError(
             f"{kind.__name__} keeps {', '.join(outside) or 'its settings'} outside dataclass fields, so the ledger "
-            f"cannot distinguish it from another intervention; decorate the class with @dataclass(frozen=True) and "
+            f"cannot distinguish it from another {other}; decorate the class with @dataclass(frozen=True) and "
             f"declare its settings as fields."
         )
 
@@ -168,6 +180,31 @@ def masking(
             found.append(Condition(f"{name} of the unmasked run", (strongest,), count, "steady", of_unmasked=True))
         found += [_control(count, name, strongest, of_unmasked, seed) for name in CONTROLS if name in controls]
     return found
+
+
+def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequence[str | Policy]") -> list[Condition]:
+    """The conditions in exact runs, followed by the same conditions under each cache policy.
+
+    Args:
+        conditions: e.g. ``[UNMASKED]``, for the cost of the policies alone.
+        caches: policies, or names such as "dual" and "keep-sinks:4"; `NoCache` adds nothing.
+
+    Raises:
+        SettingError: an unknown policy, a policy that is listed twice, or a condition that has a policy already.
+    """
+    listed = [caches] if isinstance(caches, str | Policy) else list(caches)
+    policies = [policy for policy in map(as_policy, listed) if policy is not None]
+    names = [policy_name(policy) for policy in policies]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise SettingError(f"list each cache policy once; {repeated} is listed several times.")
+    given = next((condition.name for condition in conditions if condition.cache is not None), None)
+    if policies and given is not None:
+        raise SettingError(f"the condition {given!r} has a cache policy already; drop cache=, or that policy.")
+    return [*conditions, *(
+        replace(one, name=f"cache {name}" if one == UNMASKED else f"{one.name}, cache {name}", cache=policy)
+        for name, policy in zip(names, policies, strict=True) for one in conditions
+    )]  # fmt: skip
 
 
 def _control(count: int, control: str, strongest: MaskSinks, of_unmasked: bool, seed: int) -> Condition:

@@ -23,12 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from sinklens.caching import Policy, as_policy
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.key_places import Reach
 from sinklens.model import load
+from sinklens.runs.policies import check_policy
 from sinklens.sampling import settings_for
 from sinklens.tasks.base import cut
 from sinklens.tracing import generate
@@ -65,13 +67,15 @@ class SinklensLM(LM):
         mask_pick, mask_scope, mask_queries: `pick`, `scope` and `queries` of that `MaskSinks`.
         batch_size: prompts per run; answers do not depend on it.
         seed: for sampling, and for the random keys of `mask_sinks`. Repeats of a request use seed, seed + 1, ….
+        cache: a cache policy or its name, such as "dual" or "keep-sinks:4"; None computes every position. It is not
+            the harness's response cache.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is
             ignored on a machine without a GPU.
         settings: sampler settings; they override the task's.
 
     Raises:
-        SettingError: both `hooks` and `mask_sinks` are given, `batch_size` is not a number, or the model's sampler
-            does not have a setting.
+        SettingError: both `hooks` and `mask_sinks` are given, `batch_size` is not a number, the model's sampler does
+            not have a setting, or `cache` is not a policy that the model can run under.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class SinklensLM(LM):
         mask_queries: Reach = "newest",
         batch_size: int | str = 8,
         seed: int = 0,
+        cache: Policy | str | None = None,
         revision: str | None = None,
         dtype: Any = "auto",
         device: str | None = None,
@@ -110,7 +115,10 @@ class SinklensLM(LM):
         self.model = load(pretrained, **{name: value for name, value in given.items() if value is not None})
         self.batch_size, self.seed, self.settings = int(batch_size), seed, settings
         self._device = self.model.cfg.device
+        self.cache = as_policy(cache)
         self._settings({})
+        if self.cache is not None:
+            check_policy(self.model, settings_for(self.model, self.settings), self.cache)
 
     @property
     def tokenizer(self) -> Any:
@@ -173,7 +181,7 @@ class SinklensLM(LM):
                 prompts = [self.encode(requests[place].args[0]) for place in places]
                 run = generate(
                     self.model, prompts, hooks=self.hooks, seed=seed, record_sinks=False, progress=False,
-                    **self._settings(request_settings),
+                    cache=self.cache, **self._settings(request_settings),
                 )  # fmt: skip
                 for place, answer in zip(places, run.answers, strict=True):
                     answers[place] = cut(answer.text or "", _stops(request_settings))
@@ -209,6 +217,7 @@ class SinklensLM(LM):
             "weights": self.model.fingerprint,
             "dtype": str(self.model.cfg.dtype).removeprefix("torch."),
             "hooks": [repr(hook) for hook in self.hooks],
+            "cache": repr(self.cache) if self.cache else "",
             "settings": asdict(settings_for(self.model, self.settings)),
             "seed": self.seed,
         }

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_checkable
 
+from sinklens.caching import Policy
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.conditions import Condition
+from sinklens.evaluation.conditions import Condition, under_caches
 from sinklens.evaluation.ledger import LedgerRun, Record, Writer
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
-from sinklens.evaluation.units import Batch, batches, carry_out, identity, prompt_hash, reference_hash
+from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity, prompt_hash, reference_hash
 from sinklens.model import load
 from sinklens.tasks import Sample, Task
 
@@ -76,6 +77,7 @@ class InProcess:
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
         """See `Engine`."""
+        check_caches(self.load(job), conditions, job.protocol)
         shared = identity(self.load(job), conditions[0], job.task, job.protocol, job.seed)
         return [shared | {"condition": condition.described()} for condition in conditions]
 
@@ -97,6 +99,7 @@ class Options(TypedDict, total=False):
     seed: int
     shard: tuple[int, int]
     load: dict[str, Any] | None
+    cache: str | Policy | Sequence[str | Policy]
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class Evaluation:
         seed: for sampling; the same for every condition.
         shard: (index, number of shards): evaluate every n-th sample and write to a separate file.
         load: keyword arguments of `sinklens.load`.
+        cache: cache policies or their names; every condition is evaluated exactly and under each of them, see
+            `under_caches`.
     """
 
     model: Any
@@ -127,6 +132,10 @@ class Evaluation:
     seed: int = 0
     shard: tuple[int, int] = (0, 1)
     load: dict[str, Any] | None = None
+    cache: str | Policy | Sequence[str | Policy] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "conditions", under_caches(self.conditions, self.cache))
 
     def job(self) -> Job:
         """What an engine needs.
@@ -197,7 +206,7 @@ def evaluate(
         ledger: folder of the records; samples that have a record there are skipped.
         engine: runs the batches; None for this process.
         progress: called with a condition, its number of finished samples and its total.
-        **options: ``task``, ``limit``, ``batch``, ``seed``, ``shard`` and ``load``; see `Evaluation`.
+        **options: ``task``, ``limit``, ``batch``, ``seed``, ``shard``, ``load`` and ``cache``; see `Evaluation`.
 
     Returns:
         The ledger's run of each condition.
@@ -205,7 +214,8 @@ def evaluate(
     Raises:
         LedgerError: another process is writing the same shard, the disk is full, or the ledger was started with other
             data; finished samples are kept.
-        SettingError: there is no sample or no condition, or the shard does not exist.
+        SettingError: there is no sample or no condition, the shard does not exist, or the model cannot run under a
+            cache policy.
     """
     engine = engine or InProcess()
     plan = _plan(Evaluation(model, protocol, conditions, ledger, **options), engine)
@@ -221,7 +231,7 @@ def evaluate(
                     writers[place].add(record)
                 done[place] += len(records)
                 if progress is not None:
-                    progress(conditions[place], done[place], len(plan.samples))
+                    progress(plan.request.conditions[place], done[place], len(plan.samples))
         except KeyboardInterrupt:  # possibly in the middle of a batch
             _report(plan, plan.finished(), progress)
             raise
@@ -266,7 +276,7 @@ def estimate(
     loaded, job = engine.load(plan.job), plan.job
     seconds: list[float] = []
     measured: list[Record] = []
-    left = [part for part in (_batches_of(work, condition) for condition in conditions) if part]
+    left = [part for part in (_batches_of(work, condition) for condition in plan.request.conditions) if part]
     for part in (left[0], left[-1]) if len(left) > 1 else left:
         sample = part[len(part) // 2]
         carry_out(loaded, job.task, job.protocol, Batch(sample.condition, sample.samples[:1]), job.seed)

@@ -3,7 +3,8 @@
 Runs that differ only in their condition form a *group*: one model under one protocol. Within a group every condition is
 compared with "unmasked" on the samples that both have, and masked sinks also with the same number of random keys,
 selected and masked in the same manner (the first of several seeds). p values (McNemar's exact test) are corrected by
-Holm's method over a group's comparisons of one kind, with "unmasked" or with random keys.
+Holm's method over a group's comparisons of one kind, with "unmasked" or with random keys. A condition under a cache
+policy is compared with the exact unmasked run, and its random keys are those under the same policy.
 
 Caveat: a model's results differ in the last bits between device types, and so can its answers. Runs on different device
 types are not paired unless requested.
@@ -57,6 +58,7 @@ class Line:
     Attributes:
         task, protocol, model: names; `model` includes what distinguishes groups that would share a name.
         condition, masked, pick: as in `Condition`.
+        cache: the cache policy of the runs; "" for exact ones.
         accuracy: over all samples with a verdict.
         against_unmasked: paired with the unmasked run; None for the unmasked run, or if there is no such run.
         against_random: paired with the same number of random keys, masked in the same manner; None where this does not
@@ -67,6 +69,8 @@ class Line:
         formed: accuracy over the other answers; None where `malformed` is NaN.
         empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
         per_second: samples per second of model time.
+        speed: seconds of the exact unmasked run over seconds of this one, on the samples that both have; NaN for the
+            unmasked run, or if there is no such run.
         sinks: sinks per head and step, by the paper's definition.
         devices: device types.
         paper: accuracy in the paper's Table 1 for the same model and task, else None.
@@ -94,6 +98,8 @@ class Line:
     devices: tuple[str, ...]
     paper: float | None
     unscored: int = 0
+    cache: str = ""
+    speed: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -166,11 +172,11 @@ def _group(run: LedgerRun) -> dict[str, Any]:
     return {name: value for name, value in run.what.items() if name != "condition"}
 
 
-def _order(read: _Read) -> tuple[float | int, int, str]:
+def _order(read: _Read) -> tuple[str, float | int, int, str]:
     condition = read.condition
     masked = condition["masked"]
     place = PICKS.index(condition["pick"]) if condition["pick"] in PICKS else len(PICKS)
-    return (math.inf if masked is None else masked, place, str(condition["hooks"]))
+    return condition.get("cache", ""), math.inf if masked is None else masked, place, str(condition["hooks"])
 
 
 def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
@@ -204,7 +210,7 @@ def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
 
 
 def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Line]:
-    base = next((one for one in members if not one.condition["hooks"]), None)
+    base = next((one for one in members if not one.condition["hooks"] and "cache" not in one.condition), None)
     random = {_masking_key(one): one for one in reversed(members) if one.condition["pick"] == "random"}
     lines = []
     for one in members:
@@ -215,15 +221,16 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
                 name, one,
                 None if base is None or one is base else _pair(base, one, mixed_devices),
                 None if control is None else _pair(control, one, mixed_devices),
+                math.nan if base is None or one is base else _speed(base, one),
             )
         )  # fmt: skip
     return _corrected(lines)
 
 
 def _masking_key(read: _Read) -> str:
-    """The number of masked keys and all masking settings except which keys are picked."""
+    """The number of masked keys, all masking settings except which keys are picked, and the cache policy."""
     hooks = [re.sub(r"pick='\w*'|seed=\d+|persistent=\w+", "", hook) for hook in read.condition["hooks"]]
-    return json.dumps([read.condition["masked"], hooks])
+    return json.dumps([read.condition["masked"], hooks, read.condition.get("cache")])
 
 
 def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
@@ -251,7 +258,14 @@ def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
     return paired(first, second)
 
 
-def _line(name: str, read: _Read, against_unmasked: Paired | None, against_random: Paired | None) -> Line:
+def _speed(base: _Read, changed: _Read) -> float:
+    """Seconds of `base` over those of `changed` on the samples that both have; NaN without such samples."""
+    shared = base.records.keys() & changed.records.keys()
+    first, second = (sum(one.records[sample]["seconds"] for sample in shared) for one in (base, changed))
+    return first / second if second else math.nan
+
+
+def _line(name: str, read: _Read, against_unmasked: Paired | None, against_random: Paired | None, speed: float) -> Line:
     what, condition, records = read.run.what, read.condition, list(read.records.values())
     seconds = sum(record["seconds"] for record in records)
     formed = _formed(read)
@@ -280,6 +294,8 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
         devices=tuple(sorted(read.devices)),
         paper=_published(what, condition),
         unscored=read.unscored,
+        cache=condition.get("cache", ""),
+        speed=speed,
     )
 
 
@@ -318,7 +334,8 @@ def frame(lines: Sequence[Line]) -> "DataFrame":
         low, high = line.accuracy.interval
         row = {
             "task": line.task, "protocol": line.protocol, "model": line.model, "condition": line.condition,
-            "masked": line.masked, "pick": line.pick, "right": line.accuracy.right, "total": line.accuracy.total,
+            "masked": line.masked, "pick": line.pick, "cache": line.cache,
+            "right": line.accuracy.right, "total": line.accuracy.total,
             "estimate": line.accuracy.share, "low": low, "high": high, "chance": line.chance,
         }  # fmt: skip
         for kind in ("against_unmasked", "against_random"):
@@ -328,7 +345,7 @@ def frame(lines: Sequence[Line]) -> "DataFrame":
         rows.append(row | {
             "malformed": line.malformed, "right_of_formed": math.nan if line.formed is None else line.formed.share,
             "empty": line.empty, "masks": line.masks, "unended": line.unended, "per_second": line.per_second,
-            "sinks": line.sinks, "devices": " ".join(line.devices), "paper": line.paper,
+            "speed": line.speed, "sinks": line.sinks, "devices": " ".join(line.devices), "paper": line.paper,
             "unscored": line.unscored,
         })  # fmt: skip
     return pd.DataFrame(rows)

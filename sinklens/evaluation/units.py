@@ -26,6 +26,7 @@ from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import Record
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.interventions import Intervention
+from sinklens.runs.policies import check_policy
 from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
@@ -120,6 +121,18 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: EvalPro
     }
 
 
+def check_caches(model: "Model", conditions: Sequence[Condition], protocol: EvalProtocol) -> None:
+    """Refuse cache policies that do not fit the model or the protocol's settings, before anything runs.
+
+    Raises:
+        SettingError: one does not.
+    """
+    settings = settings_for(model, protocol.given(model.family_record.sampler))
+    for condition in conditions:
+        if condition.cache is not None:
+            check_policy(model, settings, condition.cache)
+
+
 def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
     """Refuse expected ids whose length no answer can have."""
     length = len(before_end(sample.expected or (), model.eos_token_ids))
@@ -143,7 +156,7 @@ def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, 
     def run_with(hooks: Sequence[Intervention]) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
         settings: dict[str, Any] = protocol.given(model.family_record.sampler)
-        return generate(model, prompts, seed=seed, hooks=hooks, progress=False, **settings)
+        return generate(model, prompts, seed=seed, hooks=hooks, progress=False, cache=batch.condition.cache, **settings)
 
     def unmasked() -> SinkTrack:
         track = run_with(()).sinks

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklens.caching import NoCache, Policy, find_policy
+from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -38,19 +38,20 @@ def key_cache_for(model: Model, settings: SamplerSettings, state: State, cache: 
     Raises:
         SettingError: `cache` is not a policy, or this run cannot have one.
     """
-    policy = find_policy(cache) if isinstance(cache, str) else cache
-    if policy is None or isinstance(policy, NoCache):
+    policy = as_policy(cache)
+    if policy is None:
         return None
-    if not isinstance(policy, Policy):
-        raise SettingError(
-            f"cache= must be a policy such as sinklens.caching.DualCache() or its name, 'dual'; got {cache!r}."
-        )
-    _refuse(model, settings, type(policy).__name__)
+    check_policy(model, settings, policy)
     return KeyCache(model.tree, policy, state.real, state.mask_id, state.shift)
 
 
-def _refuse(model: Model, settings: SamplerSettings, name: str) -> None:
-    """Refuse runs that a policy cannot apply to."""
+def check_policy(model: Model, settings: SamplerSettings, policy: Policy) -> None:
+    """Refuse runs that a policy cannot apply to.
+
+    Raises:
+        SettingError: the model is not bidirectional, or the settings need positions that a policy leaves out.
+    """
+    name = type(policy).__name__
     attention = model.family_record.attention
     if attention in ("causal", "block-causal"):
         kind = "autoregressive" if attention == "causal" else "block-causal"

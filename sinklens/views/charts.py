@@ -176,11 +176,13 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
 
     Args:
         table: one row per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
-            ``low``, ``high`` and ``chance``; conditions other than masking (no ``masked``) are omitted.
+            ``low``, ``high`` and ``chance``; conditions other than masking (no ``masked``), and
+            those under a cache policy (a ``cache``), are omitted.
     """
     from matplotlib.figure import Figure
 
     table = table[table["masked"].notna()]
+    table = table[table["cache"] == ""] if "cache" in table else table
     shown = [part for _, rows in table.groupby("protocol", sort=False) for part in _by_panel(rows)]
     columns = 2 if len(shown) == 4 else min(SHARED, max(1, len(shown)))
     lines = max(1, -(-len(shown) // columns))

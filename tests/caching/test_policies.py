@@ -19,9 +19,13 @@ from sinklens.caching import (
     PrefixCache,
     Refresh,
     drift,
+    find_policy,
+    policy_name,
 )
 from sinklens.errors import ReadOnlyHookError, SettingError
 from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.sampling import SamplerSettings
+from sinklens.sampling.registry import SAMPLERS, Sampler, register
 from sinklens.sinks import Record, TopK
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
@@ -381,3 +385,42 @@ class Returns(Policy):
 def test_a_plan_that_cannot_be_carried_out_is_refused(worded, value, text, unchecked):
     with pytest.raises(SettingError, match=text):
         sinklens.generate(worded("llama"), "one", gen_length=4, cache=Returns(value))
+
+
+@dataclass(frozen=True)
+class RevisitingSettings(SamplerSettings):
+    gen_length: int = 4
+    steps: int = 4
+
+
+def revisit(state, settings):
+    """Choose every answer token again in every step, as remasking and editing samplers do."""
+    variable = state.canvas == state.mask_id
+    for _ in range(settings.steps):
+        yield
+        canvas = state.begin_step()
+        state.end_step(canvas.masked_scatter(variable, state.logits(canvas, variable).argmax(-1)))
+
+
+def test_a_sampler_that_revisits_tokens_runs_where_the_policy_computes_them_and_is_refused_elsewhere(worded):
+    """The dual cache computes the block, here the answer; the delayed cache leaves written tokens out."""
+    register(Sampler("revisiting", RevisitingSettings, revisit))
+    try:
+        model, prompt = worded("llama"), PROMPTS[0]
+        run = sinklens.generate(model, prompt, sampler="revisiting", cache=DualCache())
+        assert run.steps_run == 4
+        with pytest.raises(
+            SettingError, match=r"this sampler decides positions that the cache policy does not compute"
+        ):
+            sinklens.generate(model, prompt, sampler="revisiting", cache=DelayedCache(refresh=4))
+        with pytest.raises(SettingError, match="is block-causal, and its steps already reuse keys exactly"):
+            sinklens.generate(worded("sdar"), "one", sampler="llada2.1", gen_length=4, cache=DualCache())
+    finally:
+        del SAMPLERS["revisiting"]
+
+
+def test_a_policy_has_the_name_that_finds_it():
+    for text in ("dual", "refresh", "refresh:3", "evict:0.2", "keep-sinks:4", "drop-sinks", "delayed:2"):
+        assert policy_name(find_policy(text)) == text
+    unnamed = Evict(keep=0.2, by="score")
+    assert policy_name(unnamed) == repr(unnamed)

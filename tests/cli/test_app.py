@@ -91,6 +91,7 @@ def test_models_lists_shipped_models_and_every_family(capsys):
             "belongs to the dream, dream-blocks and open-dcoder samplers",
         ),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
+        (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--cache", "duel"], "no cache policy is called 'duel'"),
         (["demo", "--problem", "500"], "must be between 0 and 499"),
         (["train", "tiny-lada"], "Nearest: tiny-llada"),
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),

@@ -11,6 +11,7 @@ import pytest
 from ledgers import planted_run
 
 import sinklens
+from sinklens.caching import DualCache
 from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking
@@ -323,3 +324,39 @@ def test_the_table_points_out_unfinished_conditions_and_sinks_that_escape_maskin
     assert "--of-unmasked adds conditions that mask the sinks of the unmasked run" in out
     planted_run(tmp_path, dict.fromkeys("abcd", True), steady)
     assert "--of-unmasked" not in run(capsys, "table", tmp_path)[1]
+
+
+def test_cache_policies_stand_beside_the_exact_run_in_one_ledger_and_table(tmp_path, capsys):
+    flags = ["--task", "tiny-gsm", "--limit", 2, "--steps", 6, "--out", tmp_path]
+    policies = ["--cache", "prefix", "dual", "delayed", "keep-sinks:4"]
+    assert run(capsys, "evaluate", "tiny-llada", *flags, *policies)[0] == 0
+    code, out, _ = run(capsys, "table", tmp_path)
+    assert code == 0
+    assert "speed: seconds per sample of the exact unmasked run" in out
+    names = ["unmasked", *(f"cache {name}" for name in policies[1:])]
+    table = pd.read_csv(tmp_path / "table.csv").set_index("condition")
+    assert sorted(table.index) == sorted(names)
+    assert (table.loc[names[1:], "against_unmasked_total"] == 2).all()
+    assert (table.loc[names[1:], "speed"] > 0).all()
+    dual = sinklens.generate("tiny-llada", held_out(1)[0].prompt, steps=6, cache=DualCache())
+    assert records(tmp_path, "cache dual")[0]["tokens"] == dual.tokens[0, dual.prompt_length :].tolist()
+    assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0  # the exact run is that of an evaluation without cache
+    assert len(LedgerRun.all(tmp_path)) == 5
+
+
+def records(ledger, condition):
+    return next(one for one in LedgerRun.all(ledger) if one.what["condition"]["name"] == condition).records()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["tiny-llada", "--cache", "duel"], "no cache policy is called 'duel'; known: none, prefix, dual, delayed"),
+        (["tiny-llada", "--cache", "keep-sinks:many"], "'keep-sinks:many' is not a cache policy: invalid literal"),
+        (["tiny-llada", "tiny-llama", "--cache", "dual"], "the attention of tiny-llama is causal. Remove one of them."),
+    ],
+)
+def test_policies_that_cannot_run_are_refused_before_anything_is_evaluated(tmp_path, capsys, flags, text):
+    code, _, printed = run(capsys, "evaluate", *flags, "--task", "tiny-gsm", "--out", tmp_path / "results")
+    assert (code, text in printed) == (1, True), printed
+    assert not (tmp_path / "results").exists()

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 import sinklens
+from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy
 from sinklens.errors import SettingError
-from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking
+from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
 from sinklens.interventions import Intervention, MaskSinks, PatchHooks
 from sinklens.sinks.detectors import EpsilonOverMean
 from sinklens.sinks.strongest import StrongestKeys
@@ -153,3 +154,54 @@ def test_a_description_includes_the_code_of_an_outside_intervention_but_not_that
 def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):
     with pytest.raises(SettingError, match=text):
         masking(**arguments)
+
+
+def test_every_condition_is_exact_and_under_each_cache_policy():
+    found = under_caches(masking([1]), ["dual", "none", KeepSinks(k=4), Evict(keep=0.25), DelayedCache(4)])
+    assert [(one.name, one.cache) for one in found[:4]] == [
+        ("unmasked", None), ("1 sink", None), ("cache dual", DualCache()), ("1 sink, cache dual", DualCache()),
+    ]  # fmt: skip
+    assert [one.name for one in found[4::2]] == ["cache keep-sinks:4", "cache evict:0.25", "cache delayed:4"]
+    assert found[3].hooks == found[1].hooks
+    assert under_caches([UNMASKED], "dual") == [UNMASKED, Condition("cache dual", masked=0, cache=DualCache())]
+    assert under_caches([UNMASKED], NoCache()) == [UNMASKED]
+
+
+def test_a_policy_is_part_of_a_description_and_exact_conditions_keep_theirs():
+    described = [one.described() for one in under_caches([UNMASKED], ["keep-sinks:4", "keep-sinks:5", "drop-sinks:4"])]
+    policies = [one.get("cache", "exact") for one in described]
+    assert len(set(policies)) == 4
+    assert "k=4" in policies[1]
+    assert described[0] == {"name": "unmasked", "hooks": [], "masked": 0, "pick": ""}  # ledgers of 0.1 hold this
+
+
+class Unsettled(Policy):
+    """Its setting is not a field, so its repr does not contain it."""
+
+    def __init__(self, every):
+        self.every = every
+
+    def plan(self, history):
+        return history.in_block
+
+
+@dataclass(frozen=True)
+class Blocks(Policy):
+    """A policy from outside sinklens."""
+
+    def plan(self, history):
+        return history.in_block
+
+
+def test_policies_from_outside_are_described_by_their_code_or_refused():
+    assert len(Condition("mine", cache=Blocks()).described()["code"]) == 1
+    with pytest.raises(SettingError, match=r"Unsettled keeps every outside dataclass fields.* from another policy"):
+        Condition("mine", cache=Unsettled(2))
+    with pytest.raises(SettingError, match=r"list each cache policy once; evict is listed several times"):
+        under_caches([UNMASKED], ["evict", Evict(keep=0.5)])
+    with pytest.raises(SettingError, match=r"the condition 'cache dual' has a cache policy already; drop cache="):
+        under_caches([Condition("cache dual", cache=DualCache())], ["prefix"])
+    with pytest.raises(
+        SettingError, match=r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks"
+    ):
+        under_caches([UNMASKED], ["keep-sink:4"])

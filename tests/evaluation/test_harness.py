@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 import sinklens
+from sinklens.caching import Evict
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import find_protocol
@@ -332,3 +333,17 @@ def harness_task(shared, tmp_path, style, shots):
     given = {"original": file, "name": "local", "folder": shared / "data" / "gsm8k", "cache": tmp_path / "cache"}
     (tmp_path / "local.yaml").write_text(HARNESS_TASK.format(shots=shots, **given))
     return TaskManager(include_path=tmp_path, include_defaults=False)
+
+
+def test_a_cache_policy_reaches_the_runs_of_the_harness_and_its_results():
+    prompt = held_out(1)[0].prompt
+    model = SinklensLM("tiny-llada", cache="evict:0.1", steps=6)
+    request = Instance("generate_until", {}, (prompt, {"until": []}), 0)
+    run = sinklens.generate(model.model, prompt, cache=Evict(keep=0.1), steps=6)
+    seen = []
+    model.hooks = [("blocks.0.attn.hook_fresh", lambda fresh, hook: seen.append(int(fresh.sum())))]
+    assert model.generate_until([request], disable_tqdm=True) == [run.text[0]]
+    assert seen == run.sinks["fresh"].isel(layer=0).sum(("batch", "pos")).to_numpy().tolist()
+    assert model.get_model_info()["cache"] == repr(Evict(keep=0.1))
+    with pytest.raises(SettingError, match="DualCache is for bidirectional models"):
+        SinklensLM("tiny-llama", cache="dual")

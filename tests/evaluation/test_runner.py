@@ -251,3 +251,9 @@ def test_data_with_other_reference_answers_are_refused(tmp_path):
         LedgerError, match=r"a record of tiny-gsm/0 with another expected answer, so it was started with"
     ):
         evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1, task=OtherAnswers())
+
+
+def test_a_model_that_cannot_run_under_a_policy_is_refused_before_the_exact_run(tmp_path):
+    with pytest.raises(SettingError, match=r"DualCache is for bidirectional models; .* is autoregressive"):
+        evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path / "results", cache="dual", limit=1)
+    assert not (tmp_path / "results").exists()

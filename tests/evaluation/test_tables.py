@@ -8,7 +8,7 @@ import pytest
 from ledgers import HAND, planted_run
 
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.conditions import masking
+from sinklens.evaluation.conditions import masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun, Writer
 from sinklens.evaluation.statistics import Accuracy, holm, paired
 from sinklens.evaluation.tables import PAPER, frame, read_lines
@@ -194,3 +194,25 @@ def test_the_frame_contains_every_number_and_nan_for_missing_ones(ledger):
     assert row["high"] == pytest.approx(0.6032, abs=1e-4)
     assert row["against_unmasked_difference"] == -0.5
     assert math.isnan(table[table["condition"] == "unmasked"].iloc[0]["against_unmasked_difference"])
+
+
+def test_cached_runs_are_paired_with_the_exact_run_and_timed_on_shared_samples(tmp_path):
+    exact, one, random, cached, one_cached, random_cached = under_caches(masking([1], ["random"]), ["dual"])
+    for condition, text, seconds in (
+        (exact, BASE, 0.6), (one, MASKED, 0.5), (random, RANDOM, 0.5),
+        (cached, MASKED[:5], 0.2), (one_cached, RANDOM, 0.3), (random_cached, BASE, 0.3),
+    ):  # fmt: skip
+        planted_run(tmp_path, verdicts(text), condition, seconds=seconds)
+    lines = read_lines(tmp_path)
+    assert [line.cache for line in lines] == [""] * 3 + ["DualCache()"] * 3
+    found = by_condition(lines)
+    pair = found["cache dual"].against_unmasked
+    assert (pair.difference, pair.lost, pair.gained, pair.total) == (-0.6, 3, 0, 5)
+    assert found["1 sink, cache dual"].against_unmasked.difference == pytest.approx(-0.2)  # with the exact run
+    assert found["1 sink, cache dual"].against_random.difference == pytest.approx(-0.2)  # under the same policy
+    assert found["1 sink"].against_random.difference == pytest.approx(-0.3)
+    speeds = {name: line.speed for name, line in found.items()}
+    assert math.isnan(speeds.pop("unmasked"))
+    assert speeds["cache dual"] == pytest.approx(3.0)
+    assert speeds["1 sink, cache dual"] == pytest.approx(2.0)
+    assert frame(lines)["speed"].tolist()[1:] == [line.speed for line in lines][1:]
