@@ -85,8 +85,13 @@ def sweep(
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
             under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out`, or a metric
-            that does not return one number per prompt.
+            that does not return one number per prompt; a cache policy (``cache=``).
     """
+    if "cache" in settings:
+        raise SettingError(
+            "sweep runs every position of every step and takes no cache policy; compare one intervention at a time "
+            "with effect(model, prompts, hooks, cache=...), or drop cache=."
+        )
     model = load(model)
     listed: dict[Any, list[Any]] = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()

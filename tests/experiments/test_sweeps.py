@@ -349,3 +349,8 @@ def test_a_function_that_returns_another_shape_is_named(tiny_llada):
 def test_stacked_interventions_need_a_divisible_number_of_rows(tiny_llada):
     with pytest.raises(SettingError, match="2 stacked interventions need a run with a multiple of 2 rows; got"):
         sinklens.generate(tiny_llada, PROMPTS, hooks=[stacking.Stacked([[], []])], **SHORT)
+
+
+def test_a_cache_policy_is_refused(tiny_llada):
+    with pytest.raises(SettingError, match=r"sweep runs every position .* takes no cache policy; .* effect\(model"):
+        sweep(tiny_llada, "2 + 3", {"none": []}, cache="dual")
