@@ -87,7 +87,7 @@ class Circuits(Study):
         rows = []
         for prompt in prompts:
             values = {name: np.full([len(axis) for axis in axes.values()], np.nan) for name, axes in AXES.items()}
-            if not model.config.is_causal:
+            if not model.causal:
                 self._of_prompt(self.generate(model, [prompt], settings).run, values)
             rows.append(xr.Dataset({name: (list(AXES[name]), value) for name, value in values.items()}))
         coords = {axis: list(labels) for axes in AXES.values() for axis, labels in axes.items()}
