@@ -24,7 +24,7 @@ MODELS = pytest.mark.parametrize(("architecture", "causal"), [("llama", False), 
 
 
 def every_value(name):
-    return not name.startswith("denoise.") and not name.endswith(("hook_attn_mask", "hook_sink_scores"))
+    return not name.startswith("denoise.") and not name.endswith(("hook_attn_mask", "hook_sink_scores", "hook_fresh"))
 
 
 def pair():
@@ -386,7 +386,10 @@ def test_agreement_by_hand():
         return xr.Dataset({"hook_embed": ("pos", values)}, {"pos": range(len(values))})
 
     score = agreement(effects([1.0, 2.0, 4.0, 9.0]), effects([2.0, 4.0, 8.0]))["hook_embed"]
-    assert score == pytest.approx(Agreement(1.0, 0.5, 3))
+    assert score == pytest.approx(Agreement(1.0, 0.5, 3, 1.0))
+    score = agreement(effects([1.0, 2.0, 4.0]), effects([1.0, 4.0, 16.0]))["hook_embed"]  # in order, not on a line
+    assert score.rank_correlation == pytest.approx(1.0)
+    assert score.correlation < 0.99
     score = agreement(effects([1.0, np.nan, 3.0]), effects([0.0, 5.0, 0.0]))["hook_embed"]
     assert score.places == 2
     assert np.isnan([score.correlation, score.relative_error]).all()
