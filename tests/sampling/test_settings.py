@@ -50,7 +50,7 @@ def test_an_autoregressive_step_decodes_one_token():
         ("dream", {"alg_temp": -1.0}, r"alg_temp must be a finite number of at least 0; got -1.0"),
         ("llada", {"remasking": "low-confidence"}, r"remasking.*low_confidence.*random"),
         ("llada", {"stpes": 4}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
-        ("llada", {"alg": "entropy"}, r"not a setting of the llada sampler: .* the dream, dream-blocks and open-dcoder"),
+        ("llada", {"alg": "entropy"}, r"not a setting of the llada sampler: .* dream, dream-blocks and open-dcoder"),
         ("dream", {"logits_eos_inf": True}, r"belongs to the llada sampler\."),
         ("autoregressive", {"threshold": 0.9}, r"it belongs to the llada, dream.* and \S+ samplers\."),
         ("dream", {"alg": "entrpoy"}, r"alg.*origin.*maskgit_plus.*topk_margin.*entropy"),
