@@ -35,7 +35,7 @@ def notebook(lab, monkeypatch):
 
 
 def test_the_lab_works_in_the_frame_of_a_notebook_and_in_a_tab_opened_from_it(browser, lab, notebook, plain):
-    browser.driver.delete_all_cookies()
+    browser.size(1440)
     browser.driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     browser.driver.get_log("browser")
     browser.driver.get(notebook)
