@@ -332,6 +332,8 @@ def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
         return {}
     try:
         generation = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(generation, dict):
+            raise ValueError("it is not a JSON object")
         return _generation_defaults(generation, family) | dict(generation.get("sinklens") or {})
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{file} has no valid settings ({error}). Download it again.") from error

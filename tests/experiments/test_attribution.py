@@ -17,14 +17,14 @@ from sinklens.tasks.word_problems import held_out
 
 LENGTH = 6
 AXES = {name.removeprefix("blocks.{l}."): spec.axes.split() for name, spec in table(names.EVERY)}
-NO_VALUES = ("attn.hook_attn_mask", "attn.hook_sink_scores")
+NO_VALUES = ("attn.hook_attn_mask", "attn.hook_sink_scores", "attn.hook_fresh")
 KINDS = [name.removeprefix("blocks.{l}.") for name, _ in table() if not name.startswith("denoise.")]
 KINDS = [name for name in KINDS if name not in NO_VALUES]
 MODELS = pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("qwen3", True)])
 
 
 def every_value(name):
-    return not name.startswith("denoise.") and not name.endswith(("hook_attn_mask", "hook_sink_scores", "hook_fresh"))
+    return not name.startswith("denoise.") and not name.endswith(NO_VALUES)
 
 
 def pair():

@@ -184,7 +184,7 @@ def switched():
     yield model
     for switch in ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in"):
         getattr(model, f"set_{switch}")(False)
-    assert len(model.hook_names()) == 77
+    assert len(model.hook_names()) == 80
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_point_that_is_off_raises_an_error_that_names_its_setter(switched, nam
         switched.run_with_cache(random_ids(), names_filter=name)
     with pytest.raises(SettingError, match=message):
         switched.add_hook(name, lambda value, hook: None)
-    with pytest.raises(HookNameError, match="matches none of the 77"):
+    with pytest.raises(HookNameError, match="matches none of the 80"):
         switched.run_with_hooks(random_ids(), fwd_hooks=[(lambda point: point == switched.tree.spelled(name), print)])
     getattr(switched, f"set_{switch}")(True)
     assert getattr(switched.cfg, switch) is True
