@@ -31,9 +31,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 
 def add_cache(command: Any, help: str, **more: Any) -> None:
     """Add ``--cache``, for the name of a policy."""
-    from sinklens.caching import POLICIES
-
-    names = f"one of {', '.join(POLICIES)}, some with a number as in keep-sinks:4"
+    names = "such as prefix, dual or keep-sinks:4; an unknown name lists all"
     command.add_argument("--cache", metavar="POLICY", help=f"{help} ({names}; default: every step is exact)", **more)
 
 

@@ -794,7 +794,7 @@ def test_an_attention_mask_can_be_set_per_query(tiny_llada, base):
         (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be divided among 3 blocks"),
         (PROMPT, {"stesp": 5}, SettingError, r"Nearest: steps"),
         (PROMPT, {"hooks": [("hook_embd", print)]}, HookNameError, r"Nearest: hook_embed"),
-        (PROMPT, {"hooks": [(lambda name: False, print)]}, HookNameError, r"matches none of the 100 hook points"),
+        (PROMPT, {"hooks": [(lambda name: False, print)]}, HookNameError, r"matches none of the 104 hook points"),
     ],
 )  # fmt: skip
 def test_an_invalid_prompt_or_setting_is_rejected_before_anything_runs(tiny_llada, prompt, settings, error, text):
