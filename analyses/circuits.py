@@ -26,10 +26,12 @@ import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 
+from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import write_attribution
 from sinklens.interventions import PathPatch
+from sinklens.prompts import SinglePrompt
 from sinklens.sinks.kinds import kinds
 
 if TYPE_CHECKING:
@@ -82,16 +84,17 @@ class Circuits(Study):
     together: ClassVar[bool] = False
     largest: int = 4
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`MEASURES` [prompt, *`AXES`]; NaN for autoregressive models and where there is no such sink or jump."""
-        rows = []
-        for prompt in prompts:
+
+        def one(prompt: SinglePrompt) -> xr.Dataset:
             values = {name: np.full([len(axis) for axis in axes.values()], np.nan) for name, axes in AXES.items()}
             if not model.causal:
                 self._of_prompt(self.generate(model, [prompt], settings).run, values)
-            rows.append(xr.Dataset({name: (list(AXES[name]), value) for name, value in values.items()}))
+            return xr.Dataset({name: (list(AXES[name]), value) for name, value in values.items()})
+
         coords = {axis: list(labels) for axes in AXES.values() for axis, labels in axes.items()}
-        return xr.concat(rows, dim="prompt").assign_coords(coords)
+        return each_prompt(prompts, one).assign_coords(coords)
 
     def _of_prompt(self, run: "Generation", values: dict[str, np.ndarray]) -> None:
         """Fill in the measurements of a run of one prompt."""

@@ -342,7 +342,7 @@ def test_a_cache_policy_reaches_the_runs_of_the_harness_and_its_results():
     run = sinklens.generate(model.model, prompt, cache=Evict(keep=0.1), steps=6)
     seen = []
     model.hooks = [("blocks.0.attn.hook_fresh", lambda fresh, hook: seen.append(int(fresh.sum())))]
-    assert model.generate_until([request], disable_tqdm=True) == [run.text[0]]
+    assert model.generate_until([request], disable_tqdm=True) == [run.text]
     assert seen == run.sinks["fresh"].isel(layer=0).sum(("batch", "pos")).to_numpy().tolist()
     assert model.get_model_info()["cache"] == repr(Evict(keep=0.1))
     with pytest.raises(SettingError, match="DualCache is for bidirectional models"):
