@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from building import random_hf
-from lab_page import PROMPT, Page, shown_at_end
+from lab_page import MENU, PROMPT, Page, shown_at_end
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
