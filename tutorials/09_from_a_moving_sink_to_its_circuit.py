@@ -57,8 +57,8 @@ print(f"from {old} ({tokens[old]}) to {new} ({tokens[new]}); step {STEP - 1} dec
 assert (old, new, decided) == (34, 18, [37])
 
 # %% [markdown]
-# The sink moves from an undecided position to the word " have" of the question. Between the two steps the canvas
-# changed at one position only, 37, which is neither of them: it became an end token.
+# The sink moves from an undecided position to the word " have" of the question. Between the two steps, the canvas
+# changed at only one position, 37, which is neither of these: it became an end token.
 
 # %% [markdown]
 # ## Who writes its key?
@@ -82,8 +82,8 @@ assert before.idxmax() == after.idxmax() == "0_mlp_out"
 assert (after - before).abs().max() < 0.05  # the jump does not change what wrote the new sink's key
 
 # %% [markdown]
-# The first MLP writes most of the key of " have", and the same before and after the jump. The key was there before the
-# jump; what changed must be the queries.
+# The first MLP writes most of the key of " have", and writes the same before and after the jump. The key was there
+# before the jump, so the queries must have changed.
 
 # %% [markdown]
 # ## Who moves it?
@@ -115,8 +115,8 @@ assert complete["q"] > 0.9
 assert abs(complete["k"]) < 0.1
 
 # %% [markdown]
-# All of it went through the queries: nothing moved the keys, other positions began to look elsewhere. Which writer did
-# that? Patch the edges one at a time.
+# The entire jump went through the queries and none of it through the keys: other positions began to look elsewhere.
+# Which writer caused that? Patch the edges one at a time.
 
 # %%
 edges = pd.DataFrame({letter: {sender: undone(*case, sender, letter) for sender in writers} for letter in "qk"})
@@ -141,8 +141,9 @@ assert at["the decided position"] > 0.65
 assert abs(at["all others"]) < 0.1
 
 # %% [markdown]
-# This is the edge that moved the sink: when position 37 becomes an end token, head 0.4 writes something else there, and
-# the query that head 1.0 forms from it moves from the old sink to the new one. Nothing went through the keys.
+# This is the edge that moved the sink: when position 37 becomes an end token, head 0.4 writes something different
+# there, and the query that head 1.0 forms from it moves from the old sink to the new one. Nothing went through the
+# keys.
 #
 # ## Who reads the head?
 #
@@ -203,12 +204,12 @@ assert kl["strongest: value replaced"] < 0.001
 
 # %% [markdown]
 # Here neither matters. Without the strongest key of head 1.0, or without its message, the predictions stay the same.
-# The controls cost more, but on two of the six problems only. One head on six problems is an example, not a finding:
+# The controls cost more, but only on two of the six problems. One head on six problems is an example, not a finding:
 # `sinklens analyse content` compares masking and replaced values over all heads and 100 problems.
 #
 # ## The trap: patching from a free run
 #
-# So far, the values came from the same run, one step before. To ask what a number of the *prompt* causes, they come
+# So far, the values came from the same run, one step earlier. To ask what a number in the *prompt* causes, take them
 # from a run of another prompt. Here 17 − 6 becomes 17 − 8, and head 0.0 is patched at the last step.
 
 # %%
@@ -238,7 +239,7 @@ assert answers == {"free": "9", "corrupted": "11"}
 # %% [markdown]
 # ## Solutions
 #
-# **1.** Through the keys, and most by the edge from head 0.2: the sink moves onto a position that was just decided,
+# **1.** Through the keys, and mostly by the edge from head 0.2: the sink moves onto a position that was just decided,
 # whose key changed.
 
 

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 10. Features at a sink
 #
-# A *sparse autoencoder* (SAE) writes an activation as a sum of a few *features* out of many. In a diffusion model there
-# are two kinds of activation at every step: of positions that hold a token, and of positions that are still masked. At
-# the end of this tutorial you will know
+# A *sparse autoencoder* (SAE) represents an activation as a sum of a few *features* out of many. In a diffusion model
+# there are two kinds of activation at every step: of positions that hold a token, and of positions that are still
+# masked. At the end of this tutorial you will know
 #
 # - how to load an SAE and to check that it fits where you use it,
-# - which features fire at a sink, and how to tell a feature of the *sink* from one of the *place*,
+# - which features fire at a sink, and how to distinguish a feature of the *sink* from one of the *place*,
 # - what ablating such features does to the sink and to the answer, and what a control says about it,
 # - how to collect activations and train an SAE of your own,
 # - how to read a stream with a lens that was tuned by the masked share.
@@ -62,7 +62,7 @@ print(sum(a == b for a, b in zip(spliced.text, run.text, strict=True)), "of", le
 # ## Which features fire at a sink?
 #
 # `read_features` returns the features of every position and step. Layer 3 reads this stream, so its sinks are the ones
-# to compare with: here those on masked positions.
+# to compare with; here, those on masked positions.
 
 # %%
 layer = 3
@@ -191,14 +191,14 @@ assert (agreement["tuned lens"] >= agreement["logit lens"]).all()
 # %% [markdown]
 # ## Exercises
 #
-# 1. Do the same for sinks on *tokens*, with the SAE of decided positions: which share of its strongest feature's firing
+# 1. Do the same for sinks on *tokens*, with the SAE of decided positions: what share of its strongest feature's firing
 #    at sinks goes with the kind of token? Compare `excess` over all tokens with `excess` over digits only.
 # 2. Clamp the strongest of the masked features to a high value at *every* masked position. Do new sinks appear?
 
 # %% [markdown]
 # ## Solutions
 #
-# **1.** Sinks on tokens are often digits, so a feature of digits looks like one of sinks. Among digits nothing of its
+# **1.** Sinks on tokens are often digits, so a feature of digits looks like one of sinks. Among digits, none of its
 # excess is left.
 
 # %%

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 11. What caching does to sinks
 #
-# A step of a bidirectional model computes every position. Programs that serve such models *reuse* keys and values of
-# earlier steps, which is faster and no longer exact. In sinklens such a rule is a *cache policy*, and it is measured
-# like any other intervention. At the end of this tutorial you will know
+# A step of a bidirectional model computes every position. Inference engines *reuse* keys and values from earlier steps,
+# which is faster but no longer exact. In sinklens such a rule is a *cache policy*, and it is measured like any other
+# intervention. At the end of this tutorial you will know
 #
 # - how to run a model under a policy, and how to see which keys were computed and how old the others were,
 # - what a policy changes on the *same* canvases: the predictions (KL divergence) and the sinks,
 # - how stale keys differ from hidden keys, with sinks and with the others,
-# - which of these numbers you may compare, and which not.
+# - which of these numbers can be compared, and which cannot.
 #
 # It uses `tiny-llada` in blocks of eight positions, because the policies act between the steps of a block.
 
@@ -53,8 +53,8 @@ plt.show()
 # %% [markdown]
 # ## The same canvases
 #
-# Two free runs soon have different tokens, so that their steps cannot be compared. `effect` therefore also runs the
-# policy *under replay*, on the canvases of the exact run. Six policies:
+# Two free runs soon have different tokens, so their steps cannot be compared. `effect` therefore also runs the policy
+# *under replay*, on the canvases of the exact run. Six policies:
 #
 # - `PrefixCache` leaves the columns before the block stale, `DualCache` also those after it;
 # - `KeepSinks` is `DualCache` with up to four sinks per layer computed in every step, and `~KeepSinks` its negation:
@@ -112,9 +112,10 @@ assert max(hidden[name] for name in stale) == 0
 # ## What changes in the sinks
 #
 # `under_replay` counts the sinks of the exact run, those that are lost and added under the policy, and the heads whose
-# strongest key moves. A caution comes with these counts: a step counts only the queries that it computes. Under
-# `DualCache` these are the block's, so a key that only *other* positions attend to is lost, and a key of the block's
-# interest is added, although no attention changed. `sinks stale` computes nearly every query, and loses nearly no sink.
+# strongest key moves. Read these counts with caution: a step counts only the queries that it computes. Under
+# `DualCache` these are the block's, so a key that only *other* positions attend to is lost, and a key that the block
+# attends to strongly is added, although no attention changed. `sinks stale` computes nearly every query, and loses
+# nearly no sink.
 
 # %%
 names = ["sinks", "sinks_lost", "sinks_added", "sinks_moved"]
@@ -133,8 +134,8 @@ assert counts.loc["dual", "sinks_lost"] > 0.2 * counts.loc["dual", "sinks"]
 #
 # ## What changes in the answers, and how fast it is
 #
-# In a free run, errors could add up. Seconds depend on the machine, on what else it does, and on the size of the model:
-# the ratio of this tiny model need not be that of a large one.
+# In a free run, errors could add up. Seconds depend on the machine, on its load, and on the size of the model: the
+# ratio of this tiny model need not be that of a large one.
 
 
 # %%
@@ -162,13 +163,13 @@ assert answers.loc[stale, "tokens changed"].max() < answers.loc["only sinks left
 #
 # ## Exercises
 #
-# 1. `Evict(keep=...)` hides keys by another rank than that of a detector. Choose `keep` so that it hides about as many
-#    keys as `only sinks left`. Which of the two costs more?
+# 1. `Evict(keep=...)` ranks keys by another criterion than a detector does, and hides the lowest. Choose `keep` so that
+#    it hides about as many keys as `only sinks left`. Which of the two costs more?
 #
 # ## Solutions
 #
-# **1.** Eviction begins one step later in each block, so that `keep=0.05` still hides fewer keys. On these prompts it
-# costs about as much as `only sinks left`.
+# **1.** Eviction begins one step later in each block, so `keep=0.05` still hides fewer keys. On these prompts it costs
+# about as much as `only sinks left`.
 
 # %%
 from sinklens.caching import Evict

@@ -35,7 +35,7 @@ class DriftAbove:
 
 
 class _Drift:
-    """Stands for the drift of a key in a condition."""
+    """Represents the drift of a key in a condition."""
 
     def __gt__(self, bound: float | int) -> DriftAbove:
         return DriftAbove(bound)

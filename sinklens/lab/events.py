@@ -80,7 +80,7 @@ class EventLog:
         for loop, flag in waiting:
             try:
                 loop.call_soon_threadsafe(flag.set)
-            except RuntimeError:  # the loop was closed: nobody waits there any more
+            except RuntimeError:  # the loop was closed: no request waits there any longer
                 self._waiting.discard((loop, flag))
 
     def _after(self, number: int) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Runs a specification on a model, step by step, with a report of every step and a way to stop between two.
+"""Runs a specification on a model, step by step, with a report of every step, and can stop between two.
 
 `LiveRun` uses `Denoising` as `sinklens.generate` does, with the same prompt, settings, hooks and replay, and adds one
 listener. So a run of the lab equals the call that `script` prints.
@@ -68,7 +68,7 @@ class LiveRun:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was told to end."""
+        """Whether a stop was requested."""
         return self._stop.is_set()
 
     @property
@@ -186,8 +186,8 @@ def denoising(
 def check_start(spec: RunSpec, model: "Model") -> None:
     """Check that the run can begin: its prompt, its settings and each of its chips.
 
-    The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is under
-    way.
+    The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is in
+    progress.
 
     Raises:
         Refused: it cannot; names the chip if one is at fault.

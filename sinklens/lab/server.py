@@ -179,7 +179,7 @@ def warning_of(host: str) -> str:
     if is_local(host):
         return ""
     return (
-        f"Warning: the lab listens at {host}, which other machines reach. Whoever has the link can run the model, use "
+        f"Warning: the lab listens at {host}, which other machines reach. Anyone with the link can run the model, use "
         f"this machine's processor and memory, and read and delete the lab's runs. The connection is not encrypted, so "
-        f"anyone on the way can read the link. On one machine, leave --host out; from another, use ssh -L."
+        f"others on the network can read the link. On one machine, omit --host; from another, use ssh -L."
     )

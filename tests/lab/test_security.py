@@ -247,7 +247,7 @@ def test_listening_elsewhere_says_what_it_means():
     assert [is_local(host) for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8")] == [True] * 4
     assert [is_local(host) for host in ("0.0.0.0", "192.168.1.5", "example.org", "::")] == [False] * 4
     assert warning_of("127.0.0.1") == ""
-    assert "Whoever has the link can run the model" in warning_of("0.0.0.0")
+    assert "Anyone with the link can run the model" in warning_of("0.0.0.0")
 
 
 def test_a_port_in_use_is_refused(lab):

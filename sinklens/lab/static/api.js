@@ -16,7 +16,7 @@ async function ask(path, body, method) {
   try {
     answer = await fetch(path, { method: method || (body === undefined ? "GET" : "POST"), ...sent });
   } catch {
-    throw new Error("The lab does not answer. Is it still running?");
+    throw new Error("The lab is not responding. Is it still running?");
   }
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => ({}));
