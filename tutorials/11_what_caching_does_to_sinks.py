@@ -166,6 +166,8 @@ assert answers.loc[stale, "tokens changed"].max() < answers.loc["only sinks left
 # 1. `Evict(keep=...)` ranks keys by another criterion than a detector does, and hides the lowest. Choose `keep` so that
 #    it hides about as many keys as `only sinks left`. Which of the two costs more?
 #
+# 2. `Refresh(every=n)` computes everything again after `n` steps. How does the cost depend on `n`?
+#
 # ## Solutions
 #
 # **1.** Eviction begins one step later in each block, so `keep=0.05` still hides fewer keys. On these prompts it costs
@@ -180,3 +182,15 @@ for keep, cost in matched.items():
     share = float((track["staleness"] < 0).where(track["is_real"]).mean())
     print(f"Evict(keep={keep}): {share:.3f} of keys hidden, {float(cost.under_replay['kl'].mean()):.2g} nats")
 print(f"only sinks left: {hidden['only sinks left']:.3f} of keys hidden, {kl['only sinks left']:.2g} nats")
+
+# %% [markdown]
+# **2.** With `every=2` no key is older than one step, and the KL divergence is smaller than under `DualCache` alone.
+
+# %%
+from sinklens.caching import Refresh
+
+often = {every: effect(model, prompts, cache=Refresh(every=every), block_length=8) for every in (2, 4)}
+refreshed = {every: float(cost.under_replay["kl"].mean()) for every, cost in often.items()}
+print({every: f"{found:.2g} nats" for every, found in refreshed.items()}, f"never: {kl['dual']:.2g} nats")
+assert int(often[2].replayed.sinks["staleness"].max()) == 1
+assert refreshed[2] < kl["dual"]
