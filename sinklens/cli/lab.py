@@ -2,6 +2,7 @@
 
 import argparse
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ def run_lab(options: argparse.Namespace) -> None:
     print(f"The lab is open. Anyone with this link can use it:\n  {lab.url}\nCtrl+C closes it.", flush=True)
     if not options.no_browser:
         webbrowser.open(lab.url)
-    try:
+    with suppress(KeyboardInterrupt):  # depending on when Ctrl+C comes, the server returns or raises
         lab.serve()
-    except KeyboardInterrupt:
-        print("\nThe lab is closed." + (f" Its runs are in {options.keep}." if options.keep else ""))
+    print("\nThe lab is closed." + (f" Its runs are in {options.keep}." if options.keep else ""))
