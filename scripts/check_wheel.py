@@ -74,9 +74,9 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of every shipped checkpoint, and the files of the HTML page."""
-    folders = (ROOT / "sinklens/checkpoints/shipped", ROOT / "sinklens/views/page")
-    return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    """Every file of the shipped checkpoints and autoencoders, and of the pages of a report and of the lab."""
+    folders = ("checkpoints/shipped", "features/shipped", "views/page", "lab/static")
+    return [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
 
 
 def check_contents(wheel: Path) -> None:
