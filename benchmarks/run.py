@@ -16,29 +16,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import nnsight
 import numpy as np
 import torch
+from caches import block_caching, caching
+from interventions import mapping, placing, sweeping
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import sinklens
 from sinklens.devices.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
 from sinklens.devices.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
-from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, MaskSinks, Where
+from sinklens.interventions import MaskSinks
 from sinklens.runs import recorder
 from sinklens.runs.request import Hooks
 from sinklens.sinks import Record
 from sinklens.sinks.stores import ZarrStore
-from sinklens.tasks.word_problems import held_out
 from sinklens.zoo.tokenizer import train_tokenizer
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -156,104 +153,6 @@ def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> 
                 yield compare_peaks(f"memory above a plain pass: {library} ÷ sinklens ({at})", work, ours, usual)
 
 
-def caching(sizes: dict[str, int], pairs: int) -> Iterator[Ratio]:
-    """The exact run ÷ a run under Fast-dLLM's caches, d_model 512: 64 steps, 256 tokens, blocks of 32."""
-    model, prompt = sinklens.load(random_llada(**sizes)), torch.randint(3, sizes["vocab"], (1, 64))
-    ours = partial(sinklens.generate, model, prompt, gen_length=256, block_length=32, steps=64, progress=False)
-    for cache in ("dual", "prefix"):
-        yield compare(f"exact ÷ {cache} cache, sinks recorded in both", ours, partial(ours, cache=cache), pairs)
-
-
-def sweeping(pairs: int) -> Iterator[Ratio]:
-    """Ablating every head of the shipped model: one at a time ÷ stacked in one batch; with one prompt and with four."""
-    model = sinklens.load("tiny-llada")
-    cfg = model.cfg
-    every = {
-        f"{layer}.{head}": AblateHeads(layers=[layer], heads=[head])
-        for layer in range(cfg.n_layers)
-        for head in range(cfg.n_heads)
-    }
-    for count in (1, 4):
-        prompts = [problem.prompt for problem in held_out(count)]
-
-        def all_at_once(prompts: list[str] = prompts) -> object:
-            return sweep(model, prompts, every, progress=False)
-
-        def one_at_a_time(prompts: list[str] = prompts) -> object:
-            return [
-                sweep(model, [prompt], {name: hooks}, progress=False)
-                for name, hooks in every.items()
-                for prompt in prompts
-            ]
-
-        what = f"{len(every)} heads ablated: one at a time ÷ stacked (tiny-llada, prompts: {count})"
-        yield compare(what, one_at_a_time, all_at_once, pairs)
-
-
-def mapping(pairs: int) -> Iterator[Ratio]:
-    """Every head ablated at every step alone, and the KL of the step: `sweep` ÷ a loop of single passes."""
-    model = sinklens.load("tiny-llada")
-    prompt = held_out(1)[0].prompt
-    base = sinklens.generate(model, prompt, record_sinks=False)
-    places = list(np.ndindex(model.cfg.n_layers, model.cfg.n_heads, base.steps_run))
-
-    def kl(changed: torch.Tensor, plain: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        p, q = plain[where].log_softmax(-1), changed[where].log_softmax(-1)
-        return (p.exp() * (p - q)).sum(-1).mean()
-
-    def swept() -> np.ndarray:
-        each = {
-            place: AblateHeads(layers=[place[0]], heads=[place[1]], steps=[place[2]])
-            for place in places
-        }  # fmt: skip
-        found = sweep(
-            model, prompt, each, metric=lambda out: kl(out.logits, out.base, out.undecided), replay=True, progress=False
-        )
-        return found["metric"].to_numpy()[..., 0]
-
-    @torch.no_grad()
-    def looped() -> np.ndarray:
-        found = np.zeros((model.cfg.n_layers, model.cfg.n_heads, base.steps_run))
-        for step in range(base.steps_run):
-            canvas, where = base.canvas[:, step], base.undecided[:, step]
-            plain = model.tree(canvas)
-            for layer, head in np.ndindex(model.cfg.n_layers, model.cfg.n_heads):
-
-                def ablate(z: torch.Tensor, hook: HookPoint, head: int = head) -> torch.Tensor:
-                    z[:, :, head] = 0
-                    return z
-
-                changed = model.tree.run_with_hooks(canvas, [(f"blocks.{layer}.attn.hook_z", ablate)])
-                found[layer, head, step] = kl(changed, plain, where)
-        return found
-
-    np.testing.assert_allclose(swept(), looped(), atol=1e-4)
-    what = f"{len(places)} one-step ablations, KL of each: sweep(metric=) ÷ a loop of run_with_hooks (tiny-llada)"
-    yield compare(what, swept, looped, pairs)
-
-
-def placing(pairs: int) -> Iterator[Ratio]:
-    """Ablating half of a head's outputs at places that follow the run ÷ at static positions."""
-    model, length = sinklens.load("tiny-llada"), 128
-    prompt = torch.randint(3, 600, (1, length - ANSWER))
-    places = torch.zeros(1, STEPS, model.cfg.n_layers, model.cfg.n_heads, length, dtype=torch.bool)
-    places[..., ::2] = True
-
-    def run(**given: Any) -> Callable[[], object]:
-        return lambda: sinklens.generate(
-            model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, progress=False,
-            hooks=AblateHeads(heads=[0], **given),
-        )  # fmt: skip
-
-    static, forms = run(positions=range(0, length, 2)), {
-        "an array": places, "a function of the step": lambda step: range(0, length, 2), "a token kind": "digit",
-        "the strongest keys": Where(top_k=1), "those of the same step": Where(top_k=1, same_step=True),
-    }  # fmt: skip
-    for what, where in forms.items():
-        at = f"AblateHeads, sinks recorded, tiny-llada, S = {length}"
-        yield compare(f"where= {what} ÷ positions= ({at})", run(where=where), static, pairs)
-
-
 def growing(pairs: int) -> Iterator[Ratio]:
     """Growth of time, memory and files of a recorded run with positions, steps and rows, at tiny-llada's size."""
     model = sinklens.load(random_llada(**TINY))
@@ -322,28 +221,6 @@ def writing(pairs: int) -> Iterator[Ratio]:
 
         what = f"recorded on disk: in the background ÷ at once (tiny-llada's size, S = {length}, {ANSWER} steps)"
         yield compare(what, lambda: run(ZarrStore), lambda: run(AtOnce), pairs)
-
-
-def block_caching(lengths: list[int], pairs: int) -> Iterator[Ratio]:
-    """Block diffusion with cached keys ÷ without, random weights of tiny-llada's size in blocks of 8."""
-    families = {"sdar": Qwen3Config, "bd3lm-qwen3": Qwen3Config, "fast-dllm-v2": Qwen2Config}
-    for family, config in families.items():
-        hf = AutoModelForCausalLM.from_config(config(
-            vocab_size=643, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-            num_key_value_heads=6, head_dim=32, max_position_embeddings=2048, mask_token_id=642,
-        ))  # fmt: skip
-        model = sinklens.load(hf.eval(), family=family, block_length=8)
-        for length in lengths:
-            prompt = torch.randint(3, 642, (1, length - ANSWER))
-
-            def run(cached: bool, model: sinklens.Model = model, prompt: torch.Tensor = prompt) -> sinklens.Generation:
-                return sinklens.generate(
-                    model, prompt, gen_length=ANSWER, use_cache=cached, stop=False, record_sinks=False, progress=False,
-                )  # fmt: skip
-
-            assert torch.equal(run(True).tokens, run(False).tokens), "the cache must not change the tokens"
-            what = f"{family}: cached keys ÷ all positions (tiny-llada's size, blocks of 8, S = {length})"
-            yield compare(what, lambda: run(True), lambda: run(False), pairs)
 
 
 def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:

@@ -13,7 +13,7 @@ Pitfall: two trees over one transformers model would both tap it. Build one tree
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,58 +30,10 @@ from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.model_weights import ModelWeights
-from sinklens.hooks.offload import device_of
 from sinklens.hooks.points import Point, SamplerPoint, Watch
+from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.taps import connect, connect_encoder
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Axis lengths and switches, under the names that TransformerLens's helpers read from ``cfg``.
-
-    Where layers differ, `d_head` and `n_key_value_heads` are those of layer 0.
-    """
-
-    n_layers: int
-    n_heads: int
-    n_key_value_heads: int
-    d_model: int
-    d_head: int
-    d_mlp: int
-    d_vocab: int
-    n_ctx: int
-    model_name: str
-    device: torch.device
-    dtype: torch.dtype
-    act_fn: str = "silu"
-    eps: float = 1e-6
-    num_experts: int | None = None
-    experts_per_token: int | None = None
-    normalization_type: str = "RMS"
-    positional_embedding_type: str = "rotary"
-    default_prepend_bos: bool = False
-    attn_only: bool = False
-    final_rms: bool = True
-    gated_mlp: bool = True
-    use_attn_result: bool = True
-    use_split_qkv_input: bool = False
-    use_attn_in: bool = False
-    use_hook_mlp_in: bool = False
-
-    @property
-    def attn_scale(self) -> float:
-        """Divisor of the attention scores, √d_head."""
-        return float(self.d_head**0.5)
-
-    @property
-    def d_vocab_out(self) -> int:
-        """Size of the logits' last axis."""
-        return self.d_vocab
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name."""
-        return asdict(self)
 
 
 class HookTree(ModelWeights, HookFront):
@@ -100,7 +52,7 @@ class HookTree(ModelWeights, HookFront):
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
-        self.cfg = _sizes(hf, architecture)
+        self.cfg = sizes_of(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self._switches = Switches()
         self.disconnected = False
@@ -374,28 +326,3 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[nam
     if architecture.encoder:
         return names.NOISE
     return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
-
-
-def _sizes(hf: PreTrainedModel, architecture: Architecture) -> Sizes:
-    config: Any = hf.config.get_text_config()
-    layer, experts = config.per_layer_config[0], architecture.experts
-    first = next(hf.parameters(), None)
-    if first is None:
-        raise SinklensError("the model has no parameters; give a loaded transformers model.")
-    return Sizes(
-        n_layers=config.num_hidden_layers,
-        n_heads=config.num_attention_heads,
-        n_key_value_heads=layer.num_key_value_heads,
-        d_model=config.hidden_size,
-        d_head=getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        d_mlp=config.intermediate_size,
-        d_vocab=config.vocab_size,
-        n_ctx=config.max_position_embeddings,
-        model_name=getattr(hf.config, "name_or_path", "") or hf.config.model_type,
-        device=device_of(hf.get_input_embeddings()),
-        dtype=first.dtype,
-        act_fn=getattr(config, architecture.activation),
-        eps=config.rms_norm_eps,
-        num_experts=getattr(config, experts.count, None) if experts else None,
-        experts_per_token=getattr(config, experts.chosen, None) if experts else None,
-    )

@@ -22,7 +22,8 @@ from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.offload import device_of, value_of
-from sinklens.hooks.tree import HookTree, Sizes
+from sinklens.hooks.sizes import Sizes
+from sinklens.hooks.tree import HookTree
 from sinklens.passes import SinglePasses
 from sinklens.selfcheck import check as run_check
 from sinklens.tokens import ModuleMethods

@@ -172,6 +172,17 @@ def negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " ma
     return (probs * torch.log(probs + 1e-10)).sum(dim=-1)
 
 
+def dream_confidence(
+    alg: str, probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+) -> Float[Tensor, " masked"]:
+    """Confidence of Dream's samplers: "topk_margin", "entropy", or, for any other `alg`, the probability."""
+    if alg == "topk_margin":
+        return margin(probs)
+    if alg == "entropy":
+        return negative_entropy(probs)
+    return probability(probs, candidates)
+
+
 def clamped_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
     """Σ_v p_v log p_v in nats with p_v at least 1e-12, as JetEngine computes it; at most 0."""
     probs = probs.clamp_min(1e-12)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
+from sinklens.sampling.proposals import draw
 from sinklens.sampling.settings import DreamSettings
 from sinklens.sampling.state import State
 
@@ -30,26 +31,13 @@ def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], 
     canvas = state.begin_step()
     masks = (canvas == state.mask_id) & state.real
     where = masks & state.computed()
-    logits = state.logits(canvas, where)
-    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    confidence = state.spread_confidence(where, _confidence(settings, probs, candidates))
+    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k)
+    scores = decisions.dream_confidence(settings.alg, drawn.probs, drawn.candidates)
+    confidence = state.spread_confidence(where, scores)
     commit = at(
         state.tree.denoise.hook_commit, _commit(state, settings, where, masks.sum(dim=1), confidence, times, step)
     )
-    state.end_step(torch.where(commit, proposed, canvas))
-
-
-def _confidence(
-    settings: DreamSettings, probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
-) -> Float[Tensor, " masked"]:
-    if settings.alg == "topk_margin":
-        return decisions.margin(probs)
-    if settings.alg == "entropy":
-        return decisions.negative_entropy(probs)
-    return decisions.probability(probs, candidates)
+    state.end_step(torch.where(commit, drawn.canvas, canvas))
 
 
 def _commit(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
+from sinklens.sampling.proposals import draw
 from sinklens.sampling.settings_shifted import DreamBlockSettings
 from sinklens.sampling.state import State
 
@@ -42,16 +43,13 @@ def _step(state: State, settings: DreamBlockSettings, block: slice, times: Float
     decided = slice(block.start, block.start + 1) if number == 0 else block
     masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
     where = masks & state.computed()
-    logits = state.logits(canvas, where)
-    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    confidence = state.spread_confidence(where, _confidence(settings, probs, candidates))
+    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k)
+    scores = decisions.dream_confidence(settings.alg, drawn.probs, drawn.candidates)
+    confidence = state.spread_confidence(where, scores)
     counts = _counts(settings, masks.sum(dim=1), times, number)
     threshold = None if number == 0 else settings.threshold
     commit = at(state.tree.denoise.hook_commit, decisions.most_confident(confidence, counts, threshold))
-    state.end_step(torch.where(commit, proposed, canvas))
+    state.end_step(torch.where(commit, drawn.canvas, canvas))
 
 
 def _counts(
@@ -61,13 +59,3 @@ def _counts(
     if number == 0 or settings.threshold is not None:
         return [1] * len(masks)
     return decisions.dream_schedule(masks, times, number)
-
-
-def _confidence(
-    settings: DreamBlockSettings, probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
-) -> Float[Tensor, " masked"]:
-    if settings.alg == "topk_margin":
-        return decisions.margin(probs)
-    if settings.alg == "entropy":
-        return decisions.negative_entropy(probs)
-    return decisions.probability(probs, candidates)

@@ -15,8 +15,7 @@ import torch
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
-from sinklens.sampling.block_cache import BlockCache
-from sinklens.sampling.progress_of_blocks import BlockProgress
+from sinklens.sampling.progress_of_blocks import BlockProgress, even_passes
 from sinklens.sampling.proposals import draw
 from sinklens.sampling.settings_llada2 import Llada2Settings
 from sinklens.sampling.state import State
@@ -24,10 +23,7 @@ from sinklens.sampling.state import State
 
 def denoise(state: State, settings: Llada2Settings) -> Iterator[None]:
     """Yield before each step; when resumed, run the step on `state.canvas`."""
-    shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
-    planned = [count for (count,) in shares]  # also where a block begins with prompt tokens
-    progress = BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())
-    state.cache = BlockCache(state.tree) if settings.use_cache else None
+    progress = even_passes(state, settings)
     while progress.advance(state.canvas):
         yield
         _step(state, settings, progress)

@@ -11,6 +11,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.hooks.blocks import Blocks
+from sinklens.sampling import decisions
+from sinklens.sampling.block_cache import BlockCache
+from sinklens.sampling.settings_blocks import SdarSettings
+from sinklens.sampling.settings_llada2 import Llada2Settings
 from sinklens.sampling.state import State
 
 
@@ -106,3 +110,14 @@ class BlockProgress:
         """How many positions this pass decides in each row; 0 in rows that have ended. Counts the pass."""
         running = self._running.tolist()
         return [plan.pop(0) if here else 0 for plan, here in zip(self._plans, running, strict=True)]
+
+
+def even_passes(state: State, settings: SdarSettings | Llada2Settings) -> BlockProgress:
+    """The progress of a run whose passes decide equal shares of a complete block; sets up the block cache.
+
+    A block that begins with prompt tokens gets the same passes.
+    """
+    shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
+    planned = [count for (count,) in shares]
+    state.cache = BlockCache(state.tree) if settings.use_cache else None
+    return BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())

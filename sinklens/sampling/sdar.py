@@ -19,8 +19,7 @@ from torch import Tensor
 
 from sinklens.hooks.points import at
 from sinklens.sampling import decisions
-from sinklens.sampling.block_cache import BlockCache
-from sinklens.sampling.progress_of_blocks import BlockProgress
+from sinklens.sampling.progress_of_blocks import BlockProgress, even_passes
 from sinklens.sampling.proposals import Proposals, draw
 from sinklens.sampling.settings_blocks import SdarSettings
 from sinklens.sampling.state import State
@@ -28,10 +27,7 @@ from sinklens.sampling.state import State
 
 def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
     """Yield before each step; when resumed, run the step on `state.canvas`."""
-    shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
-    planned = [count for (count,) in shares]  # also where a block begins with prompt tokens
-    progress = BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())
-    state.cache = BlockCache(state.tree) if settings.use_cache else None
+    progress = even_passes(state, settings)
     while progress.advance(state.canvas):
         yield
         _step(state, settings, progress)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
 
 from sinklens.errors import SettingError
 
@@ -135,8 +135,42 @@ def check_truncation(temperature: float, top_p: float | None, top_k: int | None)
         require_integer("top_k", top_k)
 
 
+def check_guided(temperature: float, cfg_scale: float, remasking: str) -> None:
+    require_nonnegative("temperature", temperature)
+    require_nonnegative("cfg_scale", cfg_scale)
+    allowed = get_args(Remasking)
+    require(remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {remasking!r}.")
+
+
+class EqualBlocks(SamplerSettings):
+    """Base class of settings that divide the answer into blocks of equal length and equally many steps."""
+
+    if TYPE_CHECKING:  # a field of the subclasses
+        block_length: int
+
+    def _divide(self) -> None:
+        """Fill in ``block_length`` and ``steps``, and check that they divide the answer."""
+        length = self.gen_length
+        require_integer("gen_length", length)
+        size, steps = self.block_length or (32 if length % 32 == 0 else length), self.steps or length
+        require_integer("block_length", size)
+        require_integer("steps", steps)
+        object.__setattr__(self, "block_length", size)
+        object.__setattr__(self, "steps", steps)
+        require(
+            length % size == 0,
+            f"block_length {size} does not divide gen_length {length}; choose one of {divisors(length)}.",
+        )
+        blocks = length // size
+        require(
+            steps % blocks == 0,
+            f"steps {steps} cannot be divided among {blocks} blocks (gen_length {length} / block_length {size}); give "
+            f"a multiple of {blocks}.",
+        )
+
+
 @dataclass(frozen=True)
-class LladaSettings(SamplerSettings):
+class LladaSettings(EqualBlocks):
     """LLaDA's sampler (Nie et al., 2502.09992, and its reference code).
 
     Attributes:
@@ -170,32 +204,12 @@ class LladaSettings(SamplerSettings):
     confidence_eos_eot_inf: bool = False
 
     def __post_init__(self) -> None:
-        require_integer("gen_length", self.gen_length)
-        object.__setattr__(
-            self, "block_length", self.block_length or (32 if self.gen_length % 32 == 0 else self.gen_length)
-        )
-        object.__setattr__(self, "steps", self.steps or self.gen_length)
-        require_integer("block_length", self.block_length)
-        require_integer("steps", self.steps)
-        require(
-            self.gen_length % self.block_length == 0,
-            f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
-            f"choose one of {divisors(self.gen_length)}.",
-        )
-        blocks = self.gen_length // self.block_length
-        require(
-            self.steps % blocks == 0,
-            f"steps {self.steps} cannot be divided among {blocks} blocks (gen_length {self.gen_length} / "
-            f"block_length {self.block_length}); give a multiple of {blocks} up to {self.gen_length}.",
-        )
+        self._divide()
         require(
             self.steps <= self.gen_length,
             f"steps {self.steps} is more than gen_length {self.gen_length}: each step commits at least one token.",
         )
-        require_nonnegative("temperature", self.temperature)
-        require_nonnegative("cfg_scale", self.cfg_scale)
-        allowed = ("low_confidence", "random")
-        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+        check_guided(self.temperature, self.cfg_scale, self.remasking)
         require(
             self.remasking != "random" or self.threshold is None,
             "remasking 'random' does not use confidences; leave threshold out or choose remasking 'low_confidence'.",

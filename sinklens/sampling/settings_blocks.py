@@ -13,6 +13,7 @@ from sinklens.sampling.settings import (
     Remasking,
     SamplerSettings,
     Strategy,
+    check_guided,
     check_truncation,
     divisors,
     is_finite,
@@ -149,10 +150,7 @@ class Bd3lmSettings(SamplerSettings):
         require_integer("steps", self.steps)
         blocks = -(-self.gen_length // self.block_length)
         object.__setattr__(self, "steps", blocks * -(-self.steps // blocks))
-        require_nonnegative("temperature", self.temperature)
-        require_nonnegative("cfg_scale", self.cfg_scale)
-        allowed = get_args(Remasking)
-        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+        check_guided(self.temperature, self.cfg_scale, self.remasking)
 
     @property
     def steps_per_block(self) -> int:
@@ -198,10 +196,7 @@ class Bd3lmCardSettings(BlockSettings):
         self._check_blocks()
         object.__setattr__(self, "denoising_steps", self.denoising_steps or self.block_length)
         require_integer("denoising_steps", self.denoising_steps)
-        require_nonnegative("temperature", self.temperature)
-        require_nonnegative("cfg_scale", self.cfg_scale)
-        allowed = get_args(Remasking)
-        require(self.remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {self.remasking!r}.")
+        check_guided(self.temperature, self.cfg_scale, self.remasking)
 
     @property
     def steps(self) -> int:

@@ -11,9 +11,9 @@ from sinklens.sampling.settings import (
     Algorithm,
     Closing,
     ConfidenceSettings,
+    EqualBlocks,
     SamplerSettings,
     check_truncation,
-    divisors,
     is_finite,
     require,
     require_integer,
@@ -86,7 +86,7 @@ class OpenDcoderSettings(ConfidenceSettings):
 
 
 @dataclass(frozen=True)
-class DreamBlockSettings(SamplerSettings):
+class DreamBlockSettings(EqualBlocks):
     """Fast-dLLM's sampler for Dream (NVlabs/Fast-dLLM, v1/dream), for use with or without a cache policy.
 
     Attributes:
@@ -117,23 +117,7 @@ class DreamBlockSettings(SamplerSettings):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        require_integer("gen_length", self.gen_length)
-        default = 32 if self.gen_length % 32 == 0 else self.gen_length
-        object.__setattr__(self, "block_length", self.block_length or default)
-        object.__setattr__(self, "steps", self.steps or self.gen_length)
-        require_integer("block_length", self.block_length)
-        require_integer("steps", self.steps)
-        require(
-            self.gen_length % self.block_length == 0,
-            f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
-            f"choose one of {divisors(self.gen_length)}.",
-        )
-        blocks = self.gen_length // self.block_length
-        require(
-            self.steps % blocks == 0,
-            f"steps {self.steps} cannot be divided among {blocks} blocks (gen_length {self.gen_length} / "
-            f"block_length {self.block_length}); give a multiple of {blocks}.",
-        )
+        self._divide()
         require(
             self.threshold is None or self.steps == self.gen_length,
             "with a threshold, blocks end when they are filled; leave steps out.",

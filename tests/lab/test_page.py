@@ -228,6 +228,21 @@ def test_everything_is_done_with_keys_alone(page, browser):
     page.quiet()
 
 
+def test_a_menu_stays_open_while_its_figure_is_scrolled_into_view(page, browser):
+    page.run()
+    browser.js("document.getElementById('prompt').scrollIntoView()")
+    ActionChains(browser.driver).send_keys(Keys.ESCAPE, "g", Keys.ENTER).perform()
+    before = browser.js("const y = scrollY; scrollBy(0, 40); if (y === scrollY) scrollBy(0, -40); return y")
+    browser.driver.execute_async_script(
+        "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(done))"
+    )
+    assert browser.js("return scrollY") != before
+    assert browser.js("return document.activeElement.getAttribute('role')") == "menuitem"
+    browser.js("document.body.dispatchEvent(new WheelEvent('wheel', {bubbles: true}))")
+    assert browser.js("return document.getElementById('menu').hidden && document.activeElement.id") == "grid"
+    page.quiet()
+
+
 def test_a_second_model_and_attention_of_any_step_are_shown(page, browser, plain):
     page.run()
     page.go_to(7)

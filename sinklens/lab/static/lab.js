@@ -48,6 +48,7 @@ async function runA() {
   view.wish = null;
   lab.again = lab.chips.some(({ on }) => on);
   present();
+  runAgain(); // its last event may have arrived before its id
 }
 
 async function runB() {
@@ -64,6 +65,13 @@ async function runB() {
   if (mine !== lab.sent) return undefined;
   Object.assign(lab, { B: id, shown: "B", pair: null });
   return present();
+}
+
+// Runs B once A has ended, if it was asked for before.
+function runAgain() {
+  if (!lab.again || summaryOf(lab.A).status !== "done") return;
+  lab.again = false;
+  attempt(runB)();
 }
 
 async function requestOf(id) {
@@ -212,7 +220,7 @@ function ended(event, status) {
   if (event.run !== lab.A && event.run !== lab.B) return;
   if (event.error) fail(new Error(event.error));
   if (status === "failed" && event.run === lab.B) { lab.B = null; lab.shown = "A"; }
-  if (event.run === lab.A && lab.again && status === "done") { lab.again = false; attempt(runB)(); }
+  if (event.run === lab.A) runAgain();
   present();
 }
 

@@ -38,8 +38,9 @@ function menuKey(event) {
 
 function listenMenu() {
   byId("menu").addEventListener("keydown", menuKey);
-  document.addEventListener("pointerdown", (event) => { if (!event.target.closest("#menu")) closeMenu(); }, true);
-  addEventListener("scroll", () => { byId("menu").hidden = true; }, { passive: true });
+  // Not at "scroll": a figure that takes the focus is scrolled into view after the key that opens its menu.
+  const outside = (event) => { if (!event.target.closest("#menu")) closeMenu(); };
+  for (const kind of ["pointerdown", "wheel", "touchmove"]) document.addEventListener(kind, outside, { capture: true, passive: true });
 }
 
 // Where a menu opens for an event, or beside a node if the event came from the keyboard.
