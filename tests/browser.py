@@ -66,7 +66,8 @@ class Browser:
             if value:
                 return value
             time.sleep(0.03)
-        raise AssertionError(f"still not so after {seconds} s: {script}\n{self.complaints()}")
+        found = self.js("return [{...document.body.dataset}, document.activeElement.id, document.body.innerText]")
+        raise AssertionError(f"still not so after {seconds} s: {script}\n{self.complaints()}\n{found}")
 
     def text(self, name: str) -> str:
         """Text of the element with this id, as the document holds it."""

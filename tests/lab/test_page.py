@@ -208,6 +208,7 @@ def test_everything_is_done_with_keys_alone(page, browser):
     press("?")
     assert browser.js("return document.getElementById('help').open")
     press(Keys.ESCAPE)
+    browser.wait("return !document.getElementById('help').open")  # until then the keys are the dialog's
     press("g", Keys.ARROW_RIGHT, Keys.ENTER)
     layer, head = (browser.js(f"return document.getElementById('{name}').value") for name in ("layer", "head"))
     press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)  # the third entry
