@@ -82,7 +82,7 @@ def active_rows(
     model: Model, answer: Int[Tensor, "batch answer"], confidence: Float[Tensor, "batch pos"]
 ) -> Bool[Tensor, " batch"]:
     """Rows that have positions left to decide: in an autoregressive run, those without an end token in the answer."""
-    if not bool(model.config.is_causal):
+    if not model.causal:
         return (confidence > -torch.inf).any(dim=1)
     ends = torch.tensor(model.eos_token_ids, dtype=answer.dtype, device=answer.device)
     return ~torch.isin(answer, ends).any(dim=1)

@@ -198,7 +198,7 @@ def _check_top_k(model: "Model", top_k: int) -> None:
 
 def _before(model: "Model") -> int:
     """How many positions before a token the stream is that predicts it."""
-    return int(model.family_record.shift or model.family_record.causal)
+    return int(model.family_record.shift or model.causal)
 
 
 def streams_before(
@@ -223,7 +223,7 @@ def _dataset(
     found = {name: np.full(ranked[name], fill, np.float32 if fill != -1 else np.int64) for name, fill in empty.items()}
     for at_step, step in enumerate(request.steps):
         here = torch.ones_like(columns, dtype=torch.bool)
-        if model.family_record.causal:
+        if model.causal:
             here = (columns > start) & (columns <= run.prompt_length + step)
         for at_layer, stream in enumerate(streams(step, (columns[here] - _before(model)).clamp(min=start))):
             reading = _read(model, stream, ids[-1, columns[here]], request.top_k)

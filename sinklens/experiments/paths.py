@@ -81,7 +81,7 @@ def path_across_steps(
         )
     if through not in THROUGH:
         raise SettingError(f"through must be one of {', '.join(map(repr, THROUGH))}; got {through!r}.")
-    if base.model.tree.causal:
+    if base.model.causal:
         raise SettingError(
             "steps of an autoregressive run share keys and values, not only the canvas; use PathPatch at the step of "
             "the sender, whose keys and values later steps read."

@@ -108,7 +108,7 @@ class Suffix(Intervention):
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"], Int[Tensor, "batch behind"]]:
         """See `Intervention.extend`."""
-        if bool(model.config.is_causal) or model.block_length is not None:
+        if model.causal or model.block_length is not None:
             raise SettingError(
                 f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model."
             )
@@ -155,7 +155,7 @@ class SinkToken(AtPositions):
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch behind"]]:
         """See `Intervention.extend`."""
-        if self.at == "end" and bool(model.config.is_causal):
+        if self.at == "end" and model.causal:
             raise SettingError("an autoregressive answer has no fixed end to append a token to; use at='front'.")
         if self.at == "end" and model.block_length is not None:
             raise SettingError("earlier blocks do not see a token after the answer; use at='front'.")
@@ -209,7 +209,7 @@ class SinkToken(AtPositions):
             at = f"blocks.{layer}.attn"
             if self.value == "zero":
                 pairs.append((f"{at}.hook_v", empty))
-            if not bool(model.config.is_causal):  # a causal first token sees only itself anyway
+            if not model.causal:  # a causal first token sees only itself anyway
                 pairs += [*distances.pairs([layer]), (f"{at}.hook_attn_mask", alone)]
         return pairs
 

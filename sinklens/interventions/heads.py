@@ -76,7 +76,7 @@ class AblateHeads(AtPositions):
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
-        if self.by == "mean" and self.reference is None and bool(model.config.is_causal):
+        if self.by == "mean" and self.reference is None and model.causal:
             raise SettingError(
                 "the mean over a row's positions would leak later positions in a causal model; pass "
                 "reference=head_outputs(model, prompts)."

@@ -233,7 +233,7 @@ class WindowAttention(AtPositions):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        if bool(model.config.is_causal) and self.width is None and self.left is None:
+        if model.causal and self.width is None and self.left is None:
             raise SettingError(
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
                 f"left=, or use a diffusion model."
@@ -272,7 +272,7 @@ def without(
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
     hidden = head_mask(heads, value.shape[1], value.device)[:, None, None] & ~seen
-    if bool(model.config.is_causal):  # later keys are hidden anyway, and so is padding
+    if model.causal:  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
     if run is not None:
         hidden = hidden & run.real[:, None, None, text_of_keys(run, value.shape[-1])].to(value.device)

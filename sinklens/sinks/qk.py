@@ -40,8 +40,8 @@ class Readable(Protocol):
         """Sizes of the axes, and ``device``."""
 
     @property
-    def config(self) -> Any:
-        """Its transformers config: ``is_causal``."""
+    def causal(self) -> bool:
+        """Whether queries attend only to their own and earlier keys."""
 
     @property
     def tokenizer(self) -> Any:
@@ -188,7 +188,7 @@ def why(
     positions = (run.real[row] & (canvas >= 0)).nonzero()[:, 0].tolist()
     query, key, received = _read(model, canvas[positions], layer, head)
     seen = torch.ones(len(query), len(key), dtype=torch.bool)
-    seen = seen.tril() if model.config.is_causal else seen
+    seen = seen.tril() if model.causal else seen
     factors = decompose(query, key, query.shape[1] ** -0.5, seen).assign_coords(key=positions)
     index = int(received.argmax()) if position is None else _index(position, positions, len(canvas))
     token = int(canvas[positions[index]])
@@ -206,7 +206,7 @@ def _check_model(model: Readable, run: Run) -> None:
     run_model = getattr(run, "model", None)
     if run_model is None or run_model is model:
         return
-    kinds = [(bool(one.config.is_causal), one.cfg.d_vocab) for one in (model, run_model)]
+    kinds = [(one.causal, one.cfg.d_vocab) for one in (model, run_model)]
     if kinds[0] != kinds[1]:
         names = [
             "{} with {} tokens".format("autoregressive" if causal else "diffusion", size) for causal, size in kinds

@@ -133,12 +133,12 @@ class Planted:
     def __init__(self, query: Tensor, key: Tensor, causal: bool = False) -> None:
         self.query, self.key = query, key
         self.cfg = SimpleNamespace(n_layers=1, n_heads=1, device="cpu")
-        self.config, self.tokenizer = SimpleNamespace(is_causal=causal), None
+        self.causal, self.tokenizer = causal, None
 
     def run_with_cache(self, ids, names_filter):
         seen = torch.ones(len(self.query), len(self.key)).bool()
         scores = self.query @ self.key.T * self.key.shape[1] ** -0.5
-        pattern = scores.masked_fill(~(seen.tril() if self.config.is_causal else seen), -torch.inf).softmax(dim=-1)
+        pattern = scores.masked_fill(~(seen.tril() if self.causal else seen), -torch.inf).softmax(dim=-1)
         values = self.query[None, :, None], self.key[None, :, None], pattern.sum(dim=0)[None, None]
         return None, dict(zip(names_filter, values, strict=True))
 
@@ -221,7 +221,7 @@ def test_why_explains_the_scores_of_a_pass_in_plain_torch(architecture, causal):
 
 def padded_run(model, prompt, real):
     """Only the canvases and real positions of a run: answers of 4 after `prompt`, one decided per step."""
-    causal = model.config.is_causal
+    causal = model.causal
     answer = torch.full((len(prompt), 5, 4), -1 if causal else 60)
     for step in range(1, 5):
         answer[:, step:, step - 1] = 10 + step
