@@ -21,6 +21,7 @@ from sinklens.caching.dkv import require_count
 from sinklens.caching.fast_dllm import DualCache
 from sinklens.errors import SettingError
 from sinklens.sampling.key_cache import History, Policy
+from sinklens.sampling.settings import is_finite
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Refresh(Policy):
             require_count("every", self.every)
         if self.where is not None and not isinstance(self.where, DriftAbove):
             raise SettingError(f"where must be a condition such as drift > 0.1; got {self.where!r}.")
+        if self.where is not None and not is_finite(self.where.bound):
+            raise SettingError(f"drift is compared with a finite number; got {self.where.bound!r}.")
         if self.every is None and self.where is None:
             raise SettingError("Refresh needs every= or where=; without them use the inner policy alone.")
         needs = self.where is not None
@@ -81,10 +84,10 @@ class Refresh(Policy):
         inner = self.within.plan(history)
         if self.where is None:
             return inner
-        if inner.dtype is not torch.bool:
+        if inner.dtype is not torch.bool or inner.ndim > 2:
             raise SettingError(
-                f"where= needs an inner policy that returns booleans; {type(self.within).__name__} also hides keys. "
-                f"Use every=."
+                f"where= needs an inner policy that returns booleans [batch, pos]; {type(self.within).__name__} "
+                f"hides keys or chooses by layer. Use every=."
             )
         inner = inner.expand_as(everything)
         return inner | self._probe(history, inner) | self._moved(history, inner)[:, None]

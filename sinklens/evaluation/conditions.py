@@ -64,7 +64,7 @@ class Condition:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", as_policy(self.cache))
-        for part in self._parts():
+        for part in reversed(self._parts()):  # an inner policy before the one around it
             _check_state_in_fields(part)
             for entry in fields(part):
                 if not _is_plain(getattr(part, entry.name)):
@@ -75,7 +75,12 @@ class Condition:
                     )
 
     def _parts(self) -> tuple[Any, ...]:
-        return self.hooks if self.cache is None else (*self.hooks, self.cache)
+        """The interventions, the policy, and the policies inside it."""
+        parts = list(self.hooks) if self.cache is None else [*self.hooks, self.cache]
+        for part in parts:  # grows
+            if isinstance(part, Policy) and is_dataclass(part):
+                parts += [inner for entry in fields(part) if isinstance(inner := getattr(part, entry.name), Policy)]
+        return tuple(parts)
 
     def described(self) -> dict[str, Any]:
         """The condition as plain JSON values; only equal conditions give equal values."""
@@ -97,8 +102,14 @@ class Condition:
 
 
 def _check_state_in_fields(part: Any) -> None:
-    """Refuse an intervention or a policy with state outside its dataclass fields, which its repr would omit."""
+    """Refuse an intervention or a policy with state that its repr omits."""
     kind = type(part)
+    unshown = [entry.name for entry in fields(part) if entry.init and not entry.repr] if is_dataclass(part) else []
+    if unshown:
+        raise SettingError(
+            f"{kind.__name__} declares {', '.join(unshown)} with repr=False, so the ledger cannot distinguish two "
+            f"settings of it; declare it without repr=False."
+        )
     read = {name for name in vars(part) if name.startswith("reads_") and isinstance(part, Policy)}  # follow from fields
     declared = {entry.name for entry in fields(part)} if is_dataclass(part) else set()
     outside = sorted(vars(part).keys() - declared - read)

@@ -321,7 +321,8 @@ class _Plan:
                 if sample.id in done:
                     _check_same(sample, done[sample.id], run)
             left = [sample for sample in self.samples if sample.id not in done]
-            waits = run.what["settings"].get("threshold") is not None  # and interventions would see these steps
+            # Rows of such a run may wait for others, and interventions would see these steps.
+            waits = any(run.what["settings"].get(name) is not None for name in ("threshold", "factor"))
             found += batches(condition, left, 1 if waits and condition.hooks else self.request.batch)
         return found
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.heads import HeadOutputs
 from sinklens.model import Model
@@ -25,7 +26,12 @@ def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, *
     Every pass in which a row is active counts: an autoregressive run with a key/value cache sees each position once, a
     diffusion run at every step. Passes in which a row only waits for the rest of its batch, because it has ended or has
     nothing left to decide, do not count.
+
+    Raises:
+        SettingError: a cache policy, under which a run does not compute every position.
     """
+    if settings.get("cache") is not None:
+        raise SettingError("head_outputs reads exact runs; leave cache= out.")
     seen = _Collected(model, model.encode(prompts, settings.get("chat_template", False))[1], seed)
     generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen.pairs(), **settings)
     return HeadOutputs(seen.mean(), seen.pool())
@@ -59,6 +65,11 @@ class _Collected:
         assert self._ids is not None
         active = active_rows(self._model, self._ids[:, self._real.shape[1] :], confidence)
         for layer, value in self._pass.items():
+            if not self._model.causal and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
+                raise SettingError(
+                    "head_outputs cannot place the padding of a pass over one block; give prompts of one length, or "
+                    "use_cache=False."
+                )
             missing = value.shape[1] - self._real.shape[1]
             mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
             z = value[mask & active[:, None]].float().cpu()

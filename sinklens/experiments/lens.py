@@ -136,6 +136,11 @@ class LogitLens(Intervention):
                 cached = run.first(step, value.shape[1])
                 value = torch.cat([text[layer][:, :cached], value], dim=1) if cached else value.clone()
                 text[layer] = value
+            elif run.first(step, value.shape[1]) or run.computed() is not None:
+                raise SettingError(
+                    f"LogitLens reads complete passes, and step {step} computes a part of the canvas; run without "
+                    f"cache=, and with use_cache=False where the sampler has it."
+                )
             if in_step(step):
                 self.kept[step, layer] = value[wanted[:, : value.shape[1]].to(value.device)].cpu()
 

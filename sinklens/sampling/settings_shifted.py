@@ -118,6 +118,12 @@ class DreamBlockSettings(EqualBlocks):
 
     def __post_init__(self) -> None:
         self._divide()
+        blocks = self.gen_length // self.block_length
+        require(
+            self.steps > blocks or self.block_length == 1,
+            f"steps {self.steps} is one for each of {blocks} blocks, and the first step of a block decides only its "
+            f"first token; give at least {2 * blocks}.",
+        )
         require(
             self.threshold is None or self.steps == self.gen_length,
             "with a threshold, blocks end when they are filled; leave steps out.",

@@ -23,6 +23,8 @@ from sinklens.caching import (
     policy_name,
 )
 from sinklens.errors import ReadOnlyHookError, SettingError
+from sinklens.experiments.captured import head_outputs
+from sinklens.experiments.lens import LogitLens
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.sampling import SamplerSettings
 from sinklens.sampling.registry import SAMPLERS, Sampler, register
@@ -385,6 +387,23 @@ class Returns(Policy):
 def test_a_plan_that_cannot_be_carried_out_is_refused(worded, value, text, unchecked):
     with pytest.raises(SettingError, match=text):
         sinklens.generate(worded("llama"), "one", gen_length=4, cache=Returns(value))
+
+
+@pytest.mark.parametrize("bound", [float("nan"), None, "x"])
+def test_a_bound_on_the_drift_is_a_finite_number(bound, unchecked):
+    with pytest.raises(SettingError, match="drift is compared with a finite number; got"):
+        Refresh(where=drift > bound)
+
+
+def test_what_needs_complete_passes_is_refused_under_a_policy(worded):
+    model, settings = worded("llama"), {"gen_length": 8, "block_length": 4, "cache": "dual"}
+    with pytest.raises(SettingError, match=r"LogitLens reads complete passes, and step 0 .* run without cache="):
+        sinklens.generate(model, PROMPTS[0], hooks=[LogitLens(positions=[0, 1])], **settings)
+    with pytest.raises(SettingError, match=r"head_outputs reads exact runs; leave cache= out"):
+        head_outputs(model, PROMPTS[0], **settings)
+    lens = LogitLens(positions=[0, 1])
+    with pytest.raises(SettingError, match=r"LogitLens reads complete passes, .* use_cache=False where"):
+        sinklens.generate(worded("sdar"), PROMPTS[0], gen_length=8, hooks=[lens], use_cache=True)
 
 
 @dataclass(frozen=True)

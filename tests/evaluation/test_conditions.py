@@ -1,11 +1,11 @@
 """Conditions: those of the study, their controls, and which ones are refused."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 import sinklens
-from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy
+from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
 from sinklens.errors import SettingError
 from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
 from sinklens.interventions import Intervention, MaskSinks, PatchHooks
@@ -193,8 +193,23 @@ class Blocks(Policy):
         return history.in_block
 
 
+@dataclass(frozen=True)
+class Unshown(Policy):
+    """Its repr omits a setting."""
+
+    share: float = field(default=0.1, repr=False)
+
+    def plan(self, history):
+        return history.in_block
+
+
 def test_policies_from_outside_are_described_by_their_code_or_refused():
     assert len(Condition("mine", cache=Blocks()).described()["code"]) == 1
+    assert len(Condition("inside", cache=Refresh(every=4, within=Blocks())).described()["code"]) == 1
+    with pytest.raises(SettingError, match=r"Unsettled keeps every outside dataclass fields"):
+        Condition("inside", cache=Refresh(every=4, within=Unsettled(2)))
+    with pytest.raises(SettingError, match=r"Unshown declares share with repr=False, so the ledger cannot"):
+        Condition("mine", cache=Unshown())
     with pytest.raises(SettingError, match=r"Unsettled keeps every outside dataclass fields.* from another policy"):
         Condition("mine", cache=Unsettled(2))
     with pytest.raises(SettingError, match=r"list each cache policy once; evict is listed several times"):

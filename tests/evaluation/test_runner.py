@@ -180,9 +180,10 @@ def test_samples_with_the_same_id_are_refused(tmp_path, tiny_llama):
         evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=Repeating())
 
 
-def test_rows_of_a_masked_run_with_a_threshold_do_not_wait_for_each_other(tmp_path, tiny_llada):
+@pytest.mark.parametrize("rule", [{"threshold": 0.8}, {"factor": 1.6}], ids=str)
+def test_rows_of_a_masked_run_that_ends_early_do_not_wait_for_each_other(tmp_path, tiny_llada, rule):
     """A row that waits has more steps than alone, and masks based on the previous step act in them."""
-    fast = find_protocol("tiny-gsm").with_settings({"threshold": 0.8, "block_length": 8})
+    fast = find_protocol("tiny-gsm").with_settings({**rule, "block_length": 8})
     both = [evaluate(tiny_llada, fast, masking([5]), tmp_path / str(size), limit=4, batch=size) for size in (1, 4)]
     alone, together = ([[record["tokens"] for record in run.records()] for run in runs] for runs in both)
     assert alone == together
