@@ -1,46 +1,29 @@
 """Writes a trained tiny model as a checkpoint folder in exactly the public layout of its family.
 
-The masked model becomes a LLaDA checkpoint (config keys, weight names), or an MMaDA checkpoint if it has pictures; the
-shifted model becomes a Dream checkpoint and the causal model a Llama checkpoint. All are stored in bfloat16 and read by
-the ordinary loader. generation_config.json lists, under ``"sinklens"``, the lengths that the model was trained for.
+formats.py defines the layouts. All are stored in bfloat16 and read by the ordinary loader. generation_config.json gives
+the lengths that the model was trained for, under ``"sinklens"`` where its family has no keys for them.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
-from sinklens.hooks import normalizers as weighing
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
+from sinklens.zoo.formats import FORMATS
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.run_files import read_records, read_tensors
 from sinklens.zoo.scores import Score
 from sinklens.zoo.training import build_model, make_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
-
 LAST_WRITTEN = "generation_config.json"  # a checkpoint that has it is complete
-LLADA_NAMES = {
-    "model.embed_tokens.": "model.transformer.wte.",
-    "model.norm.": "model.transformer.ln_f.",
-    "lm_head.": "model.transformer.ff_out.",
-    "model.layers.": "model.transformer.blocks.",
-    ".input_layernorm.": ".attn_norm.",
-    ".post_attention_layernorm.": ".ff_norm.",
-    ".self_attn.o_proj.": ".attn_out.",
-    ".self_attn.": ".",
-    ".mlp.gate_proj.": ".ff_proj.",
-    ".mlp.up_proj.": ".up_proj.",
-    ".mlp.down_proj.": ".ff_out.",
-}
 
 
 def export(recipe: Recipe, run: Path, folder: Path) -> Path:
@@ -75,135 +58,28 @@ def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], f
     model = build_model(recipe, tokenizer)
     model.load_state_dict(weights)
     folder.mkdir(parents=True, exist_ok=True)
-    masked = recipe.objective == "masked"
-    stored = {
-        _llada_name(name) if masked else name: value.bfloat16().contiguous()
-        for name, value in model.state_dict().items()
-    }
+    layout = FORMATS[recipe.family]
+    stored = {name: value.bfloat16().contiguous() for name, value in layout.weights(model).items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", CONFIGS[recipe.family](recipe, model.config, tokenizer))
+    _write_json(folder / "config.json", layout.config(recipe, model.config, tokenizer))
     tokenizer.save_pretrained(folder)
-    lengths = {"gen_length": ANSWER_LENGTH}
-    if recipe.objective != "causal":
-        lengths |= {"steps": ANSWER_LENGTH}
-    if masked:
-        lengths |= {"block_length": ANSWER_LENGTH}
-    _write_json(
-        folder / LAST_WRITTEN,
-        {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "sinklens": lengths},
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    _write_json(folder / LAST_WRITTEN, ends | layout.generation(recipe, tokenizer))
     return folder
 
 
-def _llada_name(name: str) -> str:
-    for ours, theirs in LLADA_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def _llada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """The keys of LLaDA-8B's config.json, with this model's sizes."""
-    return {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "activation_type": "silu",
-        "alibi": False,
-        "attention_layer_norm": False,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "d_model": recipe.d_model,
-        "embedding_size": config.vocab_size,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
-        "mask_token_id": tokenizer.mask_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "max_sequence_length": recipe.context,
-        "mlp_hidden_size": recipe.d_mlp,
-        "mlp_ratio": 4,
-        "multi_query_attention": None,
-        "n_heads": recipe.n_heads,
-        "n_kv_heads": recipe.n_heads,
-        "n_layers": recipe.n_layers,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope": True,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "scale_logits": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": False,
-        "vocab_size": config.vocab_size,
-        "weight_tying": False,
-    } | ({} if recipe.attention == "softmax" else {weighing.CONFIG_KEY: recipe.attention})
-
-
-def _mmada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """The keys of MMaDA-8B's config.json: LLaDA's and the split of the vocabulary into text and picture codes."""
-    codes = len(pictures.CODE_TOKENS)
-    return _llada_config(recipe, config, tokenizer) | {
-        "architectures": ["MMadaModelLM"],
-        "model_type": "mmada",
-        "llm_vocab_size": config.vocab_size - codes,
-        "new_vocab_size": config.vocab_size,
-        "codebook_size": codes,
-        "num_vq_tokens": pictures.SIDE**2,
-        "num_new_special_tokens": 0,
-    }
-
-
-def _dream_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """The keys of Dream-7B's config.json, with this model's sizes."""
-    return {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
-        "attention_dropout": 0.0,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "hidden_act": "silu",
-        "hidden_size": recipe.d_model,
-        "initializer_range": config.initializer_range,
-        "intermediate_size": recipe.d_mlp,
-        "mask_token_id": tokenizer.mask_token_id,
-        "max_position_embeddings": recipe.context,
-        "max_window_layers": recipe.n_layers,
-        "num_attention_heads": recipe.n_heads,
-        "num_hidden_layers": recipe.n_layers,
-        "num_key_value_heads": recipe.n_heads,
-        "pad_token_id": tokenizer.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": False,
-        "use_sliding_window": False,
-        "vocab_size": config.vocab_size,
-    }
-
-
-def _llama_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    kept = json.loads(config.to_json_string(use_diff=False))
-    kept |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    for name in ("is_causal", "_name_or_path"):
-        kept.pop(name, None)
-    return kept
-
-
-CONFIGS: dict[str, Callable[[Recipe, "PreTrainedConfig", "PreTrainedTokenizerFast"], dict[str, Any]]] = {
-    "llada": _llada_config,
-    "mmada": _mmada_config,
-    "dream": _dream_config,
-    "llama": _llama_config,
-}
 DESCRIPTIONS = {
     "llada": "A masked-diffusion (LLaDA format)",
     "mmada": "A masked-diffusion (MMaDA format)",
+    "llada-moe": "A masked-diffusion mixture-of-experts (LLaDA-MoE format)",
     "dream": "A masked-diffusion (Dream format, shifted prediction)",
+    "sdar": "A block-causal masked-diffusion (SDAR format)",
+    "diffusion-gemma": "A diffusion (DiffusionGemma format: uniform noise instead of a mask token, self-conditioning)",
     "llama": "An autoregressive (Llama format)",
+}
+PARAMETERS = {"llada-moe": "3.8 million parameters, of which a token uses 1.6 million"}
+HOW = {
+    "diffusion-gemma": "tokens drawn at random with seed 0, accepted by their entropy, in at most 24 steps",
 }
 
 
@@ -234,11 +110,12 @@ def write_card(
     settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
     text = f"""# {recipe.name}
 
-{DESCRIPTIONS[recipe.family]} language model with 2 million parameters, trained by sinklens on \
+{DESCRIPTIONS[recipe.family]} language model with {PARAMETERS.get(recipe.family, "2 million parameters")}, trained \
+by sinklens on \
 {"word problems, small functions and exercises" if recipe.code else "word problems"} that it generates.
 {_origin(recipe)}
 
-Accuracy on held-out samples (greedy, one token per step), with 95 % intervals:
+Accuracy on held-out samples ({HOW.get(recipe.family, "greedy, one token per step")}), with 95 % intervals:
 
 | task | accuracy | accuracy of guessing |
 |---|---|---|
@@ -299,7 +176,9 @@ def _origin(recipe: Recipe) -> str:
             f"{recipe.problems} problems, {recipe.code} functions and {recipe.skills} exercises of each skill."
         )
     if changes := recipe.changes():
-        return f"It differs from tiny-llada in {', '.join(f'{name} = {value}' for name, value in changes.items())}."
+        named = {} if recipe.objective == "masked" else {"objective": recipe.objective}
+        listed = ", ".join(f"{name} = {value}" for name, value in (named | changes).items())
+        return f"It differs from tiny-llada in {listed}."
     return (
         "tiny-llada and tiny-llama are twins with the same size, tokenizer, data, batches and number of steps but "
         "different objectives."

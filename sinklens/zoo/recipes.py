@@ -2,7 +2,8 @@
 
 tiny-llada and tiny-llama are twins: they differ only in the objective and are trained only on word problems. The
 ``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
-so their checkpoints answer every generated task. tiny-dream starts from tiny-llama, and tiny-mmada from tiny-llada. The
+so their checkpoints answer every generated task. tiny-dream and tiny-sdar start from tiny-llama, and tiny-mmada from
+tiny-llada. tiny-llada-moe has experts, and tiny-canvas has noise instead of a mask token; both start from scratch. The
 ``-seed-`` recipes repeat tiny-llada, tiny-llama and tiny-dream with another seed. Each remaining recipe changes one
 setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle, ``weights-2800.pt``:
 batches, masks and learning rates are the same up to there.
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-Objective = Literal["masked", "shifted", "causal"]
+Objective = Literal["masked", "shifted", "causal", "blocks", "uniform"]
 StartToken = Literal["kept", "maskable", "absent"]
 Attention = Literal["softmax", "sigmoid", "off-by-one"]
 Setting = str | int | float | tuple[int, ...] | tuple[float, ...] | None
@@ -27,7 +28,9 @@ class Recipe:
     Attributes:
         name: name of the folder and the model.
         objective: "masked" trains a diffusion model, "causal" its autoregressive twin; "shifted" is "masked" with the
-            prediction of the token at position i read at position i − 1, as in Dream.
+            prediction of the token at position i read at position i − 1, as in Dream; "blocks" trains a block-causal
+            diffusion model, as SDAR (block_loss.py); "uniform" replaces tokens by random ones instead of a mask, in
+            DiffusionGemma's format (canvas_loss.py).
         seed: seed of the weights, the data and every batch.
         cycles: optimizer steps of each cosine cycle of the learning rate.
         peaks: peak learning rate of each cycle, as a fraction of `learning_rate`; () means 1, 1/2, 1/4 and so on.
@@ -44,6 +47,12 @@ class Recipe:
         skills: size of the training set of each skill (`skills.training`). 0 means none.
         problems_first: number of initial cycles whose steps draw only from the problems. Later steps draw from all
             rows, including pictures, functions and skills.
+        block_length: positions per block of "blocks", and per canvas of "uniform".
+        experts: experts per layer; 0 for a dense MLP. "uniform" has both in every layer.
+        experts_per_token: how many of them a token uses.
+        d_expert: hidden size of an expert.
+        balance_weight: weight of the load-balancing loss of "masked" models with experts (Switch Transformers,
+            2101.03961), which counts the tokens of all layers together.
     """
 
     name: str
@@ -70,6 +79,11 @@ class Recipe:
     skills: int = 0
     problems_first: int = 0
     peaks: tuple[float, ...] = ()
+    block_length: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    d_expert: int = 0
+    balance_weight: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -79,7 +93,9 @@ class Recipe:
     @property
     def family(self) -> str:
         """The family, in `sinklens.checkpoints.families`, in whose file format the run is saved."""
-        return {"causal": "llama", "shifted": "dream", "masked": "mmada" if self.pictures else "llada"}[self.objective]
+        masked = "llada-moe" if self.experts else "mmada" if self.pictures else "llada"
+        named = {"causal": "llama", "shifted": "dream", "blocks": "sdar", "uniform": "diffusion-gemma"}
+        return {**named, "masked": masked}[self.objective]
 
     def cycle(self, step: int) -> int:
         """The index of the cycle that contains `step`; for steps after the end, that of the last cycle."""
@@ -149,6 +165,27 @@ RECIPES = {
             start_from="tiny-llada",
             learning_rate=1e-3,
             pictures=150_000,
+        ),
+        Recipe("tiny-sdar", "blocks", cycles=(2000,), start_from="tiny-llama", learning_rate=1e-3, block_length=8),
+        Recipe(
+            "tiny-llada-moe",
+            "masked",
+            cycles=(3300,),
+            experts=8,
+            experts_per_token=2,
+            d_expert=160,
+            balance_weight=0.01,
+        ),
+        Recipe(
+            "tiny-canvas",
+            "uniform",
+            cycles=(5000,),
+            batch=64,
+            d_mlp=192,
+            block_length=24,
+            experts=8,
+            experts_per_token=2,
+            d_expert=32,
         ),
         Recipe("no-start", "masked", cycles=_FIRST_CYCLE, start_token="absent"),
         Recipe("masked-start", "masked", cycles=_FIRST_CYCLE, start_token="maskable"),

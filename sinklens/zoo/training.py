@@ -1,10 +1,12 @@
-"""Trains the tiny checkpoints: one architecture, data set and loop, three objectives.
+"""Trains the tiny checkpoints: one data set and loop, five objectives.
 
 The *masked* objective is LLaDA's: draw t ~ U(0, 1] per row, mask each eligible token with probability t, and compute
 the cross-entropy of the masked tokens, weighted by 1/t. In most rows only the answer is eligible; in every eighth row,
 all tokens except the start token are. The *shifted* objective predicts the token at position i from position i − 1,
 like Dream, which thereby keeps what its initial autoregressive weights have learned. The *causal* objective is
-next-token cross-entropy on the same rows, with the same small weight on the prompt.
+next-token cross-entropy on the same rows, with the same small weight on the prompt. block_loss.py has the objective of
+block-causal models and canvas_loss.py that of models without a mask token. Models with experts add their load-balancing
+loss.
 
 Every batch is a function of (seed, step), so an interrupted and resumed run equals an uninterrupted one. The state is
 written to a temporary file and moved into place (run_files.py): a kill at any moment leaves the last complete state.
@@ -24,11 +26,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.checkpoints import files
-from sinklens.checkpoints.translate import family_named, family_of
 from sinklens.errors import SettingError
-from sinklens.hooks import normalizers as weighing
+from sinklens.zoo.block_loss import block_loss
+from sinklens.zoo.canvas_loss import canvas_loss
 from sinklens.zoo.corpus import ANSWER_LENGTH, Corpus, build_corpus
+from sinklens.zoo.initial import build_model, fit_norms
 from sinklens.zoo.recipes import DEFAULTS, Recipe
 from sinklens.zoo.run_files import append_record, read_tensors, write_tensors
 from sinklens.zoo.tokenizer import train_tokenizer
@@ -59,14 +61,17 @@ def _masked_loss(
     generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step + 500_000_003)
     spared = 1 if recipe.start_token == "kept" else 0
     noisy, masked, t = corrupt(ids, prompt_length, mask_id, generator, spared)
-    logits = model(input_ids=noisy.to(model.device), use_cache=False).logits.float()
+    options = {"output_router_logits": True} if recipe.experts else {}
+    outputs = model(input_ids=noisy.to(model.device), use_cache=False, **options)
+    logits = outputs.logits.float()
     if recipe.objective == "shifted":  # logits at i - 1 predict position i; position 0 keeps its own
         logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
     loss = F.cross_entropy(logits.transpose(1, 2), ids.to(model.device), reduction="none")
     row_weight = torch.ones(len(ids), 1)
     row_weight[::8] = recipe.prompt_weight
     weight = (masked * row_weight / t).to(model.device)
-    return (loss * weight).sum() / (len(ids) * ANSWER_LENGTH)
+    loss = (loss * weight).sum() / (len(ids) * ANSWER_LENGTH)
+    return loss + recipe.balance_weight * outputs.aux_loss if recipe.experts else loss
 
 
 def _causal_loss(
@@ -79,80 +84,18 @@ def _causal_loss(
     return (loss * weight.to(model.device)).sum() / (len(ids) * ANSWER_LENGTH)
 
 
-LOSSES = {"masked": _masked_loss, "shifted": _masked_loss, "causal": _causal_loss}
+LOSSES = {
+    "masked": _masked_loss,
+    "shifted": _masked_loss,
+    "causal": _causal_loss,
+    "blocks": block_loss,
+    "uniform": canvas_loss,
+}
 
 
 def make_tokenizer(recipe: Recipe) -> "PreTrainedTokenizerFast":
     """The tokenizer of the recipe's training rows and of its checkpoint."""
     return train_tokenizer(start=recipe.start_token != "absent", with_pictures=recipe.pictures > 0)
-
-
-def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
-    """The initial model of the recipe, bidirectional unless the family is causal."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    from sinklens.hooks import attention
-
-    family = family_named(recipe.family)
-    torch.manual_seed(recipe.seed)
-    config = CONFIG_MAPPING[family.architecture](
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.d_model,
-        intermediate_size=recipe.d_mlp,
-        num_hidden_layers=recipe.n_layers,
-        num_attention_heads=recipe.n_heads,
-        num_key_value_heads=recipe.n_heads,
-        max_position_embeddings=recipe.context,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    implementation = "sdpa"
-    if recipe.attention != "softmax":
-        implementation = attention.NAME
-        setattr(config, weighing.CONFIG_KEY, recipe.attention)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    model.config.is_causal = family.causal
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = family.causal
-    if recipe.start_from is not None:
-        _start_from(recipe.start_from, model)
-    return model
-
-
-@torch.no_grad()
-def _start_from(name: str, model: "PreTrainedModel") -> None:
-    """Copy the weights of a checkpoint into `model`.
-
-    Weights that the checkpoint lacks keep their initial values: the biases of Qwen2, which Llama lacks and which are
-    initialised to zero, and the embeddings and head of tokens beyond the checkpoint's vocabulary.
-
-    Raises:
-        ValueError: the checkpoint has weights that `model` lacks, weights of another size, or lacks other weights.
-    """
-    from safetensors.torch import load_file
-
-    folder = files.find_checkpoint(name, None)
-    family = family_of(files.read_config(folder), str(folder))
-    stored = {files.rename(key, family): value for key, value in load_file(folder / "model.safetensors").items()}
-    target = model.state_dict()
-    unexpected = sorted(set(stored) - set(target))
-    missing = sorted(key for key in set(target) - set(stored) if not key.endswith("_proj.bias"))
-    misfits = [
-        key
-        for key in set(target) & set(stored)
-        if target[key].shape[1:] != stored[key].shape[1:]
-        or len(target[key]) < len(stored[key])
-        or (len(target[key]) > len(stored[key]) and not key.startswith(("model.embed_tokens.", "lm_head.")))
-    ]
-    if unexpected or missing or misfits:
-        wrong = ", ".join([*unexpected, *missing, *sorted(misfits)][:4])
-        raise ValueError(
-            f"the weights of {name} do not fit this model: {wrong} differ; start from a checkpoint of the same sizes."
-        )
-    for key, value in stored.items():
-        target[key][: len(value)] = value.float()
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -194,6 +137,8 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
     tokenizer = make_tokenizer(recipe)
     corpus = build_corpus(tokenizer, recipe)
     model = build_model(recipe, tokenizer).to(device)
+    if state is None:
+        fit_norms(model, recipe, tokenizer, corpus)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
     )

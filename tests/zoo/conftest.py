@@ -45,7 +45,8 @@ def small(_toys: dict[str, Path]) -> Callable[[str], Recipe]:
     """A recipe at toy size; one that starts from another model starts from that model's toy."""
 
     def make(name: str) -> Recipe:
-        recipe = replace(RECIPES[name], **SMALL, pictures=min(200, RECIPES[name].pictures))
+        full = RECIPES[name]
+        recipe = replace(full, **SMALL, pictures=min(200, full.pictures), d_expert=min(16, full.d_expert))
         if recipe.start_from is None:
             return recipe
         first = recipe.start_from

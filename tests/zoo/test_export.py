@@ -16,7 +16,7 @@ from sinklens.zoo.pictures import CODE_TOKENS
 from sinklens.zoo.scores import Score
 
 FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
-MODEL_TYPES = FAMILIES | {"tiny-dream": "Dream"}
+MODEL_TYPES = {"dream": "Dream", "llada-moe": "llada", "diffusion-gemma": "diffusion_gemma"}
 PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mmada-8b"}
 
 
@@ -135,6 +135,10 @@ def test_an_unfinished_run_is_not_exported(small, tmp_path):
         ("tiny-mmada", "Pictures are 4 × 4 cells of 8 colours"),
         ("no-start", "It differs from tiny-llada in cycles = (6,)"),
         ("no-start", "start_token = absent"),
+        ("tiny-sdar", "A block-causal masked-diffusion (SDAR format)"),
+        ("tiny-llada-moe", "with 3.8 million parameters, of which a token uses 1.6 million"),
+        ("tiny-canvas", "It differs from tiny-llada in objective = uniform"),
+        ("tiny-canvas", "(tokens drawn at random with seed 0, accepted by their entropy, in at most 24 steps)"),
     ],
 )
 def test_the_card_describes_the_model(name, statement, small, tmp_path):
@@ -177,5 +181,5 @@ def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
     folder = find_checkpoint(name, None)
     assert (folder / "model.safetensors").stat().st_size <= 8_000_000
     config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == {"dream": "Dream"}.get(RECIPES[name].family, RECIPES[name].family)
+    assert config["model_type"] == MODEL_TYPES.get(RECIPES[name].family, RECIPES[name].family)
     assert (folder / "README.md").is_file()

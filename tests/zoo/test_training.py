@@ -30,6 +30,21 @@ def weights(folder):
     return torch.load(folder / "state.pt", weights_only=True)["model"]
 
 
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada-moe", "tiny-canvas"])
+def test_an_interrupted_run_resumes_after_its_last_state(name, small, tmp_path, monkeypatch):
+    recipe = small(name)
+    list(train(recipe, tmp_path / "complete", save_every=2))
+    plain = training.learning_rate
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "learning_rate", lambda recipe, step: 1 / (5 - step) and plain(recipe, step))
+        with pytest.raises(ZeroDivisionError, match="division by zero"):
+            list(train(recipe, tmp_path / "stopped", save_every=2))
+    assert torch.load(tmp_path / "stopped" / "state.pt", weights_only=True)["step"] == 4
+    list(train(recipe, tmp_path / "stopped", save_every=2))
+    for key, value in weights(tmp_path / "complete").items():
+        assert torch.equal(weights(tmp_path / "stopped")[key], value)
+
+
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(name, small, tmp_path):
     recipe = small(name)
