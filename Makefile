@@ -8,7 +8,9 @@ ARGS ?=
 BIN := .venv/bin
 UNFINISHED := .venv/unfinished
 STAMP := .venv/finished
-SEVERAL := --numprocesses auto --maxprocesses 4
+SEVERAL := --numprocesses auto --maxprocesses 4 --dist worksteal
+# Compiled tests and packages are kept in __pycache__, whatever the environment says: this halves what each process imports.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow check check-rest format train bench gpu notebooks docs
@@ -20,10 +22,10 @@ demo: $(STAMP)  ## trace the shipped models and draw their sinks
 	$(BIN)/sinklens demo $(ARGS)
 
 test: $(STAMP)  ## run the tests that take minutes in all (ARGS="-k name" to choose)
-	$(BIN)/pytest $(SEVERAL) $(ARGS)
+	$(PYTEST) $(SEVERAL) $(ARGS)
 
 slow: $(STAMP)  ## run the slow tests alone
-	$(BIN)/pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 check: test check-rest  ## check everything: format, lint, types, all tests but the slow ones, documentation, wheel
 
@@ -31,7 +33,7 @@ check-rest: $(STAMP)  ## what `make check` does after `make test`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/check_types.py
-	$(BIN)/pytest $(SEVERAL) -m "extended and not slow"
+	$(PYTEST) $(SEVERAL) -m "extended and not slow"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python scripts/check_wheel.py
 

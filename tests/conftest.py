@@ -7,22 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jaxtyping
 import pytest
-import torch
-import typechecks  # noqa: F401 — before the package is imported
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever library
-
-import sinklens
 
 if TYPE_CHECKING:
     from browser import Browser
 
     from sinklens import Model
-
-torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TESTS = Path(__file__).resolve().parent
@@ -35,11 +25,35 @@ EXTENDED = (  # files and folders that `make test` leaves to `make check`: real 
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what tests share, except in the process that only distributes tests to others."""
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        import torch
+        import typechecks  # noqa: F401 — before the package is imported
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever library
+        torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
+
+
+def is_extended(path: Path) -> bool:
+    """Whether a file or folder belongs to `make check` alone."""
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix().startswith(EXTENDED)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files unread whose tests the markers would drop, unless the command line names them."""
+    if "not extended" not in config.option.markexpr or not is_extended(collection_path):
+        return None
+    named = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    return None if any(is_extended(path) for path in named) else True
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what belongs to `make check` alone, before the markers select."""
     for item in items:
-        place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
-        if place.startswith(EXTENDED) or item.get_closest_marker("browser"):
+        if is_extended(item.path) or item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.extended)
 
 
@@ -54,6 +68,8 @@ def shared() -> Path:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """The same random numbers whichever tests run, and in whatever order."""
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -68,6 +84,8 @@ def _close_figures() -> Iterator[None]:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test of the messages users see: the test run's own type checks would fail first."""
+    import jaxtyping
+
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -88,12 +106,16 @@ def families() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_llada() -> "Model":
     """The shipped diffusion model."""
+    import sinklens
+
     return sinklens.load("tiny-llada")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> "Model":
     """Its autoregressive twin."""
+    import sinklens
+
     return sinklens.load("tiny-llama")
 
 
@@ -115,6 +137,8 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
     """
     from building import random_hf
     from layouts import word_tokenizer, write_family
+
+    import sinklens
 
     @cache
     def make(architecture: str = "llama", causal: bool = False) -> "Model":

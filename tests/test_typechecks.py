@@ -1,11 +1,13 @@
 """The type checks of the test run: what they find, and that they are in place."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 import typechecks
 from beartype.roar import BeartypeCallHintViolation as Violation
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int, Shaped, _storage
 from torch import Tensor
 
 from sinklens.sampling.decisions import truncate
@@ -37,6 +39,28 @@ def test_every_call_is_checked_in_its_arguments_and_result_with_one_size_per_axi
     assert count("ab", times=2) == 4
     with pytest.raises(Violation, match="parameter times='2'"):
         count("ab", times="2")
+
+
+def answers(fits, annotation, values):
+    """What a check says of two values in a row, and the sizes it has recorded by then."""
+    with typechecks._axes:
+        said = [fits(annotation, value) for value in values]
+        return said, dict(_storage.get_shape_memo()[0])
+
+
+def test_the_check_of_an_array_gives_jaxtypings_answers():
+    annotations = [
+        Float[Tensor, "row column"], Float[Tensor, "same same"], Int[Tensor, "row 3"], Shaped[Tensor, "_ column"],
+        Float[Tensor, "#row column"], Float[Tensor, "*rest column"], Float[Tensor, "..."], Bool[Tensor, ""],
+        Float[np.ndarray, "row column"], Float[Tensor, "row row+1"],
+    ]  # fmt: skip
+    values = [
+        torch.ones(2, 3), torch.ones(3, 3), torch.ones(1, 3), torch.ones(2, 3, 1), torch.ones(2, 3).double(),
+        torch.ones(2, 3, dtype=torch.long), torch.tensor(True), np.ones((2, 3)), np.ones((2, 3), int), "text", None,
+    ]  # fmt: skip
+    for annotation, *pair in itertools.product(annotations, values, values):
+        expected = answers(typechecks._fits_by_jaxtyping, annotation, pair)
+        assert answers(typechecks._fits, annotation, pair) == expected, (annotation, pair)
 
 
 def test_checks_can_be_turned_off_for_a_test(unchecked):
