@@ -111,6 +111,7 @@ def test_collected_values_do_not_change_the_fingerprint_of_an_intervention(tiny_
     assert fingerprint(kept) == before
 
 
+@pytest.mark.extended
 def test_another_process_computes_the_same_fingerprint():
     code = "import test_identity as t\nfor m in t.SAME_AND_OTHER.values():\n    print(t.fingerprint(m[0](0)).encode())"
     path = f"import sys; sys.path[:0] = {[__file__.rpartition('/')[0]]!r}\n"

@@ -46,12 +46,13 @@ def read_all(terminal):
             return
 
 
+@pytest.mark.extended
 def test_on_a_real_terminal_it_is_drawn_on_standard_error_if_wanted():
     code = (
         "import sinklens, sys\n"
-        "sinklens.generate('tiny-llada', 'Question: Tom has 2 apples.', progress=False)\n"
+        "sinklens.generate('tiny-llada', 'Question: Tom has 2 apples.', gen_length=4, progress=False)\n"
         "print('between', file=sys.stderr)\n"
-        "sinklens.generate('tiny-llada', 'Question: Tom has 2 apples.', progress=True)\n"
+        "sinklens.generate('tiny-llada', 'Question: Tom has 2 apples.', gen_length=4, progress=True)\n"
         "print('done')\n"
     )
     controller, terminal = pty.openpty()

@@ -143,6 +143,7 @@ def test_a_download_uses_the_revision_and_skips_code_and_pickles(monkeypatch, tm
     assert list(filter_repo_objects([*wanted, *unwanted], allow_patterns=requested["allow_patterns"])) == wanted
 
 
+@pytest.mark.extended
 def test_a_hub_name_without_a_network_is_rejected_at_once(tmp_path):
     """Runs in a real process that may not go online."""
     code = "import time, sinklens.checkpoints.files as files\nfrom sinklens.errors import CheckpointError\n"

@@ -280,6 +280,7 @@ def test_an_invalid_tokenizer_file_is_rejected_unless_a_tokenizer_is_given(llada
 # Quiet
 
 
+@pytest.mark.extended
 def test_loading_small_checkpoints_prints_nothing(tmp_path):
     """Runs in a separate process, so that warnings and messages that transformers prints once are seen."""
     for family in ARCHITECTURES:

@@ -160,6 +160,7 @@ def test_generated_text_is_not_parsed_as_markup(capsys, tmp_path):
     assert main(["trace", "tiny-llada", "--prompt", prompt, "--out", str(tmp_path)]) == 0
 
 
+@pytest.mark.extended
 def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path):
     """A real process, interrupted while it runs."""
     out = tmp_path / "out"
@@ -252,6 +253,7 @@ def test_help_of_analyse_names_every_study(capsys):
         assert name in printed
 
 
+@pytest.mark.extended
 def test_a_closed_output_pipe_loses_no_file(tmp_path):
     command = f"{sys.executable} -m sinklens.cli demo --out {tmp_path} | head -n 3"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

@@ -228,6 +228,7 @@ def interrupted(model, step, record=False):
     return t
 
 
+@pytest.mark.extended
 def test_a_process_killed_in_mid_step_leaves_the_steps_before(tiny_llada, complete, tmp_path):
     code = f"""
 import json, os, pathlib, signal, sinklens, time

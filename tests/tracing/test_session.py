@@ -833,6 +833,7 @@ def test_code_without_source_gets_an_error_that_names_the_alternative(tiny_llada
         exec(compile(code, "<nowhere>", "exec"), {"sinklens": sinklens, "model": tiny_llada, "prompt": PROMPT})
 
 
+@pytest.mark.extended
 def test_a_trace_works_in_python_dash_c():
     code = (
         "import sinklens\n"
