@@ -12,6 +12,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_a_block_of_the_readme_runs(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

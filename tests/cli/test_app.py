@@ -59,7 +59,8 @@ def test_trace_writes_the_answer_the_track_and_the_figures(tmp_path, capsys):
 
 def test_trace_reads_a_prompt_from_a_file(tmp_path):
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    assert main(["trace", "tiny-llama", "--prompt", f"@{tmp_path / 'prompt.txt'}", "--out", str(tmp_path / "out")]) == 0
+    asked = ["--prompt", f"@{tmp_path / 'prompt.txt'}", "--gen-length", "4", "--out", str(tmp_path / "out")]
+    assert main(["trace", "tiny-llama", *asked]) == 0
     assert (tmp_path / "out" / "answer.txt").is_file()
 
 
@@ -157,7 +158,7 @@ def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
 
 def test_generated_text_is_not_parsed_as_markup(capsys, tmp_path):
     prompt = "Question: [red]Tom[/red] has 2 apples. [/]\nAnswer:"
-    assert main(["trace", "tiny-llada", "--prompt", prompt, "--out", str(tmp_path)]) == 0
+    assert main(["trace", "tiny-llada", "--prompt", prompt, "--gen-length", "4", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.extended

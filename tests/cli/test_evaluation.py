@@ -28,7 +28,8 @@ def run(capsys, *arguments):
 
 
 def test_evaluate_and_table_write_the_table_and_the_figure(tmp_path, capsys):
-    flags = ["--task", "tiny-gsm", "--mask-sinks", 0, 1, "--controls", "random", "--limit", 3, "--out", tmp_path]
+    flags = ["--task", "tiny-gsm", "--mask-sinks", 0, 1, "--controls", "random", "--limit", 3,
+             "--gen-length", 8, "--out", tmp_path]  # fmt: skip
     code, out, _ = run(capsys, "evaluate", "tiny-llada", "tiny-llama", *flags)
     assert (code, out) == (0, f"Done. To print the table: sinklens table {tmp_path}\n")
     code, out, _ = run(capsys, "table", tmp_path)
@@ -87,6 +88,7 @@ def test_generated_programs_run_only_on_request(tmp_path, capsys):
     assert run(capsys, "table", tmp_path)[0] == 0
 
 
+@pytest.mark.extended
 def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
     """The answer itself is unknown; this checks only that it can be scored."""
     with gzip.open(shared / "data" / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:

@@ -44,6 +44,7 @@ def test_claims_that_need_a_gpu_are_not_checked_on_a_cpu():
         peak._real(SETTING)
 
 
+@pytest.mark.extended
 def test_running_out_of_memory_during_a_run_is_reported_and_the_model_runs_again():
     assert "ran out of memory on cpu in step 1 of 2" in peak._raised(SETTING)
 

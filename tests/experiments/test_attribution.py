@@ -175,6 +175,7 @@ def test_the_estimate_approaches_the_truth_for_small_changes_of_the_embedding():
     assert all(score.correlation > 0.995 for score in scores.values())
 
 
+@pytest.mark.extended
 def test_along_the_path_the_effects_of_the_embeddings_sum_to_the_total_effect(tiny_llada):
     """Integrated gradients are complete: the sum is the metric of the clean run minus that of the corrupted one."""
     clean, corrupted, metric = number_pair(tiny_llada, held_out(3)[2], 6)
@@ -229,6 +230,7 @@ def test_between_neighbouring_numbers_estimates_follow_the_truth(tiny_llada, num
     assert min(along) > 0.93
 
 
+@pytest.mark.extended
 def test_between_distant_numbers_only_the_path_estimate_has_the_right_sign(tiny_llada):
     """Measured -0.70 and 0.91 for head outputs: the attention that copies a number is saturated."""
     (_, z), along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(3)[2], 6))

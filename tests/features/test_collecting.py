@@ -75,6 +75,7 @@ def test_the_newest_tokens_of_an_autoregressive_run_are_stored(worded, tmp_path)
     torch.testing.assert_close(*(store.read(0, len(store)) for store in stores), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.extended
 def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
     arguments = {"batch": 2, "scope": "masked", "gen_length": 8}
     model, complete = worded(), collect(worded(), PROMPTS, POINT, tmp_path / "complete.zarr", **arguments)

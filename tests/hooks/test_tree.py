@@ -424,6 +424,7 @@ def test_a_backward_hook_that_zeroes_the_gradient_cuts_off_earlier_parameters():
     torch.testing.assert_close(found["model.layers.2.self_attn.o_proj.weight"], expected[1], atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("part", ["", "model", "model.layers.1", "model.layers.0.mlp"])
 def test_a_compiled_model_is_refused(part):
     model = sinklens.load(random_hf("llama", causal=False))
@@ -435,6 +436,7 @@ def test_a_compiled_model_is_refused(part):
         sinklens.generate(model, random_ids())
 
 
+@pytest.mark.extended
 def test_a_model_with_a_compiled_submodule_is_refused():
     model = sinklens.load(random_hf("llama", causal=False))
     layer = model.tree.hf.model.layers[1]

@@ -212,6 +212,7 @@ def test_where_a_detector_finds_nothing_the_answers_are_unchanged(worded, archit
     assert unwatched(model)
 
 
+@pytest.mark.extended
 def test_a_shipped_model_misses_the_message_of_a_strongest_key(tiny_llada):
     """Replacing values changes answers, as masking does; a random key's hardly ever."""
     from sinklens.tasks.word_problems import held_out

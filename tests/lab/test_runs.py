@@ -150,6 +150,7 @@ def test_an_autoregressive_model_runs_beside_the_other(client, tiny_llama):
     np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_a_problem_brings_its_prompt_and_the_verdict(client, tiny_llada):
     given = {"task": "tiny-gsm", "index": 1}
     task = sinklens.tasks.find_task("tiny-gsm")

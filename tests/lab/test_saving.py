@@ -4,6 +4,8 @@ import html
 import json
 import re
 
+import pytest
+
 import sinklens
 from sinklens.views import report
 
@@ -18,6 +20,7 @@ def info(page: str) -> dict:
     return json.loads(found.group(1))
 
 
+@pytest.mark.extended
 def test_the_saved_page_is_the_report_of_the_run_and_of_the_pair(client, tiny_llada, tmp_path):
     run = sinklens.generate(tiny_llada, PROMPT, **SHORT)
     expected = info(report(run, tmp_path / "run.html").read_text())

@@ -17,11 +17,12 @@ def unequal(model, count=4):
     return list(by_length.values())[:count]
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}])
-def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, settings):
-    model = sinklens.load(name)
-    prompts = unequal(model)
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, temperature, request):
+    model = request.getfixturevalue(name)
+    prompts = unequal(model, 3)
+    settings = {"temperature": temperature} | ({} if model.causal else {"gen_length": 8})
     together = sinklens.generate(model, prompts, seed=5, record_sinks=False, **settings)
     for row, prompt in enumerate(prompts):
         alone = sinklens.generate(model, prompt, seed=5, record_sinks=False, **settings)
@@ -31,12 +32,12 @@ def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, settings):
         assert torch.equal(together.canvas[row, : steps + 1, -length:], alone.canvas[0, : steps + 1])
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_the_same_seed_gives_the_same_result_and_another_seed_another(name):
-    settings = {"temperature": 2.0, "record_sinks": False}
-    first = sinklens.generate(name, PROMPTS[:3], seed=1, **settings)
-    again = sinklens.generate(name, PROMPTS[:3], seed=1, **settings)
-    other = sinklens.generate(name, PROMPTS[:3], seed=2, **settings)
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_the_same_seed_gives_the_same_result_and_another_seed_another(name, request):
+    model, settings = request.getfixturevalue(name), {"temperature": 2.0, "gen_length": 8, "record_sinks": False}
+    first = sinklens.generate(model, PROMPTS[:3], seed=1, **settings)
+    again = sinklens.generate(model, PROMPTS[:3], seed=1, **settings)
+    other = sinklens.generate(model, PROMPTS[:3], seed=2, **settings)
     assert torch.equal(first.canvas, again.canvas)
     assert not torch.equal(first.tokens, other.tokens)
 

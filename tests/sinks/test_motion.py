@@ -491,6 +491,7 @@ def tracks(tiny_llada, tiny_llama):
     return [sinklens.generate(model, prompts).sinks for model in (tiny_llada, tiny_llama)]
 
 
+@pytest.mark.extended
 def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tracks):
     diffusion, autoregressive = (motion.motion_table(track) for track in tracks)
     assert (diffusion["static_share"] < autoregressive["static_share"]).all()
@@ -525,6 +526,7 @@ def test_the_motion_of_a_prompt_is_the_same_alone_and_in_a_batch(tracks, tiny_ll
     assert (min(steps) < together.steps) == together.causal  # some rows end and wait
 
 
+@pytest.mark.extended
 def test_lives_and_shares_of_a_batch_equal_those_of_single_rows(tracks, tiny_llama):
     """Each measure separately, for rows that end at different steps."""
     together = tracks[1]

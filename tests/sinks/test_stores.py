@@ -126,6 +126,7 @@ AXES = {"score": ("layer", "head", "pos")}
 ATTRS = {"model": "hand-made", "prompt_length": 1}
 
 
+@pytest.mark.extended
 def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
     """At 1 MB a step, ten more steps after the first three take less memory than one step."""
     store = ZarrStore(tmp_path / "run.zarr", AXES, 40, "float32")
@@ -181,6 +182,7 @@ def recorded(path, steps=4):
     yield steps
 
 
+@pytest.mark.extended
 def test_a_run_killed_at_any_write_leaves_its_finished_steps(tmp_path, monkeypatch):
     """Interrupt at every write in turn."""
     outcomes = []

@@ -91,6 +91,7 @@ def test_all_templates_occur_and_a_seed_is_reproducible():
     assert wordings == {(kind, name) for kind, template in TEMPLATES.items() for name in template.names}
 
 
+@pytest.mark.extended
 def test_held_out_functions_are_never_trained_on_under_any_docstring():
     excluded = {(f.entry_point, f.parameters, f.body) for f in held_out()}
     assert len(excluded) == 3 * len(KINDS)
@@ -108,6 +109,7 @@ def test_a_prompt_determines_its_body():
         assert bodies.setdefault((function.parameters, function.doc), function.kind) == function.kind
 
 
+@pytest.mark.extended
 def test_prompts_and_answers_fit_the_tiny_models(tiny_llada):
     functions = [*held_out(), *training(3, 20_000)]
     prompts = tiny_llada.tokenizer([f.prompt for f in functions]).input_ids

@@ -50,6 +50,7 @@ def test_numbers_and_vocabulary_words_are_single_tokens(problems):
             assert len(tokenizer(word, add_special_tokens=False).input_ids) == 1, word
 
 
+@pytest.mark.extended
 def test_the_shipped_tokenizer_is_the_one_that_training_produces(tiny_llada):
     trained = train_tokenizer()
     assert trained.get_vocab() == tiny_llada.tokenizer.get_vocab()
