@@ -81,7 +81,7 @@ def check_against(data, run, row, streams):
     assert seen >= 3 * len(data.pos)
 
 
-@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("row", [1, pytest.param(0, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_is_the_formula_applied_to_the_cached_stream(models, family, row):
     """In a batch with padding; for shifted families at the previous position."""

@@ -242,7 +242,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("edit", [hide_key_2, hide_key_2_in_head_1])
+@pytest.mark.parametrize("edit", [pytest.param(hide_key_2, marks=pytest.mark.extended), hide_key_2_in_head_1])
 @pytest.mark.parametrize("points", [[], ["hook_sink_scores"]])
 def test_a_bidirectional_model_does_not_form_a_query_by_key_mask_for_every_head(monkeypatch, edit, points):
     length = 256

@@ -86,7 +86,7 @@ def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, c
     assert {step for step, *_ in masked[0]} == {1, 4}
 
 
-@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
+@pytest.mark.parametrize("kind", [MaskSinks, pytest.param(KeepKeys, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_row_that_the_source_lacks_at_a_step_is_unchanged(worded, architecture, causal, settings, short, kind):

@@ -61,14 +61,14 @@ def test_the_strongest_keys_of_a_kind_have_that_kind(request, name, only, wanted
     found, scores = StrongestKeys(2, only).detect(track).to_numpy(), track.scores().to_numpy()
     overall = StrongestKeys(2, only, overall=True).detect(track).to_numpy()
     codes, state = kinds(track).to_numpy(), states(track).to_numpy()
-    exists = state != State.MISSING
+    exists, strongest = state != State.MISSING, track.top(2).to_numpy()
     for row, step, layer, head in np.ndindex(scores.shape[:4]):
         keys = [key for key in range(scores.shape[4])
                 if exists[row, step, key] and wanted(codes[row, step, key], state[row, step, key])]  # fmt: skip
         values = scores[row, step, layer, head]
         best = sorted(keys, key=lambda key, values=values: -values[key])[:2]
         assert found[row, step, layer, head].nonzero()[0].tolist() == sorted(best)
-        top = set(track.top(2).to_numpy()[row, step, layer, head].tolist())
+        top = set(strongest[row, step, layer, head].tolist())
         assert set(overall[row, step, layer, head].nonzero()[0].tolist()) == top & set(keys)
 
 
