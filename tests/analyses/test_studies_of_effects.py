@@ -12,6 +12,7 @@ from sinklens.tasks.word_problems import held_out
 PROMPTS = [held_out(2)[1].prompt, "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
 SETTINGS = {"gen_length": 4, "steps": 4, "block_length": 2, "threshold": 0.95}
 FEW = {"heads": {"reference": 2}}
+LONG = ("heads", "budget", "content", "necessity", "mechanism")  # of many interventions, for which two steps suffice
 
 
 STUDIES = ["heads", "necessity", "content", "definitions", "windows", "interaction", "blocks", "budget", "mechanism"]
@@ -20,8 +21,9 @@ STUDIES = ["heads", "necessity", "content", "definitions", "windows", "interacti
 @pytest.mark.parametrize("name", [*STUDIES, "patching"])
 def test_the_batch_size_does_not_matter_and_every_file_opens(name, tiny_llada, tiny_llama, tmp_path):
     kind, models = find(name), [tiny_llada, tiny_llama]
-    together = kind(batch=2, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS, tmp_path)
-    apart = kind(batch=1, settings=SETTINGS, **FEW.get(name, {})).run(models, PROMPTS)
+    settings = SETTINGS | ({"gen_length": 2, "steps": 2, "block_length": 1} if name in LONG else {})
+    together = kind(batch=2, settings=settings, **FEW.get(name, {})).run(models, PROMPTS, tmp_path)
+    apart = kind(batch=1, settings=settings, **FEW.get(name, {})).run(models, PROMPTS)
     for table, values in together.tables.items():
         other = apart.tables[table]
         assert list(values["model"].unique()) == ["tiny-llada", "tiny-llama"]
