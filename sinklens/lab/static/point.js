@@ -18,7 +18,7 @@ function pathItems(layer, head) {
   const from_step = firstKept();
   return [
     [`Freeze the pattern of ${headSaid(layer, head)} from step ${from_step} on`, () => addChip("freeze_pattern", { layer, head, from_step })],
-    [`Hold the sink of ${headSaid(layer, head)} from step ${from_step} on`, () => addChip("hold_sink", { layer, head, from_step })],
+    [`Hold the sink of ${headSaid(layer, head)} still from step ${from_step} on`, () => addChip("hold_sink", { layer, head, from_step })],
   ];
 }
 
@@ -35,8 +35,8 @@ function positionItems(pos) {
 }
 
 function headMenu(event, layer = view.layer, head = view.head) {
-  const title = layer === ALL || head === ALL ? "Choose a layer and a head first" : headSaid(layer, head);
-  openMenu(...placeOf(event, byId("grid")), title, title.startsWith("Choose") ? [["Mask the sinks of all heads", () => addChip("mask_sinks")]] : headItems(layer, head));
+  const one = layer !== ALL && head !== ALL, all = allHeadItems();
+  openMenu(...placeOf(event, byId("grid")), one ? headSaid(layer, head) : "all heads; click one for its own changes", one ? [...headItems(layer, head), all[0]] : all);
 }
 
 function positionMenu(event, pos, node = byId("tokens")) {
