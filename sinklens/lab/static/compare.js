@@ -110,17 +110,18 @@ function drawChange() {
   const { pair } = lab, kl = pair.kl || [], moved = movedOf(pair), n = Math.max(kl.length, Math.min(pair.a.info.steps.length, pair.b.info.steps.length)), canvas = byId("change");
   const differing = Array.from({ length: n }, (_, step) => cellsAt(step));
   const second = twoModels() ? ["cells that differ", differing] : ["sinks moved", moved];
-  const rows = [[pair.kl_why ? "KL: not available" : "KL (nats)", kl], second].map(([name, values]) => [name, values, Math.max(1e-9, ...values.map((value) => value ?? 0))]);
+  const rows = [...(pair.kl_why ? [] : [["KL (nats)", kl]]), second].map(([name, values]) => [name, values, Math.max(1e-9, ...values.map((value) => value ?? 0))]);
   change.width = Math.max(120, Math.min(900, widthOf(canvas) - change.left - 12));
   change.steps = n;
-  const brush = sized(canvas, change.left + change.width + 12, change.top + 2 * change.high + change.gap + change.bottom);
+  const high = rows.length * (change.high + change.gap) - change.gap;
+  const brush = sized(canvas, change.left + change.width + 12, change.top + high + change.bottom);
   rows.forEach(([name, values, peak], row) => drawBars(brush, name, values, peak, change.top + row * (change.high + change.gap), n));
   brush.textAlign = "center";
   brush.fillStyle = inkOf("soft");
-  for (const step of ticks(n, change.width, 34)) brush.fillText(step, change.left + ((step + 0.5) * change.width) / n, change.top + 2 * change.high + change.gap + 15);
+  for (const step of ticks(n, change.width, 34)) brush.fillText(step, change.left + ((step + 0.5) * change.width) / n, change.top + high + 15);
   brush.fillStyle = inkOf("accent");
   brush.globalAlpha = 0.45;
-  brush.fillRect(change.left + ((view.step + 0.5) * change.width) / n - 0.75, change.top, 1.5, 2 * change.high + change.gap);
+  brush.fillRect(change.left + ((view.step + 0.5) * change.width) / n - 0.75, change.top, 1.5, high);
   brush.globalAlpha = 1;
   canvas.setAttribute("aria-label", `${byId("compare-text").textContent} The table below lists the numbers per step.`);
 }

@@ -62,7 +62,7 @@ function trialSaid({ status, done, total, left, heads, error, kl_why: why }) {
 
 function drawTrial() {
   const trial = trialNow(), on = Boolean(trial) && byId("grid-color").value === "effect", byPlace = new Map((trial ? trial.heads : []).map((entry) => [`${entry.layer}/${entry.head}`, entry]));
-  byId("trial").hidden = !trial;
+  byId("trial").hidden = byId("trial-list").hidden = !trial;
   byId("try-heads").disabled = !lab.A || isActive(lab.A) || (trial && trial.status === "running");
   const at = (layer, head) => byPlace.get(`${layer}/${head}`);
   grid.other = !on ? null : {
@@ -87,6 +87,7 @@ function drawTrial() {
 function allHeadItems() {
   const from = firstKept(), layer = view.layer === ALL ? null : view.layer;
   return [
+    ["all heads"],
     ["Try every head: ablate each in turn (zero)", () => tryHeads("zero")],
     ["Try every head: ablate each in turn (mean)", () => tryHeads("mean")],
     ...(layer === null ? [] : [[`Try the heads of layer ${layer} (zero)`, () => tryHeads("zero", layer)]]),
@@ -98,7 +99,8 @@ function allHeadItems() {
 function listenTrial() {
   const card = document.querySelector(".card.grid");
   card.querySelector(".head p").id = "grid-said";
-  card.append(byId("trial"));
+  card.querySelector(".box").before(byId("trial"));
+  card.append(byId("trial-list"));
   const tryAll = button("Try every head", "Ablate each head of run A in turn, and list what changes", () => tryHeads());
   tryAll.id = "try-heads";
   tryAll.classList.add("change");
