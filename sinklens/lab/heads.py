@@ -98,8 +98,10 @@ class HeadTrial:
             Stopped: the trial was stopped.
         """
         kls = [None] * len(heads) if self.why else self._divergences(heads)
-        answers = list(self._answers(heads))
-        return [asdict(HeadEffect(*place, kl, *answer)) for place, kl, answer in zip(heads, kls, answers, strict=True)]
+        effects = zip(heads, kls, self._answers(heads), strict=True)
+        return [
+            asdict(HeadEffect(layer, head, kl, same, text, right)) for (layer, head), kl, (same, text, right) in effects
+        ]
 
     def _ablations(self, heads: Sequence[Head]) -> Stacked:
         """The run's own interventions and the ablation of one head, for each row."""
@@ -118,7 +120,7 @@ class HeadTrial:
         return self._again(kept, None, 1), kept
 
     def _again(self, kept: MaskedLogits, changes: Sequence[Stacked] | None, copies: int) -> Generation:
-        steps = max(kept.steps or [0]) + 1  # type: ignore[type-var,operator,arg-type]
+        steps = max(kept.steps or [0]) + 1
         return repeat(
             self._spec, self._model, self._outcome, steps=steps, extra=[kept], changes=changes, copies=copies,
             listeners=[self.stop],
