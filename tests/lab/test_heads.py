@@ -7,7 +7,7 @@ import pytest
 
 import sinklens
 from sinklens.experiments import effect
-from sinklens.interventions import AblateHeads, HideKeys
+from sinklens.interventions import AblateHeads
 from sinklens.lab.thread import ModelThread
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -40,13 +40,12 @@ def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
 
 
 def test_a_run_with_chips_keeps_them_while_its_heads_are_tried(client, tiny_llada):
-    chip = {"id": "a", "kind": "hide_key", "pos": 3}
+    chip = {"id": "a", "kind": "ablate_head", "layer": 0, "head": 0, "by": "zero"}
     run = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])["summary"]["id"]
-    found = tried(client, run, layer=1)
-    hidden = HideKeys(positions=[3])
-    for entry in found[:2]:
-        hooks = [hidden, AblateHeads(layers=[1], heads=[entry["head"]])]
-        assert entry["text"] == sinklens.generate(tiny_llada, PROMPT, hooks=hooks, **SHORT).text
+    (last,) = [entry for entry in tried(client, run, layer=1) if entry["head"] == 5]
+    first, second = AblateHeads(layers=[0], heads=[0]), AblateHeads(layers=[1], heads=[5])
+    alone, both = (sinklens.generate(tiny_llada, PROMPT, hooks=hooks, **SHORT) for hooks in (second, [first, second]))
+    assert last["text"] == both.text != alone.text
 
 
 def test_a_trial_can_be_stopped_and_one_that_cannot_begin_is_refused(client, gate):
