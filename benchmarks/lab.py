@@ -57,6 +57,15 @@ class Clock:
             self._seen.wait_for(lambda: (run, "done") in self._arrived or (run, "failed") in self._arrived)
         return run, self._arrived[run, "step"] - began, self._arrived[run, "done"] - began
 
+    def heads(self, run: str) -> float:
+        """The processor seconds for trying every head of a run."""
+        began = time.process_time()
+        self.http.post(f"/api/runs/{run}/heads", json={}).raise_for_status()
+        while (trial := self.http.get(f"/api/runs/{run}").json()["heads"])["status"] == "running":
+            time.sleep(0.5)
+        assert trial["status"] == "done", trial["error"]
+        return time.process_time() - began
+
     def pattern(self, run: str) -> float:
         """The seconds for a pattern."""
         began = time.perf_counter()
@@ -91,9 +100,11 @@ def main() -> None:
             alone = time.perf_counter() - began
             for name, value in zip(times, (first, result, done, pattern, alone, processor), strict=True):
                 times[name].append(value)
+        heads = clock.heads(run)
     print(f"{options.model}, {model.cfg.device}, {torch.get_num_threads()} threads, {platform.machine()}")
     for name, values in times.items():
         print(f"{name:24s} median {statistics.median(values):.3f} s, worst {max(values):.3f} s of {len(values)}")
+    print(f"{'processor time, every head':24s} {heads:.1f} s")
 
 
 if __name__ == "__main__":

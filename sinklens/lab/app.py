@@ -23,6 +23,7 @@ from sinklens.lab.refusal import Refused, require
 from sinklens.lab.script import script
 from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded, framing
 from sinklens.lab.session import Session
+from sinklens.lab.trials import Trials
 from sinklens.versions import version_of
 
 REMEMBERED = 64  # results that are not computed again
@@ -39,7 +40,7 @@ class LabApp:
     """The handlers of one lab."""
 
     def __init__(self, session: Session, guard: Guard) -> None:
-        self._session, self._guard = session, guard
+        self._session, self._guard, self._trials = session, guard, Trials(session)
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 
@@ -57,6 +58,8 @@ class LabApp:
             ("GET", "/api/runs/{run}", self.run),
             ("DELETE", "/api/runs/{run}", self.remove),
             ("POST", "/api/runs/{run}/cancel", self.cancel),
+            ("POST", "/api/runs/{run}/heads", self.try_heads),
+            ("POST", "/api/runs/{run}/heads/cancel", self.cancel_heads),
             ("GET", "/api/runs/{run}/scores", self.scores),
             ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),
@@ -152,7 +155,7 @@ class LabApp:
         """Everything about a run."""
         run = self._session.run(request.path_params["run"])
         found = await asyncio.to_thread(detail, self._session, run)
-        return JSONResponse(found)
+        return JSONResponse(found | {"heads": self._trials.state(run.id)})
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a run."""
@@ -162,7 +165,19 @@ class LabApp:
     async def remove(self, request: Request) -> Response:
         """Remove a run."""
         self._session.remove(request.path_params["run"])
+        self._trials.forget(request.path_params["run"])
         return JSONResponse({})
+
+    async def try_heads(self, request: Request) -> Response:
+        """Try the ablation of each head of a run."""
+        body = await _body(request)
+        found = await asyncio.to_thread(self._trials.start, request.path_params["run"], body)
+        return JSONResponse(found, 202)
+
+    async def cancel_heads(self, request: Request) -> Response:
+        """Stop that."""
+        self._trials.cancel(self._session.run(request.path_params["run"]).id)
+        return JSONResponse({}, 202)
 
     async def scores(self, request: Request) -> Response:
         """The scores of a layer."""

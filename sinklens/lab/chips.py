@@ -175,7 +175,7 @@ CHIPS: dict[str, ChipKind] = {
     "hold_sink": ChipKind(
         "Hold a sink",
         "Keep the attention to the strongest key of one step in all later ones; the other keys share the rest.",
-        (LAYER, SOME_HEAD, FROM),
+        (SOME_LAYER, SOME_HEAD, FROM),
         lambda chip: Expression("HoldSinks", {"at": chip["from_step"]} | _places(chip)),
     ),
 }

@@ -79,7 +79,7 @@ def divergence(specs: Sequence[RunSpec], outcomes: Sequence[Outcome], model: "Mo
     the logits of all would need more than `ROOM` bytes.
     """
     steps = min(outcome.steps for outcome in outcomes)
-    chosen = _fitting(outcomes, model, steps)
+    chosen = fitting(outcomes, model, steps, len(outcomes))
     kept = [MaskedLogits(steps=chosen) for _ in specs]
     first, second = [
         repeat(spec, model, outcome, steps=max(chosen) + 1, extra=[logits])
@@ -90,9 +90,9 @@ def divergence(specs: Sequence[RunSpec], outcomes: Sequence[Outcome], model: "Mo
     return listed + [None] * (steps - len(listed))
 
 
-def _fitting(outcomes: Sequence[Outcome], model: "Model", steps: int) -> list[int]:
-    """Steps whose logits fit into `ROOM`: all, or evenly spread ones."""
+def fitting(outcomes: Sequence[Outcome], model: "Model", steps: int, rows: int) -> list[int]:
+    """Steps whose logits, of `rows` rows, fit into `ROOM`: all, or evenly spread ones."""
     undecided = max(int(outcome.undecided[:steps].sum(axis=1).max()) for outcome in outcomes)
-    each = 4 * model.cfg.d_vocab * max(1, undecided) * len(outcomes)
+    each = 4 * model.cfg.d_vocab * max(1, undecided) * rows
     number = max(1, min(steps, ROOM // each))
     return sorted({int(step) for step in np.linspace(0, steps - 1, number).round()})

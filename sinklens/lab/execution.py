@@ -23,8 +23,10 @@ from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.denoising import Denoising
+from sinklens.runs.intervention import Intervention
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
+from sinklens.sampling.loop import Listener
 from sinklens.sinks.record import Record
 from sinklens.views.html import visible
 
@@ -141,14 +143,11 @@ def texts(model: "Model", ids: Any) -> dict[int, str]:
 def strongest(score: Float[np.ndarray, "layer head pos"]) -> list[list[list[list[int | float]]]]:
     """The strongest keys of every layer and head as [position, score], strongest first."""
     known = np.nan_to_num(score.astype(np.float32), nan=-np.inf)
-    number = min(STRONGEST, known.shape[-1])
-    places = np.argsort(-known, axis=-1, kind="stable")[..., :number]
-    values = np.take_along_axis(known, places, axis=-1)
+    order = np.argsort(-known, axis=-1, kind="stable")[..., :STRONGEST]
+    values = np.take_along_axis(known, order, axis=-1).astype(np.float64).round(3).tolist()
+    places = order.tolist()
     return [
-        [
-            [[int(place), round(float(value), 3)] for place, value in zip(*head, strict=True) if np.isfinite(value)]
-            for head in zip(*layer, strict=True)
-        ]
+        [[[at, value] for at, value in zip(*head, strict=True) if value > -np.inf] for head in zip(*layer, strict=True)]
         for layer in zip(places, values, strict=True)
     ]
 
@@ -160,6 +159,8 @@ def denoising(
     replay: Generation | None = None,
     extra: Sequence[Any] = (),
     record: bool | Record = True,
+    changes: Sequence[Any] | None = None,
+    copies: int = 1,
 ) -> Denoising:
     """The run of `spec`, not yet carried out.
 
@@ -167,6 +168,8 @@ def denoising(
         replay: the run that `spec.replay` names.
         extra: hooks that change nothing, after those of the run.
         record: what to record.
+        changes: interventions instead of those of `spec`.
+        copies: rows of the run; each has the prompt of `spec`.
     """
     return Denoising(
         model,
@@ -175,12 +178,18 @@ def denoising(
             settings=spec.given,
             seed=spec.seed,
             chat_template=spec.chat_template,
-            hooks=[*(change.build() for change in spec.changes), *extra],
+            hooks=[*(built(spec) if changes is None else changes), *extra],
             record_sinks=record,
             replay=replay,
             progress=False,
+            copies=copies,
         ),
     )
+
+
+def built(spec: RunSpec) -> list[Intervention]:
+    """The interventions of a run."""
+    return [change.build() for change in spec.changes]
 
 
 def check_start(spec: RunSpec, model: "Model") -> None:
@@ -219,6 +228,9 @@ def repeat(
     steps: int | None = None,
     extra: Sequence[Any] = (),
     record: bool | Record = False,
+    changes: Sequence[Any] | None = None,
+    copies: int = 1,
+    listeners: Sequence[Listener] = (),
 ) -> Generation:
     """Repeat a finished run on its own canvases, to read what it did not keep.
 
@@ -226,14 +238,16 @@ def repeat(
         steps: number of steps to repeat, from the first; by default all.
         extra: hooks that keep values.
         record: what to record.
+        changes, copies: as in `denoising`.
+        listeners: called before and after each step.
     """
-    again = denoising(spec, model, extra=extra, record=record)
+    again = denoising(spec, model, extra=extra, record=record, changes=changes, copies=copies)
     frames = (outcome.steps if steps is None else steps) + 1
-    canvases = torch.from_numpy(outcome.canvas[None, :frames].astype(np.int64))
+    canvases = torch.from_numpy(outcome.canvas[None, :frames].astype(np.int64)).repeat(copies, 1, 1)
     canvases[:, 0] = again.state.canvas.cpu()  # a token forced at step 0 is on the recorded canvas; it is forced again
     again.state.replay = canvases
-    again.state.replay_undecided = torch.from_numpy(outcome.undecided[None, :frames].copy())
-    again.carry_out()
+    again.state.replay_undecided = torch.from_numpy(outcome.undecided[None, :frames].copy()).repeat(copies, 1, 1)
+    again.carry_out(listeners)
     return again.result()
 
 

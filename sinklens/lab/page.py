@@ -13,8 +13,8 @@ from functools import cache
 from sinklens.views import html
 
 SCRIPTS = (
-    "api.js", "runs.js", "fields.js", "menu.js", "lab.js", "form.js", "chips.js", "point.js", "compare.js", "output.js",
-    "history.js", "main.js",
+    "api.js", "runs.js", "fields.js", "menu.js", "lab.js", "form.js", "chips.js", "point.js", "trial.js",
+    "differences.js", "compare.js", "output.js", "history.js", "main.js",
 )  # fmt: skip
 
 

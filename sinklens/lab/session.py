@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,12 +99,14 @@ class Session:
         events: what happened.
         history: the runs on disk.
         thread: the model thread.
+        at_close: called when the lab closes, to end background work.
     """
 
     def __init__(self, models: list[LabModel], keep: Path | None = None) -> None:
         """Open the lab with the runs in `keep`."""
         self.models = {entry.name: entry for entry in models}
         self.events, self.history, self.thread = EventLog(), History(keep), ModelThread()
+        self.at_close: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         for found in self.history.runs():
@@ -194,6 +196,8 @@ class Session:
             for run in self._runs.values():
                 if run.live is not None:
                     run.live.stop()
+        for end in self.at_close:
+            end()
         self.thread.close()
         self.events.close()
         self.history.close()

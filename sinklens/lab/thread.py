@@ -1,7 +1,8 @@
 """The thread that runs the models: one job at a time.
 
 Runs queue in order. Computations for the page (a pattern, proposals) go ahead of queued runs, because somebody is
-looking at the place where they will appear. Hooks belong to a model, not to a thread, so a job never starts while
+looking at the place where they will appear. Background work, such as trying every head, comes in short parts that run
+while nothing else waits. Hooks belong to a model, not to a thread, so a job never starts while
 another runs: a pattern waits for the run that is under way.
 
 Pitfall: code outside the lab that uses the same `Model` meanwhile would see the run's hooks.
@@ -41,6 +42,7 @@ class ModelThread:
         self._ready = threading.Condition()
         self._computations: deque[Job] = deque()
         self._runs: deque[Job] = deque()
+        self._background: deque[Job] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="sinklens-lab-model", daemon=True)
         self._thread.start()
@@ -71,6 +73,13 @@ class ModelThread:
             self._ready.notify()
         return future
 
+    def background(self, work: Callable[[], None]) -> None:
+        """Queue a short part of background work, which runs when nothing else waits; it raises nothing."""
+        with self._ready:
+            if not self._closed:
+                self._background.append(Job(None, work, Future()))
+                self._ready.notify()
+
     def withdraw(self, run: str) -> bool:
         """Take a run out of the queue; returns whether it was still there."""
         with self._ready:
@@ -85,6 +94,7 @@ class ModelThread:
             self._closed = True
             waiting, self._computations = list(self._computations), deque()
             self._runs.clear()
+            self._background.clear()
             self._ready.notify()
         for job in waiting:
             if job.future.set_running_or_notify_cancel():
@@ -94,11 +104,10 @@ class ModelThread:
 
     def _next(self) -> Job | None:
         with self._ready:
-            while not (self._closed or self._computations or self._runs):
+            queues = (self._computations, self._runs, self._background)
+            while not (self._closed or any(queues)):
                 self._ready.wait()
-            if self._closed:
-                return None
-            return self._computations.popleft() if self._computations else self._runs.popleft()
+            return None if self._closed else next(queue for queue in queues if queue).popleft()
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:

@@ -52,7 +52,7 @@ def test_paths_keys_and_token_ids_are_chosen_by_pointing(page, browser, tiny_lla
         head,
     ]
 
-    page.choose_head(0, 4, "Hold the sink of layer 0, head 4 from step 0 on")  # step 0: the last one is shown
+    page.choose_head(0, 4, "Hold the sink of layer 0, head 4 still from step 0 on")  # step 0: the last one is shown
     page.compared()
     held = HoldSinks(at=0, layers=[0], heads=[4])
     page.choose_head(1, 0, "Freeze the pattern of layer 1, head 0 from step 0 on")

@@ -11,6 +11,7 @@ function tokenAtStep(of, step, pos) {
 const compare = attempt(async () => {
   const { A, B } = lab, card = byId("compare"), ready = A && B && [A, B].every((id) => lab.runs.has(id) && !isActive(id));
   card.setAttribute("aria-busy", String(Boolean(B && !ready)));
+  drawVerdict();
   if (!B) card.hidden = true;
   for (const of of lab.opened.values()) of.differs = lab.pair && ready ? of.differs : null;
   if (!ready) return;
@@ -27,6 +28,8 @@ const compare = attempt(async () => {
   card.hidden = false;
   drawTokens();
   drawCompare();
+  drawDifferences(lab.pair);
+  drawVerdict();
   card.dataset.pair = lab.pair.key;
   if (!lab.pair.measuring) card.dataset.measured = lab.pair.key;
   timed("picture");
@@ -39,6 +42,7 @@ const addDivergence = attempt(async (pair, A, B) => {
   Object.assign(pair, { kl, kl_why, measuring: false });
   if (lab.pair !== pair) return;
   drawCompare();
+  drawVerdict();
   byId("compare").dataset.measured = pair.key;
   timed("divergence");
 });
@@ -86,32 +90,38 @@ function drawCompare() {
   drawSide("A", pair.a, pair);
   drawSide("B", pair.b, pair);
   const { first_difference: first, kl, kl_why: why } = pair, known = (kl || []).filter((value) => value !== null);
-  const said = first === null || first === undefined ? "The canvases are the same at every step." : `The canvases first differ at step ${first}.`;
+  const said = pair.texts[0] === pair.texts[1] ? "The answers are the same." : "The answers differ.";
+  const canvases = first === null || first === undefined ? " The canvases are the same at every step." : ` The canvases first differ at step ${first}.`;
   const most = known.length ? ` The largest KL is ${short(Math.max(...known))} nats, at step ${kl.indexOf(Math.max(...known))}.` : why ? ` ${why}` : pair.measuring ? " KL is being measured…" : "";
-  const answers = pair.texts[0] === pair.texts[1] ? " The answers are the same." : " The answers differ.";
-  byId("compare-text").textContent = said + answers + most + (summaryOf(lab.B).replay ? " B runs on the canvases of A." : "");
+  byId("compare-text").textContent = said + canvases + most + (summaryOf(lab.B).replay ? " B runs on the canvases of A." : "");
   drawChange();
   fillTable();
 }
 
 // ---- the change at each step: KL above, share of moved sinks below
 
+// Heads of two models with the same number have nothing in common.
+const movedOf = (pair) => (twoModels() ? [] : pair.sinks_moved || []);
+
 const change = { left: 46, top: 16, high: 64, gap: 26, bottom: 22 };
 const cellsAt = (step) => lab.pair.cells.filter(([at]) => at === step).length;
 
 function drawChange() {
-  const { pair } = lab, kl = pair.kl || [], moved = pair.sinks_moved || [], n = Math.max(kl.length, moved.length, 1), canvas = byId("change");
-  const rows = [[pair.kl_why ? "KL: not available" : "KL (nats)", kl, Math.max(1e-9, ...kl.map((value) => value ?? 0))], ["sinks moved", moved, Math.max(1e-9, ...moved.map((value) => value ?? 0))]];
+  const { pair } = lab, kl = pair.kl || [], moved = movedOf(pair), n = Math.max(kl.length, Math.min(pair.a.info.steps.length, pair.b.info.steps.length)), canvas = byId("change");
+  const differing = Array.from({ length: n }, (_, step) => cellsAt(step));
+  const second = twoModels() ? ["cells that differ", differing] : ["sinks moved", moved];
+  const rows = [...(pair.kl_why ? [] : [["KL (nats)", kl]]), second].map(([name, values]) => [name, values, Math.max(1e-9, ...values.map((value) => value ?? 0))]);
   change.width = Math.max(120, Math.min(900, widthOf(canvas) - change.left - 12));
   change.steps = n;
-  const brush = sized(canvas, change.left + change.width + 12, change.top + 2 * change.high + change.gap + change.bottom);
+  const high = rows.length * (change.high + change.gap) - change.gap;
+  const brush = sized(canvas, change.left + change.width + 12, change.top + high + change.bottom);
   rows.forEach(([name, values, peak], row) => drawBars(brush, name, values, peak, change.top + row * (change.high + change.gap), n));
   brush.textAlign = "center";
   brush.fillStyle = inkOf("soft");
-  for (const step of ticks(n, change.width, 34)) brush.fillText(step, change.left + ((step + 0.5) * change.width) / n, change.top + 2 * change.high + change.gap + 15);
+  for (const step of ticks(n, change.width, 34)) brush.fillText(step, change.left + ((step + 0.5) * change.width) / n, change.top + high + 15);
   brush.fillStyle = inkOf("accent");
   brush.globalAlpha = 0.45;
-  brush.fillRect(change.left + ((view.step + 0.5) * change.width) / n - 0.75, change.top, 1.5, 2 * change.high + change.gap);
+  brush.fillRect(change.left + ((view.step + 0.5) * change.width) / n - 0.75, change.top, 1.5, high);
   brush.globalAlpha = 1;
   canvas.setAttribute("aria-label", `${byId("compare-text").textContent} The table below lists the numbers per step.`);
 }
@@ -133,7 +143,7 @@ function drawBars(brush, name, values, peak, top, n) {
 }
 
 function fillTable() {
-  const { kl, sinks_moved: moved } = lab.pair;
+  const { kl } = lab.pair, moved = movedOf(lab.pair);
   write(byId("change-table").tBodies[0], ...Array.from({ length: change.steps }, (_, step) => {
     const row = make("tr"), number = (value) => (value === null || value === undefined ? "–" : value.toPrecision(3));
     row.append(make("td", step), make("td", number(kl && kl[step])), make("td", number(moved && moved[step])), make("td", cellsAt(step)));
@@ -149,9 +159,9 @@ function listenCompare() {
   key.append(make("i", undefined, "swatch differs"), "differs from the other run");
   document.querySelector(".card.canvas .key").append(key);
   byId("change").addEventListener("pointermove", (event) => {
-    const step = changeStep(event), { kl, sinks_moved: moved } = lab.pair, value = kl && kl[step];
+    const step = changeStep(event), { kl } = lab.pair, moved = movedOf(lab.pair), value = kl && kl[step];
     write(byId("change-readout"), "step ", strong(step), ": ", value === null || value === undefined ? "no KL" : `KL ${value.toPrecision(3)} nats`,
-      moved && moved[step] !== null && moved[step] !== undefined ? `; ${Math.round(100 * moved[step])} % of the strongest keys are elsewhere` : "", `; ${count(cellsAt(step), "cell differs", "cells differ")}`);
+      typeof moved[step] === "number" ? `; ${Math.round(100 * moved[step])} % of the strongest keys are elsewhere` : "", `; ${count(cellsAt(step), "cell differs", "cells differ")}`);
   });
   byId("change").addEventListener("click", (event) => goTo(changeStep(event)));
   new MutationObserver(() => { drawCompare(); listProposals(); }).observe(byId("clock"), { childList: true, subtree: true, characterData: true });

@@ -6,6 +6,7 @@
 const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
+  trials: new Map(), // id -> effects of its heads
   words: new Map(), // token id -> text
   A: null, B: null, shown: "A", chips: [], refused: null, edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
 };
@@ -119,6 +120,7 @@ async function opened(id) {
   if (!lab.runs.has(id)) lab.runs.set(id, given.summary); // otherwise the events are newer
   lab.requests.set(id, requestOfSpec(given.spec));
   learnWords(given.tokens);
+  learnTrial(given.heads);
   if (lab.live.has(id)) return lab.live.get(id);
   if (given.data) {
     lab.opened.set(id, finishedRun(id, given.data));
@@ -157,6 +159,7 @@ async function show(next) {
   fillControls();
   fillTokens();
   fillScope();
+  drawTrial();
   shown.map = same ? shown.map : null;
   const start = lab.fresh && !next.live && next.info.start;
   if (start) lab.fresh = false;
@@ -206,9 +209,9 @@ const HANDLERS = {
     lab.runs.set(event.run, { ...summaryOf(event.run), steps_run: event.step + 1, left: event.left });
     if (event.run === shownId()) lab.drawing ??= setTimeout(() => requestAnimationFrame(grow), Math.max(0, 60 - (performance.now() - lab.drawn)));
   },
-  done: ended, cancelled: ended, failed: ended,
+  done: ended, cancelled: ended, failed: ended, heads: learnTrial,
   removed({ run: id }) {
-    for (const store of [lab.runs, lab.opened, lab.live, lab.requests]) store.delete(id);
+    for (const store of [lab.runs, lab.opened, lab.live, lab.requests, lab.trials]) store.delete(id);
     if (id === lab.B) dropB();
     if (id === lab.A) setA(lab.B);
   },
@@ -244,6 +247,7 @@ async function adopt(id) {
 
 function onEvent(kind, event) {
   HANDLERS[kind](event, kind);
+  if (kind === "heads") return;
   if (kind !== "step" || [lab.A, lab.B].includes(event.run)) drawState();
   if (kind !== "step") drawHistory();
 }
@@ -259,6 +263,7 @@ async function reload() {
   lab.session = await askJson("/api/session");
   lab.runs = new Map(lab.session.runs.map((summary) => [summary.id, summary]));
   for (const slot of ["A", "B"]) if (lab[slot] && !lab.runs.has(lab[slot])) lab[slot] = null;
+  if (lab.A) learnTrial((await askJson(`/api/runs/${lab.A}`)).heads);
   drawHistory();
   drawState();
   present();

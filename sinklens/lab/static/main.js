@@ -26,6 +26,7 @@ async function startLab() {
   listenForm();
   listenChips();
   listenPoints();
+  listenTrial();
   listenCompare();
   listenOutput();
   for (const slot of ["A", "B"]) byId(`show-${slot}`).addEventListener("click", () => showSlot(slot));

@@ -1,4 +1,4 @@
-// A menu beside what was pointed at. Arrow keys move in it, Escape closes it and returns the focus.
+// A menu beside what was pointed at; an item without an action is a heading. Arrow keys move in it, Escape closes it and returns the focus.
 
 const menuFrom = { node: null };
 
@@ -6,6 +6,7 @@ function openMenu(x, y, title, items) {
   const menu = byId("menu");
   menuFrom.node = document.activeElement;
   write(menu, make("p", title), ...items.map(([text, act]) => {
+    if (!act) return make("p", text);
     const item = make("button", text);
     item.type = "button";
     item.setAttribute("role", "menuitem");

@@ -18,7 +18,7 @@ function pathItems(layer, head) {
   const from_step = firstKept();
   return [
     [`Freeze the pattern of ${headSaid(layer, head)} from step ${from_step} on`, () => addChip("freeze_pattern", { layer, head, from_step })],
-    [`Hold the sink of ${headSaid(layer, head)} from step ${from_step} on`, () => addChip("hold_sink", { layer, head, from_step })],
+    [`Hold the sink of ${headSaid(layer, head)} still from step ${from_step} on`, () => addChip("hold_sink", { layer, head, from_step })],
   ];
 }
 
@@ -34,9 +34,10 @@ function positionItems(pos) {
   ];
 }
 
-function headMenu(event, layer = view.layer, head = view.head) {
-  const title = layer === ALL || head === ALL ? "Choose a layer and a head first" : headSaid(layer, head);
-  openMenu(...placeOf(event, byId("grid")), title, title.startsWith("Choose") ? [["Mask the sinks of all heads", () => addChip("mask_sinks")]] : headItems(layer, head));
+// What can be changed at a head; from the button or a key also what can be changed in all heads.
+function headMenu(event, layer = view.layer, head = view.head, pointed = false) {
+  const one = layer !== ALL && head !== ALL, all = allHeadItems();
+  openMenu(...placeOf(event, byId("grid")), one ? headSaid(layer, head) : "Click a head for its own changes.", [...(one ? headItems(layer, head) : []), ...(pointed ? all.slice(0, 2) : all)]);
 }
 
 function positionMenu(event, pos, node = byId("tokens")) {
@@ -143,7 +144,7 @@ function listenPoints() {
   for (const name of ["path", "pattern"]) Object.assign(byId(name), { tabIndex: 0 });
   byId("tokens").addEventListener("click", (event) => { const token = event.target.closest(".tok"); if (token) ask_at(Number(token.dataset.at), event); });
   byId("tokens").addEventListener("keydown", arrowPoint);
-  byId("grid").addEventListener("click", (event) => { const cell = headAt(event); if (cell) headMenu(event, ...cell); });
+  byId("grid").addEventListener("click", (event) => { const cell = headAt(event); if (cell) headMenu(event, ...cell, true); });
   byId("grid").addEventListener("keydown", keyMenu(() => headMenu(null)));
   byId("heat").addEventListener("keydown", keyMenu(() => positionMenu(null, view.position ?? 0, byId("heat"))));
   byId("heat").addEventListener("contextmenu", (event) => { event.preventDefault(); positionMenu(event, heatCell(event)[1], byId("heat")); });

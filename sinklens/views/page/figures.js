@@ -107,7 +107,7 @@ function drawScale(canvas, peak, what) {
     brush.fillRect(x + 7.5, 12, 1, 3);
     brush.fillText(value === peak ? short(peak) : value, clamp(x + 8, 8, width + 12), 27);
   }
-  canvas.setAttribute("aria-label", `Colour scale of ${what}, from 0 to ${short(peak)}; uniform attention is 1`);
+  canvas.setAttribute("aria-label", `Colour scale of ${what}, from 0 to ${short(peak)}${what.includes("score") ? "; uniform attention is 1" : ""}`);
 }
 
 // ---- step × position
@@ -203,21 +203,26 @@ function heatKey(event) {
 
 // ---- layer × head
 
-const grid = { left: 34, bottom: 20, top: 2, cursor: null };
+// `other`: what the map shows instead of the strongest keys' scores: `values` by layer · H + head (NaN: unknown),
+// `marked(layer, head)`, `what`, their name, and `said(layer, head)`, parts of the readout.
+const grid = { left: 34, bottom: 20, top: 2, cursor: null, other: null };
 
 function drawGrid() {
   const canvas = byId("grid"), room = widthOf(canvas);
   grid.cell = clamp((room - grid.left - 4) / H, 9, 56);
   grid.high = clamp(380 / L, 9, Math.max(24, Math.min(grid.cell, 44)));
   const brush = sized(canvas, grid.left + grid.cell * H + 4, grid.top + grid.high * L + grid.bottom);
-  const most = Math.max(...data.strength) || 1;
+  const values = grid.other ? grid.other.values : data.strength, most = Math.max(0, ...values.filter((value) => value >= 0)) || 1;
   remember(canvas, grid);
   for (let layer = 0; layer < L; layer++) {
     for (let head = 0; head < H; head++) {
-      const x = grid.left + head * grid.cell, y = grid.top + layer * grid.high;
+      const x = grid.left + head * grid.cell, y = grid.top + layer * grid.high, value = values[layer * H + head];
+      const color = Number.isNaN(value) ? { css: inkOf("field"), text: inkOf("ink") } : shade(value, most);
       brush.globalAlpha = has(layer) ? 1 : 0.4;
-      brush.fillStyle = shade(data.strength[layer * H + head], most).css;
+      brush.fillStyle = color.css;
       brush.fillRect(x + 0.5, y + 0.5, grid.cell - 1, grid.high - 1);
+      brush.fillStyle = color.text;
+      if (grid.other?.marked(layer, head)) dot(brush, x + grid.cell / 2, y + grid.high / 2, clamp(grid.high / 7, 2, 5));
     }
   }
   brush.globalAlpha = 1;
@@ -227,7 +232,7 @@ function drawGrid() {
   brush.textAlign = "center";
   for (const head of ticks(H, grid.cell * H, 22)) brush.fillText(head, grid.left + (head + 0.5) * grid.cell, grid.top + grid.high * L + 14);
   outlineGrid(brush);
-  drawScale(byId("grid-scale"), most, "strongest key scores");
+  drawScale(byId("grid-scale"), most, grid.other ? grid.other.what : "strongest key scores");
   gridReadout(view.layer, view.head);
 }
 
@@ -244,6 +249,7 @@ function gridReadout(layer, head) {
   if (layer === ALL) return write(line, `Shown: ${whose()}. Layers run down, heads across.`);
   if (!has(layer)) return write(line, `Layer ${layer} did not fit into this page; its scores are not included.`);
   if (head === ALL) return write(line, `Shown: ${whose()}.`);
+  if (grid.other) return write(line, "layer ", strong(layer), ", head ", strong(head), ": ", ...grid.other.said(layer, head));
   write(line, "layer ", strong(layer), ", head ", strong(head), ": strongest key receives ", strong(short(data.strength[layer * H + head])), ` on average; it moves ${count(moves(layer, head), "time")}`);
 }
 
