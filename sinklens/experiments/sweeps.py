@@ -99,12 +99,7 @@ def sweep(
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
-    if replay and longer:
-        raise SettingError(
-            f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
-        )
-    places = _places(listed, metric, longer, out)
+    places = _places(listed, metric, replay, out)
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
@@ -115,24 +110,19 @@ def sweep(
         shared = Work(work.start, listed, metric, limit)
         measured = [shared.measure(batch, size * number, replay) for number, batch in enumerate(batches)]
         return places.shaped(xr.concat(measured, dim="prompt", join="outer"))
-    groups = _groups(listed, max(1, limit // size))
-    parts: list[list[xr.Dataset]] = [[] for _ in batches]
-    base = None
-    for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
-        found = work.kept(batches[number], group)
-        if found is None:
-            if base is None or base[0] != number:
-                base = number, *work.base(batches[number])
-            found = work.keep(batches[number], group, work.run(batches[number], group, *base[1:]))
-        parts[number].append(found)
-    batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
-    found = xr.concat(batch_results, dim="prompt", join="outer").sel(intervention=list(listed))
+    found = work.all_parts(batches, _groups(listed, max(1, limit // size)), progress)
+    found = found.sel(intervention=list(listed))
     found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _places(listed: Mapping[Any, Any], metric: Metric | None, longer: list[Any], out: Any) -> Places:
-    """The names of the interventions; refuses what a metric cannot be combined with."""
+def _places(listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool, out: Any) -> Places:
+    """The names of the interventions; refuses what replay or a metric cannot be combined with."""
+    longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
+    if replay and longer:
+        raise SettingError(
+            f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
+        )
     if metric is not None and out is not None:
         raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
     if metric is not None and longer:
@@ -226,6 +216,20 @@ class _Sweep:
             )
         return int(memory_gb * 1e9 // row)
 
+    def all_parts(self, batches: Sequence[Any], groups: Sequence[Group], progress: bool | None) -> xr.Dataset:
+        """Every group of interventions on every batch of prompts; finished parts are read from their files."""
+        parts: list[list[xr.Dataset]] = [[] for _ in batches]
+        base = None
+        for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
+            found = self.kept(batches[number], group)
+            if found is None:
+                if base is None or base[0] != number:
+                    base = number, *self.base(batches[number])
+                found = self.keep(batches[number], group, self.run(batches[number], group, *base[1:]))
+            parts[number].append(found)
+        batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
+        return xr.concat(batch_results, dim="prompt", join="outer")
+
     def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
         """The run without interventions; keeps its logits under replay."""
         kept = MaskedLogits()
@@ -250,23 +254,27 @@ class _Sweep:
         denoising = self.start(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
         denoising.carry_out()
         result = denoising.result()
-        found = []
-        for number in range(len(group)):
-            rows = slice(number * count, (number + 1) * count)
-            changed = _rows_of(result, rows)
-            if self._replay:
-                part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
-            elif changed.canvas.shape[2] == base.canvas.shape[2]:
-                part = compared(base, changed)
-            else:
-                part = xr.Dataset(answers_compared(base, changed))
-            answers = [
-                answer.text if answer.text is not None else str(ids.tolist())
-                for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
-            ]
-            found.append(part.assign(answer=("batch", np.array(answers, dtype=object))))
+        slices = [slice(number * count, (number + 1) * count) for number in range(len(group))]
+        found = [self._compared(base, logits, result, kept, rows) for rows in slices]
         stacked = xr.concat(found, dim="intervention", join="outer").rename(batch="prompt")
         return stacked.assign_coords(intervention=list(group))
+
+    def _compared(
+        self, base: Generation, logits: MaskedLogits, result: Generation, kept: MaskedLogits, rows: slice
+    ) -> xr.Dataset:
+        """One intervention of a run, the one of these `rows`, compared with the run without it."""
+        changed = _rows_of(result, rows)
+        if self._replay:
+            part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
+        elif changed.canvas.shape[2] == base.canvas.shape[2]:
+            part = compared(base, changed)
+        else:
+            part = xr.Dataset(answers_compared(base, changed))
+        answers = [
+            answer.text if answer.text is not None else str(ids.tolist())
+            for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
+        ]
+        return part.assign(answer=("batch", np.array(answers, dtype=object)))
 
     def _part(self, batch: Any, group: Mapping[str, list[Any]]) -> Path | None:
         if self._out is None:
@@ -310,7 +318,7 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
     """The part of `MaskedLogits.kept` that belongs to some rows."""
     found = {}
     for step, values in kept.items():
-        if run.model.config.is_causal:
+        if run.model.causal:
             found[step] = values[rows]
             continue
         row_of = (run.undecided[:, step] & run.real).nonzero()[:, 0]
