@@ -78,7 +78,9 @@ def sweep(
 
     Returns:
         [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and the measures of `compare`; for
-        an intervention that makes the canvas longer only those of answers, NaN elsewhere. With `metric`: ``metric``
+        an intervention that makes the canvas longer only those of answers, NaN elsewhere. ``control_requested`` and
+        ``control_picked`` are NaN for an intervention without a control. A control without any key is not refused but
+        has 0 here, and a `ControlWarning`. With `metric`: ``metric``
         [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
         are places, [layer, head, prompt, step] or [layer, head, step, prompt].
 
@@ -253,6 +255,7 @@ class _Sweep:
         repeated = base.canvas.repeat(len(group), 1, 1) if self._replay else None
         denoising = self.start(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
         denoising.carry_out()
+        denoising.controls.report(refuse=False)
         result = denoising.result()
         slices = [slice(number * count, (number + 1) * count) for number in range(len(group))]
         found = [self._compared(base, logits, result, kept, rows) for rows in slices]
@@ -311,6 +314,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
         unmask_step=run.unmask_step[rows],
         real=run.real[rows],
         answers=run.answers[rows],
+        control_keys=None if run.control_keys is None else run.control_keys[rows],
     )
 
 
