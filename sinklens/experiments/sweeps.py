@@ -141,6 +141,13 @@ def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(*model.encode(prompts), strict=True)]
 
 
+def activation_bytes(model: Model, length: int) -> int:
+    """Upper estimate, in bytes, of a row's hidden states in a pass, with one layer's MLP and explicit map."""
+    cfg = model.cfg
+    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * cfg.dtype.itemsize
+    return stream + 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
+
+
 def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: bool = False) -> int:
     """Upper estimate, in bytes, of the memory that one row takes during a run.
 
@@ -154,8 +161,6 @@ def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: 
     cfg, item = model.cfg, model.cfg.dtype.itemsize
     causal = isinstance(settings, AutoregressiveSettings)
     decided = 1 if causal else settings.gen_length  # positions per pass with logits
-    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * item
-    maps = 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
     logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
     cache = 2 * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item if causal else 0
     kept = 0
@@ -163,7 +168,18 @@ def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: 
         logits += (1 if causal else length) * cfg.d_vocab * item
         kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
     passes = 2 if getattr(settings, "cfg_scale", 0.0) > 0 else 1
-    return passes * (stream + maps + logits + cache) + kept
+    return passes * (activation_bytes(model, length) + logits + cache) + kept
+
+
+def rows_within(memory_gb: float | int, row: int) -> int:
+    """Number of rows of `row` bytes that a budget allows.
+
+    Raises:
+        SettingError: the budget is below one row.
+    """
+    if memory_gb * 1e9 < row:
+        raise SettingError(f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb.")
+    return int(memory_gb * 1e9 // row)
 
 
 def _needs_separate_run(hooks: Sequence[Any]) -> bool:
@@ -211,12 +227,7 @@ class _Sweep:
     def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
         """Rows per pass that the budget allows."""
         length = self._model.encode(prompts, self._template)[0].shape[1] + self._settings.gen_length
-        row = bytes_per_row(self._model, length, self._settings, self._replay)
-        if memory_gb * 1e9 < row:
-            raise SettingError(
-                f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb."
-            )
-        return int(memory_gb * 1e9 // row)
+        return rows_within(memory_gb, bytes_per_row(self._model, length, self._settings, self._replay))
 
     def all_parts(self, batches: Sequence[Any], groups: Sequence[Group], progress: bool | None) -> xr.Dataset:
         """Every group of interventions on every batch of prompts; finished parts are read from their files."""
