@@ -77,7 +77,7 @@ def edge_attribution(
     Raises:
         SettingError: as `attribution_patching`; a model with norms after its sublayers.
     """
-    _refuse_post_norms(model)
+    refuse_post_norms(model)
     senders, receivers = senders_of(model), receivers_of(model)
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     slopes: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ def path_patching_effects(
     Raises:
         SettingError: also a budget below one edge, or fewer edges per pass than 1.
     """
-    _refuse_post_norms(model)
+    refuse_post_norms(model)
     first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
     last = receivers_of(model) if receivers is None else [Receiver.named(name, model) for name in receivers]
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
@@ -133,20 +133,20 @@ def path_patching_effects(
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
     edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
-    size = _edges_within(pair, memory_gb) if edges_per_pass is None else edges_per_pass
+    size = copies_within(pair, memory_gb) if edges_per_pass is None else edges_per_pass
     if size < 1:
         raise SettingError(f"edges_per_pass must be at least 1; got {edges_per_pass}.")
     effects = torch.full((len(first), len(last)), torch.nan)
     for part in (edges[start : start + size] for start in range(0, len(edges), size)):
-        patches = _stacked([(changes[row], last[column]) for row, column in part], pair)
+        patches = stacked_patches([(changes[row], [last[column]]) for row, column in part], pair)
         hidden = pair.hidden(pair.corrupted, patches, copies=len(part))
         for (row, column), copy in zip(part, hidden.split(len(pair.corrupted)), strict=True):
             effects[row, column] = metric_value(metric, pair.logits(copy)) - before
     return _table(effects, first, last, metric_value(metric, clean_logits), before)
 
 
-def _edges_within(pair: Pair, memory_gb: float | int) -> int:
-    """Number of copies of the batch in a pass that the budget allows, each with a patched edge."""
+def copies_within(pair: Pair, memory_gb: float | int) -> int:
+    """Number of copies of the batch in a pass that the budget allows, each with another change of what is read."""
     cfg, (rows, length) = pair.model.cfg, pair.corrupted.shape
     logits = rows * length * cfg.d_vocab * (cfg.dtype.itemsize + 8)  # of one copy at a time
     each = rows * (activation_bytes(pair.model, length) + 8 * length * cfg.d_model * cfg.dtype.itemsize)
@@ -155,11 +155,11 @@ def _edges_within(pair: Pair, memory_gb: float | int) -> int:
     return min(ON_CPU, allowed) if cfg.device.type == "cpu" else allowed
 
 
-def _stacked(edges: Sequence[tuple[Stream, Receiver]], pair: Pair) -> Pairs:
-    """Hooks that add the change of edge number n to what its receiver reads, in copy n of the batch.
+def stacked_patches(edges: Sequence[tuple[Stream, Sequence[Receiver]]], pair: Pair) -> Pairs:
+    """Hooks that add a change to what some receivers read: the change number n in copy n of the batch.
 
-    A receiver comes after its sender, and a copy has one edge, so the sender's output and the stream that the receiver
-    reads are those of the corrupted pass.
+    Receivers come after what changed, and a copy has one change. So the change is that of the corrupted pass, and what
+    is between it and the receivers stays as it is.
     """
     streams: dict[str, Stream] = {}
 
@@ -167,8 +167,9 @@ def _stacked(edges: Sequence[tuple[Stream, Receiver]], pair: Pair) -> Pairs:
         streams[str(hook.name)] = value
 
     by_receiver: dict[Receiver, list[int]] = {}
-    for number, (_, receiver) in enumerate(edges):
-        by_receiver.setdefault(receiver, []).append(number)
+    for number, (_, receivers) in enumerate(edges):
+        for receiver in receivers:
+            by_receiver.setdefault(receiver, []).append(number)
     watched = dict.fromkeys(receiver.stream for receiver in by_receiver if receiver.stream != receiver.point)
     pairs: Pairs = [(name, keep) for name in watched]
     count = torch.arange(len(pair.corrupted))
@@ -193,7 +194,7 @@ def _changed_rows(
     return receive
 
 
-def _refuse_post_norms(model: "Model") -> None:
+def refuse_post_norms(model: "Model") -> None:
     if model.tree.architecture.ln1_post:
         raise SettingError(
             f"a {model.config.model_type} model normalizes what its sublayers write, so there are no direct paths of "
