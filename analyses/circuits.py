@@ -168,7 +168,7 @@ def mobile(found: Sequence[Jump]) -> tuple[int, int, int, int]:
 
 
 def nearest(free: Bool[np.ndarray, " pos"], key: int) -> int:
-    """The position in `free` that is nearest to `key`, the earlier of two; -1 if there is none."""
+    """The position in `free` that is nearest to `key`, the earlier of two; -1 if none is free."""
     places = np.flatnonzero(free)
     return int(places[np.abs(places - key).argmin()]) if places.size else -1
 

@@ -71,7 +71,7 @@ def write_attribution(
         - ``from_key_excess``, ``from_query_excess``: parts of the score minus its mean over the other keys that the
           query sees.
 
-        Coordinates ``kind`` ("embed", "head", "mlp", "bias", "rest"), ``layer`` and ``head`` (-1 where there is none)
+        Coordinates ``kind`` ("embed", "head", "mlp", "bias", "rest"), ``layer`` and ``head`` (-1 if they have none)
         describe the writers. Attributes: ``score``, ``excess``, ``step``, ``layer``, ``head``, ``query`` (-1 for the
         mean) and ``key``.
 

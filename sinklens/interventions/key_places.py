@@ -43,7 +43,7 @@ class AtKeys(KeyChoice, AtPositions):
     """Base class of interventions on keys, which are chosen by a rule or named by ``where=``."""
 
     def check_keys(self) -> None:
-        """Check the rule; with `where`, that there is none.
+        """Check the rule; with `where`, that no rule is set.
 
         Raises:
             SettingError: settings that exclude each other.

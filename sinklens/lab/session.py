@@ -155,7 +155,7 @@ class Session:
         """The run with this id.
 
         Raises:
-            Refused: there is none.
+            Refused: no such run exists.
         """
         with self._lock:
             found = self._runs.get(run_id)
