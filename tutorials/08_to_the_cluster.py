@@ -173,7 +173,9 @@ assert faster.hash != usual.hash
 # %%
 conditions = masking([1], controls=["random"])
 budget = estimate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5)
-print(f"{budget.units} samples, {budget.tokens:,} tokens, {budget.passes:,} forward passes; on {budget.measured}")
+print(
+    f"{budget.units} samples, {budget.tokens:,} tokens, {budget.passes:,} forward passes; measured on", budget.measured
+)
 assert budget.passes == 3 * 20 * 24
 assert not Path("results").exists()
 
