@@ -383,12 +383,14 @@ with sinklens.trace(model, prompt) as t:
 strongest = int(pattern[COPY].argmax())
 print(f"1. half-way: key {strongest}, {words[strongest]!r}, weight {float(pattern[COPY, strongest]):.2f}")
 
+# %%
 with sinklens.trace(model, prompt) as t:
     for _ in t.steps:
         t["blocks.3.hook_mlp_out"][:, 35] = 0
         logits = t["denoise.hook_logits"]
 print("2.", repr(t.text))
 
+# %%
 with sinklens.trace(model, prompt) as t:
     for step in t.steps:
         if step == 1:
