@@ -78,14 +78,21 @@ def each_prompt(prompts: Sequence[SinglePrompt], one: Callable[[SinglePrompt], x
 def free_effects(
     study: "Study", model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], interventions: Mapping[str, Any]
 ) -> xr.Dataset:
-    """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list gives the unchanged run."""
+    """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list gives the unchanged run.
+
+    ``control_found`` is the number of control keys over that of the keys they control for; NaN without a control.
+    """
     found = _swept(study, model, prompt, settings, interventions, replay=False)
     right = [is_right(prompt, text) for text in found["answer"].to_numpy()]
+    controls = np.full(len(interventions), np.nan)
+    if "control_picked" in found:
+        controls = (found["control_picked"] / found["control_requested"]).to_numpy()
     return xr.Dataset(
         {
             "changed": ("intervention", 1.0 - found["same_answer"].to_numpy().astype(float)),
             "edits": ("intervention", found["edit_distance"].to_numpy().astype(float)),
             "right": ("intervention", np.array(right)),
+            "control_found": ("intervention", controls),
         },
         coords={"intervention": list(interventions)},
     )

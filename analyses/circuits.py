@@ -1,4 +1,4 @@
-"""Who writes the key of a sink, and which edge moves a sink that jumps?
+"""Who writes the key of a sink, who reads it, and which edge moves a sink that jumps?
 
     sinklens analyse circuits tiny-llada tiny-dream
 
@@ -8,6 +8,9 @@ Per prompt of a diffusion model, in layers that read other components (all but t
   over the classes of components that wrote it, for two sinks: the ``strongest`` of all steps, and the ``mobile`` one,
   the first new place in the head with the most jumps. Each beside a ``control``: the nearest key of the same step,
   head, token kind and side of the prompt that is not a sink.
+- ``read``: what the step's predictions lose without the key's message, i.e. with its value in the head replaced by the
+  mean (`read_attribution`): the KL divergence if only some later components read the change. Of the same sinks and
+  controls.
 - ``undone``: share of a jump that is undone if paths into the head's queries or keys carry what their senders wrote one
   step before. A jump is a change of the strongest key between two steps at which it is a sink. Its size is the rise of
   the new key's score over the old one's. Over the largest jumps of a prompt: Σ undone / Σ size.
@@ -19,18 +22,16 @@ over queries does not say which query looks where.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import SINK, Study
-from sinklens.experiments import write_attribution
-from sinklens.interventions import PathPatch
+from sinklens.experiments import Jump, jump_undone, read_attribution, sink_jumps, write_attribution
 from sinklens.prompts import SinglePrompt
 from sinklens.sinks.kinds import kinds
 
@@ -44,32 +45,31 @@ if TYPE_CHECKING:
 ROLES = {"strongest": "the strongest sink", "mobile": "the most mobile head's sink"}
 PLACES = {"sink": "sink", "control": "nearest other key of the kind"}
 WRITERS = {"embed": "embedding", "head": "heads", "mlp": "MLPs", "bias": "biases"}
+READERS = {
+    "queries": "queries of later heads",
+    "keys": "keys of later heads",
+    "values": "values of later heads",
+    "mlp": "MLPs",
+    "logits": "logits",
+    "all": "all later components",
+}
 LETTERS = {"q": "queries", "k": "keys"}
 SENDERS = {"all": "all components", "embed": "embedding", "head": "heads", "mlp": "MLPs"}
 WHERE = {"decided": "just decided positions", "nearby": "as many nearest others"}
 AXES: dict[str, dict[str, Mapping[str, str]]] = {
     "excess": {"role": ROLES, "place": PLACES, "writer": WRITERS},
+    "read": {"role": ROLES, "place": PLACES, "reader": READERS},
     "undone": {"letter": LETTERS, "sender": SENDERS},
     "local": {"where": WHERE},
     "jumps": {},
 }
 MEASURES = {
     "excess": "part of the score minus its mean over the other keys",
+    "read": "KL divergence of the predictions without the key's message (nats)",
     "undone": "share of the jumps undone by patching paths from the step before",
     "local": "share undone through the queries of some positions",
     "jumps": "jumps from sink to sink",
 }
-
-
-class Jump(NamedTuple):
-    """A sink that moves from `old` to `new` between step − 1 and `step`; `size` is the rise of new − old."""
-
-    size: float
-    step: int
-    layer: int
-    head: int
-    old: int
-    new: int
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Circuits(Study):
         """Fill in the measurements of a run of one prompt."""
         assert run.sinks is not None
         score, sinks = run.sinks.scores().to_numpy()[0], run.sinks.detect().to_numpy()[0]
-        found = jumps(score, sinks)
+        found = sink_jumps(run)
         values["jumps"] = np.array(float(len(found)))
         kind = kinds(run.sinks).to_numpy()[0]
         side = np.arange(kind.shape[1]) < run.prompt_length
@@ -111,26 +111,30 @@ class Circuits(Study):
             for place, position in enumerate((key, nearest(free, key))):
                 if position >= 0:
                     values["excess"][role, place] = written(run, step, layer, head, position)
+                    values["read"][role, place] = read(run, step, layer, head, position)
         if found:
             values["undone"], values["local"] = mediated(run, found[: self.largest])
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``writers``: ``excess``; ``edges``: ``undone``, ``local`` and ``jumps``; ``claims``: paired differences."""
+        """``writers``: ``excess``; ``readers``: ``read``; ``edges``: ``undone``, ``local`` and ``jumps``; ``claims``:
+        paired differences.
+        """
         from pandas import concat
 
         edges = [interval_table(measured, [name], self.seed) for name in ("undone", "local", "jumps")]
         return {
             "writers": interval_table(measured, ["excess"], self.seed),
+            "readers": interval_table(measured, ["read"], self.seed),
             "edges": concat(edges, ignore_index=True),
             "claims": claims(measured, self.seed),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``writers`` and ``edges``: means with intervals."""
+        """``writers``, ``readers`` and ``edges``: means with intervals."""
         import matplotlib.pyplot as plt
 
         figures = {}
-        for name, measure in (("writers", "excess"), ("edges", "undone")):
+        for name, measure in (("writers", "excess"), ("readers", "read"), ("edges", "undone")):
             table = interval_table(measured, [measure], self.seed)
             figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
             for number, (model, part) in enumerate(table.groupby("model", sort=False)):
@@ -144,19 +148,6 @@ class Circuits(Study):
             ax.legend()
             figures[name] = figure
         return figures
-
-
-def jumps(
-    score: Float[np.ndarray, "step layer head pos"], sinks: Bool[np.ndarray, "step layer head pos"]
-) -> list[Jump]:
-    """All jumps in layers after the first, largest first."""
-    top, found = np.nan_to_num(score).argmax(axis=-1), []
-    for step, layer, head in np.argwhere(top[1:] != top[:-1]) + np.array([1, 0, 0]):
-        old, new = int(top[step - 1, layer, head]), int(top[step, layer, head])
-        if layer and sinks[step - 1, layer, head, old] and sinks[step, layer, head, new]:
-            rise = score[step, layer, head] - score[step - 1, layer, head]
-            found.append(Jump(float(rise[new] - rise[old]), int(step), int(layer), int(head), old, new))
-    return sorted(found, reverse=True)
 
 
 def strongest(score: np.ndarray, sinks: np.ndarray) -> tuple[int, int, int, int]:
@@ -177,7 +168,7 @@ def mobile(found: Sequence[Jump]) -> tuple[int, int, int, int]:
 
 
 def nearest(free: Bool[np.ndarray, " pos"], key: int) -> int:
-    """The position in `free` that is nearest to `key`, the earlier of two; -1 if there is none."""
+    """The position in `free` that is nearest to `key`, the earlier of two; -1 if none is free."""
     places = np.flatnonzero(free)
     return int(places[np.abs(places - key).argmin()]) if places.size else -1
 
@@ -187,6 +178,21 @@ def written(run: "Generation", step: int, layer: int, head: int, key: int) -> Fl
     table = write_attribution(run, step, layer, head, key=key, weighted=True)
     parts = table["from_key_excess"].groupby(table["kind"]).sum()
     return parts.sel(kind=list(WRITERS)).to_numpy()
+
+
+def read(run: "Generation", step: int, layer: int, head: int, key: int) -> Float[np.ndarray, " reader"]:
+    """The effect of a key's message by class of reader."""
+    cfg = run.model.cfg
+    later, heads, key_heads = range(layer + 1, cfg.n_layers), cfg.n_heads, cfg.n_key_value_heads
+    letters = {"queries": ("q", heads), "keys": ("k", key_heads), "values": ("v", key_heads)}
+    readers = {
+        name: [f"L{n}H{number}.{letter}" for n in later for number in range(count)]
+        for name, (letter, count) in letters.items()
+        if later
+    }
+    readers |= {"mlp": [f"{n}_mlp_in" for n in (layer, *later)], "logits": ["logits"]}
+    table = read_attribution(run, step, layer, head, key, readers=readers)
+    return table["kl"].reindex(reader=list(READERS), fill_value=0.0).to_numpy()  # no later head reads the last layer
 
 
 def mediated(
@@ -218,20 +224,10 @@ def neighbours(chosen: Bool[np.ndarray, " pos"]) -> Int[np.ndarray, " place"]:
     return np.flatnonzero(~free & ~chosen)
 
 
-@torch.no_grad()
 def carried(run: "Generation", jump: Jump, sender: str, letter: str, positions: list[int] | None = None) -> float:
     """By how much new − old falls if paths carry what a class of `SENDERS` wrote one step before."""
-    model = run.model
-    names = _senders(model, jump.layer, sender)
-    points = [
-        "hook_embed",
-        *(f"blocks.{n}.{name}" for n in range(jump.layer) for name in ("attn.hook_z", "hook_mlp_out")),
-    ]
-    _, before = model.run_with_cache(run.canvas[:, jump.step - 1], names_filter=points)
-    head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads
-    receiver = f"L{jump.layer}H{head}.{letter}"
-    path = PathPatch(sender=names, receiver=receiver, source={0: dict(before)}, positions=positions)
-    return _lead(run, jump, []) - _lead(run, jump, path.hooks_for(model))
+    names = _senders(run.model, jump.layer, sender)
+    return jump.size * jump_undone(run, jump, names, letter, positions=positions)
 
 
 def _senders(model: "Model", layer: int, sender: str) -> list[str]:
@@ -241,19 +237,6 @@ def _senders(model: "Model", layer: int, sender: str) -> list[str]:
         "mlp": [f"{n}_mlp_out" for n in range(layer)],
     }
     return [name for kind, names in classes.items() if sender in (kind, "all") for name in names]
-
-
-def _lead(run: "Generation", jump: Jump, hooks: Sequence[Any]) -> float:
-    """Column sum of new − old in a pass over the canvas of the jump's step."""
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep(value: torch.Tensor, hook: Any) -> None:
-        kept["pattern"] = value
-
-    last = (f"blocks.{jump.layer}.attn.hook_pattern", keep)
-    run.model.run_with_hooks(run.canvas[:, jump.step], fwd_hooks=[*hooks, last])
-    column = kept["pattern"][0, jump.head].sum(dim=0)
-    return float(column[jump.new] - column[jump.old])
 
 
 def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
@@ -277,6 +260,8 @@ def _pairs(data: xr.Dataset) -> dict[str, xr.DataArray]:
             found[f"{name}: {WRITERS[writer]} write more of its score than of its control's"] = beyond.sel(
                 writer=writer
             )
+        with_key, with_control = (data["read"].sel(role=role, reader="all", place=place) for place in PLACES)
+        found[f"{name}: predictions need its message more than its control's"] = with_key - with_control
     undone, local = data["undone"], data["local"]
     through = undone.sel(sender="all")
     found["jumps go through queries more than through keys"] = through.sel(letter="q") - through.sel(letter="k")

@@ -10,7 +10,8 @@ leaves the attention unchanged (is the message missed, or the attention?), and i
 controls. The controls are weaker than the key that they stand for and are the same at every step.
 
 Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
-first. A name or a noun is copied too, so "not digit" is not free of content.
+first, and see in ``controls`` how many of their keys exist. A name or a noun is copied too, so "not digit" is not free
+of content.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,7 @@ MEASURES = {
     "right": "share of word problems answered right",
     "changed": "share of answers that change",
 }
+CONTROLS = {"control_found": "control keys found, per key that they control for"}
 SHARE = {"share": "share of all heads and steps"}
 BASE = {"base": "share of word problems answered right with nothing changed"}
 
@@ -79,7 +81,7 @@ class Content(Study):
         return {"any": (), self.kind: (self.kind,), f"not {self.kind}": (f"not {self.kind}",)}
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
-        """`MEASURES` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base`` [prompt]."""
+        """`MEASURES` and `CONTROLS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base`` [prompt]."""
         sizes = (len(self.kinds), len(PARTS), len(CHANGES))
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
@@ -91,6 +93,7 @@ class Content(Study):
             found = free_effects(self, model, prompt, settings, {"unchanged": [], **listed})
             right = found["right"].to_numpy()
             values = {"right": right[1:], "cost": right[0] - right[1:], "changed": found["changed"].to_numpy()[1:]}
+            values |= {name: found[name].to_numpy()[1:] for name in CONTROLS}
             shares = np.array([_share(track, cell) for cell in cells]).reshape(sizes[:2])
             return xr.Dataset(
                 {name: (("kind", "part", "change"), value.reshape(sizes)) for name, value in values.items()}
@@ -117,12 +120,15 @@ class Content(Study):
         }
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs."""
+        """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs;
+        ``controls``: how many control keys were found.
+        """
         tables = {
             "costs": interval_table(measured, [*MEASURES, *BASE], self.seed),
             "shares": interval_table(measured, list(SHARE), self.seed),
+            "controls": interval_table(measured, list(CONTROLS), self.seed),
         }
-        meanings = MEASURES | BASE | SHARE
+        meanings = MEASURES | BASE | SHARE | CONTROLS
         named = {
             name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
             for name, table in tables.items()

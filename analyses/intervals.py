@@ -34,7 +34,7 @@ LEVEL = 0.05
 
 # The smallest and largest value of every measure that is an outcome of one prompt, in steps of 1.
 RANGES: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("right", "base", "changed", "kept", "told", "flipped", "all_right", "all_changed"), (0, 1)),
+    **dict.fromkeys(("right", "base", "changed", "kept", "usable", "flipped", "all_right", "all_changed"), (0, 1)),
     **dict.fromkeys(("cost", "masking_cost", "ordinary_cost", "cut_cost"), (-1, 1)),
 }
 

@@ -18,7 +18,7 @@ its value for the clean prompt on that canvas:
 - ``flipped``: free-running, with the number's stream replaced at one layer *from a step on*: the share of answers that
   become the clean answer.
 
-A pair is usable (``told`` = 1) if both answers have the same number of tokens and differ. All runs use temperature 0.
+``usable`` is 1 for a pair if both answers have the same number of tokens and differ. All runs use temperature 0.
 In an autoregressive run every step computes all positions (no cache), and the gap is that of the token being decoded.
 
 Limitation: patching shows where a fact can be inserted, not where the model reads it; and the shares of several groups
@@ -107,7 +107,7 @@ class Patching(Study):
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """``moved`` [prompt, group, layer, step] and ``gap`` [prompt, step], numerator and denominator of ``restored``,
-        0 for unusable prompts; ``flipped`` [prompt, layer, start] and ``told`` [prompt], 1 if the pair is usable.
+        0 for unusable prompts; ``flipped`` [prompt, layer, start] and ``usable`` [prompt], 1 if the pair is usable.
         """
         layers = range(-1, model.cfg.n_layers)
         defaults = settings_for(model, dict(settings))
@@ -131,7 +131,7 @@ class Patching(Study):
                 "moved": (("group", "layer", "step"), moved),
                 "gap": ("step", gap),
                 "flipped": (("layer", "start"), flipped),
-                "told": ((), float(pair is not None)),
+                "usable": ((), float(pair is not None)),
             }
             return xr.Dataset(values, coords=places)
 
@@ -186,14 +186,14 @@ class Patching(Study):
         return same.double().numpy().reshape(len(layers), len(STARTS))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``restored``: by group, layer and step; ``layers``: the same over all steps; ``flipped``; ``told``: share of
-        prompts whose pair is usable.
+        """``restored``: by group, layer and step; ``layers``: the same over all steps; ``flipped``; ``usable``: share
+        of prompts whose pair is usable.
         """
         from pandas import DataFrame
 
         steps, layers = [], []
         for name, data in measured.items():
-            moved, gap, usable = data["moved"], data["gap"], data["told"].to_numpy() > 0
+            moved, gap, usable = data["moved"], data["gap"], data["usable"].to_numpy() > 0
             axes = {axis: data[axis].to_numpy() for axis in ("group", "layer", "step")}
             steps += interval_rows(name, "restored", _share(moved.to_numpy(), gap.to_numpy(), usable, self.seed), axes)
             del axes["step"]
@@ -203,7 +203,7 @@ class Patching(Study):
             "restored": DataFrame(steps),
             "layers": DataFrame(layers),
             "flipped": interval_table(measured, ["flipped"], self.seed),
-            "told": interval_table(measured, ["told"], self.seed),
+            "usable": interval_table(measured, ["usable"], self.seed),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":

@@ -1,14 +1,19 @@
-"""Measure how well edge attribution ranks the direct paths of a trained model: against path patching, edge by edge.
+"""Measure how well edge attribution ranks the direct paths of a trained model, and what path patching costs.
 
     python benchmarks/edges.py
 
 On the canvas of a step of tiny-llada, with one number of the problem exchanged; the metric is the log-probability of
-the final token at the first masked position. Prints one line per case and number of gradients averaged.
+the final token at the first masked position. Prints one line per case and number of gradients averaged, against path
+patching edge by edge; and for the first case how much faster path patching is with several edges in a pass.
 """
+
+import time
+from typing import Any
 
 import sinklens
 from sinklens.experiments import agreement, edge_attribution, path_patching_effects
 
+SENDERS = ["embed", "L0H4", "L1H0", "1_mlp_out"]
 CASES = [
     ("Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:", " 6", " 8", 20),
     ("Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:", " 6", " 7", 8),
@@ -16,10 +21,28 @@ CASES = [
 ]
 
 
+def stacking(*arguments: Any, repeats: int = 3) -> str:
+    """The CPU time of path patching with one edge in a pass, over that with the default number."""
+    best, found = {}, {}
+    for edges in (1, None):
+        times = []
+        for _ in range(repeats):
+            start = time.process_time()
+            found[edges] = path_patching_effects(*arguments, senders=SENDERS, edges_per_pass=edges)["effect"]
+            times.append(time.process_time() - start)
+        best[edges] = min(times)
+    difference = float(abs(found[None] - found[1]).max())
+    return (
+        f"{int(found[1].notnull().sum())} edges: {best[1]:.2f} s one by one, {best[None]:.2f} s stacked, "
+        f"{best[1] / best[None]:.1f} times faster; largest difference {difference:.1e}"
+    )
+
+
 def main() -> None:
     """Print the agreement of every case."""
     import torch
 
+    torch.set_num_threads(1)  # a model this small gains nothing from more
     model = sinklens.load("tiny-llada")
     for prompt, old, new, step in CASES:
         run = sinklens.generate(model, prompt, record_sinks=False)
@@ -30,6 +53,8 @@ def main() -> None:
         def metric(logits: torch.Tensor, place: int = place, target: int = target) -> torch.Tensor:
             return logits[0, place].log_softmax(-1)[target]
 
+        if step == 20:
+            print(stacking(model, ids, other, metric), flush=True)
         truth = path_patching_effects(model, ids, other, metric)
         for path in (0, 8):
             found = agreement(edge_attribution(model, ids, other, metric, path=path), truth)["effect"]

@@ -10,7 +10,12 @@ shipped models.
 """
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable
+from typing import Any
+
+BETWEEN = ("sinklens", "nnsight", "jaxtyping", "contextlib")  # packages whose frames are not user code
 
 
 class SinklensError(Exception):
@@ -31,6 +36,10 @@ class PromptError(SinklensError, ValueError):
 
 class PromptWarning(UserWarning):
     """A prompt is valid, but its result may not be what was intended. Shown once per model."""
+
+
+class ControlWarning(UserWarning):
+    """A control has fewer keys than it controls for at some steps."""
 
 
 class SettingError(SinklensError, ValueError):
@@ -80,3 +89,12 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """
     close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f" Nearest: {', '.join(close)}." if close else ""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Issue a warning, once for its text and the calling line, skipping the frames of `BETWEEN`."""
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

@@ -8,15 +8,13 @@ Silent failure: a diffusion model predicts the tokens behind its masks. On a pro
 about a next token; sinklens warns about this once per model.
 """
 
-import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sinklens.errors import PromptWarning, SinklensError
+from sinklens.errors import PromptWarning, SinklensError, warn_caller
 from sinklens.hooks.interleaving import Root
 from sinklens.hooks.partial_pass import check_return_type, returned
 from sinklens.prompts import Encoded, Prompt
@@ -24,8 +22,6 @@ from sinklens.tokens import TokenMethods, refuse_right_padding
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
-
-BETWEEN = ("sinklens", "nnsight", "jaxtyping", "contextlib")  # packages whose frames are not user code
 
 
 class SinglePasses(TokenMethods, Root):
@@ -149,10 +145,11 @@ class SinglePasses(TokenMethods, Root):
         if self._warned or self.mask_token_id is None or bool((given.ids == self.mask_token_id).any()):
             return
         self._warned = True
-        _warn(
+        warn_caller(
             f"{self.name} is a diffusion model, and these tokens contain no mask token ({self.mask_token_id}): the "
             f"logits predict the tokens already present, not a next token. model.to_canvas(prompt, gen_length=...) "
             f"appends masks to a prompt, as in the first step of a run. (Shown once per model.)",
+            PromptWarning,
         )
 
     def count_rows(self, *inputs: Any, **kwargs: Any) -> int:
@@ -202,11 +199,3 @@ class SinglePasses(TokenMethods, Root):
 def _with_mask(mask: Tensor | None) -> dict[str, Tensor]:
     """The attention mask as a keyword argument, if there is one."""
     return {} if mask is None else {"attention_mask": mask}
-
-
-def _warn(message: str) -> None:
-    """Issue a warning for the calling line, skipping the frames of `BETWEEN`."""
-    frame: Any = inspect.currentframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
-        frame = frame.f_back
-    warnings.warn_explicit(message, PromptWarning, frame.f_code.co_filename, frame.f_lineno)

@@ -33,9 +33,9 @@ def answered(run, task, texts):
     with Writer(run) as writer:
         for sample in task.samples():
             if sample.id in texts:
-                told = hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest()
+                digest = hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest()
                 writer.add(HAND | {
-                    "sample": sample.id, "verdict": None, "text": texts[sample.id], "prompt_sha256": told,
+                    "sample": sample.id, "verdict": None, "text": texts[sample.id], "prompt_sha256": digest,
                     "seconds": 0.5, "sinks": {"per_head": 1.0},
                 })  # fmt: skip
     return run

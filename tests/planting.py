@@ -10,7 +10,7 @@ from sinklens.sinks import SinkTrack, build_track
 def planted(
     score, *, real=None, masked=None, committed=None, token_id=None, prompt_length=1, causal=False, words=None
 ) -> SinkTrack:
-    """A track from scores [batch, step, layer, head, pos]; all positions real and committed unless told.
+    """A track from scores [batch, step, layer, head, pos]; all positions real and committed by default.
 
     Args:
         words: token id -> text; id 1 is the mask, 2 the start and 0 the end token.

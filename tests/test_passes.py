@@ -7,7 +7,7 @@ import torch
 from building import random_hf, random_ids, random_model
 
 import sinklens
-from sinklens import passes
+from sinklens import errors
 from sinklens.errors import PromptWarning, SinklensError
 from sinklens.model import load
 from sinklens.sinks import qk
@@ -124,7 +124,7 @@ def test_a_pass_without_masks_warns_once(call):
 
 
 def test_the_warning_names_the_users_line(monkeypatch):
-    monkeypatch.setattr(passes, "BETWEEN", (*passes.BETWEEN, "typechecks"))  # the tests' checks of types
+    monkeypatch.setattr(errors, "BETWEEN", (*errors.BETWEEN, "typechecks"))  # the tests' checks of types
     with pytest.warns(PromptWarning) as seen:
         random_model()(random_ids())
     assert seen[0].filename == __file__

@@ -34,8 +34,8 @@ prompt = "Question: Ana has 4 boxes of 6 eggs and finds 9 more. How many eggs do
 plain = sinklens.generate(model, prompt)
 masked = sinklens.generate(model, prompt, hooks=MaskSinks(top_k=1))
 control = sinklens.generate(model, prompt, hooks=MaskSinks(top_k=1, pick="random"))
-for told, run in (("unmasked", plain), ("one sink", masked), ("one random key", control)):
-    print(f"{told:15}{run.text!r}")
+for name, run in (("unmasked", plain), ("one sink", masked), ("one random key", control)):
+    print(f"{name:15}{run.text!r}")
 
 # %%
 assert control.text == plain.text

@@ -71,10 +71,8 @@ plain = model(ids)
 ablated = model.run_with_hooks(ids, fwd_hooks=[(Z, head_ablation_hook)])
 print("logits", list(plain.shape), "largest change", round(float((ablated - plain).abs().max()), 1))
 
-# %% [markdown]
-# In `hooks=` of `generate` (and of `trace`) it acts at every step:
-
 # %%
+# In `hooks=` of `generate` (and of `trace`) it acts at every step:
 every = sinklens.generate(model, prompt, hooks=[(Z, head_ablation_hook)])
 print(every.text)
 assert not every.text.endswith("#### 14")
@@ -85,14 +83,14 @@ assert not every.text.endswith("#### 14")
 
 
 # %%
-def at_step(step, fn):
+def at_steps(steps, fn):
     def only_then(value, hook):
-        return fn(value, hook) if hook.step == step else value
+        return fn(value, hook) if hook.step in steps else value
 
     return only_then
 
 
-once = sinklens.generate(model, prompt, hooks=[(Z, at_step(5, head_ablation_hook))])
+once = sinklens.generate(model, prompt, hooks=[(Z, at_steps([5], head_ablation_hook))])
 moved = int((once.unmask_step != run.unmask_step).sum())
 print(once.text, f"\n{moved} positions are decided at another step than before")
 assert once.text == run.text
@@ -116,12 +114,8 @@ assert torch.equal(t.canvas, once.canvas)
 
 # %%
 seen = []
-sinklens.generate(
-    model,
-    prompt,
-    hooks=[(Z, head_ablation_hook), ("denoise.hook_logits", lambda logits, hook: seen.append(logits.clone()))],
-    replay=run,
-)
+keep = ("denoise.hook_logits", lambda logits, hook: seen.append(logits.clone()))
+sinklens.generate(model, prompt, hooks=[(Z, head_ablation_hook), keep], replay=run)
 torch.testing.assert_close(seen[5], ablated, atol=1e-4, rtol=1e-4)
 print(f"{len(seen)} steps, and step 5 gives the logits of run_with_hooks on canvas 5")
 
@@ -144,7 +138,6 @@ torch.testing.assert_close(lens[-1], logits.softmax(-1), atol=1e-4, rtol=1e-4)
 
 # %%
 def heat(ax, values, rows, columns, label, **how):
-    """A map of numbers [row, column]."""
     image = ax.imshow(values, aspect="auto", **how)
     ax.set_yticks(range(len(rows)), rows)
     ax.set_xticks(range(len(columns)), columns, rotation=90)
@@ -167,9 +160,8 @@ print(answers)
 assert answers == [words[position] for position in masked]
 
 # %% [markdown]
-# All eight are right at the last layer, though none has been committed: the sampler commits one per step.
-#
-# CircuitsVis's attention heads work as well; `sinklens.views.attention` draws them offline.
+# All eight are right at the last layer, though none has been committed: the sampler commits one per step. CircuitsVis's
+# attention heads work as well; `sinklens.views.attention` draws them offline.
 
 # %%
 sinklens.views.attention(run, step=16, layer=0, heads=[0, 4])
@@ -282,18 +274,10 @@ assert written.max() < 0.1 * whole[22]
 #
 # ## Equivalent names
 #
-# | TransformerLens | sinklens | |
-# |---|---|---|
-# | `TransformerBridge.boot_transformers(name)` | `sinklens.load(name)` | weights as stored, nothing folded |
-# | `model(tokens)` | `model(ids)` | one pass, logits |
-# | `model.generate(...)` | `sinklens.generate(model, prompt, hooks=...)` | a run; `hooks=` also takes interventions |
-# | `model.run_with_cache`, `run_with_hooks` | the same | one pass |
-# | `model.hook_dict`, `model.W_Q`, `model.W_U`, `model.blocks[0].attn.W_O` | the same | a missing bias is zeros |
-# | `model.to_tokens`, `to_str_tokens` | the same | `to_tokens` takes text, `to_str_tokens` text or one row of ids |
-# | `ActivationCache` | the same class | from one pass, or `t.cache(...)[step]` |
-# | `hook.name`, `hook.layer()` | the same, and `hook.step` | `None` outside a run |
-# | `hook_resid_pre`, `hook_z`, `hook_pattern`, `hook_mlp_out`, … | the same names and shapes | |
-# | `blocks.0.attn.q.hook_out`, `blocks.0.hook_out` (TransformerLens 4) | accepted everywhere | so are negative layers |
+# Points, `cfg`, `hook_dict`, weights (`model.W_Q`, `model.blocks[0].attn.W_O`, …), `to_tokens`, `to_str_tokens`,
+# `run_with_cache`, `run_with_hooks` and `ActivationCache` are those of TransformerLens. `load` replaces its
+# `boot_transformers`, and `generate` also takes `hooks=`. Negative layers and TransformerLens 4's names, such as
+# `blocks.0.attn.q.hook_out`, are accepted. All: [From TransformerLens](../docs/concepts/from-transformerlens.md).
 #
 # The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, and `logit_attrs` with it, include
 # the final norm's weight, like `direction` above, so their contributions add up to the logits.
@@ -308,15 +292,9 @@ for name, shape in shapes.items():
 # %% [markdown]
 # ## Points that TransformerLens does not have
 #
-# | point | shape | what it is |
-# |---|---|---|
-# | `attn.hook_attn_mask` | batch head query key | added to the scores; zeros unless set; attention stays fused |
-# | `attn.hook_sink_scores` | batch head key | column sums of the pattern, mean 1, without keeping the map; read-only |
-# | `denoise.hook_canvas` | batch pos | token ids entering the step |
-# | `denoise.hook_logits` | batch pos vocab | what the sampler gets |
-# | `denoise.hook_candidates` | batch pos | proposed tokens |
-# | `denoise.hook_confidence` | batch pos | confidence of each proposal |
-# | `denoise.hook_commit` | batch pos | True where a proposal is committed in this step |
+# Of the attention: `attn.hook_attn_mask`, added to the scores, and `attn.hook_sink_scores`, the pattern's column sums
+# (read-only). Neither needs the map. Of the sampler: `denoise.hook_canvas` and `hook_logits`, its inputs, and its
+# decisions, `hook_candidates`, `hook_confidence`, `hook_commit`. All: [Hook points](../docs/concepts/hook-points.md).
 #
 # The first two in one pass: hide the number from every layer, and compare column sums with the map.
 
@@ -335,7 +313,6 @@ everywhere = [(lambda name: name.endswith("hook_attn_mask"), hide_number)]
 hidden = sinklens.generate(model, prompt, hooks=everywhere)
 print(hidden.text)
 assert " 20 - 6" not in hidden.text
-
 assert sinklens.generate(model, prompt.replace(" 6", " 7"), hooks=everywhere).text == hidden.text
 
 # %% [markdown]
@@ -402,25 +379,14 @@ print(f"{len(newest)} steps agree with the bridge's pattern")
 # %%
 by_head = patching.get_act_patch_attn_head_out_all_pos(model, corrupted_ids, clean_cache, logit_difference)
 by_head = (torch.as_tensor(by_head) - bottom) / (top - bottom)  # [layer, head]
-figure, ax = plt.subplots(figsize=(5, 3), layout="constrained")
-rows, columns = [f"layer {n}" for n in range(4)], [f"head {n}" for n in range(6)]
-heat(ax, by_head, rows, columns, "share restored", cmap="RdBu_r", vmin=-1, vmax=1)
-ax.set_title("1. hook_z patched at all positions")
-plt.show()
-print(f"head 0.0 restores {by_head[0, 0]:.2f}, the next one {by_head.flatten().sort().values[-2]:.2f}")
+print(f"1. head 0.0 restores {by_head[0, 0]:.2f}, the next one {by_head.flatten().sort().values[-2]:.2f}")
 assert by_head[0, 0] > 0.9
 
-
 # %%
-def from_step(step, fn):
-    def then(value, hook):
-        return fn(value, hook) if hook.step >= step else value
-
-    return then
-
-
 for start in (0, 8, 16, 20, 22, 23):
-    late = sinklens.generate(model, prompt, hooks=[(Z, from_step(start, head_ablation_hook))], record_sinks=False)
+    late = sinklens.generate(
+        model, prompt, hooks=[(Z, at_steps(range(start, 24), head_ablation_hook))], record_sinks=False
+    )
     print(f"2. from step {start:2}: {late.text!r}")
 
 # %%

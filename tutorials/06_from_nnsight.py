@@ -39,12 +39,10 @@ assert run.text.endswith("#### 14")
 
 # %%
 ids = run.canvas[:, 18]
-
 with model.trace(ids):
     stream = model.blocks[1].hook_resid_pre.output.save()  # [batch, pos, d_model]
     pattern = model.blocks[2].attn.hook_pattern.output.save()  # [batch, head, query, key]
     logits = model.output.detach().save()  # [batch, pos, vocab]
-
 print(list(stream.shape), list(pattern.shape), list(logits.shape))
 torch.testing.assert_close(pattern.sum(-1), torch.ones_like(pattern.sum(-1)))
 
@@ -57,7 +55,6 @@ with model.trace(ids):
     before = model.blocks[0].attn.hook_z.input.clone().save()
     model.blocks[0].attn.hook_z.output[:, :, 0] = 0  # head 0 writes nothing
     edited = model.output.detach().save()
-
 print("largest change of a logit:", round(float((edited - logits).abs().max()), 1))
 assert (before[:, :, 0] != 0).any()
 
@@ -69,11 +66,9 @@ assert (before[:, :, 0] != 0).any()
 
 # %%
 proposed = {}
-
 with sinklens.trace(model, prompt) as t:
     for step in t.steps:
         proposed[step] = t["denoise.hook_candidates"][0].clone()  # [pos]: the token each position would get
-
 print(t.text)
 print("proposed at step 0:", repr(model.tokenizer.decode(proposed[0][first : first + 13])))
 assert torch.equal(proposed[0][first:], t.tokens[0, first:])
@@ -95,15 +90,10 @@ assert torch.equal(proposed[0][first:], t.tokens[0, first:])
 # %%
 CANVAS = "denoise.hook_canvas"  # [batch, pos]
 masks = {}
-
 with sinklens.trace(model, prompt) as t:
-    for step in t.steps[:2]:
-        masks[step] = int((t[CANVAS] == model.mask_token_id).sum())
-    for step in t.steps[[5, 9]]:
-        masks[step] = int((t[CANVAS] == model.mask_token_id).sum())
-    for step in t.steps.at(0.5, 1.0):
-        masks[step] = int((t[CANVAS] == model.mask_token_id).sum())
-
+    for chosen in (t.steps[:2], t.steps[[5, 9]], t.steps.at(0.5, 1.0)):
+        for step in chosen:
+            masks[step] = int((t[CANVAS] == model.mask_token_id).sum())
 print("masks on the canvas, by step:", masks)
 assert list(masks) == [0, 1, 5, 9, 12, 23]
 
@@ -115,14 +105,12 @@ assert list(masks) == [0, 1, 5, 9, 12, 23]
 
 # %%
 mark = model.to_tokens("\n####")[0, -1]
-
 with sinklens.trace(model, prompt) as t:
     for _ in t.steps:
         written = bool((t[CANVAS][0, first:] == mark).any())
         guess = t["denoise.hook_candidates"].clone()
         if written:
             t.stop()
-
 answer = model.tokenizer.decode(guess[0, first:], skip_special_tokens=True)
 print(f"{t.steps_run} steps kept, {t.answers[0].masks} masks left over: {t.text!r}\nfilled: {answer!r}")
 assert t.steps_run == 15
@@ -140,7 +128,8 @@ print(names[0], names[1], "…", *(name for name in names if name.startswith("bl
 
 # %% [markdown]
 # Layer 2 before layer 0 is too late. A plain nnsight loop over iterations would serve the value of the *next* step;
-# here it is an error, on the line that reads it. (`t.iter[...]` is another name for `t.steps[...]`.)
+# here it is an error, on the line that reads it. (`t.iter[...]` is another name for `t.steps[...]`.) A step that has
+# passed, and a value read after the run, are errors too:
 
 
 # %%
@@ -152,19 +141,6 @@ def backwards():
     return late, early
 
 
-try:
-    backwards()
-except HookOrderError as error:
-    message = str(error)
-print(message)
-assert "'blocks.0.hook_resid_post' was requested in step 0 after the step had passed it" in message
-
-
-# %% [markdown]
-# A step that has passed, and a value read after the run, are errors too:
-
-
-# %%
 def a_step_that_has_passed():
     with sinklens.trace(model, prompt) as t:
         for _ in t.steps[:5]:
@@ -179,11 +155,15 @@ def after_the_run():
     return t["blocks.0.hook_resid_post"]
 
 
-for mistake in (a_step_that_has_passed, after_the_run):
+messages = []
+for mistake in (backwards, a_step_that_has_passed, after_the_run):
     try:
         mistake()
     except HookOrderError as error:
-        print(error, end="\n\n")
+        messages.append(str(error))
+print(*messages, sep="\n\n")
+assert "'blocks.0.hook_resid_post' was requested in step 0 after the step had passed it" in messages[0]
+assert len(messages) == 3
 
 # %% [markdown]
 # Modules of the transformers model follow the same order, between the points: the output of layer 1's `q_proj` is ready
@@ -194,7 +174,6 @@ with sinklens.trace(model, prompt) as t:
     for _ in t.steps[:1]:
         raw = t.hf.model.layers[1].self_attn.q_proj.output  # [batch, pos, head · d_head]
         queries = t.blocks[1].attn.hook_q.output  # [batch, pos, head, d_head]
-
 assert torch.equal(raw.reshape(queries.shape), queries)
 
 # %% [markdown]
@@ -221,12 +200,14 @@ assert not t.text.endswith("#### 14")
 NUMBER = 10
 other_prompt = prompt.replace(" 6", " 7")
 assert words[NUMBER] == " 6"
-
-stored = {}
+Z = "blocks.0.attn.hook_z"
+stored, head = {}, {}
 with sinklens.trace(model, other_prompt) as other:
     for step in other.steps:
         for layer in range(4):
             stored[step, layer] = other[f"blocks.{layer}.hook_resid_pre"][:, NUMBER].clone()
+            if layer == 0:
+                head[step] = other[Z][:, :, 0].clone()
 print("7 in the prompt:     ", repr(other.text))
 
 texts = {}
@@ -236,7 +217,6 @@ for layer in range(4):
             t[f"blocks.{layer}.hook_resid_pre"][:, NUMBER] = stored[step, layer]
     texts[layer] = t.text
     print(f"patched into layer {layer}:", repr(t.text))
-
 assert texts[0] == other.text
 assert "20 - 7 = 14" in texts[1]
 assert texts[2] == texts[3] == run.text
@@ -248,18 +228,11 @@ assert texts[2] == texts[3] == run.text
 # stream:
 
 # %%
-Z = "blocks.0.attn.hook_z"
-head = {}
-with sinklens.trace(model, other_prompt) as other:
-    for step in other.steps:
-        head[step] = other[Z][:, :, 0].clone()
-
 for start in (0, 16, 20):
     with sinklens.trace(model, prompt) as t:
         for step in t.steps[start:]:
             t[Z][:, :, 0] = head[step]
     print(f"head 0.0 from step {start:2}: {t.text!r}")
-
 assert "20 - 6 = 13" in t.text
 
 # %% [markdown]
@@ -279,7 +252,6 @@ assert "19 - 6 = 14" in t.text
 
 # %% [markdown]
 # It does not: the result comes from the prompt.
-#
 # **The order of decisions.** Unchanged, this model commits the end tokens first. `denoise.hook_confidence` determines
 # the order; with small values for end tokens, the words come first:
 
@@ -293,8 +265,7 @@ with sinklens.trace(model, prompt) as t:
 figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
 ax.plot(run.unmask_step[0, first:], "o", label="by confidence")
 ax.plot(t.unmask_step[0, first:], "x", label="end tokens last")
-labels = [repr(word)[1:-1].replace("<|endoftext|>", "end") for word in words[first:]]
-ax.set_xticks(range(24), labels, rotation=90)
+ax.set_xticks(range(24), [repr(word)[1:-1].replace("<|endoftext|>", "end") for word in words[first:]], rotation=90)
 ax.set(ylabel="step that decides the position", title="The order of decisions")
 ax.legend()
 plt.show()
@@ -322,7 +293,6 @@ with model.trace() as tracer:
         barrier()
         model.blocks[2].hook_resid_pre.output = carried
         patched_logits = model.output.save()
-
 torch.testing.assert_close(patched_logits, model(clean), atol=1e-4, rtol=1e-4)
 
 # %% [markdown]
@@ -338,24 +308,20 @@ torch.testing.assert_close(patched_logits, model(clean), atol=1e-4, rtol=1e-4)
 # %%
 COPY = 27
 good, bad = int(clean[0, NUMBER]), int(corrupted[0, NUMBER])
-at = of_step(run, 18)
-
 slopes = {}
-with model.trace(corrupted, attention_mask=at.attention_mask):
+with model.trace(corrupted, attention_mask=of_step(run, 18).attention_mask):
     streams = [model.blocks[layer].hook_resid_pre.output for layer in range(4)]
     metric = model.output[0, COPY, good] - model.output[0, COPY, bad]
     value = metric.detach().save()
     with metric.backward():
         for layer in (3, 2, 1, 0):  # backwards, the order in which gradients arrive
             slopes[layer] = streams[layer].grad.clone().save()
-
 gradients = torch.stack([slopes[layer][0] for layer in range(4)])  # [layer, pos, d_model]
 print("logit of ' 6' minus logit of ' 7', with 7 in the prompt:", round(float(value), 1))
 
 # %% [markdown]
 # Multiplied by the difference between the clean and the corrupted stream, the gradient estimates the effect of patching
-# each place (attribution patching; `sinklens.experiments.attribution_patching` does it for all points, and `agreement`
-# measures how far to trust it).
+# each place (`sinklens.experiments.attribution_patching` does it for all points; tutorial 4 draws the map).
 
 # %%
 streams = {}
@@ -366,17 +332,6 @@ for name, canvas in {"clean": clean, "corrupted": corrupted}.items():
 
 difference = torch.cat([streams["clean", layer] - streams["corrupted", layer] for layer in range(4)])
 estimate = (difference * gradients).sum(-1)  # [layer, pos]
-
-figure, ax = plt.subplots(figsize=(9, 2.8), layout="constrained")
-limit = float(estimate.abs().max())
-image = ax.imshow(estimate, aspect="auto", cmap="RdBu_r", vmin=-limit, vmax=limit)
-short = {"<|endoftext|>": "end", "<|startoftext|>": "start", "<|mdm_mask|>": "[mask]"}
-labels = [short.get(word, repr(word)[1:-1]) for word in model.to_str_tokens(clean[0])]
-ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
-ax.set_yticks(range(4))
-ax.set(ylabel="layer", title="Estimated effect of patching the stream, step 18")
-figure.colorbar(image, ax=ax).set_label("logits")
-plt.show()
 
 ranked = estimate[0].abs().argsort(descending=True)
 print("position with the largest estimate: layer 0", int(ranked[0]), " layer 3", int(estimate[3].abs().argmax()))
@@ -400,18 +355,10 @@ assert estimate[0, NUMBER] < 0 < really - value
 # %%
 with model.edit() as (_, muted):
     muted.blocks[0].attn.hook_z.output[:, :, 0] = 0
-
 with muted.trace(ids):
     from_copy = muted.output.save()
 assert torch.equal(from_copy, edited)
 
-
-def mute(z, hook):
-    z[:, :, 0] = 0
-    return z
-
-
-print(sinklens.generate(model, prompt, hooks=[("blocks.0.attn.hook_z", mute)]).text)
 
 # %% [markdown]
 # ## Exercises
@@ -433,7 +380,6 @@ print(sinklens.generate(model, prompt, hooks=[("blocks.0.attn.hook_z", mute)]).t
 with sinklens.trace(model, prompt) as t:
     for _ in t.steps.at(0.5):
         pattern = t["blocks.0.attn.hook_pattern"][0, 0].clone()  # [query, key]
-
 strongest = int(pattern[COPY].argmax())
 print(f"1. half-way: key {strongest}, {words[strongest]!r}, weight {float(pattern[COPY, strongest]):.2f}")
 
@@ -442,7 +388,6 @@ with sinklens.trace(model, prompt) as t:
     for _ in t.steps:
         t["blocks.3.hook_mlp_out"][:, 35] = 0
         logits = t["denoise.hook_logits"]
-
 print("2.", repr(t.text))
 
 # %%
@@ -451,6 +396,5 @@ with sinklens.trace(model, prompt) as t:
         if step == 1:
             t.stop()
         t["denoise.hook_commit"] = t["denoise.hook_confidence"].isfinite()
-
 print("3.", t.steps_run, "step:", repr(t.text))
 assert t.text == run.text

@@ -312,9 +312,9 @@ detectors = {
 exists = motion.existing(track)
 paper = track.detect(EpsilonOverMean())
 rows = {}
-for told, detector in detectors.items():
+for name, detector in detectors.items():
     found = track.detect(detector)
-    rows[told] = {
+    rows[name] = {
         "positions [%]": float(100 * found.sum() / exists.sum()),
         "of Eq. 3's [%]": float(100 * (found & paper).sum() / paper.sum()),
         "lifetime [steps]": motion.motion_table(track, detector)["lifetime"].mean(),
@@ -331,7 +331,7 @@ def preference(detector):
     return (counts["sinks"] / counts["sinks"].sum()) / (counts["positions"] / counts["positions"].sum())
 
 
-preferred = pd.DataFrame({told: preference(detector) for told, detector in detectors.items()})
+preferred = pd.DataFrame({name: preference(detector) for name, detector in detectors.items()})
 print(preferred.round(2))
 
 # %% [markdown]
@@ -354,10 +354,10 @@ assert preferred.loc["start", "of masked queries"] < 1 < preferred.loc["start", 
 LAYER, HEAD = 0, 0
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", sharey=True)
 maps = {"all queries": track.scores(), "masked queries alone": MaskedQueries().score(track)}
-for ax, (told, score) in zip(axes, maps.items(), strict=True):
+for ax, (name, score) in zip(axes, maps.items(), strict=True):
     image = ax.imshow(score.isel(batch=0, layer=LAYER, head=HEAD), aspect="auto", cmap="magma", vmin=0, vmax=12)
     ax.axvline(run.prompt_length - 0.5, color="w", linestyle=":", linewidth=1)
-    ax.set(xlabel="position (key)", title=f"layer {LAYER}, head {HEAD}: score by {told}")
+    ax.set(xlabel="position (key)", title=f"layer {LAYER}, head {HEAD}: score by {name}")
 axes[0].set_ylabel("step")
 figure.colorbar(image, ax=axes, label="score; uniform attention is 1")
 plt.show()
@@ -495,10 +495,10 @@ def right(hooks=()):
 
 
 kept = {"unmasked": right()}
-for told, detector in {"Eq. 3": EpsilonOverMean(), "masked queries": MaskedQueries()}.items():
-    print(f"sinks of {told}: {float(track.detect(detector).sum('pos').mean()):.2f} per head and step")
+for name, detector in {"Eq. 3": EpsilonOverMean(), "masked queries": MaskedQueries()}.items():
+    print(f"sinks of {name}: {float(track.detect(detector).sum('pos').mean()):.2f} per head and step")
     for pick in ("strongest", "random"):
-        kept[told, pick] = right(MaskSinks(top_k=None, detector=detector, source=run, pick=pick))
+        kept[name, pick] = right(MaskSinks(top_k=None, detector=detector, source=run, pick=pick))
 print(kept)
 assert kept["Eq. 3", "strongest"] < kept["Eq. 3", "random"] - 10
 

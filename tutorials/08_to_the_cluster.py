@@ -172,13 +172,15 @@ assert faster.hash != usual.hash
 
 # %%
 conditions = masking([1], controls=["random"])
-told = estimate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5)
-print(f"{told.units} samples, {told.tokens:,} tokens, {told.passes:,} forward passes; measured on {told.measured}")
-assert told.passes == 3 * 20 * 24
+budget = estimate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5)
+print(
+    f"{budget.units} samples, {budget.tokens:,} tokens, {budget.passes:,} forward passes; measured on", budget.measured
+)
+assert budget.passes == 3 * 20 * 24
 assert not Path("results").exists()
 
 # %% [markdown]
-# Three conditions of 20 problems with 24 steps; `told.seconds` is the time. Here is the same arithmetic by hand for
+# Three conditions of 20 problems with 24 steps; `budget.seconds` is the time. Here is the same arithmetic by hand for
 # LLaDA in the command above: GSM8K's test set has 1,319 problems, the protocol 256 steps; no masking, and three numbers
 # of keys, each masked, masked steadily and at random, are ten conditions. Steady masks also need an unmasked run.
 # `--dry-run` measures the rate of a GPU; here are two made-up rates:
@@ -339,8 +341,8 @@ plt.show()
 # %%
 table = frame(read_lines("results"))
 shown = ["model", "condition", "right", "against_unmasked_lost", "against_unmasked_gained", "against_unmasked_p"]
-told = table[[*shown, "against_random_difference", "against_random_p", "empty", "unended"]]
-print(told.rename(columns=lambda name: name.replace("against_", "")).round(4).to_string(index=False))
+against = table[[*shown, "against_random_difference", "against_random_p", "empty", "unended"]]
+print(against.rename(columns=lambda name: name.replace("against_", "")).round(4).to_string(index=False))
 
 # %% [markdown]
 # - *Accuracy* has Wilson's 95 % interval. With 20 problems it is 40 points wide where half of the answers are right.

@@ -22,12 +22,15 @@ from sinklens.experiments import (
     agreement,
     corrupted,
     edge_attribution,
+    jump_undone,
     path_patching_effects,
+    read_attribution,
+    sink_jumps,
     strongest_edges,
     sweep,
     write_attribution,
 )
-from sinklens.interventions import AblateValues, Activations, MaskSinks, PatchHooks, PathPatch, Where
+from sinklens.interventions import AblateValues, Activations, MaskSinks, PatchHooks, Where
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import sink_path, writer_bars
 
@@ -35,8 +38,7 @@ torch.set_num_threads(1)  # models this small gain nothing from more
 model = sinklens.load("tiny-llada")
 prompts = [problem.prompt for problem in held_out(6)]
 writers = ["embed", *(f"L0H{head}" for head in range(6)), "0_mlp_out"]  # all that layer 1 reads
-kept = Activations(names=["hook_embed", "blocks.0.attn.hook_z", "blocks.0.hook_mlp_out"])
-run = sinklens.generate(model, prompts[0], hooks=kept)
+run = sinklens.generate(model, prompts[0])
 print(prompts[0] + run.text)
 
 # %% [markdown]
@@ -49,8 +51,8 @@ LAYER, HEAD, STEP = 1, 0, 8
 sink_path(run.sinks, LAYER, HEAD)
 plt.show()
 
-path = run.sinks.trajectory(LAYER, HEAD).tolist()
-old, new = path[STEP - 1], path[STEP]
+(jump,) = (jump for jump in sink_jumps(run) if (jump.layer, jump.head, jump.step) == (LAYER, HEAD, STEP))
+old, new = jump.old, jump.new
 tokens = model.to_str_tokens(run.canvas[0, STEP])
 decided = (run.canvas[0, STEP - 1] != run.canvas[0, STEP]).nonzero()[:, 0].tolist()
 print(f"from {old} ({tokens[old]}) to {new} ({tokens[new]}); step {STEP - 1} decided {decided}")
@@ -89,27 +91,10 @@ assert (after - before).abs().max() < 0.05  # the jump does not change what wrot
 # ## Who moves it?
 #
 # Take what the writers wrote at step 7, and put it into what *one* receiver reads at step 8: the queries of head 1.0,
-# or its keys. `replay=` keeps the canvases. If the sink goes back to 34, the jump went along this path.
-
+# or its keys. `jump_undone` reports how much of the jump this undoes: 1 if the sink goes back to 34.
 
 # %%
-def lead(run, jump, step):
-    """By how much the score of the new sink exceeds that of the old one."""
-    layer, head, old, new = jump
-    scores = run.sinks.scores().isel(batch=0, step=step, layer=layer, head=head)
-    return float(scores.isel(pos=new) - scores.isel(pos=old))
-
-
-def undone(prompt, run, jump, step, sender, letter, **where):
-    """Share of a jump that is undone if one path carries what its sender wrote one step before."""
-    receiver, source = f"L{jump[0]}H{jump[1]}.{letter}", {step: kept.caches[step - 1]}
-    path = PathPatch(sender=sender, receiver=receiver, source=source, **where)
-    patched = lead(sinklens.generate(model, prompt, replay=run, hooks=path), jump, step)
-    return (lead(run, jump, step) - patched) / (lead(run, jump, step) - lead(run, jump, step - 1))
-
-
-case = (prompts[0], run, (LAYER, HEAD, old, new), STEP)
-complete = {letter: undone(*case, writers, letter) for letter in "qk"}
+complete = {letter: jump_undone(run, jump, letter=letter) for letter in "qk"}  # all that layer 1 reads
 print("share of the jump undone through", {letter: round(share, 2) for letter, share in complete.items()})
 assert complete["q"] > 0.9
 assert abs(complete["k"]) < 0.1
@@ -119,7 +104,7 @@ assert abs(complete["k"]) < 0.1
 # Which writer caused that? Patch the edges one at a time.
 
 # %%
-edges = pd.DataFrame({letter: {sender: undone(*case, sender, letter) for sender in writers} for letter in "qk"})
+edges = pd.DataFrame({letter: {name: jump_undone(run, jump, name, letter) for name in writers} for letter in "qk"})
 print(edges.round(2))
 ax = edges.plot.bar(figsize=(7, 3), ylabel="share of the jump undone", rot=30)
 ax.axhline(0, color="0.5", linewidth=0.8)
@@ -135,7 +120,7 @@ assert edges["k"].abs().max() < 0.1
 # %%
 there = [position for position in range(run.canvas.shape[2]) if position not in decided]
 places = {"the decided position": decided, "all others": there}
-at = {name: undone(*case, "L0H4", "q", positions=positions) for name, positions in places.items()}
+at = {name: jump_undone(run, jump, "L0H4", "q", positions=positions) for name, positions in places.items()}
 print({name: round(share, 2) for name, share in at.items()})
 assert at["the decided position"] > 0.65
 assert abs(at["all others"]) < 0.1
@@ -207,6 +192,16 @@ assert kl["strongest: value replaced"] < 0.001
 # The controls cost more, but only on two of the six problems. One head on six problems is an example, not a finding:
 # `sinklens analyse content` compares masking and replaced values over all heads and 100 problems.
 #
+# Who would read the message? `read_attribution` removes it from what one later component reads.
+
+# %%
+readers = read_attribution(run, STEP, LAYER, HEAD, key=new)["kl"].to_series()
+print(readers.drop("all").nlargest(3).map("{:.1e} nats".format).to_string(), f"\nall: {readers['all']:.1e} nats")
+assert readers.max() < 0.001
+
+# %% [markdown]
+# The values of one head read it most, and even this effect is far too small to decide a token.
+#
 # ## The trap: patching from a free run
 #
 # So far, the values came from the same run, one step earlier. To ask what a number in the *prompt* causes, take them
@@ -245,20 +240,15 @@ assert answers == {"free": "9", "corrupted": "11"}
 
 # %%
 def jump_of(number, layer, head, step):
-    """Arguments of `undone` for a jump; keeps the values of its run in `kept`."""
-    prompt = held_out(number + 1)[number].prompt
-    run = sinklens.generate(model, prompt, hooks=kept)
-    old, new = run.sinks.trajectory(layer, head)[[step - 1, step]].tolist()
-    return prompt, run, (layer, head, old, new), step
+    """The run of a problem, and the jump of a head at a step."""
+    run = sinklens.generate(model, held_out(number + 1)[number].prompt)
+    return run, next(jump for jump in sink_jumps(run) if jump[1:4] == (step, layer, head))
 
 
-kept = Activations(
-    names=["hook_embed", *(f"blocks.{n}.{name}" for n in range(3) for name in ("attn.hook_z", "hook_mlp_out"))]
-)
 third = jump_of(4, 3, 2, 8)
 every = ["embed", *(f"L{n}H{head}" for n in range(3) for head in range(6)), *(f"{n}_mlp_out" for n in range(3))]
-print({letter: round(undone(*third, every, letter), 2) for letter in "qk"})
-shares = pd.Series({sender: undone(*third, sender, "k") for sender in every})
+print({letter: round(jump_undone(*third, letter=letter), 2) for letter in "qk"})
+shares = pd.Series({sender: jump_undone(*third, sender, "k") for sender in every})
 print(shares.nlargest(3).round(2))
 assert shares.idxmax() == "L0H2"
 
@@ -270,8 +260,8 @@ assert shares.idxmax() == "L0H2"
 again = {}
 for number in (5, 6):
     other = jump_of(number, LAYER, HEAD, 7)
-    again[number] = pd.Series({name: undone(*other, name, "q") for name in writers})
-    again[number]["all"] = undone(*other, writers, "q")
+    again[number] = pd.Series({name: jump_undone(*other, name) for name in writers})
+    again[number]["all"] = jump_undone(*other)
 print(pd.DataFrame(again).round(2))
 assert again[6]["L0H4"] > 0.6
 assert again[5].drop("all").max() < 0.5

@@ -76,7 +76,7 @@ def as_policy(cache: Any) -> Policy | None:
 
 
 def policy_name(policy: Policy) -> str:
-    """The text for which `find_policy` returns an equal policy; its repr if there is none."""
+    """The text for which `find_policy` returns an equal policy; else its repr."""
     numbers = [value for value in vars(policy).values() if type(value) in (int, float)]
     texts = [text for name in POLICIES for text in (name, *(f"{name}:{number}" for number in numbers))]
     for text in texts:

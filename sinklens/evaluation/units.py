@@ -235,7 +235,15 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
         "ended": answer.ended,
         "masks": answer.masks,
         "steps": steps,
-    }
+    } | _control_keys(run, row)
+
+
+def _control_keys(run: "Generation", row: int) -> Record:
+    """How many keys the controls of a row picked, and controlled for; nothing for a run without a control."""
+    found = run.control_keys
+    if found is None:
+        return {}
+    return {"control_requested": int(found.requested[row]), "control_picked": int(found.picked[row])}
 
 
 def _steps(run: "Generation", row: int) -> int:

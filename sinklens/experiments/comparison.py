@@ -60,7 +60,9 @@ def compare(
         ``changed_share``: share of the answer's positions with a different final token, including those after an end
         token; in an autoregressive run, of the positions up to the later end;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
-        ``same_answer``: whether that is 0.
+        ``same_answer``: whether that is 0;
+        ``control_requested``, ``control_picked``: if `changed` has controls (``pick=``), the number of keys that they
+        control for, and of the control keys, over steps, layers and heads.
 
     Args:
         base_logits, changed_logits: `MaskedLogits.kept` of the two runs.
@@ -137,6 +139,18 @@ def answers_compared(base: Generation, changed: Generation) -> dict[str, Any]:
         "changed_share": ("batch", np.array(changes)),
         "edit_distance": ("batch", np.array(distance)),
         "same_answer": ("batch", np.array(distance) == 0),
+        **_control_keys(changed),
+    }
+
+
+def _control_keys(run: Generation) -> dict[str, Any]:
+    """The numbers of control keys, if there was something to control for."""
+    found = run.control_keys
+    if found is None or not found.requested.any():
+        return {}
+    return {
+        "control_requested": ("batch", found.requested.numpy()),
+        "control_picked": ("batch", found.picked.numpy()),
     }
 
 

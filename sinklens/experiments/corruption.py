@@ -44,12 +44,10 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
     """
     if not changes:
         raise PromptError("changes is empty; pass the texts to replace, such as {' 6': ' 8'}.")
-    model, real = base.model, base.real[:, : base.prompt_length]
     ids = base.canvas[:, 0, : base.prompt_length]
     for old, new in changes.items():
-        ids = _replaced(ids, model, old, new)
-    prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
-    return _run(base, prompts, replay=base, hooks=hooks, **options)
+        ids = _replaced(ids, base.model, old, new)
+    return _run(base, ids, replay=base, hooks=hooks, **options)
 
 
 def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:
@@ -60,12 +58,12 @@ def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:
         hooks: as in `sinklens.generate`.
         **options: further keyword arguments of `sinklens.generate`, such as ``replay``.
     """
-    real = base.real[:, : base.prompt_length]
-    ids = base.canvas[:, 0, : base.prompt_length]
-    return _run(base, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)], hooks=hooks, **options)
+    return _run(base, base.canvas[:, 0, : base.prompt_length], hooks=hooks, **options)
 
 
-def _run(base: Generation, prompts: Any, **options: Any) -> Generation:
+def _run(base: Generation, ids: Int[Tensor, "batch pos"], **options: Any) -> Generation:
+    """A run of the prompts `ids`, left-padded as those of `base`, with the settings and seed of `base`."""
+    prompts = [row[keep].tolist() for row, keep in zip(ids, base.real[:, : base.prompt_length], strict=True)]
     settings = {name: value for name, value in _settings(base).items() if name not in options}
     run = generate(base.model, prompts, seed=base.seed, **settings, **options)
     return replace(run, single=base.single)

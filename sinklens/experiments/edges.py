@@ -7,8 +7,8 @@ Patching it (`PathPatch`) adds the change of the sender's output to what the rec
 
 where o is what the sender writes to the stream and x_receiver the stream as this receiver reads it, before its norm
 (edge attribution patching; Syed et al., 2310.10348). `edge_attribution` computes the right side for the complete graph
-with one backward pass, `path_patching_effects` the left side with a pass for each edge, and `agreement` compares them.
-Components are named as in `PathPatch`.
+with one backward pass, `path_patching_effects` the left side with a copy of the batch for each edge, and `agreement`
+compares them. Components are named as in `PathPatch`.
 
 Pitfall: as in attribution.py, the estimate is inaccurate where the metric is nonlinear between the two inputs. Average
 the gradient along the path (``path=``), and check the strongest edges against `path_patching_effects`.
@@ -20,19 +20,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import EMBED, Metric, Pair, differentiable, metric_value, wide
+from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.points import Point
-from sinklens.interventions.paths import PathPatch, Receiver, Sender
+from sinklens.interventions.paths import Receiver, Sender
 from sinklens.prompts import Prompt
-from sinklens.runs.intervention import Pairs
+from sinklens.runs.intervention import HookFunction, Pairs
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
+ON_CPU = 16  # more copies of the batch per pass are slower on a CPU, whose caches they exceed
 Stream = Float[Tensor, "batch pos d_model"]
 
 
@@ -75,7 +77,7 @@ def edge_attribution(
     Raises:
         SettingError: as `attribution_patching`; a model with norms after its sublayers.
     """
-    _refuse_post_norms(model)
+    refuse_post_norms(model)
     senders, receivers = senders_of(model), receivers_of(model)
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     slopes: dict[str, Tensor] = {}
@@ -104,31 +106,95 @@ def path_patching_effects(
     *,
     senders: Sequence[str] | None = None,
     receivers: Sequence[str] | None = None,
+    memory_gb: float | int = 2.0,
+    edges_per_pass: int | None = None,
 ) -> xr.Dataset:
-    """The true effect of patching each edge with its value in the clean pass; one pass for each edge.
+    """The true effect of patching each edge with its value in the clean pass.
 
-    Arguments, result and errors are those of `edge_attribution`; the metric needs no gradient.
+    Arguments, result and errors are those of `edge_attribution`; the metric needs no gradient. A pass holds several
+    copies of the corrupted batch, each with another edge patched.
 
     Args:
         senders, receivers: labels, as in `PathPatch`; None means all.
+        memory_gb: budget for everything a pass holds besides the weights, in 10⁹ bytes; see `activation_bytes`.
+        edges_per_pass: number of edges per pass, instead of a budget.
+
+    Raises:
+        SettingError: also a budget below one edge, or fewer edges per pass than 1.
     """
-    _refuse_post_norms(model)
+    refuse_post_norms(model)
     first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
     last = receivers_of(model) if receivers is None else [Receiver.named(name, model) for name in receivers]
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
-    clean, logits = pair.values(pair.clean, dict.fromkeys(sender.point for sender in first))
-    before = metric_value(metric, pair.values(pair.corrupted, [])[1])
+    outputs = list(dict.fromkeys(sender.point for sender in first))
+    clean, clean_logits = pair.values(pair.clean, outputs)
+    corrupted, corrupted_logits = pair.values(pair.corrupted, outputs)
+    changes = [sender.written(clean[sender.point] - corrupted[sender.point], model) for sender in first]
+    before = metric_value(metric, corrupted_logits)
+    edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
+    edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
+    size = copies_within(pair, memory_gb) if edges_per_pass is None else edges_per_pass
+    if size < 1:
+        raise SettingError(f"edges_per_pass must be at least 1; got {edges_per_pass}.")
     effects = torch.full((len(first), len(last)), torch.nan)
-    for row, sender in enumerate(first):
-        for column, receiver in enumerate(last):
-            if sender.depth < receiver.depth:
-                patch = PathPatch(sender=sender.name, receiver=receiver.name, source={0: clean})
-                patched = pair.values(pair.corrupted, [], before=patch.hooks_for(model))[1]
-                effects[row, column] = metric_value(metric, patched) - before
-    return _table(effects, first, last, metric_value(metric, logits), before)
+    for part in (edges[start : start + size] for start in range(0, len(edges), size)):
+        patches = stacked_patches([(changes[row], [last[column]]) for row, column in part], pair)
+        hidden = pair.hidden(pair.corrupted, patches, copies=len(part))
+        for (row, column), copy in zip(part, hidden.split(len(pair.corrupted)), strict=True):
+            effects[row, column] = metric_value(metric, pair.logits(copy)) - before
+    return _table(effects, first, last, metric_value(metric, clean_logits), before)
 
 
-def _refuse_post_norms(model: "Model") -> None:
+def copies_within(pair: Pair, memory_gb: float | int) -> int:
+    """Number of copies of the batch in a pass that the budget allows, each with another change of what is read."""
+    cfg, (rows, length) = pair.model.cfg, pair.corrupted.shape
+    logits = rows * length * cfg.d_vocab * (cfg.dtype.itemsize + 8)  # of one copy at a time
+    each = rows * (activation_bytes(pair.model, length) + 8 * length * cfg.d_model * cfg.dtype.itemsize)
+    rows_within(memory_gb, logits + each)  # refuses a budget below one edge
+    allowed = int((memory_gb * 1e9 - logits) // each)
+    return min(ON_CPU, allowed) if cfg.device.type == "cpu" else allowed
+
+
+def stacked_patches(edges: Sequence[tuple[Stream, Sequence[Receiver]]], pair: Pair) -> Pairs:
+    """Hooks that add a change to what some receivers read: the change number n in copy n of the batch.
+
+    Receivers come after what changed, and a copy has one change. So the change is that of the corrupted pass, and what
+    is between it and the receivers stays as it is.
+    """
+    streams: dict[str, Stream] = {}
+
+    def keep(value: Stream, hook: Point) -> None:
+        streams[str(hook.name)] = value
+
+    by_receiver: dict[Receiver, list[int]] = {}
+    for number, (_, receivers) in enumerate(edges):
+        for receiver in receivers:
+            by_receiver.setdefault(receiver, []).append(number)
+    watched = dict.fromkeys(receiver.stream for receiver in by_receiver if receiver.stream != receiver.point)
+    pairs: Pairs = [(name, keep) for name in watched]
+    count = torch.arange(len(pair.corrupted))
+    for receiver, numbers in by_receiver.items():
+        rows = torch.cat([count + number * len(count) for number in numbers])
+        change = torch.cat([edges[number][0] for number in numbers])
+        pairs.append((receiver.point, _changed_rows(receiver, rows, change, streams, pair.model)))
+    return pairs
+
+
+def _changed_rows(
+    receiver: Receiver, rows: Int[Tensor, " row"], change: Stream, streams: dict[str, Stream], model: "Model"
+) -> HookFunction:
+    """A hook that changes what `receiver` reads in some rows."""
+
+    def receive(value: Tensor, hook: Point) -> Tensor:
+        stream = streams.get(receiver.stream, value)
+        found = value.clone()
+        found[rows] = receiver.changed(value[rows], stream[rows], change, model)
+        return found
+
+    return receive
+
+
+def refuse_post_norms(model: "Model") -> None:
     if model.tree.architecture.ln1_post:
         raise SettingError(
             f"a {model.config.model_type} model normalizes what its sublayers write, so there are no direct paths of "

@@ -101,7 +101,9 @@ class Work:
             listener = _Reading(numbers=[None, *part], found=found)
             stacked = Stacked([[], *(hooks[number] for number in part)])
             canvases = base.canvas.repeat(len(part) + 1, 1, 1) if replay else None
-            self.start(batch, [stacked, listener], canvases, len(part) + 1).carry_out()
+            denoising = self.start(batch, [stacked, listener], canvases, len(part) + 1)
+            denoising.carry_out()
+            denoising.controls.report(refuse=False)
 
 
 def _parts(numbers: list[int], size: int) -> list[list[int]]:

@@ -45,7 +45,9 @@ class Stacked(Intervention):
         by_point: dict[str, list[list[HookFunction]]] = {}
         for number, hooks in enumerate(listed):
             rows = slice(number * count, (number + 1) * count)
-            context = replace(run, real=run.real[rows], row_keys=run.row_keys[rows])
+            context = replace(
+                run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows)
+            )
             for entry in hooks:
                 pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
                 for name, function in pairs:

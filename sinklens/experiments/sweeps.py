@@ -78,7 +78,9 @@ def sweep(
 
     Returns:
         [intervention, prompt]: ``answer`` (text; ids as text without a tokenizer), and the measures of `compare`; for
-        an intervention that makes the canvas longer only those of answers, NaN elsewhere. With `metric`: ``metric``
+        an intervention that makes the canvas longer only those of answers, NaN elsewhere. ``control_requested`` and
+        ``control_picked`` are NaN for an intervention without a control. A control without any key is not refused but
+        has 0 here, and a `ControlWarning`. With `metric`: ``metric``
         [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
         are places, [layer, head, prompt, step] or [layer, head, step, prompt].
 
@@ -99,12 +101,7 @@ def sweep(
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
-    if replay and longer:
-        raise SettingError(
-            f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
-        )
-    places = _places(listed, metric, longer, out)
+    places = _places(listed, metric, replay, out)
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
@@ -115,24 +112,19 @@ def sweep(
         shared = Work(work.start, listed, metric, limit)
         measured = [shared.measure(batch, size * number, replay) for number, batch in enumerate(batches)]
         return places.shaped(xr.concat(measured, dim="prompt", join="outer"))
-    groups = _groups(listed, max(1, limit // size))
-    parts: list[list[xr.Dataset]] = [[] for _ in batches]
-    base = None
-    for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
-        found = work.kept(batches[number], group)
-        if found is None:
-            if base is None or base[0] != number:
-                base = number, *work.base(batches[number])
-            found = work.keep(batches[number], group, work.run(batches[number], group, *base[1:]))
-        parts[number].append(found)
-    batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
-    found = xr.concat(batch_results, dim="prompt", join="outer").sel(intervention=list(listed))
+    found = work.all_parts(batches, _groups(listed, max(1, limit // size)), progress)
+    found = found.sel(intervention=list(listed))
     found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _places(listed: Mapping[Any, Any], metric: Metric | None, longer: list[Any], out: Any) -> Places:
-    """The names of the interventions; refuses what a metric cannot be combined with."""
+def _places(listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool, out: Any) -> Places:
+    """The names of the interventions; refuses what replay or a metric cannot be combined with."""
+    longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
+    if replay and longer:
+        raise SettingError(
+            f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
+        )
     if metric is not None and out is not None:
         raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
     if metric is not None and longer:
@@ -149,6 +141,13 @@ def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(*model.encode(prompts), strict=True)]
 
 
+def activation_bytes(model: Model, length: int) -> int:
+    """Upper estimate, in bytes, of a row's hidden states in a pass, with one layer's MLP and explicit map."""
+    cfg = model.cfg
+    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * cfg.dtype.itemsize
+    return stream + 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
+
+
 def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: bool = False) -> int:
     """Upper estimate, in bytes, of the memory that one row takes during a run.
 
@@ -162,8 +161,6 @@ def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: 
     cfg, item = model.cfg, model.cfg.dtype.itemsize
     causal = isinstance(settings, AutoregressiveSettings)
     decided = 1 if causal else settings.gen_length  # positions per pass with logits
-    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * item
-    maps = 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
     logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
     cache = 2 * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item if causal else 0
     kept = 0
@@ -171,7 +168,18 @@ def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: 
         logits += (1 if causal else length) * cfg.d_vocab * item
         kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
     passes = 2 if getattr(settings, "cfg_scale", 0.0) > 0 else 1
-    return passes * (stream + maps + logits + cache) + kept
+    return passes * (activation_bytes(model, length) + logits + cache) + kept
+
+
+def rows_within(memory_gb: float | int, row: int) -> int:
+    """Number of rows of `row` bytes that a budget allows.
+
+    Raises:
+        SettingError: the budget is below one row.
+    """
+    if memory_gb * 1e9 < row:
+        raise SettingError(f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb.")
+    return int(memory_gb * 1e9 // row)
 
 
 def _needs_separate_run(hooks: Sequence[Any]) -> bool:
@@ -219,12 +227,21 @@ class _Sweep:
     def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
         """Rows per pass that the budget allows."""
         length = self._model.encode(prompts, self._template)[0].shape[1] + self._settings.gen_length
-        row = bytes_per_row(self._model, length, self._settings, self._replay)
-        if memory_gb * 1e9 < row:
-            raise SettingError(
-                f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb."
-            )
-        return int(memory_gb * 1e9 // row)
+        return rows_within(memory_gb, bytes_per_row(self._model, length, self._settings, self._replay))
+
+    def all_parts(self, batches: Sequence[Any], groups: Sequence[Group], progress: bool | None) -> xr.Dataset:
+        """Every group of interventions on every batch of prompts; finished parts are read from their files."""
+        parts: list[list[xr.Dataset]] = [[] for _ in batches]
+        base = None
+        for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
+            found = self.kept(batches[number], group)
+            if found is None:
+                if base is None or base[0] != number:
+                    base = number, *self.base(batches[number])
+                found = self.keep(batches[number], group, self.run(batches[number], group, *base[1:]))
+            parts[number].append(found)
+        batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
+        return xr.concat(batch_results, dim="prompt", join="outer")
 
     def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
         """The run without interventions; keeps its logits under replay."""
@@ -249,24 +266,29 @@ class _Sweep:
         repeated = base.canvas.repeat(len(group), 1, 1) if self._replay else None
         denoising = self.start(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
         denoising.carry_out()
+        denoising.controls.report(refuse=False)
         result = denoising.result()
-        found = []
-        for number in range(len(group)):
-            rows = slice(number * count, (number + 1) * count)
-            changed = _rows_of(result, rows)
-            if self._replay:
-                part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
-            elif changed.canvas.shape[2] == base.canvas.shape[2]:
-                part = compared(base, changed)
-            else:
-                part = xr.Dataset(answers_compared(base, changed))
-            answers = [
-                answer.text if answer.text is not None else str(ids.tolist())
-                for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
-            ]
-            found.append(part.assign(answer=("batch", np.array(answers, dtype=object))))
+        slices = [slice(number * count, (number + 1) * count) for number in range(len(group))]
+        found = [self._compared(base, logits, result, kept, rows) for rows in slices]
         stacked = xr.concat(found, dim="intervention", join="outer").rename(batch="prompt")
         return stacked.assign_coords(intervention=list(group))
+
+    def _compared(
+        self, base: Generation, logits: MaskedLogits, result: Generation, kept: MaskedLogits, rows: slice
+    ) -> xr.Dataset:
+        """One intervention of a run, the one of these `rows`, compared with the run without it."""
+        changed = _rows_of(result, rows)
+        if self._replay:
+            part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
+        elif changed.canvas.shape[2] == base.canvas.shape[2]:
+            part = compared(base, changed)
+        else:
+            part = xr.Dataset(answers_compared(base, changed))
+        answers = [
+            answer.text if answer.text is not None else str(ids.tolist())
+            for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
+        ]
+        return part.assign(answer=("batch", np.array(answers, dtype=object)))
 
     def _part(self, batch: Any, group: Mapping[str, list[Any]]) -> Path | None:
         if self._out is None:
@@ -303,6 +325,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
         unmask_step=run.unmask_step[rows],
         real=run.real[rows],
         answers=run.answers[rows],
+        control_keys=None if run.control_keys is None else run.control_keys[rows],
     )
 
 
@@ -310,7 +333,7 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
     """The part of `MaskedLogits.kept` that belongs to some rows."""
     found = {}
     for step, values in kept.items():
-        if run.model.config.is_causal:
+        if run.model.causal:
             found[step] = values[rows]
             continue
         row_of = (run.undecided[:, step] & run.real).nonzero()[:, 0]

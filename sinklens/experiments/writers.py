@@ -71,7 +71,7 @@ def write_attribution(
         - ``from_key_excess``, ``from_query_excess``: parts of the score minus its mean over the other keys that the
           query sees.
 
-        Coordinates ``kind`` ("embed", "head", "mlp", "bias", "rest"), ``layer`` and ``head`` (-1 where there is none)
+        Coordinates ``kind`` ("embed", "head", "mlp", "bias", "rest"), ``layer`` and ``head`` (-1 if they have none)
         describe the writers. Attributes: ``score``, ``excess``, ``step``, ``layer``, ``head``, ``query`` (-1 for the
         mean) and ``key``.
 
@@ -87,26 +87,25 @@ def write_attribution(
     read = _Read.of(model, ids[row][mask[row]], layer, head)
     place = read.strongest() if key is None else _index(key, positions)
     chosen = read.queries(place, None if query is None else _index(query, positions), weighted)
+    found = _splits(read, place, chosen)
+    place_of_score = {
+        "step": step, "layer": layer, "head": head, "query": -1 if query is None else query, "key": positions[place]
+    }  # fmt: skip
+    return _writers(layer, model.cfg.n_heads).table(found, place_of_score)
+
+
+def _splits(read: "_Read", key: int, queries: Float[Tensor, " query"]) -> dict[str, Float[np.ndarray, " writer"]]:
+    """The score and its excess, each split by what wrote the key and by what wrote the queries."""
     found = {}
-    for ending, comparison in (("", read.alone(place)), ("_excess", read.against_others(place))):
-        weights = comparison * chosen[:, None]
+    for ending, comparison in (("", read.alone(key)), ("_excess", read.against_others(key))):
+        weights = comparison * queries[:, None]
+        total = float((weights * read.seen_scores()).sum())
         for side, letter, toward in (
             ("from_key", "k", weights.T @ read.query),
             ("from_query", "q", weights @ read.key),
         ):
-            total = float((weights * read.seen_scores()).sum())
             found[side + ending] = _completed(read.split(letter, toward), total)
-    writers = _writers(layer, model.cfg.n_heads)
-    return xr.Dataset(
-        {name: ("writer", parts) for name, parts in found.items()},
-        {"writer": writers.names, "kind": ("writer", writers.kinds)}
-        | {"layer": ("writer", writers.layers), "head": ("writer", writers.heads)},
-        {
-            "score": float(found["from_key"].sum()), "excess": float(found["from_key_excess"].sum()),
-            "step": step, "layer": layer, "head": head, "query": -1 if query is None else query,
-            "key": positions[place],
-        },
-    )  # fmt: skip
+    return found
 
 
 def _index(position: int, positions: list[int]) -> int:
@@ -130,6 +129,16 @@ class _Writers(NamedTuple):
     kinds: list[str]
     layers: list[int]
     heads: list[int]
+
+    def table(self, splits: dict[str, Float[np.ndarray, " writer"]], place: dict[str, int]) -> xr.Dataset:
+        """The splits by writer; `place` says which score they are of."""
+        coords = {"kind": self.kinds, "layer": self.layers, "head": self.heads}
+        score, excess = (float(splits[name].sum()) for name in ("from_key", "from_key_excess"))
+        return xr.Dataset(
+            {name: ("writer", parts) for name, parts in splits.items()},
+            {"writer": self.names, **{name: ("writer", values) for name, values in coords.items()}},
+            {"score": score, "excess": excess, **place},
+        )
 
 
 def _writers(layer: int, heads: int) -> _Writers:

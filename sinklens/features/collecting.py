@@ -85,18 +85,12 @@ def collect(
     if detector is None and (layers is not None or record_sinks is not None):
         raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
     take = _Take(stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions)
+    found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
-        "model": model.name, "weights": model.fingerprint, "point": take.point, "scope": list(take.scope),
-        "only_steps": None if only_steps is None else list(only_steps),
-        "positions": None if positions is None else list(positions),
-        "detector": None if detector is None else fingerprint(detector),
-        "layers": None if layers is None else list(layers),
-        "settings": json.loads(json.dumps(asdict(settings_for(model, dict(settings))))), "seed": seed,
-        "chat_template": chat_template, "dtype": dtype, "prompts": len(listed),
-        "prompts_sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
+        **_place_settings(take, detector, layers), **_run_settings(model, listed, settings),
+        "seed": seed, "chat_template": chat_template, "dtype": dtype,
     }  # fmt: skip
-    found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
     store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
     for start in range(store.prompts_done, len(listed), batch):
         part = listed[start : start + batch]
@@ -108,6 +102,29 @@ def collect(
         if report is not None:
             report(store.prompts_done, len(listed))
     return store
+
+
+def _place_settings(take: "_Take", detector: Detector | None, layers: Sequence[int] | None) -> dict[str, Any]:
+    """What a store records about which places it holds."""
+    return {
+        "point": take.point,
+        "scope": list(take.scope),
+        "only_steps": None if take.steps is None else list(take.steps),
+        "positions": None if take.positions is None else list(take.positions),
+        "detector": None if detector is None else fingerprint(detector),
+        "layers": None if layers is None else list(layers),
+    }
+
+
+def _run_settings(model: Model, prompts: list[Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """What a store records about the model, the prompts and the sampler."""
+    return {
+        "model": model.name,
+        "weights": model.fingerprint,
+        "settings": json.loads(json.dumps(asdict(settings_for(model, dict(settings))))),
+        "prompts": len(prompts),
+        "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+    }
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def states_of(scope: Scope) -> tuple[str, ...]:
     """The states in `scope`, in the order of `STATES`.
 
     Raises:
-        SettingError: a state is unknown, or there is none.
+        SettingError: a state is unknown, or the list is empty.
     """
     given = (scope,) if isinstance(scope, str) else tuple(scope)
     unknown = [name for name in given if name not in (*STATES, *NAMED)]
@@ -110,7 +110,7 @@ class ScopedPlaces:
         return self._positions.last()
 
     def of(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
-        """True at the selected places of a pass; None if there are none. Padding is never selected.
+        """True at the selected places of a pass; None if no place is selected. Padding is never selected.
 
         Args:
             hook: the point.

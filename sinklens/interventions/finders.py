@@ -252,10 +252,12 @@ def _of_scores(
 ) -> "PreviousSinks | OfOneHead":
     in_step, everywhere = what.step_test(run), torch.ones_like(run.real)
     if where.of is None:
-        return PreviousSinks(where, type(what).__name__, model, run, layers, in_step, everywhere)
+        heads = what.chosen_heads(model)
+        return PreviousSinks(where, type(what).__name__, model, run, layers, in_step, everywhere, heads)
     layer = within("layer", [where.of[0]], model.cfg.n_layers)[0]
     head = within("head", [where.of[1]], model.cfg.n_heads)[0]
-    return OfOneHead(PreviousSinks(where, type(what).__name__, model, run, [layer], in_step, everywhere), layer, head)
+    sinks = PreviousSinks(where, type(what).__name__, model, run, [layer], in_step, everywhere, [head])
+    return OfOneHead(sinks, layer, head)
 
 
 class OfOneHead:

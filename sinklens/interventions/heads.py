@@ -22,6 +22,7 @@ from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Places, on_heads
 from sinklens.interventions.selection import Selection
 from sinklens.interventions.where import AtPositions
+from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import Pairs, QuerySpan, RunContext, layer_of, refuse_empty
 
 if TYPE_CHECKING:
@@ -169,12 +170,13 @@ class AblateSinkAttention(AtPositions):
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
         layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
+        counted = None if run is None else self.selection.count_in(run, type(self).__name__)
 
         def ablate(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             rows = places.of_queries(hook, pattern.shape[2], pattern.device)
             if rows is None:
                 return None
-            sinks = self._sinks(pattern, layer_of(hook), run, hook.step or 0)
+            sinks = self._sinks(pattern, layer_of(hook), run, hook.step or 0, counted, heads)
             removed = sinks & on_heads(rows, heads, pattern.shape[1])[..., None]
             left = pattern.masked_fill(removed, 0.0)
             if self.mass == "drop":
@@ -187,16 +189,20 @@ class AblateSinkAttention(AtPositions):
         return [*places.first(), *acts, *places.last()]
 
     def _sinks(
-        self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int
-    ) -> Bool[Tensor, "batch head query key"]:
+        self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int,
+        counted: ControlCount | None, heads: list[int],
+    ) -> Bool[Tensor, "batch head query key"]:  # fmt: skip
         """The keys whose attention is removed from each query."""
         batch, _, queries, keys = pattern.shape
         real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys].to(pattern.device)
         found = torch.zeros_like(pattern, dtype=torch.bool)
         for part in [QuerySpan(step, 0, queries)] if run is None else run.query_spans(step, queries):
             rows, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys do not exist yet
-            counted = real[:, keys - queries :][:, rows]
-            scores = (pattern[:, :, rows, :end].float() * counted[:, None, :, None]).sum(dim=2)
-            chosen = self.selection.choose({layer: scores}, real[:, :end], run, None, part.step)[layer]
-            found[:, :, rows, :end] = chosen[:, :, None]
+            real_queries = real[:, keys - queries :][:, rows]
+            scores = (pattern[:, :, rows, :end].float() * real_queries[:, None, :, None]).sum(dim=2)
+            chosen = self.selection.choose(
+                {layer: scores}, real[:, :end], run, None, part.step,
+                counted=counted if part.step == step else None, heads=heads,
+            )  # fmt: skip
+            found[:, :, rows, :end] = chosen[layer][:, :, None]
         return found

@@ -43,7 +43,7 @@ class AtKeys(KeyChoice, AtPositions):
     """Base class of interventions on keys, which are chosen by a rule or named by ``where=``."""
 
     def check_keys(self) -> None:
-        """Check the rule; with `where`, that there is none.
+        """Check the rule; with `where`, that no rule is set.
 
         Raises:
             SettingError: settings that exclude each other.
@@ -110,7 +110,7 @@ class KeyPlaces:
         self._sinks: PreviousSinks | None = None
         if what.where is None:
             name = type(what).__name__
-            self._sinks = PreviousSinks(what, name, model, run, self.layers, self._in_step, among)
+            self._sinks = PreviousSinks(what, name, model, run, self.layers, self._in_step, among, self.heads)
         self._run, self._among = require_run(what, run), among
         self._finder: Finder = self._sinks or finder_of(what, model, run, self.layers)
         self._all_heads = len(self.heads) == model.cfg.n_heads

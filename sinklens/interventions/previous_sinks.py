@@ -55,6 +55,7 @@ class PreviousSinks:
         layers: those that are changed, from 0; the rule sees these layers with all their heads.
         in_step: whether keys are needed at a step.
         among: keys that may be chosen.
+        heads: those whose keys count; None for all.
 
     Attributes:
         by_layer: always True; keys differ between layers.
@@ -73,6 +74,7 @@ class PreviousSinks:
         layers: Sequence[int],
         in_step: Callable[[int | None], bool],
         among: Bool[Tensor, "batch pos"] | None,
+        heads: Sequence[int] | None = None,
     ) -> None:
         if run is None or among is None:
             raise SettingError(
@@ -83,7 +85,8 @@ class PreviousSinks:
         self._in_step, self._among = in_step, among
         self._run, self._same_step, self._source = run, choice.same_step, choice.track
         self.past = self.causal and not (self._same_step and self._source is not None)
-        self._selection = Selection.of(choice)
+        self._selection, self._heads = Selection.of(choice), heads
+        self._counted = self._selection.count_in(run, name)
         self._canvas = Canvas(run)
         self._now: dict[int, Scores] = {}
         self._starts: dict[int, int] = {}  # by layer: first text position that is a key, where a window hides others
@@ -180,8 +183,9 @@ class PreviousSinks:
             self._refuse_unequal(len(layers) < len(scores))
             reach = torch.arange(keys, device=real.device) >= start
             found |= self._selection.choose(
-                layers, real & reach, self._run, canvas, step, among=among & reach, track=track
-            )
+                layers, real & reach, self._run, canvas, step, among=among & reach, track=track,
+                counted=self._counted, heads=self._heads,
+            )  # fmt: skip
         found = {layer: found[layer] for layer in scores}
         self._scored_rows[step] = (real if there is None else there).any(dim=1)
         self._chosen[step] = found

@@ -10,8 +10,9 @@ strongest key, and none is taken.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from sinklens.interventions import controls
 from sinklens.interventions.choice import ChoiceRule
 from sinklens.interventions.controls import Keys, Scores
 from sinklens.interventions.kinds_now import kinds_now, of_kind
+from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot
 from sinklens.sinks.track import SinkTrack, build_track
 
@@ -73,6 +75,8 @@ class Selection(ChoiceRule):
         step: int,
         among: "Bool[Tensor, 'batch key'] | None" = None,
         track: SinkTrack | None = None,
+        counted: ControlCount | None = None,
+        heads: Sequence[int] | None = None,
     ) -> dict[int, Keys]:
         """The chosen keys of every layer.
 
@@ -84,6 +88,7 @@ class Selection(ChoiceRule):
             step: the step that the keys are for; random keys depend on it.
             among: keys that may be taken; None for all that exist.
             track: the recorded step that the scores come from, for detectors that need more than scores.
+            counted: counts the keys of a control and those that it controls for, in `heads` (all heads for None).
 
         Raises:
             SettingError: `top_k` exceeds the number of keys that exist, or a detector or `only` needs unknown data.
@@ -98,9 +103,27 @@ class Selection(ChoiceRule):
         if names := self.only_names:
             now = now._replace(allowed=allowed & of_kind(names, _need(run), _need(canvas), f"only={list(names)}"))
         if self.detector is None and self.pick in ("strongest", "weakest", "random"):
-            return self._plain(now)
-        found = self._found(now)
-        return found if self.pick == "strongest" else self._control(now, found)
+            found = taken = self._plain(now)
+        else:
+            found = self._found(now)
+            taken = found if self.pick == "strongest" else self._control(now, found)
+        if counted is not None and self.pick != "strongest":
+            for layer, keys in taken.items():
+                self._count(found[layer], keys, counted, slice(None) if heads is None else list(heads))
+        return taken
+
+    def count_in(self, run: RunContext, name: str) -> ControlCount | None:
+        """Begin to count the keys of a control in a run of the intervention `name`; None for the strongest keys."""
+        return None if self.pick == "strongest" else run.controls.begin(f"{name}(pick={self.pick!r})")
+
+    def _count(self, found: Keys, taken: Keys, counted: ControlCount, heads: Any) -> None:
+        """Count the keys of a layer and those that they control for."""
+        requested, picked = found[:, heads].sum(dim=-1), taken[:, heads].sum(dim=-1)
+        if self.pick == "permuted":  # as many keys over all heads
+            short = torch.zeros_like(requested, dtype=torch.bool)
+        else:
+            short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
+        counted.add(requested, picked, short)
 
     def _plain(self, now: _Step) -> dict[int, Keys]:
         """`top_k` keys of each head: the strongest, the weakest, or random ones."""

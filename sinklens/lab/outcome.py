@@ -31,7 +31,7 @@ class Outcome:
         committed: the positions that each step decided, [step, pos].
         unmask_step: the step that decided each position, [pos].
         real: False on padding, [pos].
-        score: sink scores, [step, layer, head, pos]; NaN where there is none.
+        score: sink scores, [step, layer, head, pos]; NaN where a key has no score.
         prompt_length: positions before the answer.
         answer: the answer.
         sampler, settings: the sampler and its settings, with defaults filled in.

@@ -157,7 +157,7 @@ class Session:
         """The run with this id.
 
         Raises:
-            Refused: there is none.
+            Refused: no such run exists.
         """
         with self._lock:
             found = self._runs.get(run_id)

@@ -24,6 +24,7 @@ from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
+from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
@@ -50,6 +51,7 @@ class Denoising:
         request: the arguments of the run.
         settings: the settings used, with defaults filled in.
         state: the sampler's state; until `carry_out`, its canvas is the initial one.
+        controls: counts the keys of controls; whoever runs all steps calls its `report`.
     """
 
     def __init__(self, model: Model, request: RunRequest) -> None:
@@ -60,6 +62,7 @@ class Denoising:
         self.state.keys = key_cache_for(model, self.settings, self.state, request.cache)
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
+        self.controls = ControlLog()
         self.hooks = self._resolve(request.entries)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
@@ -106,6 +109,7 @@ class Denoising:
             marked=lambda: state.step_undecided,
             first_column=lambda: state.first,
             computed=lambda: None if state.keys is None else state.keys.computed,
+            controls=self.controls,
         )
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -252,7 +256,7 @@ class Denoising:
         return Generation(
             trajectory.canvas, trajectory.undecided, trajectory.unmask_step, real, self.state.prompt_length, answers,
             self.settings, self.request.seed, self._track(trajectory), isinstance(self.request.prompt, str), self.model,
-            self._recorder.patterns if self._recorder else {},
+            self._recorder.patterns if self._recorder else {}, self.controls.totals(self.rows),
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:

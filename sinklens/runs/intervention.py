@@ -18,7 +18,7 @@ import hashlib
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.runs.control_keys import ControlLog
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import HookTree
@@ -66,6 +67,7 @@ class RunContext:
         marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
         first_column: returns the first canvas column that the current pass of a diffusion run computes.
         computed: returns the positions that the current step computes under a cache policy; None without a policy.
+        controls: counts the keys of controls.
     """
 
     tree: "HookTree"
@@ -80,6 +82,7 @@ class RunContext:
     marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     first_column: Callable[[], int] = lambda: 0
     computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
+    controls: ControlLog = field(default_factory=ControlLog)
 
     @property
     def causal(self) -> bool:

@@ -1,6 +1,6 @@
 """A cache policy in a run: which runs can have one, and the scores and queries that it reads.
 
-Pitfall: what a policy reads is measured in the step before; in step 0 there is none.
+Pitfall: what a policy reads is measured in the step before; step 0 has no step before it.
 """
 
 from collections.abc import Iterator

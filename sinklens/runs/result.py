@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
+from sinklens.runs.control_keys import ControlKeys
 from sinklens.sampling import SamplerSettings
 from sinklens.sinks.track import SinkTrack
 
@@ -110,6 +111,7 @@ class Generation:
         sinks: sink scores of every step, layer and head; None if they were not recorded or no step finished.
         single: whether the prompt was one string; `text` is then one string.
         model: the model that ran.
+        control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -125,6 +127,7 @@ class Generation:
     single: bool
     model: Model = field(repr=False)
     patterns: dict[tuple[int, int], Float[Tensor, "batch head query key"]] = field(default_factory=dict, repr=False)
+    control_keys: ControlKeys | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:

@@ -140,6 +140,7 @@ def generate(
     denoising = _denoising(model, request)
     _refuse_nesting(denoising.model)
     denoising.carry_out()
+    denoising.controls.report()
     return denoising.result()
 
 
@@ -343,6 +344,7 @@ class Trace(BlockTracer):
         """Run all steps and store the result."""
         assert self.server is not None
         self._denoising.carry_out([self.server])
+        self._denoising.controls.report()
         self.server.close()
         self._generation = self._denoising.result()
         return self._generation

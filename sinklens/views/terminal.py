@@ -39,8 +39,8 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
         f"Next come the {top} positions that are the strongest key (the one that receives most attention) in most of "
         f"the {heads} heads at that step, with their tokens and numbers of heads; positions 0 to "
         f"{run.prompt_length - 1} are the prompt. Last comes the strongest key of layer {layer} head {head}, whose "
-        f"sink moves most: ● if it is a sink, ○ if not (every head has a strongest key; a sink receives more than 3 "
-        f"above the mean of the others).",
+        f"sink moves most (sinklens.views.most_moving_head(run.sinks)): ● if it is a sink, ○ if not (every head has a "
+        f"strongest key; a sink receives more than 3 above the mean of the others).",
         style="dim",
     )
     answers = [_answer(model, run, row, step) for step in range(run.steps_run)]

@@ -8,17 +8,19 @@ import xarray as xr
 import sinklens
 from sinklens.analyses.circuits import (
     AXES,
+    READERS,
     Circuits,
-    Jump,
     carried,
     claims,
-    jumps,
     mobile,
     nearest,
     neighbours,
+    read,
     strongest,
     written,
 )
+from sinklens.experiments import Jump, read_attribution, sink_jumps
+from sinklens.experiments.jumps import jumps_between
 from sinklens.interventions import Activations, PathPatch
 from sinklens.tasks.word_problems import held_out
 
@@ -38,7 +40,7 @@ def test_jumps_lead_from_sink_to_sink_after_the_first_layer():
     ]  # both layers, head 0: from 0 to 2 at step 1
     score[:, 1, 1] = [[1, 3, 1, 1], [1, 1, 1, 9], [1, 9, 1, 1]]  # layer 1, head 1: from 1 to 3, and back
     sinks = score > 3.5
-    found = jumps(score, sinks)
+    found = jumps_between(score, sinks)
     assert found == [Jump(16.0, 2, 1, 1, 3, 1), Jump(3.0, 1, 1, 0, 0, 2)]  # at step 0, head 1 has no sink
     assert mobile(found) == (1, 1, 0, 2)  # as many jumps each: the first head
     assert strongest(score, sinks) == (1, 1, 1, 3)
@@ -57,12 +59,8 @@ def test_the_undone_share_is_that_of_path_patched_runs(tiny_llada, run):
     sinklens.generate(tiny_llada, PROMPT, replay=run, hooks=kept)
     layer, head, old, new = JUMP
     lead = [_lead(run, step, layer, head, old, new) for step in (7, 8)]
-    (jump,) = [
-        one
-        for one in jumps(run.sinks.scores().to_numpy()[0], run.sinks.detect().to_numpy()[0])
-        if one[1:4] == (8, 1, 0)
-    ]
-    assert jump[4:] == (old, new)
+    (jump,) = [one for one in sink_jumps(run) if one[1:4] == (8, 1, 0)]
+    assert jump[4:6] == (old, new)
     assert jump.size == pytest.approx(lead[1] - lead[0], rel=1e-4)
     heads = [f"L0H{number}" for number in range(6)]
     for sender, names, letter, positions in (
@@ -91,9 +89,17 @@ def test_what_wrote_a_key_adds_up_to_the_excess_of_its_score(tiny_llada, run):
     assert written(run, 8, 1, 0, 18).sum() == pytest.approx(expected, rel=1e-3)
 
 
+def test_the_effects_of_a_message_are_those_of_its_readers(tiny_llada, run):
+    found = dict(zip(READERS, read(run, 8, 1, 0, 18), strict=True))
+    table = read_attribution(run, 8, 1, 0, 18, readers={"keys": [f"L{n}H{k}.k" for n in (2, 3) for k in range(6)]})
+    assert found["keys"] == pytest.approx(table["kl"].sel(reader="keys").item(), rel=1e-4)
+    assert found["all"] == pytest.approx(table["kl"].sel(reader="all").item(), rel=1e-4)
+    assert read(run, 8, 3, 0, 18)[:3].tolist() == [0, 0, 0]  # no head comes after the last layer
+
+
 def test_a_prompt_is_measured_at_its_largest_jump(tiny_llada, tiny_llama, run):
     data = Circuits(largest=1).measure(tiny_llada, [PROMPT], {})
-    found = jumps(run.sinks.scores().to_numpy()[0], run.sinks.detect().to_numpy()[0])
+    found = sink_jumps(run)
     assert float(data["jumps"][0]) == len(found)
     share = carried(run, found[0], "head", "k") / found[0].size
     assert float(data["undone"].sel(letter="k", sender="head")[0]) == pytest.approx(share, abs=1e-4)

@@ -101,12 +101,12 @@ def test_patching_the_number_from_the_start_gives_the_clean_answer(study):
     assert flipped.shape == (5, len(STARTS))
     assert float(flipped.sel(layer=-1, start=0.0)) == 1
     assert (flipped.sel(layer=3) == 0).all()  # nothing reads the number's last stream
-    assert float(data["told"]) == 1
+    assert float(data["usable"]) == 1
 
 
 def test_unusable_pairs_are_not_counted(tiny_llama):
     found = Patching(settings={"gen_length": 3}).run([tiny_llama], ["Nothing here.", PROMPT])
-    assert found.tables["told"]["estimate"].tolist() == [0]  # three tokens, without a number
+    assert found.tables["usable"]["estimate"].tolist() == [0]  # three tokens, without a number
     assert found.tables["restored"]["estimate"].isna().all()
     assert found.tables["flipped"]["prompts"].max() == 0
 
@@ -120,7 +120,7 @@ def test_shares_are_ratios_of_sums_over_usable_prompts():
         "moved": (("prompt", "group", "layer", "step"), moved),
         "gap": (("prompt", "step"), np.array([[1.0], [3.0], [0.0]])),
         "flipped": (("prompt", "layer", "start"), np.array([[[1.0]], [[0.0]], [[np.nan]]])),
-        "told": ("prompt", np.array([1.0, 1.0, 0.0])),
+        "usable": ("prompt", np.array([1.0, 1.0, 0.0])),
     }
     tables = Patching().tables({"planted": xr.Dataset(values, places)})
     line = tables["layers"].set_index("group").loc["number"]

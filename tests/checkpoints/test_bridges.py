@@ -66,7 +66,7 @@ def test_the_rotated_halves_of_a_native_bridges_queries_are_its_pairs():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "text"),
     [
         ({"normalization_type": "LN"}, "normalization_type = 'LN', not 'RMS'"),
         ({"gated_mlp": False, "act_fn": "gelu"}, "gated_mlp = False, not True; act_fn = 'gelu', not 'silu'"),
@@ -75,8 +75,8 @@ def test_the_rotated_halves_of_a_native_bridges_queries_are_its_pairs():
         ({"output_logits_soft_cap": 5.0}, r"output_logits_soft_cap = 5\.0, not -1"),
     ],
 )
-def test_a_native_bridge_of_another_kind_is_refused_by_what_differs(settings, told):
-    with pytest.raises(CheckpointError, match=f"{told}.*give a transformers LlamaForCausalLM"):
+def test_a_native_bridge_of_another_kind_is_refused_by_what_differs(settings, text):
+    with pytest.raises(CheckpointError, match=f"{text}.*give a transformers LlamaForCausalLM"):
         sinklens.load(native_bridge(**settings))
 
 

@@ -70,6 +70,38 @@ def test_true_effects_of_edges_equal_plain_passes():
                 assert effect == pytest.approx(expected.item(), abs=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
+def test_stacked_edges_equal_separate_patches():
+    """Of padded rows too, whatever the number of edges in a pass."""
+    model, (clean, corrupted), real = shared_model("qwen3"), neighbours(), left_padding(2, 6, 2)
+    metric = lambda logits: bent(torch.where(real[..., None], logits, 0.0))  # noqa: E731
+    labels = {
+        "senders": ["embed", "L0H4", "1_mlp_out"],
+        "receivers": ["L0H1.q", "L1H1.k", "L2H0.v", "2_mlp_in", "logits"],
+    }
+    asked = model, clean, corrupted, metric, real
+    found = [path_patching_effects(*asked, **labels, edges_per_pass=size)["effect"] for size in (1, 4, None)]
+    _, cache = model.run_with_cache(clean, attention_mask=real)
+    with torch.no_grad():
+        base = metric(model(corrupted, attention_mask=real))
+        for sender, receiver in ((one, other) for one in labels["senders"] for other in labels["receivers"]):
+            effects = [one.sel(sender=sender, receiver=receiver).item() for one in found]
+            if np.isnan(effects[0]):
+                assert np.isnan(effects).all()
+                continue
+            patch = PathPatch(sender=sender, receiver=receiver, source={0: dict(cache)})
+            apart = metric(model.run_with_hooks(corrupted, patch.hooks_for(model), attention_mask=real)) - base
+            assert effects == pytest.approx([apart.item()] * 3, abs=1e-5)
+    assert np.isfinite(found[0].values).sum() == 12
+
+
+def test_a_budget_below_one_edge_is_refused():
+    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is 1e-06 GB\. Increase memory_gb\."):
+        path_patching_effects(shared_model(), *neighbours(), bent, memory_gb=1e-6)
+    with pytest.raises(SettingError, match="edges_per_pass must be at least 1; got 0"):
+        path_patching_effects(shared_model(), *neighbours(), bent, edges_per_pass=0)
+
+
 def test_strongest_edges_are_sorted_by_size():
     found = edge_attribution(shared_model(), *neighbours(), bent)
     edges = strongest_edges(found, 5)

@@ -160,10 +160,10 @@ BODIES = {  # name: (body, status, text)
     "ids that are no numbers": ({"ids": ["1"]}, 400, "ids must be a list of token ids"),
     "a prompt that is no text": ({"prompt": 3}, 400, "prompt must be text; got int"),
     "an unknown model": (RUN | {"model": "../../etc"}, 404, "this lab has no model '../../etc'"),
-    "a seed that is none": (RUN | {"seed": -1}, 400, "seed must be an integer of at least 0; got -1"),
+    "a negative seed": (RUN | {"seed": -1}, 400, "seed must be an integer of at least 0; got -1"),
     "a template": (RUN | {"chat_template": "{{ messages }}"}, 400, "a template is code"),
     "a setting that is a list": (RUN | {"settings": {"steps": [1]}}, 400, "a setting must be a number"),
-    "chips that are none": (RUN | {"chips": {"a": 1}}, 400, "chips must be a list; got dict"),
+    "chips that are not a list": (RUN | {"chips": {"a": 1}}, 400, "chips must be a list; got dict"),
     "many chips": (RUN | {"chips": [{"kind": "mask_sinks"}] * (MOST_CHIPS + 1)}, 413, "at most 64 chips; got 65"),
     "an unknown chip": (RUN | {"chips": [{"kind": "__import__"}]}, 400, "no chip is of the kind '__import__'"),
     "a chip with code": (
@@ -183,7 +183,7 @@ BODIES = {  # name: (body, status, text)
     ),
     "an unknown replay": (RUN | {"replay": "../x"}, 404, "no such run"),
     "an unknown canvas": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": []}}, 404, "no such run"),
-    "cells that are none": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": [[1]]}}, 400, "canvas must be"),
+    "cells that are not triples": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": [[1]]}}, 400, "canvas must be"),
 }  # fmt: skip
 
 

@@ -1,0 +1,136 @@
+"""Jumps of sinks, and which paths make them: causal mediation between two steps of a run.
+
+A *jump* is a change of a head's strongest key between two steps at which this key is a sink. The *lead* of the new key
+is its column sum minus that of the old one. The step before the jump and the step of the jump differ in their canvases.
+`jump_undone` gives one reader, the head's queries or keys at the step of the jump, what some components wrote one step
+before (`PathPatch`), and reports by how much the lead falls.
+
+Limitation: shares of single senders need not add up to 1, because norms and the softmax are nonlinear, and a column
+sum does not say which query looks where.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+
+from sinklens.errors import SettingError
+from sinklens.experiments.attribution import StepIds, of_step
+from sinklens.experiments.edges import senders_of
+from sinklens.interventions.paths import PathPatch
+from sinklens.runs.intervention import Pairs, within
+from sinklens.sinks.detectors import Detector
+
+if TYPE_CHECKING:
+    from sinklens.hooks.points import Point
+    from sinklens.runs.result import Generation
+
+
+class Jump(NamedTuple):
+    """A sink that moves from one key to another between two steps.
+
+    Attributes:
+        size: rise of the lead, in units of column sums.
+        step: the step at which the new key is the strongest; at the step before it is the old one.
+        layer, head: the head.
+        old, new: columns of the canvas.
+        row: row of the run.
+    """
+
+    size: float
+    step: int
+    layer: int
+    head: int
+    old: int
+    new: int
+    row: int = 0
+
+
+def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int = 0) -> list[Jump]:
+    """The jumps of a row from sink to sink, largest first, in all layers but the first, which reads only embeddings.
+
+        jump = sink_jumps(run)[0]
+        print(jump, jump_undone(run, jump, "L0H4", "q"))
+
+    Args:
+        detector: what counts as a sink; by default `EpsilonOverMean`.
+
+    Raises:
+        SettingError: a run of an autoregressive model or without recorded sinks, or a row that does not exist.
+    """
+    if run.sinks is None or run.model.causal:
+        raise SettingError(
+            "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
+        )
+    row = within("row", [row], len(run.canvas))[0]
+    sinks = run.sinks.detect() if detector is None else run.sinks.detect(detector)
+    found = jumps_between(run.sinks.scores().to_numpy()[row], sinks.to_numpy()[row])
+    return [jump._replace(row=row) for jump in found]
+
+
+def jumps_between(
+    score: Float[np.ndarray, "step layer head pos"], sinks: Bool[np.ndarray, "step layer head pos"]
+) -> list[Jump]:
+    """All jumps in layers after the first, largest first."""
+    top, found = np.nan_to_num(score).argmax(axis=-1), []
+    for step, layer, head in np.argwhere(top[1:] != top[:-1]) + np.array([1, 0, 0]):
+        old, new = int(top[step - 1, layer, head]), int(top[step, layer, head])
+        if layer and sinks[step - 1, layer, head, old] and sinks[step, layer, head, new]:
+            rise = score[step, layer, head] - score[step - 1, layer, head]
+            found.append(Jump(float(rise[new] - rise[old]), int(step), int(layer), int(head), old, new))
+    return sorted(found, reverse=True)
+
+
+@torch.no_grad()
+def jump_undone(
+    run: "Generation",
+    jump: Jump,
+    sender: str | Sequence[str] | None = None,
+    letter: str = "q",
+    *,
+    positions: Sequence[int] | None = None,
+) -> float:
+    """Share of a jump that is undone if a path into its head carries what its senders wrote one step before.
+
+    (lead at the step − lead with the path patched) / size of the jump: 1 if the sink moves back, 0 if nothing changes.
+    Two passes of the run's model over the step's canvas; hooks of the run are not applied again.
+
+    Args:
+        sender: labels of components, as in `PathPatch`; None for all that the head reads.
+        letter: "q" or "k": whether the head's queries or its keys read them.
+        positions: positions of the queries or keys that are patched, not counting padding.
+
+    Raises:
+        SettingError: another letter, a sender that the head does not read, or what `PathPatch` refuses.
+    """
+    if letter not in ("q", "k"):
+        raise SettingError(f"letter must be 'q' or 'k', of which an attention pattern is computed; got {letter!r}.")
+    model = run.model
+    before, now = (of_step(run, step).row(jump.row) for step in (jump.step - 1, jump.step))
+    points = ["hook_embed"]
+    points += [f"blocks.{n}.{name}" for n in range(jump.layer) for name in ("attn.hook_z", "hook_mlp_out")]
+    _, source = model.tree.run_with_cache(before.ids, names_filter=points)
+    if sender is None:
+        sender = [one.name for one in senders_of(model) if one.depth < 2 * jump.layer]
+    head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads
+    receiver = f"L{jump.layer}H{head}.{letter}"
+    path = PathPatch(sender=sender, receiver=receiver, source={0: dict(source)}, positions=positions)
+    lead, patched = (_lead(run, jump, now, hooks) for hooks in ([], path.hooks_for(model)))
+    return (lead - patched) / jump.size
+
+
+def _lead(run: "Generation", jump: Jump, step: StepIds, hooks: Pairs) -> float:
+    """Column sum of the new key minus that of the old one in a pass."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(value: torch.Tensor, hook: "Point") -> None:
+        kept["pattern"] = value
+
+    last = (f"blocks.{jump.layer}.attn.hook_pattern", keep)
+    with run.model.tree.hooks(fwd_hooks=[*hooks, last]):
+        run.model.tree.hidden(step.ids, step.attention_mask)
+    column = kept["pattern"][0, jump.head].float().sum(dim=0)
+    pads = int((~run.real[jump.row]).sum())
+    return float(column[jump.new - pads] - column[jump.old - pads])

@@ -1,0 +1,130 @@
+"""How many keys the controls of a run picked, against the keys that they control for.
+
+A control (``pick=`` of a rule for keys) takes keys that match those of the treatment. Where too few match, it takes
+fewer, and where none does, it changes nothing and its cost says nothing. Every rule with a control therefore counts its
+keys in a `ControlCount` while the run lasts. At the end `ControlLog.report` refuses a control that picked no key at
+all and warns of one with too few, and the counts are part of the result (`ControlKeys`).
+
+Limitation: the counts are of keys per step, layer and head. They do not say how well a key matches.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinklens.errors import ControlWarning, SettingError, warn_caller
+
+
+@dataclass(frozen=True)
+class ControlKeys:
+    """The keys of a run's controls, by row: over all steps, layers, heads and interventions.
+
+    Attributes:
+        requested: number of keys that the controls control for.
+        picked: number of control keys; those of "same_mass" may be more.
+    """
+
+    requested: Int[Tensor, " batch"]
+    picked: Int[Tensor, " batch"]
+
+    def __getitem__(self, rows: slice) -> "ControlKeys":
+        """Those of some rows."""
+        return ControlKeys(self.requested[rows], self.picked[rows])
+
+
+class ControlCount:
+    """Counts the keys of one rule in one run.
+
+    Attributes:
+        label: the intervention and its control, for messages.
+        rows: the rows of the run that the intervention changes.
+    """
+
+    def __init__(self, label: str, rows: slice) -> None:
+        self.label, self.rows = label, rows
+        self.requested: Tensor | int = 0
+        self.picked: Tensor | int = 0
+        self._short: Tensor | int = 0
+
+    def add(
+        self,
+        requested: Int[Tensor, "batch head"],
+        picked: Int[Tensor, "batch head"],
+        short: Bool[Tensor, "batch head"],
+    ) -> None:
+        """Count the keys of a step and layer. Nothing waits for the device until the run has ended.
+
+        Args:
+            requested, picked: number of keys.
+            short: heads with too few control keys.
+        """
+        self.requested = self.requested + requested.sum(dim=1)
+        self.picked = self.picked + picked.sum(dim=1)
+        self._short = self._short + short.sum(dim=1)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some head lacks control keys at some step of some row."""
+        return bool(torch.as_tensor(self._short).any())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether keys were requested and none was picked."""
+        return int(torch.as_tensor(self.requested).sum()) > 0 and int(torch.as_tensor(self.picked).sum()) == 0
+
+
+@dataclass
+class ControlLog:
+    """The counts of all controls of a run.
+
+    Attributes:
+        part: the rows of the run that this log is for; of all rows if None.
+    """
+
+    part: slice | None = None
+    counts: list[ControlCount] = field(default_factory=list)
+
+    def of_rows(self, rows: slice) -> "ControlLog":
+        """A log for some rows that counts for this one, too."""
+        return ControlLog(rows, self.counts)
+
+    def begin(self, label: str) -> ControlCount:
+        """The count of another rule."""
+        self.counts.append(ControlCount(label, self.part or slice(None)))
+        return self.counts[-1]
+
+    def totals(self, batch: int) -> ControlKeys | None:
+        """The sums over all rules by row; None if the run has no control."""
+        if not self.counts:
+            return None
+        requested, picked = torch.zeros(2, batch, dtype=torch.long)
+        for count in self.counts:
+            requested[count.rows] += torch.as_tensor(count.requested).cpu()
+            picked[count.rows] += torch.as_tensor(count.picked).cpu()
+        return ControlKeys(requested, picked)
+
+    def report(self, refuse: bool = True) -> None:
+        """Warn of controls with too few keys, and refuse those without any.
+
+        Args:
+            refuse: False warns of the latter, too.
+
+        Raises:
+            SettingError: keys to control for were found, and no control key at any step of any row.
+        """
+        for count in self.counts:
+            if count.is_empty and refuse:
+                raise SettingError(
+                    f"{count.label} found {int(torch.as_tensor(count.requested).sum())} keys to control for and no "
+                    f"control key at any step, so it would change nothing: no allowed key is weaker and matches. Take "
+                    f"fewer keys (a smaller top_k or k), allow more (only=, positions=), or choose another pick=."
+                )
+            if count.is_empty or count.is_short:
+                warn_caller(
+                    f"{count.label} picks fewer keys than it controls for in some heads and steps; compare "
+                    f"control_keys.picked with control_keys.requested of the run (in tables control_picked and "
+                    f"control_requested) before you compare its cost.",
+                    ControlWarning,
+                )

@@ -1,0 +1,82 @@
+"""Counts of control keys against the keys that a run hides: none is refused, few are reported, both are recorded."""
+
+import warnings
+
+import pytest
+import torch
+from watching import masked_keys, watch
+
+import sinklens
+from sinklens.errors import ControlWarning, SettingError
+from sinklens.experiments import compare, sweep
+from sinklens.interventions import AblateSinkAttention, MaskSinks, Where
+from sinklens.runs.control_keys import ControlLog
+from sinklens.sinks import StrongestKeys
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+FEW = {"gen_length": 8, "steps": 4, "record_sinks": False}
+EVERY_DIGIT = StrongestKeys(k=99, only="digit")  # no digit is weaker than all of them
+
+
+def hidden(watched, heads):
+    """Number of keys that some heads ignore, by row, over all layers and the steps after the first."""
+    counts = torch.zeros(2, dtype=torch.long)
+    for step in range(1, watched.run.steps_run):
+        for layer in masked_keys(watched, step):
+            for row, row_heads in enumerate(layer):
+                counts[row] += sum(len(row_heads[head]) for head in heads)
+    return counts
+
+
+@pytest.mark.parametrize("heads", [range(6), [1, 4]])
+def test_a_run_counts_the_keys_that_its_control_hides_in_the_heads_that_it_changes(tiny_llada, heads):
+    control = MaskSinks(top_k=3, pick="same_kind", heads=list(heads))
+    with pytest.warns(ControlWarning, match=r"MaskSinks\(pick='same_kind'\) picks fewer keys than it controls for"):
+        watched = watch(tiny_llada, PROMPTS, [control], **FEW)
+    found = watched.run.control_keys
+    assert found.picked.tolist() == hidden(watched, heads).tolist()
+    assert found.requested.tolist() == [3 * len(heads) * tiny_llada.cfg.n_layers * 3] * 2  # not at the first step
+    assert (found.picked < found.requested).all()
+
+
+def test_a_control_without_any_key_is_refused(tiny_llada):
+    where = Where(detector=EVERY_DIGIT, pick="same_kind")
+    for hooks in (MaskSinks(top_k=None, where=where), MaskSinks(top_k=None, detector=EVERY_DIGIT, pick="same_kind")):
+        with pytest.raises(SettingError, match=r"MaskSinks\(pick='same_kind'\) found \d+ keys to control for and no"):
+            sinklens.generate(tiny_llada, PROMPTS, hooks=hooks, **FEW)
+
+
+def test_complete_controls_and_runs_without_one_do_not_warn(tiny_llada):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ControlWarning)
+        full = sinklens.generate(tiny_llada, PROMPTS, hooks=AblateSinkAttention(top_k=2, pick="nearest"), **FEW)
+        plain = sinklens.generate(tiny_llada, PROMPTS, hooks=MaskSinks(top_k=2), **FEW)
+    assert full.control_keys.picked.tolist() == full.control_keys.requested.tolist() == [2 * 6 * 4 * 4] * 2
+    assert plain.control_keys is None
+    assert compare(plain, full)["control_picked"].values.tolist() == [192, 192]
+    assert "control_picked" not in compare(full, plain)
+
+
+def test_a_sweep_counts_the_control_keys_of_each_intervention_on_its_own_rows(tiny_llada):
+    listed = {
+        "strongest": MaskSinks(),
+        "one": MaskSinks(pick="random_rest"),
+        "none": MaskSinks(top_k=None, detector=EVERY_DIGIT, pick="same_kind"),
+    }
+    with pytest.warns(ControlWarning, match="picks fewer keys"):
+        found = sweep(tiny_llada, PROMPTS, listed, gen_length=8, steps=4, progress=False)
+    alone = sinklens.generate(tiny_llada, PROMPTS, hooks=listed["one"], **FEW).control_keys
+    assert found["control_picked"].sel(intervention="one").values.tolist() == alone.picked.tolist()
+    assert found["control_picked"].sel(intervention="none").values.tolist() == [0, 0]
+    assert (found["control_requested"].sel(intervention="none") > 0).all()
+    assert found["control_picked"].sel(intervention="strongest").isnull().all()
+
+
+def test_a_control_counts_as_short_if_a_single_head_lacks_a_key():
+    log = ControlLog()
+    part = log.of_rows(slice(1, 3)).begin("Some(pick='nearest')")
+    part.add(torch.tensor([[2, 1], [0, 3]]), torch.tensor([[2, 1], [0, 2]]), torch.tensor([[False] * 2, [False, True]]))
+    assert part.is_short
+    assert log.totals(4).requested.tolist() == [0, 3, 3, 0]
+    assert log.totals(4).picked.tolist() == [0, 3, 2, 0]
