@@ -228,11 +228,12 @@ def _speed_panel(table: "DataFrame", ax: "Axes") -> None:
         errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
         ax.errorbar(rows["speed"], rows["estimate"], errors, fmt="o", color=colour, capsize=2, markersize=4,
                     label=short(model))  # fmt: skip
-        for condition, *place in zip(rows["condition"], rows["speed"], rows["estimate"], strict=True):
+        for condition, speed, share in zip(rows["condition"], rows["speed"], rows["estimate"], strict=True):
             name = "exact" if condition == "unmasked" else plain(condition.removeprefix("cache "))
-            ax.annotate(name, place, (4, 4), textcoords="offset points", fontsize="x-small")
+            ax.annotate(name, (speed, share), (4, 4), textcoords="offset points", fontsize="x-small")
         for exact in rows["estimate"][rows["cache"] == ""]:
             ax.axhline(exact, color=colour, linewidth=0.8, linestyle="--")
+    ax.margins(x=0.15)  # room for the names at the right
     ax.legend(fontsize="small")
 
 
