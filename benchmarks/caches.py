@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 import sinklens
 from sinklens.devices.measuring import Ratio, compare
 from sinklens.devices.plain import ANSWER, random_llada
+from sinklens.tasks.word_problems import held_out
 
 
 def caching(sizes: dict[str, int], pairs: int) -> Iterator[Ratio]:
@@ -17,6 +18,28 @@ def caching(sizes: dict[str, int], pairs: int) -> Iterator[Ratio]:
     ours = partial(sinklens.generate, model, prompt, gen_length=256, block_length=32, steps=64, progress=False)
     for cache in ("dual", "prefix"):
         yield compare(f"exact ÷ {cache} cache, sinks recorded in both", ours, partial(ours, cache=cache), pairs)
+
+
+def stopping(problems: int, batch: int, pairs: int) -> Iterator[Ratio]:
+    """Rows that end at their end-of-text token ÷ rows decided to the last position: held-out problems, 48 positions."""
+    model, prompts = sinklens.load("tiny-llada"), [problem.prompt for problem in held_out(problems)]
+    parts = [prompts[start : start + batch] for start in range(0, problems, batch)]
+
+    def run(stop: bool) -> list[sinklens.Generation]:
+        given = {"gen_length": 48, "block_length": 8, "record_sinks": False, "progress": False}
+        return [sinklens.generate(model, part, stop_at_eos=stop, **given) for part in parts]
+
+    def row_steps(runs: list[sinklens.Generation]) -> int:
+        return sum(int(one.undecided[:, :-1].any(dim=2).sum()) for one in runs)
+
+    stopped, complete = run(True), run(False)
+    assert [one.text for one in stopped] == [one.text for one in complete], "stopping must not change the answers"
+    ratio, what = row_steps(stopped) / row_steps(complete), f"{problems} held-out problems, {batch} rows, gen_length 48"
+    yield Ratio(
+        f"stop_at_eos ÷ without, row-steps (tiny-llada, {what})", ratio, ratio, ratio, 1, row_steps(stopped),
+        row_steps(complete), "row-steps",
+    )  # fmt: skip
+    yield compare(f"stop_at_eos ÷ without (tiny-llada, {what})", lambda: run(True), lambda: run(False), pairs)
 
 
 def block_caching(lengths: list[int], pairs: int) -> Iterator[Ratio]:

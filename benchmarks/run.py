@@ -23,7 +23,7 @@ from unittest import mock
 import nnsight
 import numpy as np
 import torch
-from caches import block_caching, caching
+from caches import block_caching, caching, stopping
 from interventions import mapping, placing, sweeping
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -266,6 +266,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
         "compile": lambda: compiling(MIDDLE, lengths, pairs),
         "caches": lambda: caching(MIDDLE, 3),
+        "stopping": lambda: stopping(20, 5, 3),
     }
 
 

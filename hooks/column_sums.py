@@ -86,12 +86,17 @@ def plain_column_sums(
     causal: bool = False,
 ) -> Float[Tensor, "batch head key"]:
     """`column_sums` in plain PyTorch, block by block."""
-    counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
-    start = torch.where(counted, -lse * LOG2_E, -torch.inf)
-    total = torch.zeros(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
+    start = lse * -LOG2_E
+    start = torch.where(start < torch.inf, start, -torch.inf)  # rows without a key, whose sum is left out
+    if real is not None:
+        start = start.masked_fill(~real[:, None, :], -torch.inf)
+    total = torch.empty(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
+    ones = torch.ones(1, query.shape[2], dtype=torch.float32, device=query.device)
     for block in _blocks(query, key, scale, mask, causal, start, LOG2_E):
-        ones = torch.ones(1, block.scores.shape[1], dtype=torch.float32, device=query.device)
-        total[block.row, block.heads] += torch.matmul(ones, block.scores.exp2_())[:, 0]
+        part = torch.matmul(ones[:, : block.scores.shape[1]], block.scores.exp2_())[:, 0]
+        if block.queries.start > 0:
+            part += total[block.row, block.heads]
+        total[block.row, block.heads] = part
     return total
 
 
@@ -161,7 +166,7 @@ def _blocks(
     keys = key.shape[2]
     limit = BLOCK_ELEMENTS["cpu" if query.device.type == "cpu" else "cuda"]
     step = max(1, min(queries, limit // keys))
-    group = max(1, limit // (step * keys))
+    group = min(heads, max(1, limit // (step * keys)))
     full_mask = None if mask is None else mask.expand(batch, heads, -1, keys)
     buffer = torch.empty(
         group * step * keys, dtype=torch.float32, device=query.device

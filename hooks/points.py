@@ -46,10 +46,6 @@ class Watch:
         self.handover: Handover | None = None
         self.held: Any = None
 
-    def waits_for(self, name: str) -> bool:
-        """Whether a trace block waits for this visit of the point called `name`, or an nnsight cache records it."""
-        return self.handover is not None and self.handover.wants(name)
-
     def parked_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""
         return self.handover is not None and self.handover.waits_at(name)
@@ -85,11 +81,15 @@ class Point(HookPoint):
     @property
     def watched(self) -> bool:
         """Whether a hook, trace block, cache or peek uses the value that passes here now."""
-        if self.watch.peeked is not None:
-            return self.name in self.watch.peeked
-        forward = self._functions or self._forward_hooks or self._forward_pre_hooks
-        backward = self._backward_hooks or self._backward_pre_hooks
-        return bool(forward or backward) or self.watch.waits_for(self.name or "")
+        watch = self.watch
+        if watch.peeked is not None:
+            return self.name in watch.peeked
+        if self._functions or self._forward_hooks or self._forward_pre_hooks:
+            return True
+        if self._backward_hooks or self._backward_pre_hooks:
+            return True
+        handover = watch.handover
+        return handover is not None and handover.wants(self.name or "")
 
     def __call__(self, x: "Tensor") -> "Tensor":
         if self.watch.peeked is not None:

@@ -131,6 +131,13 @@ class HookTree(ModelWeights, HookFront):
             raise SettingError(f"a {self.hf.config.model_type} model has no encoder; its passes cover the canvas.")
         return CanvasPass(self.hf, self.architecture, self.watch)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a trace block is open, or a hook, cache or peek is attached to a point of the passes."""
+        if self.watch.handover is not None and self.watch.handover.running:
+            return True
+        return any(point.watched for point in self.hook_dict.values() if not isinstance(point, SamplerPoint))
+
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Accepted for TransformerLens; here ``hook_result`` is always on, and computed only while it is watched."""
         self.cfg = replace(self.cfg, use_attn_result=use_attn_result)

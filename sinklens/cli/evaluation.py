@@ -362,11 +362,11 @@ def _score_progress(run: Any, done: int, total: int) -> None:
 
 
 def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
-    """Print the tables of a ledger, and write table.csv and the figure to `out`."""
+    """Print the tables of a ledger, and write table.csv and the figures to `out`."""
     from sinklens.atomic import atomic_write
     from sinklens.cli.printing import show
     from sinklens.evaluation.tables import frame, read_lines
-    from sinklens.views import accuracy_curves
+    from sinklens.views import accuracy_by_speed, accuracy_curves
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -374,11 +374,13 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     with atomic_write(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
     written = ["table.csv"]
-    if any(line.accuracy.total for line in lines):
-        figure = accuracy_curves(frame([line for line in lines if line.accuracy.total]))
-        for name in ("accuracy.png", "accuracy.svg"):
-            with atomic_write(out / name) as part:
-                figure.savefig(part, dpi=160, bbox_inches="tight")
-            written.append(name)
+    scored = [line for line in lines if line.accuracy.total]
+    figures = {"accuracy": accuracy_curves(frame(scored))} if scored else {}
+    if any(line.cache and line.masked == 0 for line in scored):
+        figures["speed"] = accuracy_by_speed(frame(scored))
+    for name in (f"{name}.{kind}" for name in figures for kind in ("png", "svg")):
+        with atomic_write(out / name) as part:
+            figures[name.partition(".")[0]].savefig(part, dpi=160, bbox_inches="tight")
+        written.append(name)
     show(lines, [str(note.message) for note in caught])
     print(f"Written: {', '.join(str(out / name) for name in written)}.")

@@ -65,7 +65,7 @@ def add_table(commands: Any) -> None:
     command.add_argument(
         "--out",
         type=Path,
-        help="for an evaluation: folder for table.csv, accuracy.png and accuracy.svg (default: RESULTS)",
+        help="for an evaluation: folder for table.csv and the figures (default: RESULTS)",
     )
     command.add_argument(
         "--mixed-devices", action="store_true",

@@ -27,7 +27,7 @@ class Ratio:
         median, low, high: median and range of the pairwise ratios.
         pairs: number of pairs.
         a, b: medians of A and B, which show the scale; quote the ratio.
-        unit: unit of `a` and `b`, "s" or "MB".
+        unit: unit of `a` and `b`, "s", "MB" or what is counted.
     """
 
     what: str
@@ -130,7 +130,9 @@ def table(results: dict[str, dict]) -> list[str]:
     """All results as the lines of a Markdown table."""
     lines = [HEAD, "|---|---|---|---|---|"]
     for r in results.values():
-        sizes = " | ".join(f"{r[s] * 1e3:.0f} ms" if r["unit"] == "s" else f"{r[s]:.1f} MB" for s in ("a", "b"))
+        sizes = " | ".join(
+            f"{r[s] * 1e3:.0f} ms" if r["unit"] == "s" else f"{r[s]:.1f} {r['unit']}" for s in ("a", "b")
+        )
         spread = f"{r['median']:.3f} | {r['low']:.2f}–{r['high']:.2f}" if r["pairs"] > 1 else f"{r['median']:.3f} | "
         lines.append(f"| {r['what']} | {spread} | {sizes} |")
     return lines

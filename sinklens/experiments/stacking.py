@@ -3,7 +3,7 @@
 Pitfall: a hook function that returns a value of another shape would shift the rows of the others; it is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,14 +46,25 @@ class Stacked(Intervention):
         for number, hooks in enumerate(listed):
             rows = slice(number * count, (number + 1) * count)
             context = replace(
-                run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows)
-            )
+                run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows),
+                marked=_of_rows(run.marked, rows), computed=_of_rows(run.computed, rows),
+            )  # fmt: skip
             for entry in hooks:
                 pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
                         by_point.setdefault(point, [[] for _ in listed])[number].append(function)
         return [(point, _on_rows(functions, count)) for point, functions in by_point.items()]
+
+
+def _of_rows(values: Callable[[], Tensor | None], rows: slice) -> Callable[[], Tensor | None]:
+    """`values`, restricted to some rows."""
+
+    def restricted() -> Tensor | None:
+        found = values()
+        return None if found is None else found[rows]
+
+    return restricted
 
 
 def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:

@@ -21,6 +21,7 @@ import xarray as xr
 from torch import Tensor
 
 from sinklens.atomic import atomic_write
+from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, Places, Work, named_places
@@ -54,6 +55,7 @@ def sweep(
     out: str | Path | None = None,
     seed: int = 0,
     chat_template: bool | str = False,
+    cache: Policy | str | None = None,
     progress: bool | None = None,
     **settings: Any,
 ) -> xr.Dataset:
@@ -73,6 +75,7 @@ def sweep(
         rows: rows per pass, instead of a budget; one intervention on one prompt is one row.
         out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
             and settings resumes from there. `sinklens.identity.fingerprint` decides which interventions are the same.
+        cache: a cache policy or its name, for every run, also those that the others are compared with.
         progress: show a progress bar; by default on a terminal.
         seed, chat_template, **settings: as in `sinklens.generate`.
 
@@ -86,14 +89,9 @@ def sweep(
 
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
-            under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out`, or a metric
-            that does not return one number per prompt; a cache policy (``cache=``).
+            under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out` or `cache`,
+            or a metric that does not return one number per prompt; a cache policy that this run cannot have.
     """
-    if "cache" in settings:
-        raise SettingError(
-            "sweep runs every position of every step and takes no cache policy; compare one intervention at a time "
-            "with effect(model, prompts, hooks, cache=...), or drop cache=."
-        )
     model = load(model)
     listed: dict[Any, list[Any]] = {
         name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
@@ -101,8 +99,13 @@ def sweep(
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    places = _places(listed, metric, replay, out)
-    work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out))
+    places, policy = _places(listed, metric, replay, out), as_policy(cache)
+    if policy is not None and metric is not None:
+        raise SettingError(
+            "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop "
+            "cache=."
+        )
+    work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out), policy)
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
         raise SettingError(f"rows, the number of rows per pass, must be at least 1; got {limit}.")
@@ -148,7 +151,9 @@ def activation_bytes(model: Model, length: int) -> int:
     return stream + 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
 
 
-def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: bool = False) -> int:
+def bytes_per_row(
+    model: Model, length: int, settings: SamplerSettings, replay: bool = False, cached: bool = False
+) -> int:
     """Upper estimate, in bytes, of the memory that one row takes during a run.
 
     It counts the hidden states of a pass, one layer's MLP and explicit map, and logits; under guidance twice that.
@@ -157,12 +162,14 @@ def bytes_per_row(model: Model, length: int, settings: SamplerSettings, replay: 
 
     Args:
         length: number of canvas positions.
+        cached: the run has a cache policy, which keeps keys before and after the rotation, and values.
     """
     cfg, item = model.cfg, model.cfg.dtype.itemsize
     causal = isinstance(settings, AutoregressiveSettings)
     decided = 1 if causal else settings.gen_length  # positions per pass with logits
     logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
-    cache = 2 * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item if causal else 0
+    tensors = 2 if causal else 3 * cached
+    cache = tensors * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item
     kept = 0
     if replay:
         logits += (1 if causal else length) * cfg.d_vocab * item
@@ -218,16 +225,18 @@ class _Sweep:
         settings: Mapping[str, Any],
         replay: bool,
         out: Path | None,
+        cache: Policy | None,
     ) -> None:
         self._model, self._seed, self._template, self._given = model, seed, chat_template, dict(settings)
         self._settings = settings_for(model, self._given)
-        self._replay, self._out = replay, out
+        self._replay, self._out, self._cache = replay, out, cache
         self._weights = model.fingerprint if out is not None else ""
 
     def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
         """Rows per pass that the budget allows."""
         length = self._model.encode(prompts, self._template)[0].shape[1] + self._settings.gen_length
-        return rows_within(memory_gb, bytes_per_row(self._model, length, self._settings, self._replay))
+        row = bytes_per_row(self._model, length, self._settings, self._replay, cached=self._cache is not None)
+        return rows_within(memory_gb, row)
 
     def all_parts(self, batches: Sequence[Any], groups: Sequence[Group], progress: bool | None) -> xr.Dataset:
         """Every group of interventions on every batch of prompts; finished parts are read from their files."""
@@ -254,7 +263,7 @@ class _Sweep:
         """A run that has not begun."""
         request = RunRequest(
             prompt=batch, settings=self._given, seed=self._seed, chat_template=self._template, hooks=hooks,
-            record_sinks=False, replay=replay, progress=False, copies=copies,
+            record_sinks=False, replay=replay, progress=False, copies=copies, cache=self._cache,
         )  # fmt: skip
         return Denoising(self._model, request)
 
@@ -301,6 +310,8 @@ class _Sweep:
             "interventions": {name: fingerprint(hooks) for name, hooks in group.items()},
             "settings": [type(self._settings).__name__, asdict(self._settings), self._seed, self._replay],
         }
+        if self._cache is not None:
+            what["cache"] = fingerprint(self._cache)
         return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
 
     def kept(self, batch: Any, group: Mapping[str, list[Any]]) -> xr.Dataset | None:

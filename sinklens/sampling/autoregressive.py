@@ -3,12 +3,14 @@
 ``denoise.hook_canvas`` is the text so far; ``hook_logits``, ``hook_candidates``, ``hook_confidence`` and
 ``hook_commit`` have one position, the one being decoded. With a cache, a step computes only the new position. If an
 edit of the canvas changes tokens whose keys are cached, the cache is emptied, so that the edit takes effect.
+
+While nothing is watched, rows that have ended leave the batch of the pass, and their keys leave the cache.
 """
 
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError
@@ -22,20 +24,24 @@ def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
     """Yield before each step; when resumed, decode one token into `state.canvas`."""
     from transformers import DynamicCache
 
-    cache, cached = None, None
+    cache, cached, rows = None, None, None
     for position in range(state.prompt_length, state.canvas.shape[1]):
         if bool(_ended(state, state.canvas[:, :position]).all()):
             return
         yield
         text = state.through_canvas_point(state.canvas[:, :position])
         state.step_canvas = torch.cat([text, state.canvas[:, position:]], dim=1)
-        if settings.use_cache and (cache is None or not _extends(text, cached)):
+        running = _running(state, text)
+        kept = rows is not None and bool(torch.isin(running, rows).all())
+        if settings.use_cache and (cache is None or not kept or not _extends(text, cached)):
             cache = DynamicCache(config=state.tree.hf.config)
+        elif cache is not None and rows is not None and len(running) < len(rows):
+            cache.batch_select_indices(torch.isin(rows, running).nonzero()[:, 0])
         new = text if cache is None else text[:, cache.get_seq_length() :]
         state.first = text.shape[1] - new.shape[1]
-        hidden = state.tree.hidden(new, state.real[:, :position], cache)[:, -1:]
-        cached = text
-        _decode(state, settings, text, hidden, position)
+        hidden = state.tree.hidden(new[running], state.real[running, :position], cache)[:, -1:]
+        cached, rows = text, running
+        _decode(state, settings, text, hidden, running)
 
 
 def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
@@ -44,19 +50,35 @@ def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch
     return torch.isin(text[:, state.prompt_length :], ends).any(dim=1)
 
 
+def _running(state: State, text: Int[Tensor, "batch pos"]) -> Int[Tensor, " running"]:
+    """Indices of the rows that the pass computes: all while anything is watched, else those that have not ended."""
+    points = state.tree.denoise
+    passed = (points.hook_logits, points.hook_candidates, points.hook_confidence, points.hook_commit)
+    running = ~_ended(state, text)
+    if state.tree.is_watched or any(point.watched for point in passed) or not bool(running.any()):
+        running = torch.ones_like(running)
+    return running.nonzero()[:, 0]
+
+
 def _extends(text: Int[Tensor, "batch pos"], cached: Int[Tensor, "batch earlier"] | None) -> bool:
     return cached is not None and torch.equal(text[:, : cached.shape[1]], cached)
 
 
 def _decode(
-    state: State, settings: AutoregressiveSettings, text: Int[Tensor, "batch pos"], hidden: Tensor, position: int
+    state: State,
+    settings: AutoregressiveSettings,
+    text: Int[Tensor, "batch pos"],
+    hidden: Float[Tensor, "running 1 d_model"],
+    running: Int[Tensor, " running"],
 ) -> None:
+    """Decode one token in the `running` rows; the others repeat their end token."""
     denoise_points = state.tree.denoise
     logits = at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float()
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
-    everywhere = torch.ones(len(text), 1, dtype=torch.bool, device=text.device)
-    noise = state.noise.uniform(everywhere, dtype=torch.float64) if settings.temperature > 0 else None
+    where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
+    where[running] = True
+    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
     drawn = decisions.categorical_candidates(probs, noise)
     candidates = at(denoise_points.hook_candidates, drawn[:, None])
     confidence = decisions.probability(probs, candidates[:, 0])[:, None]
@@ -65,14 +87,14 @@ def _decode(
             "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
             "Edit denoise.hook_candidates to force another token."
         )
-    if not bool(at(denoise_points.hook_commit, everywhere).all()):
+    if not bool(at(denoise_points.hook_commit, torch.ones_like(candidates, dtype=torch.bool)).all()):
         raise ReadOnlyHookError(
             "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
             "Edit denoise.hook_candidates to force another token, or call t.stop()."
         )
-    token = candidates[:, 0]
-    if state.eos_ids:
-        token = torch.where(_ended(state, text), state.eos_ids[0], token)
     canvas = state.canvas.clone()
-    canvas[:, :position], canvas[:, position] = text, token
+    position = text.shape[1]
+    canvas[:, :position], canvas[running, position] = text, candidates[:, 0]
+    if state.eos_ids:
+        canvas[_ended(state, text), position] = state.eos_ids[0]
     state.end_step(canvas)

@@ -19,6 +19,8 @@ from sinklens.sampling.state import State
 
 def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
     """Yield before each step; when resumed, run the step on `state.canvas`."""
+    if settings.stop_at_eos:
+        state.require_end_tokens()
     times = decisions.dream_times(settings.steps, settings.eps)
     for step in range(settings.steps):
         if not bool((state.canvas == state.mask_id).any()):
@@ -37,7 +39,8 @@ def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], 
     commit = at(
         state.tree.denoise.hook_commit, _commit(state, settings, where, masks.sum(dim=1), confidence, times, step)
     )
-    state.end_step(torch.where(commit, drawn.canvas, canvas))
+    result = torch.where(commit, drawn.canvas, canvas)
+    state.end_step(state.filled(result) if settings.stop_at_eos else result)
 
 
 def _commit(

@@ -21,6 +21,8 @@ from sinklens.sampling.state import State
 
 def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
     """Yield before each step; when resumed, run the step on `state.canvas`."""
+    if settings.stop_at_eos:
+        state.require_end_tokens()
     blocks = settings.gen_length // settings.block_length
     for block in range(blocks):
         end = state.prompt_length + (block + 1) * settings.block_length
@@ -52,7 +54,8 @@ def _step(state: State, settings: LladaSettings, block: slice, counts: list[int]
     if settings.factor is not None:
         chosen = decisions.by_rank(confidence, settings.factor)
     commit = at(state.tree.denoise.hook_commit, chosen)
-    state.end_step(torch.where(commit, proposed, canvas))
+    result = torch.where(commit, proposed, canvas)
+    state.end_step(state.filled(result) if settings.stop_at_eos else result)
 
 
 def _confidence(

@@ -33,6 +33,7 @@ class Settings(TypedDict, total=False):
     by_quota: bool
     logits_eos_inf: bool
     confidence_eos_eot_inf: bool
+    stop_at_eos: bool
     alg: Algorithm
     alg_temp: float
     top_p: float
@@ -189,6 +190,8 @@ class LladaSettings(EqualBlocks):
             `threshold` or `factor` adds; masks may then be left when the block's steps are used up, as in Fast-dLLM.
         logits_eos_inf: never propose an end-of-sequence token.
         confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence.
+        stop_at_eos: end a row when its answer holds an end-of-text token and everything before it is decided; masks
+            after it become that token. The reference code decides them too.
     """
 
     gen_length: int = 128
@@ -202,6 +205,7 @@ class LladaSettings(EqualBlocks):
     by_quota: bool = True
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
+    stop_at_eos: bool = False
 
     def __post_init__(self) -> None:
         self._divide()
@@ -229,6 +233,10 @@ class LladaSettings(EqualBlocks):
         require(
             self.by_quota or self.threshold is not None or self.factor is not None,
             "by_quota=False commits by threshold or factor alone; set one of them.",
+        )
+        require(
+            not (self.stop_at_eos and self.logits_eos_inf),
+            "logits_eos_inf never proposes the token that stop_at_eos waits for; choose one of them.",
         )
 
 
@@ -277,10 +285,13 @@ class DreamSettings(ConfidenceSettings):
         alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
         threshold: also commit every proposal of at least this confidence, in the unit of `alg`; None turns it off.
+        stop_at_eos: end a row when its answer holds an end-of-text token and everything before it is decided; masks
+            after it become that token. The reference code decides them too.
     """
 
     ALGS: ClassVar = ("origin", "maskgit_plus", "topk_margin", "entropy")
     threshold: float | None = None
+    stop_at_eos: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -100,6 +100,30 @@ class State:
                 undecided = self.replay_undecided[:, self.steps_done].to(canvas.device)
         self.canvas, self.undecided = canvas, undecided
 
+    def filled(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """`canvas`, with the masks of rows that have ended replaced by their end token (``stop_at_eos``).
+
+        A row has ended when its answer holds an end token and everything before that token is decided.
+        """
+        masked = canvas == self.mask_id
+        ends = torch.isin(canvas, torch.tensor(self.eos_ids, dtype=canvas.dtype, device=canvas.device))
+        ends[:, : self.prompt_length] = False
+        ends &= masked.cumsum(dim=1) == 0
+        token = canvas.gather(1, ends.long().argmax(dim=1, keepdim=True))
+        return torch.where(masked & ends.any(dim=1, keepdim=True), token, canvas)
+
+    def require_end_tokens(self) -> None:
+        """Refuse ``stop_at_eos`` of a model without end tokens.
+
+        Raises:
+            SettingError: the model has none.
+        """
+        if not self.eos_ids:
+            raise SettingError(
+                "stop_at_eos needs an end-of-text token, and this model has none; load it with a tokenizer that "
+                "defines one, or leave stop_at_eos out."
+            )
+
     def undecided_before(self) -> Bool[Tensor, "batch pos"]:
         """The undecided positions of `step_canvas`."""
         assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
@@ -124,7 +148,8 @@ class State:
         positions `given`, and the logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up
         to `window.stop` whose keys are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then
         covers these columns. With `keys`, it covers the window that the step computes, and `where` may be True only at
-        `computed` positions.
+        `computed` positions. Without both, and while nothing is watched, rows without a True in `where` are left out of
+        the pass.
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
@@ -136,7 +161,9 @@ class State:
         if self.keys is not None:
             hidden, where = self._partial(canvas, where)
         elif self.cache is None or window is None:
-            hidden = self.tree.hidden(rows, real)
+            running = self._running(where)
+            chosen = running.repeat(len(rows) // len(where))
+            hidden, where = self.tree.hidden(rows[chosen], real[chosen]), where[running]
             if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
                 hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         else:
@@ -148,6 +175,14 @@ class State:
         if point.watched:
             return point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float()
         return _guided([self.tree.head(part[where]) for part in parts], cfg_scale).float()
+
+    def _running(self, where: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """The rows that the pass computes: all while anything is watched, else those that the step can decide."""
+        deciding = where.any(dim=1)
+        alone = bool(deciding.any()) and not bool(deciding.all())
+        if alone and not self.tree.denoise.hook_logits.watched and not self.tree.is_watched:
+            return deciding
+        return torch.ones_like(deciding)
 
     def _partial(
         self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]

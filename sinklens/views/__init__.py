@@ -2,6 +2,7 @@
 
 from sinklens.views.attention import attention
 from sinklens.views.charts import (
+    accuracy_by_speed,
     accuracy_curves,
     curves,
     frequency_bars,
@@ -28,6 +29,7 @@ from sinklens.views.report import report
 from sinklens.views.writers import writer_bars
 
 __all__ = [
+    "accuracy_by_speed",
     "accuracy_curves",
     "attention",
     "curves",

@@ -198,6 +198,45 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
     return figure
 
 
+def accuracy_by_speed(table: "DataFrame") -> "Figure":
+    """Accuracy against speed under each cache policy, with intervals: a panel per protocol and a colour per model.
+
+    Speed is the time of the exact run over the time of the policy, on the same samples; the exact run is at 1. A line
+    shows its accuracy.
+
+    Args:
+        table: as for `accuracy_curves`, with ``cache`` and ``speed``; conditions other than the exact run and the
+            policies without interventions are omitted.
+    """
+    from matplotlib.figure import Figure
+
+    of_policies = (table["cache"] != "") & table["speed"].notna()
+    table = table[(table["condition"] == "unmasked") | (of_policies & (table["masked"] == 0))]
+    shown = [part for _, rows in table.groupby("protocol", sort=False) for part in _by_panel(rows)]
+    figure = Figure(figsize=(5.2 * max(1, len(shown)), 4.2), layout="constrained")
+    panels = figure.subplots(1, max(1, len(shown)), squeeze=False).ravel()
+    for rows, ax in zip(shown, panels, strict=False):
+        _speed_panel(rows, ax)
+        ax.set(xlabel="speed (exact run = 1)", ylabel="accuracy", ylim=(-0.02, 1.02), title=rows["protocol"].iloc[0])
+    return figure
+
+
+def _speed_panel(table: "DataFrame", ax: "Axes") -> None:
+    models = list(dict.fromkeys(table["model"]))
+    for model, colour in zip(models, colours(len(models)), strict=True):
+        rows = table[table["model"] == model].assign(speed=lambda rows: rows["speed"].fillna(1.0))
+        errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
+        ax.errorbar(rows["speed"], rows["estimate"], errors, fmt="o", color=colour, capsize=2, markersize=4,
+                    label=short(model))  # fmt: skip
+        for condition, speed, share in zip(rows["condition"], rows["speed"], rows["estimate"], strict=True):
+            name = "exact" if condition == "unmasked" else plain(condition.removeprefix("cache "))
+            ax.annotate(name, (speed, share), (4, 4), textcoords="offset points", fontsize="x-small")
+        for exact in rows["estimate"][rows["cache"] == ""]:
+            ax.axhline(exact, color=colour, linewidth=0.8, linestyle="--")
+    ax.margins(x=0.15)  # room for the names at the right
+    ax.legend(fontsize="small")
+
+
 def _by_panel(rows: "DataFrame") -> "list[DataFrame]":
     """The rows of one protocol, by panel."""
     by_model = [part for _, part in rows.groupby("model", sort=False)]

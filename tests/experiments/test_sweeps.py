@@ -351,6 +351,35 @@ def test_stacked_interventions_need_a_divisible_number_of_rows(tiny_llada):
         sinklens.generate(tiny_llada, PROMPTS, hooks=[stacking.Stacked([[], []])], **SHORT)
 
 
-def test_a_cache_policy_is_refused(tiny_llada):
-    with pytest.raises(SettingError, match=r"sweep runs every position .* takes no cache policy; .* effect\(model"):
-        sweep(tiny_llada, "2 + 3", {"none": []}, cache="dual")
+@pytest.mark.parametrize("cache", ["dual", "keep-sinks:2"])
+@pytest.mark.parametrize("replay", [False, True])
+def test_under_a_cache_policy_a_stacked_run_equals_separate_runs_under_it(tiny_llada, cache, replay):
+    names = ("random keys", "a head", "window", "functions", "token")
+    settings = {"gen_length": 8, "block_length": 4, "cache": cache}
+    found = sweep(tiny_llada, PROMPTS[:2], {name: MIXED[name] for name in names}, replay=replay, **settings)
+    kept = MaskedLogits()
+    base = sinklens.generate(tiny_llada, PROMPTS[:2], hooks=[kept], **settings)
+    for name in names:
+        hooks = MIXED[name] if isinstance(MIXED[name], list) else [MIXED[name]]
+        changed_kept = MaskedLogits()
+        run = sinklens.generate(
+            tiny_llada, PROMPTS[:2], hooks=[*hooks, changed_kept], replay=base if replay else None, **settings
+        )
+        assert found["answer"].sel(intervention=name).values.tolist() == run.text
+        if replay:
+            expected = compare(base, run, kept.kept, changed_kept.kept)["kl"].to_numpy()
+            np.testing.assert_allclose(found["kl"].sel(intervention=name).to_numpy(), expected, atol=1e-4)
+
+
+def test_a_part_of_a_sweep_on_disk_belongs_to_its_cache_policy(tiny_llada, tmp_path):
+    listed, settings = {"a head": MIXED["a head"]}, {"gen_length": 8, "block_length": 4, "out": tmp_path}
+    for cache, files in ((None, 1), ("none", 1), ("dual", 2), ("evict:0.5", 3), ("dual", 3)):
+        sweep(tiny_llada, PROMPTS[:1], listed, cache=cache, **settings)
+        assert len(list(tmp_path.iterdir())) == files
+
+
+def test_a_metric_of_single_steps_refuses_a_cache_policy(tiny_llada):
+    with pytest.raises(
+        SettingError, match=r"metric= runs single steps, and a step under a cache policy needs the keys"
+    ):
+        sweep(tiny_llada, PROMPTS[:1], {(0, 0): []}, metric=lambda step: step.logits, cache="dual")
