@@ -194,12 +194,11 @@ class LabApp:
         """The attention pattern of a step and layer."""
         run, step, layer = request.path_params["run"], _number(request, "step"), _number(request, "layer")
         spec, outcome = self._session.outcome(run)
-        model = self._session.model(spec.model)
         check_index("step", step, outcome.steps)
         check_index("layer", layer, outcome.score.shape[1])
 
         def compute() -> dict[str, Any]:
-            found = reading.patterns(spec, outcome, model, step, [layer])[layer]
+            found = reading.patterns(spec, outcome, self._session.model_of(run), step, [layer])[layer]
             return packed(found.numpy()) | {"step": step, "layer": layer}
 
         return JSONResponse(await self._computed(("pattern", run, step, layer), compute))
@@ -208,10 +207,13 @@ class LabApp:
         """The proposals for a position at a step."""
         run, step, pos = request.path_params["run"], _number(request, "step"), _number(request, "pos")
         spec, outcome = self._session.outcome(run)
-        model = self._session.model(spec.model)
         check_index("step", step, outcome.steps)
         check_index("position", pos, outcome.canvas.shape[1])
-        found = await self._computed(("proposals", run, step), lambda: reading.proposals(spec, outcome, model, step))
+
+        def compute() -> dict[int, dict[str, Any]]:
+            return reading.proposals(spec, outcome, self._session.model_of(run), step)
+
+        found = await self._computed(("proposals", run, step), compute)
         empty: dict[str, Any] = {"confidence": None, "proposals": []}
         return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
 
@@ -223,10 +225,14 @@ class LabApp:
         found = await asyncio.to_thread(comparing.differences, *outcomes)
         why, divergence = comparing.why_not(specs, outcomes), None
         if why is None and request.query_params.get("kl") != "0":
-            model = self._session.model(specs[0].model)
+
+            def compute() -> Any:
+                model, _ = map(self._session.model_of, ids)
+                return comparing.divergence(specs, outcomes, model)
+
             try:
-                divergence = await self._computed(("kl", *ids), lambda: comparing.divergence(specs, outcomes, model))
-            except SinklensError as error:
+                divergence = await self._computed(("kl", *ids), compute)
+            except (SinklensError, Refused) as error:
                 why = str(error)
         right = [self._session.run(run).facts.get("right") for run in ids]
         return JSONResponse(found | {"kl": divergence, "kl_why": why, "right": right})

@@ -37,11 +37,13 @@ class Kept(NamedTuple):
         id: its id.
         summary: the line of the history.
         spec: what was requested, as JSON.
+        created: when, in seconds since 1970.
     """
 
     id: str
     summary: dict[str, Any]
     spec: dict[str, Any]
+    created: float
 
 
 class History:
@@ -80,10 +82,10 @@ class History:
             try:
                 with np.load(file, allow_pickle=False) as arrays:
                     record = json.loads(str(arrays["record"]))
-                found.append(Kept(file.stem, record["summary"], record["spec"]))
-            except (OSError, ValueError, KeyError, BadZipFile) as error:
+                found.append(Kept(file.stem, record["summary"], record["spec"], float(record["summary"]["created"])))
+            except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
                 warnings.warn(f"{file} is not a run of the lab and was skipped: {error}", stacklevel=2)
-        yield from sorted(found, key=lambda run: run.summary["created"])
+        yield from sorted(found, key=lambda run: run.created)
 
     def save(self, run: str, summary: dict[str, Any], spec: dict[str, Any], outcome: Outcome) -> None:
         """Write a run.

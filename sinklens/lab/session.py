@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from sinklens.errors import SinklensError
 from sinklens.lab import problems
 from sinklens.lab.events import EventLog
 from sinklens.lab.execution import LiveRun, check_start
-from sinklens.lab.history import History
+from sinklens.lab.history import History, Kept
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.spec import CanvasEdit, LabRequest, RunSpec, read_request
@@ -61,6 +62,7 @@ class Run:
         facts: parts of the summary that are known only later.
         live: the run under way.
         removed: whether it was removed while it was running.
+        stopped: whether it was cancelled, perhaps before `live` existed.
     """
 
     id: str
@@ -70,11 +72,18 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
     live: LiveRun | None = None
     removed: bool = False
+    stopped: bool = False
 
     @property
     def readable(self) -> bool:
         """Whether it has an outcome."""
         return self.status in ("done", "cancelled") and self.facts.get("steps_run", 0) > 0
+
+    def stop(self) -> None:
+        """Stop it before its next step, or before its first one."""
+        self.stopped = True
+        if self.live is not None:
+            self.live.stop()
 
     def summary(self) -> dict[str, Any]:
         """The line of the history."""
@@ -109,11 +118,12 @@ class Session:
         self.at_close: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
+        self._weights: dict[str, str] = {}
         for found in self.history.runs():
-            spec, summary = RunSpec.from_json(found.spec), found.summary
-            known = Run(found.id, spec, summary["status"], summary["created"])
-            known.facts = {name: summary[name] for name in _LATER}
-            self._runs[found.id] = known
+            try:
+                self._runs[found.id] = _known(found)
+            except (KeyError, TypeError, ValueError) as error:
+                warnings.warn(f"the run {found.id} in {keep} is incomplete and was skipped: {error!r}", stacklevel=2)
 
     # Runs
 
@@ -140,8 +150,8 @@ class Session:
                 run.status = "cancelled"
                 run.facts["steps_run"] = 0
                 self.events.add("cancelled", run=run_id, summary=run.summary())
-            elif run.live is not None:
-                run.live.stop()
+            elif run.status in ("queued", "running"):
+                run.stop()
 
     def remove(self, run_id: str) -> None:
         """Remove a run, and its file; a run under way is cancelled first."""
@@ -190,12 +200,26 @@ class Session:
         require(name in self.models, f"this lab has no model {name!r:.80}; it has {known}. Add it with --compare.", 404)
         return self.models[name].model
 
+    def model_of(self, run_id: str) -> "Model":
+        """The model that made a run; call it in the model thread, since it may read all weights.
+
+        Raises:
+            Refused: the lab has no such model, or another one of this name.
+        """
+        run = self.run(run_id)
+        model, made_by = self.model(run.spec.model), run.facts.get("weights")
+        require(
+            made_by is None or made_by == self._weights_of(run.spec.model),
+            f"the run was made by other weights called {run.spec.model!r}; open the lab with these, or run it again.",
+            409,
+        )
+        return model
+
     def close(self) -> None:
         """Stop the run under way, end the connections, and delete what is not kept."""
         with self._lock:
             for run in self._runs.values():
-                if run.live is not None:
-                    run.live.stop()
+                run.stop()
         for end in self.at_close:
             end()
         self.thread.close()
@@ -242,7 +266,13 @@ class Session:
         if spec.replay is None:
             return None
         _, outcome = self.outcome(spec.replay)
+        self.model_of(spec.replay)
         return outcome.generation(self.model(spec.model))
+
+    def _weights_of(self, name: str) -> str:
+        if name not in self._weights:
+            self._weights[name] = self.model(name).fingerprint
+        return self._weights[name]
 
     def _carry_out(self, run: Run) -> None:
         """Run in the model thread; whatever goes wrong there becomes the run's error."""
@@ -265,10 +295,14 @@ class Session:
             if run.status != "queued" or run.removed:
                 return
             run.live, run.status = live, "running"
+            if run.stopped:
+                live.stop()
             run.facts |= {"steps": live.denoising.settings.steps, "gen_length": live.denoising.settings.gen_length}
         outcome = live.carry_out()
         status = "cancelled" if live.stopped and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
         run.facts |= {"seconds": round(live.seconds, 3), "steps_run": 0 if outcome is None else outcome.steps}
+        if self.history.kept:
+            run.facts["weights"] = self._weights_of(run.spec.model)
         if outcome is not None:
             run.facts |= {"sampler": outcome.sampler, "text": (outcome.answer.text or "")[:SHOWN]}
             run.facts["right"] = self._right(run.spec, outcome)
@@ -313,6 +347,13 @@ class Session:
     def loading(self) -> Mapping[str, str]:
         """For each model, the expression that loads it."""
         return {name: entry.loading for name, entry in self.models.items()}
+
+
+def _known(found: Kept) -> Run:
+    """A run that was found on disk."""
+    known = Run(found.id, RunSpec.from_json(found.spec), found.summary["status"], found.summary["created"])
+    known.facts = {name: found.summary[name] for name in _LATER} | {"weights": found.summary.get("weights")}
+    return known
 
 
 _LATER = ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error")

@@ -13,6 +13,7 @@ from sinklens.lab.refusal import require
 
 MOST_CHARACTERS = 20_000  # of a prompt
 MOST_SEED = 2**63 - 1
+MOST_SETTING = 1_000_000
 FIELDS = (
     "model", "prompt", "ids", "problem", "settings", "sampler", "seed", "chat_template", "chips", "replay", "canvas",
     "compare_to",
@@ -156,6 +157,8 @@ def read_request(body: Any) -> LabRequest:
         all(value is None or isinstance(value, str | int | float) for value in settings.values()),
         "a setting must be a number, a word, true, false or null.",
     )
+    large = [name for name, value in settings.items() if isinstance(value, int) and abs(value) > MOST_SETTING]
+    require(not large, f"{large[:1]} is too large; a setting is at most {MOST_SETTING:,}.")
     problem = _problem(body.get("problem"))
     return LabRequest(
         model=_text(body, "model"),

@@ -84,7 +84,7 @@ class Trials:
         by, layer = body.get("by", "zero"), body.get("layer")
         require(by in REPLACEMENTS, f"by must be one of {', '.join(REPLACEMENTS)}; got {by!r:.40}.")
         spec, outcome = self._session.outcome(run)
-        model = self._session.model(spec.model)
+        model = self._session.model_of(run)
         layers = range(model.cfg.n_layers)
         known = layer is None or (type(layer) is int and layer in layers)
         require(known, f"layer must be a number from 0 to {len(layers) - 1}, or null for all; got {layer!r:.40}.")

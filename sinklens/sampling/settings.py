@@ -126,7 +126,8 @@ def require_nonnegative(name: str, value: float) -> None:
 
 
 def divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
 
 
 def check_truncation(temperature: float, top_p: float | None, top_k: int | None) -> None:

@@ -5,19 +5,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from building import random_hf
 from lab_client import Client
 
 import sinklens
 from sinklens.errors import SinklensError
 from sinklens.lab import session
+from sinklens.lab.execution import LiveRun
 from sinklens.lab.history import History
 from sinklens.lab.loading import lab_models
 from sinklens.lab.outcome import Outcome
-from sinklens.lab.session import Session
+from sinklens.lab.refusal import Refused
+from sinklens.lab.session import LabModel, Session
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 
@@ -57,6 +62,13 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         History(tmp_path / "file")
 
 
+def finished(opened: Session, run: str) -> str:
+    """Wait for the end of a run; returns its status."""
+    while opened.run(run).status in ("queued", "running"):
+        opened.thread.compute(lambda: None).result(60)
+    return opened.run(run).status
+
+
 def test_without_a_folder_nothing_remains_and_the_oldest_runs_go(tiny_llada, monkeypatch):
     monkeypatch.setattr(session, "MOST_KEPT", 2)
     opened = Session(lab_models([tiny_llada]))
@@ -64,13 +76,52 @@ def test_without_a_folder_nothing_remains_and_the_oldest_runs_go(tiny_llada, mon
     ids = []
     for seed in range(4):
         ids.append(opened.submit({"prompt": "Question: 1", "settings": {"gen_length": 2}, "seed": seed}))
-        opened.thread.compute(lambda: None).result(60)
-        while opened.run(ids[-1]).status in ("queued", "running"):
-            opened.thread.compute(lambda: None).result(60)
+        finished(opened, ids[-1])
     assert [entry["id"] for entry in opened.runs()] == ids[-2:]
     assert {file.stem for file in (folder / "runs").iterdir()} == set(ids[-2:])
     opened.close()
     assert not folder.exists()
+
+
+def test_a_run_cancelled_before_it_has_begun_does_not_run(tiny_llada, monkeypatch):
+    """It has left the queue, and its first step is not prepared yet."""
+    opened = Session(lab_models([tiny_llada]))
+    begun, released, prepare = threading.Event(), threading.Event(), LiveRun.__init__
+
+    def wait(self, *given):
+        begun.set()
+        assert released.wait(60)
+        prepare(self, *given)
+
+    monkeypatch.setattr(LiveRun, "__init__", wait)
+    run = opened.submit({"prompt": PROMPT, "settings": {"gen_length": 4}})
+    assert begun.wait(60)
+    opened.cancel(run)
+    released.set()
+    assert finished(opened, run) == "cancelled"
+    assert opened.run(run).facts["steps_run"] == 0
+    opened.close()
+
+
+def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
+    first, changed_hf = sinklens.load(random_hf("llama")), random_hf("llama")
+    with torch.no_grad():
+        changed_hf.lm_head.weight[3] *= 2
+    other = sinklens.load(changed_hf)
+    opened = Session([LabModel("mine", first, "")], tmp_path)
+    kept = opened.submit({"ids": [3, 4, 5], "settings": {"gen_length": 4}})
+    assert finished(opened, kept) == "done"
+    opened.close()
+    History(tmp_path).save("empty", {"created": 0.0}, {}, Outcome.of(run))
+    with pytest.warns(UserWarning, match=r"the run empty in .* is incomplete and was skipped: KeyError"):
+        same = Session([LabModel("mine", first, "")], tmp_path)
+    assert same.model_of(kept) is first
+    same.close()
+    with pytest.warns(UserWarning, match="is incomplete"):
+        changed = Session([LabModel("mine", other, "")], tmp_path)
+    with pytest.raises(Refused, match=r"the run was made by other weights called 'mine'; open the lab with these"):
+        changed.model_of(kept)
+    changed.close()
 
 
 def started(keep: Path) -> tuple[subprocess.Popen, str]:

@@ -163,6 +163,7 @@ BODIES = {  # name: (body, status, text)
     "a negative seed": (RUN | {"seed": -1}, 400, "seed must be an integer of at least 0; got -1"),
     "a template": (RUN | {"chat_template": "{{ messages }}"}, 400, "a template is code"),
     "a setting that is a list": (RUN | {"settings": {"steps": [1]}}, 400, "a setting must be a number"),
+    "a huge setting": (RUN | {"settings": {"gen_length": 10**9}}, 400, "a setting is at most 1,000,000"),
     "chips that are not a list": (RUN | {"chips": {"a": 1}}, 400, "chips must be a list; got dict"),
     "many chips": (RUN | {"chips": [{"kind": "mask_sinks"}] * (MOST_CHIPS + 1)}, 413, "at most 64 chips; got 65"),
     "an unknown chip": (RUN | {"chips": [{"kind": "__import__"}]}, 400, "no chip is of the kind '__import__'"),
