@@ -119,7 +119,7 @@ def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     if not all(isinstance(entry, Intervention) and entry.within_step and not _follows(entry) for entry in hooks):
         return None
     named = {step for entry in hooks for step in entry.acting_steps(settings.steps)}
-    return sorted(step for step in named if step < base.steps_run)
+    return sorted(step for step in named if 0 <= step < base.steps_run)
 
 
 def _follows(entry: Intervention) -> bool:

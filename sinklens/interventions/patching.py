@@ -85,7 +85,7 @@ class PatchHooks(AtPositions):
             many as this run has.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
-        steps: steps of this run; by default those for which `source` holds values.
+        steps: steps of this run; by default those for which `source` holds values (step t + shift).
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
         positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
@@ -123,7 +123,7 @@ class PatchHooks(AtPositions):
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
-        return [step - self.shift for step in self.source] if self.steps is None else super().acting_steps(steps)
+        return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
@@ -183,11 +183,8 @@ class PatchHooks(AtPositions):
             self.step_test(run)
             steps = [0]
         else:
-            steps = (
-                [step - self.shift for step in available]
-                if self.steps is None
-                else within("step", self.steps, run.steps)
-            )
+            found = patched_steps(self.source, self.shift)
+            steps = (found or [0]) if self.steps is None else within("step", self.steps, run.steps)
         missing = [step for step in steps if step + self.shift not in self.source]
         if missing:
             raise SettingError(
@@ -254,6 +251,11 @@ class PatchHooks(AtPositions):
             rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
             changed[rows, target[rows]] = source[rows, _column(number, length, name) if length > 1 else 0]
         return changed.movedim(1, axis)
+
+
+def patched_steps(source: Mapping[int, Any], shift: int) -> list[int]:
+    """Steps of a run for which `source` holds the step `shift` later; a run has no steps before 0."""
+    return sorted(step - shift for step in source if step >= shift)
 
 
 def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:

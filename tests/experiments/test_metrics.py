@@ -1,6 +1,6 @@
 """A sweep of a metric against separate runs of every intervention, and which steps it runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PathPatch, SinkToken
+from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PatchHooks, PathPatch, SinkToken
 
 PROMPTS = [[3, 17, 5, 44, 9], [21, 8]]
 SHORT = {"gen_length": 6, "steps": 3}
@@ -118,6 +118,23 @@ def test_patches_run_the_steps_of_their_source(models):
     patch = PathPatch(sender="L0H1", receiver="L2H0.k", source={1: kept.caches[1]})
     found = sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, replay=True, **SHORT)["metric"]
     assert np.isnan(found[0, 0]).values.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("path", [False, True])
+def test_a_shifted_source_patches_no_step_before_the_first(models, path):
+    model, name = models["llada"], "blocks.0.attn.hook_z"
+    kept = Activations(names=[name])
+    sinklens.generate(model, [[9, 9, 9, 9, 9]], hooks=kept, **SHORT)
+    at = {"source": kept.caches, "shift": 1}  # step 0 of the source has no step in this run
+    patch = PathPatch(sender="L0H1", receiver="L2H0.k", **at) if path else PatchHooks(names=[name], **at)
+    found = sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, replay=True, **SHORT)["metric"][0]
+    assert np.isnan(found[0]).values.tolist() == [False, False, True]
+    base, before = base_run(model, PROMPTS[:1], **SHORT)
+    expected = separately(model, PROMPTS[:1], patch, base, before, **SHORT)[0, :2]
+    np.testing.assert_allclose(found[0, :2], expected, atol=2e-4)
+    with pytest.raises(SettingError, match=r"source holds steps \[0, 1, 2\], but step 0 needs 3; record it, or"):
+        patch = replace(patch, shift=3)
+        sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, **SHORT)
 
 
 def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
