@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from layouts import arguments, write_family, write_tokenizer
 
 import sinklens
 from sinklens.errors import SettingError
@@ -135,6 +136,24 @@ def test_a_shifted_source_patches_no_step_before_the_first(models, path):
     with pytest.raises(SettingError, match=r"source holds steps \[0, 1, 2\], but step 0 needs 3; record it, or"):
         patch = replace(patch, shift=3)
         sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, **SHORT)
+
+
+def test_a_sampler_with_a_block_cache_is_measured_with_it(tmp_path):
+    write_family(tmp_path, "fast-dllm-v2")
+    model = sinklens.load(write_tokenizer(tmp_path), **arguments("fast-dllm-v2"))
+    settings = {"gen_length": 12, "use_block_cache": True, "small_block_size": 2, "stop": False}
+    _, before = base_run(model, PROMPTS[:1], **settings)
+    gaps = {}
+
+    def gap(output):
+        expected = before.caches[output.step]["denoise.hook_logits"]
+        gaps[output.step] = (output.base - expected).abs().max().item() if output.base.shape == expected.shape else None
+        return 0.0
+
+    ablation = AblateHeads(layers=[0], heads=[0], steps=[2, 3])
+    sweep(model, PROMPTS[:1], {"head": ablation}, metric=gap, replay=True, **settings)
+    assert before.caches[2]["denoise.hook_logits"].shape[1] == 2 < 4  # a sub-block of a block
+    assert gaps == {step: pytest.approx(0.0, abs=1e-4) for step in before.caches}
 
 
 def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
