@@ -20,6 +20,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
+from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.caches import StepCaches, chosen_points
@@ -360,6 +361,9 @@ class FreezePattern(AtPositions):
     Attributes:
         at: the step whose pattern is kept; negative values count from the end of the planned steps.
         positions, where: queries whose attention is frozen.
+
+    Raises:
+        SettingError: a step that computes other positions than step `at`, under a cache policy or with cached blocks.
     """
 
     at: int
@@ -373,16 +377,16 @@ class FreezePattern(AtPositions):
             )
         layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         at = within("step", [self.at], run.steps)[0]
-        kept: dict[str, Float[Tensor, "batch head query key"]] = {}
+        kept = KeptPatterns("FreezePattern", at, run)
 
         def freeze(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            step, name = hook.step or 0, str(hook.name)
+            step = hook.step or 0
             if step == at:
-                kept[name] = value.detach().clone()
+                kept.keep(value, hook)
             rows = places.of_queries(hook, value.shape[2], value.device) if step > at else None
             if rows is None:
                 return None
-            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept[name], value)
+            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept.of(value, hook), value)
 
         acts = [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]
         return [*places.first(), *acts, *places.last()]
