@@ -21,6 +21,7 @@ Caveat: ablating a feature removes a direction, and with it all that the directi
 rate can still be weaker: compare ``removed``.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -35,6 +36,7 @@ from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.experiments import compare
 from sinklens.features import SparseAutoencoder, SpliceSAE, load_sae
+from sinklens.identity import fingerprint
 from sinklens.interventions import MaskedLogits
 from sinklens.tasks.word_problems import training
 
@@ -110,6 +112,10 @@ class Features(Study):
         if len(points) > 1 or not next(iter(points)).endswith("hook_resid_post"):
             raise SettingError(f"both SAEs must be at one hook_resid_post; got {', '.join(sorted(points))}.")
         return found
+
+    def inputs(self) -> dict[str, str]:
+        """Hashes of both SAEs."""
+        return {scope: hashlib.sha256(fingerprint(sae).encode()).hexdigest()[:16] for scope, sae in self.saes().items()}
 
     def begin(self, models: Sequence[str], prompts: Sequence[Any]) -> None:
         """Check that the SAEs belong to the models."""

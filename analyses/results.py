@@ -84,7 +84,8 @@ def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> bool:
     earlier, now = (
         {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
     )
-    if all(earlier.get(key) == now[key] for key in ("options", "models", "prompts_sha256")):
+    same = all(earlier.get(key) == now[key] for key in ("options", "models", "prompts_sha256"))
+    if same and earlier.get("inputs", {}) == now.get("inputs", {}):
         return False
     warnings.warn(
         f"{file.parent} holds another run of this study ({summary}), which this run will replace; to keep it, "

@@ -109,6 +109,10 @@ class Study(ABC):
             prompts: each a text or a list of token ids.
         """
 
+    def inputs(self) -> dict[str, str]:
+        """Hashes of the contents of files that `measure` reads, by name; units of other contents are not used."""
+        return {}
+
     def generate(
         self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any], **more: Any
     ) -> OwnRun:
@@ -200,6 +204,7 @@ class Study(ABC):
             "source": _source_hash(type(self)),
             "code": _code_hash(),
             "options": json.loads(json.dumps(options, default=repr)),
+            "inputs": self.inputs(),
             "models": [
                 {
                     "name": name,

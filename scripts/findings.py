@@ -49,11 +49,13 @@ class Table:
         file: name of the stored table, without ``.csv``.
         rows: its rows.
         models: its columns.
+        counted: whether each cell says from how many prompts it is, because the rows differ.
     """
 
     file: str
     rows: tuple[Row, ...]
     models: tuple[str, ...] = MODELS
+    counted: bool = False
 
 
 def percent(label: str, digits: int = 1, **where: Any) -> Row:
@@ -67,6 +69,7 @@ def plain(label: str, digits: int = 2, **where: Any) -> Row:
 
 
 DIFFUSION = MODELS[:3]
+WINDOWS = {"none": "all keys", "earlier": "earlier keys only", "later": "later keys only", "near": "near keys only"}
 EQ3 = "epsilon-over-mean (sum, 3)"
 TABLES: dict[str, Table] = {
     "existence": Table(
@@ -166,18 +169,15 @@ TABLES: dict[str, Table] = {
     "interaction": Table(
         "interaction-costs",
         (
+            *(percent(f"answers right, {seen}", 0, measure="base", window=window) for window, seen in WINDOWS.items()),
             *(
-                percent(f"answers right, {window}", 0, measure="base", window=code)
-                for code, window in (("none", "all keys"), ("earlier", "earlier keys only"))
-            ),
-            *(
-                percent(f"points lost by masking, {window}: {what}", 0, measure="cost", window=code, pick=pick)
-                for code, window in (("none", "all keys"), ("earlier", "earlier keys only"))
+                percent(f"points lost by masking, {seen}: {what}", 0, measure="cost", window=window, pick=pick)
+                for window, seen in list(WINDOWS.items())[:2]
                 for pick, what in (("strongest", "strongest keys"), ("random", "random keys"))
             ),
             *(
-                plain(f"KL in nats, {window}: {what}", measure="kl", window=code, pick=pick)
-                for code, window in (("none", "all keys"), ("earlier", "earlier keys only"))
+                plain(f"KL in nats, {seen}: {what}", measure="kl", window=window, pick=pick)
+                for window, seen in WINDOWS.items()
                 for pick, what in (("strongest", "strongest keys"), ("random", "random keys"))
             ),
         ),
@@ -202,6 +202,7 @@ TABLES: dict[str, Table] = {
             for role, who in (("sink", "chosen"), ("control", "control"))
         ),
         ("tiny-llada",),
+        counted=True,
     ),
     "writers": Table(
         "circuits-writers",
@@ -212,6 +213,7 @@ TABLES: dict[str, Table] = {
             for writer, label in (("head", "heads"), ("mlp", "MLPs"))
         ),
         ("tiny-llada", "tiny-dream"),
+        counted=True,
     ),
     "jumps": Table(
         "circuits-edges",
@@ -226,6 +228,7 @@ TABLES: dict[str, Table] = {
             percent("queries of as many nearest others, %", 0, measure="local", where="nearby"),
         ),
         ("tiny-llada", "tiny-dream"),
+        counted=True,
     ),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
@@ -244,8 +247,8 @@ def stored(file: str) -> pandas.DataFrame:
     return pandas.read_csv(RESULTS / f"{file}.csv", keep_default_na=False, na_values=[""])
 
 
-def cell(row: Row, file: str, model: str) -> str:
-    """Estimate and interval of one model; empty where nothing was measured."""
+def cell(row: Row, file: str, model: str, counted: bool = False) -> str:
+    """Estimate and interval of one model, and the number of prompts if `counted`; empty where nothing was measured."""
     table = stored(row.file or file)
     for column, value in {"model": model, **row.where}.items():
         table = table[table[column] == value]
@@ -256,7 +259,8 @@ def cell(row: Row, file: str, model: str) -> str:
     found = table.iloc[0]
     names = ("estimate", "low", "high") if "estimate" in found else ("share", "share_low", "share_high")
     estimate, low, high = (number(found[name] * row.scale, row.digits) for name in names)
-    return "" if estimate == "nan" else f"{estimate} [{low}, {high}]"
+    count = f", n = {int(found['prompts'])}" if counted else ""
+    return "" if estimate == "nan" else f"{estimate} [{low}, {high}]{count}"
 
 
 def number(value: float, digits: int) -> str:
@@ -267,7 +271,9 @@ def number(value: float, digits: int) -> str:
 def rendered(table: Table) -> str:
     """A table in Markdown, without rows that no model has."""
     lines = [["", *table.models], ["---"] * (len(table.models) + 1)]
-    cells = [[row.label, *(cell(row, table.file, model) for model in table.models)] for row in table.rows]
+    cells = [
+        [row.label, *(cell(row, table.file, model, table.counted) for model in table.models)] for row in table.rows
+    ]
     lines += [line for line in cells if any(line[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 

@@ -113,13 +113,14 @@ def _parts(numbers: list[int], size: int) -> list[list[int]]:
 def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     """The steps that have to be run, each alone; None if the run has to begin at its first step."""
     settings, tree = base.settings, base.model.tree
-    cached = getattr(settings, "use_cache", False) or getattr(settings, "cfg_scale", 0.0) > 0
-    if tree.causal or tree.architecture.encoder or cached or not hooks:
+    reuses = settings.reuses_keys or getattr(settings, "use_cache", False)
+    guided = getattr(settings, "cfg_scale", 0.0) > 0
+    if tree.causal or tree.architecture.encoder or reuses or guided or not hooks:
         return None
     if not all(isinstance(entry, Intervention) and entry.within_step and not _follows(entry) for entry in hooks):
         return None
     named = {step for entry in hooks for step in entry.acting_steps(settings.steps)}
-    return sorted(step for step in named if step < base.steps_run)
+    return sorted(step for step in named if 0 <= step < base.steps_run)
 
 
 def _follows(entry: Intervention) -> bool:

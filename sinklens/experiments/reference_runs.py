@@ -33,7 +33,7 @@ def donors(
     prompts: Prompt,
     names: HookName | Sequence[HookName],
     *,
-    steps: Sequence[int] | None = None,
+    only_steps: Sequence[int] | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Donors:
@@ -44,7 +44,8 @@ def donors(
 
     Args:
         names: points with a position axis; names, or a predicate on names.
-        steps: steps whose values are kept; by default all. A diffusion run keeps every position at every step.
+        only_steps: steps whose values are kept; by default all. A diffusion run keeps every position at every step.
+            ``steps=`` itself is the sampler's setting.
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
@@ -57,7 +58,7 @@ def donors(
             raise SettingError(
                 f"{name} has no value for each position, so it has no donors; take a point with a pos axis."
             )
-    kept = _Kept(points=points, steps=steps)
+    kept = _Kept(points=points, steps=only_steps)
     generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=kept, **settings)
     return kept.donors()
 
@@ -68,7 +69,7 @@ def difference_of_means(
     negative: Prompt,
     *,
     where: Any = None,
-    steps: Sequence[int] | None = None,
+    only_steps: Sequence[int] | None = None,
     point: StreamPoint = "hook_resid_pre",
     seed: int = 0,
     **settings: Any,
@@ -77,7 +78,7 @@ def difference_of_means(
 
     Args:
         where: positions that count, as in interventions: "prompt", "masked", "committed" or "decided", a kind, …
-        steps: steps that count; by default all.
+        only_steps: steps that count; by default all. ``steps=`` itself is the sampler's setting.
         point: the point of the stream.
         seed, **settings: as in `sinklens.generate`.
 
@@ -86,10 +87,12 @@ def difference_of_means(
     """
     found = []
     for name, prompts in (("positive", positive), ("negative", negative)):
-        mean = _Mean(where=where, steps=steps, point=point)
+        mean = _Mean(where=where, steps=only_steps, point=point)
         generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=mean, **settings)
         if not mean.count:
-            raise SettingError(f"the runs of the {name} prompts have no position at where={where!r}, steps={steps!r}.")
+            raise SettingError(
+                f"the runs of the {name} prompts have no position at where={where!r}, only_steps={only_steps!r}."
+            )
         found.append(mean)
     values = found[0].mean() - found[1].mean()
     return Directions(values, point, (found[0].count, found[1].count))

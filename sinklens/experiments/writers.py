@@ -157,7 +157,8 @@ class _Read:
     Attributes:
         values: the values of the points read, without their batch axis, at least in float32.
         query, key: rotated queries and keys of the head.
-        scores: before the softmax; -inf where a key is hidden.
+        scores: before the normalizer, as a rule softmax; -inf where a key is hidden.
+        pattern: the attention, from the model's normalizer.
     """
 
     model: "Model"
@@ -167,6 +168,7 @@ class _Read:
     query: Float[Tensor, "query d_head"]
     key: Float[Tensor, "key d_head"]
     scores: Float[Tensor, "query key"]
+    pattern: Float[Tensor, "query key"]
 
     @classmethod
     def of(cls, model: "Model", ids: Tensor, layer: int, head: int) -> "_Read":
@@ -179,12 +181,13 @@ class _Read:
         attn = f"blocks.{layer}.attn"
         points = ["hook_embed", f"blocks.{layer}.ln1.hook_scale"]
         points += [f"blocks.{one}.{name}" for one in range(layer) for name in ("attn.hook_z", "hook_mlp_out")]
-        points += [f"{attn}.hook_{name}" for name in ("q", "k", "rot_q", "rot_k", "attn_scores")]
+        points += [f"{attn}.hook_{name}" for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern")]
         _, cache = model.tree.run_with_cache(ids[None], names_filter=points)
         values = {name: wide(cache[name][0]).to(model.cfg.device) for name in points}
         key_head = cls._key_head(model, head)
         query, key = values[f"{attn}.hook_rot_q"][:, head], values[f"{attn}.hook_rot_k"][:, key_head]
-        return cls(model, layer, head, values, query, key, values[f"{attn}.hook_attn_scores"][head])
+        scores, pattern = (values[f"{attn}.hook_{name}"][head] for name in ("attn_scores", "pattern"))
+        return cls(model, layer, head, values, query, key, scores, pattern)
 
     @staticmethod
     def _key_head(model: "Model", head: int) -> int:
@@ -201,7 +204,7 @@ class _Read:
 
     def strongest(self) -> int:
         """The key with the largest column sum of the pattern."""
-        return int(self.scores.softmax(dim=-1).sum(dim=0).argmax())
+        return int(self.pattern.sum(dim=0).argmax())
 
     def queries(self, key: int, query: int | None, weighted: bool) -> Float[Tensor, " query"]:
         """The weights of the queries to average over; they sum to 1."""
@@ -215,7 +218,7 @@ class _Read:
             raise SettingError(
                 f"{which} key {key} and another key, so there is nothing to compare; choose a query that comes later."
             )
-        weights = chosen.to(self.scores.dtype) * (self.scores.softmax(dim=-1)[:, key] if weighted else 1.0)
+        weights = chosen.to(self.scores.dtype) * (self.pattern[:, key] if weighted else 1.0)
         return weights / weights.sum()
 
     def alone(self, key: int) -> Float[Tensor, "query key"]:

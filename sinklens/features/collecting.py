@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -84,7 +85,10 @@ def collect(
         raise SettingError("collect needs a list of at least one prompt, and a batch of at least 1.")
     if detector is None and (layers is not None or record_sinks is not None):
         raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
-    take = _Take(stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions)
+    take = _Take(
+        stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions,
+        by_blocks=bool(getattr(settings_for(model, dict(settings)), "use_cache", False)),
+    )  # fmt: skip
     found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
@@ -144,11 +148,16 @@ class _Filter:
 
 @dataclass(frozen=True)
 class _Take(AtPositions):
-    """Keeps the activations of a run at a point, with their places, and changes nothing."""
+    """Keeps the activations of a run at a point, with their places, and changes nothing.
+
+    Attributes:
+        by_blocks: whether keys of finished blocks are cached, if the model has blocks.
+    """
 
     point: str
     _: KW_ONLY
     scope: Scope = "all"
+    by_blocks: bool = False
     kept: list[dict[str, np.ndarray]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
@@ -156,16 +165,21 @@ class _Take(AtPositions):
         assert run is not None, "collect runs the model"
         places, canvas = ScopedPlaces(self, self.scope, model, run, self.point), Canvas(run)
         held: list[tuple[Tensor, Tensor | None]] = []
+        rows = _RowColumns(model, run, self.by_blocks)
         self.kept.clear()
 
         def hold(value: Tensor, hook: Point) -> None:
             held[:] = [(value, places.of(hook, value))]
+            rows.begin()
 
         def take(confidence: Tensor, hook: Point) -> None:
             assert canvas.now is not None
-            ((value, chosen),), step = held, hook.step or 0
+            ((value, chosen),), step, columns = held, hook.step or 0, rows.end(confidence)
             if chosen is None:
                 return
+            if columns is not None:
+                first = run.first(step, value.shape[1])
+                chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
             active = active_rows(model, canvas.now.ids[:, run.prompt_length :], confidence)
             own = _own(run, step, value.shape[1]).to(chosen.device)
             self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
@@ -185,6 +199,34 @@ class _Take(AtPositions):
         pads = (~run.real).long().cumprod(dim=1).sum(dim=1).numpy()
         row, column = joined.pop("row"), joined.pop("column")
         return {**joined, "prompt": first + row, "pos": column - pads[row]}
+
+
+class _RowColumns:
+    """The positions that each row of a step computes when it runs alone; a pass computes those of any of its rows.
+
+    With cached blocks, a row computes the block of its step before, up to its current one; at the first step, all.
+    """
+
+    def __init__(self, model: Model, run: RunContext, by_blocks: bool) -> None:
+        self._tree, self._run = model.tree, run
+        self._by_blocks = by_blocks and model.tree.attention_blocks is not None
+        self._block = torch.full(run.real.shape[:1], -1, device=run.real.device)
+        self._numbers: Tensor | None = None
+
+    def begin(self) -> None:
+        """Read how the pass that runs counts blocks."""
+        blocks = self._tree.attention_blocks if self._by_blocks else None
+        self._numbers = None if blocks is None else blocks.numbers(self._run.real)
+
+    def end(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"] | None:
+        """The positions of the step, whose current blocks have a confidence; None for all."""
+        if self._numbers is None:
+            return self._run.computed()
+        undecided = confidence.to(self._numbers.device) > -torch.inf
+        block = torch.where(undecided, self._numbers, -1).amax(dim=1)
+        computed = (self._numbers >= self._block[:, None]) & (self._numbers <= block[:, None])
+        self._block = torch.where(block >= 0, block, self._block)
+        return computed
 
 
 def _own(run: RunContext, step: int, queries: int) -> Tensor:

@@ -47,15 +47,17 @@ class AblateHeads(AtPositions):
     """Replace the output of heads, z = A·V, before the output projection.
 
     Attributes:
-        by: "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models only); or
-            "resample", an output of the same head at a random place of the reference, drawn per position.
+        by: "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models only, in
+            steps that compute the complete canvas); or "resample", an output of the same head at a random place of
+            the reference, drawn per position.
         reference: `HeadOutputs` of other prompts.
         seed: seed of the resampling, which depends only on the seed, the row's prompt, the step (in a diffusion run),
             the layer and the position.
         positions, where: positions whose outputs are replaced.
 
     Raises:
-        SettingError: an unknown `by`, or a missing reference.
+        SettingError: an unknown `by`, or a missing reference. In a run: the mean without a reference in a step that
+            computes a part of the canvas, under a cache policy or with cached blocks.
     """
 
     within_step: ClassVar[bool] = True
@@ -105,9 +107,7 @@ class AblateHeads(AtPositions):
         if self.by == "zero":
             return torch.zeros_like(z)
         if self.reference is None:
-            real = z.new_ones(z.shape[:2]) if run is None else run.real.to(z)
-            first = 0 if run is None else run.first(step or 0, z.shape[1])
-            real = real[:, first : first + z.shape[1]]
+            real = z.new_ones(z.shape[:2]) if run is None else _all_real(run, z.shape[1], step).to(z)
             weights = real / real.sum(dim=1, keepdim=True)
             return torch.einsum("bp,bphd->bhd", weights, z)[:, None].expand_as(z)
         if self.by == "mean":
@@ -126,6 +126,22 @@ class AblateHeads(AtPositions):
             rng = np.random.default_rng([self.seed, key, 0 if run is None or run.causal else step, layer])
             drawn[row, real[row]] = torch.from_numpy(rng.integers(size, size=int(real[row].sum())))
         return drawn[:, first : first + queries]
+
+
+def _all_real(run: RunContext, queries: int, step: int | None) -> Bool[Tensor, "batch pos"]:
+    """The real positions of the canvas, if a pass computes all of them.
+
+    Raises:
+        SettingError: it does not.
+    """
+    computed = run.computed()
+    left = None if computed is None else run.real & ~computed.to(run.real.device)
+    if queries < run.real.shape[1] or (left is not None and bool(left.any())):
+        raise SettingError(
+            f"by='mean' without reference= is the mean over all positions of a row, and step {step} computes only some "
+            f"of them; pass reference=head_outputs(model, prompts), or run without a cache."
+        )
+    return run.real
 
 
 @dataclass(frozen=True, kw_only=True)

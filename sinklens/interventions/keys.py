@@ -17,6 +17,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
+from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.masking import text_of_keys, without
 from sinklens.interventions.places import on_heads
 from sinklens.runs.intervention import (
@@ -90,7 +91,8 @@ class HoldSinks(Intervention):
         top_k: number of keys per head.
 
     Raises:
-        SettingError: `top_k` below 1, or an autoregressive model.
+        SettingError: `top_k` below 1, an autoregressive model, or a step that computes other positions than step `at`,
+            under a cache policy or with cached blocks.
     """
 
     at: int
@@ -110,28 +112,32 @@ class HoldSinks(Intervention):
                 "diffusion model."
             )
         layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
-        at, real = within("step", [self.at], run.steps)[0], run.real
-        kept: dict[str, Float[Tensor, "batch head query key"]] = {}
+        at = within("step", [self.at], run.steps)[0]
+        kept = KeptPatterns("HoldSinks", at, run)
         columns: dict[str, Bool[Tensor, "batch head 1 key"]] = {}
 
         def hold(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             name, step = str(hook.name), hook.step or 0
             if step == at:
-                kept[name] = value.detach().clone()
-                columns[name] = self._strongest(value, real.to(value.device), heads)
+                kept.keep(value, hook)
+                columns[name] = self._strongest(value, run, hook, heads)
             if step <= at or not in_step(step):
                 return None
-            return _held(value, kept[name], columns[name])
+            return _held(value, kept.of(value, hook), columns[name])
 
         return [(f"blocks.{layer}.attn.hook_pattern", hold) for layer in layers]
 
     def _strongest(
-        self, pattern: Float[Tensor, "batch head query key"], real: Bool[Tensor, "batch pos"], heads: list[int]
+        self, pattern: Float[Tensor, "batch head query key"], run: RunContext, hook: Point, heads: list[int]
     ) -> Bool[Tensor, "batch head 1 key"]:
-        """The strongest keys of the chosen heads."""
-        scores = (pattern.float() * real[:, None, :, None]).sum(dim=2)
+        """The strongest keys of the chosen heads, by the computed queries that are not padding."""
+        first, computed, keys = run.first(hook.step or 0, pattern.shape[2]), run.computed(), hook.key_positions
+        counted = run.real if computed is None else run.real & computed.to(run.real.device)
+        queries = counted[:, first : first + pattern.shape[2]].to(pattern.device)
+        scores = (pattern.float() * queries[:, None, :, None]).sum(dim=2)
         number = torch.full((len(scores), 1, 1), self.top_k, device=scores.device)
-        return on_heads(largest(scores, real[:, None], number), heads, scores.shape[1])[:, :, None]
+        allowed = run.real[:, keys.start : keys.stop].to(scores.device)
+        return on_heads(largest(scores, allowed[:, None], number), heads, scores.shape[1])[:, :, None]
 
 
 def _held(

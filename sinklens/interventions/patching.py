@@ -20,6 +20,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
+from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.caches import StepCaches, chosen_points
@@ -85,7 +86,7 @@ class PatchHooks(AtPositions):
             many as this run has.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
-        steps: steps of this run; by default those for which `source` holds values.
+        steps: steps of this run; by default those for which `source` holds values (step t + shift).
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
         positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
@@ -123,7 +124,7 @@ class PatchHooks(AtPositions):
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
-        return [step - self.shift for step in self.source] if self.steps is None else super().acting_steps(steps)
+        return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
@@ -183,11 +184,8 @@ class PatchHooks(AtPositions):
             self.step_test(run)
             steps = [0]
         else:
-            steps = (
-                [step - self.shift for step in available]
-                if self.steps is None
-                else within("step", self.steps, run.steps)
-            )
+            found = patched_steps(self.source, self.shift)
+            steps = (found or [0]) if self.steps is None else within("step", self.steps, run.steps)
         missing = [step for step in steps if step + self.shift not in self.source]
         if missing:
             raise SettingError(
@@ -254,6 +252,11 @@ class PatchHooks(AtPositions):
             rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
             changed[rows, target[rows]] = source[rows, _column(number, length, name) if length > 1 else 0]
         return changed.movedim(1, axis)
+
+
+def patched_steps(source: Mapping[int, Any], shift: int) -> list[int]:
+    """Steps of a run for which `source` holds the step `shift` later; a run has no steps before 0."""
+    return sorted(step - shift for step in source if step >= shift)
 
 
 def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:
@@ -358,6 +361,9 @@ class FreezePattern(AtPositions):
     Attributes:
         at: the step whose pattern is kept; negative values count from the end of the planned steps.
         positions, where: queries whose attention is frozen.
+
+    Raises:
+        SettingError: a step that computes other positions than step `at`, under a cache policy or with cached blocks.
     """
 
     at: int
@@ -371,16 +377,16 @@ class FreezePattern(AtPositions):
             )
         layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         at = within("step", [self.at], run.steps)[0]
-        kept: dict[str, Float[Tensor, "batch head query key"]] = {}
+        kept = KeptPatterns("FreezePattern", at, run)
 
         def freeze(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            step, name = hook.step or 0, str(hook.name)
+            step = hook.step or 0
             if step == at:
-                kept[name] = value.detach().clone()
+                kept.keep(value, hook)
             rows = places.of_queries(hook, value.shape[2], value.device) if step > at else None
             if rows is None:
                 return None
-            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept[name], value)
+            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept.of(value, hook), value)
 
         acts = [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]
         return [*places.first(), *acts, *places.last()]

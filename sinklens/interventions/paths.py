@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.patching import PatchHooks
+from sinklens.interventions.patching import PatchHooks, patched_steps
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
 
@@ -187,7 +187,7 @@ class PathPatch(AtPositions):
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
-        return [step - self.shift for step in self.source] if self.steps is None else super().acting_steps(steps)
+        return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

@@ -1,5 +1,8 @@
 """The features study: contrasts and moves with planted truth, and every measure of a run by hand."""
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -126,3 +129,33 @@ def test_models_without_an_sae_are_refused(tiny_llama, tmp_path):
     save_sae(other, tmp_path)
     with pytest.raises(SettingError, match=r"must be at one hook_resid_post; got blocks.1.hook_mlp_out, blocks.2"):
         Features(masked=str(tmp_path)).saes()
+
+
+@dataclass
+class Counted(Features):
+    asked: ClassVar[int] = 0
+
+    def measure(self, model, prompts, settings):
+        Counted.asked += len(prompts)
+        return xr.Dataset({"one": ("prompt", np.ones(len(prompts)))})
+
+    def tables(self, measured):
+        return {}
+
+    def figures(self, measured, examples):
+        return {}
+
+
+def test_a_folder_whose_sae_was_replaced_is_measured_again(tiny_llada, tmp_path):
+    sae, out = load_sae("tiny-llada-masked"), tmp_path / "out"
+    save_sae(sae, tmp_path / "sae")
+    study = Counted(masked=str(tmp_path / "sae"))
+    before = study.run(tiny_llada, PROMPTS, out).manifest
+    study.run(tiny_llada, PROMPTS, out)
+    assert Counted.asked == 2  # finished prompts are not measured again
+    save_sae(replace(sae, b_dec=sae.b_dec + 1), tmp_path / "sae")
+    with pytest.warns(UserWarning, match="holds another run of this study"):
+        after = study.run(tiny_llada, PROMPTS, out).manifest
+    assert Counted.asked == 4
+    assert after["inputs"]["masked"] != before["inputs"]["masked"]
+    assert after["inputs"]["decided"] == before["inputs"]["decided"]

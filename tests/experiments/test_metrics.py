@@ -1,16 +1,17 @@
 """A sweep of a metric against separate runs of every intervention, and which steps it runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from layouts import arguments, write_family, write_tokenizer
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PathPatch, SinkToken
+from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PatchHooks, PathPatch, SinkToken
 
 PROMPTS = [[3, 17, 5, 44, 9], [21, 8]]
 SHORT = {"gen_length": 6, "steps": 3}
@@ -118,6 +119,41 @@ def test_patches_run_the_steps_of_their_source(models):
     patch = PathPatch(sender="L0H1", receiver="L2H0.k", source={1: kept.caches[1]})
     found = sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, replay=True, **SHORT)["metric"]
     assert np.isnan(found[0, 0]).values.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("path", [False, True])
+def test_a_shifted_source_patches_no_step_before_the_first(models, path):
+    model, name = models["llada"], "blocks.0.attn.hook_z"
+    kept = Activations(names=[name])
+    sinklens.generate(model, [[9, 9, 9, 9, 9]], hooks=kept, **SHORT)
+    at = {"source": kept.caches, "shift": 1}  # step 0 of the source has no step in this run
+    patch = PathPatch(sender="L0H1", receiver="L2H0.k", **at) if path else PatchHooks(names=[name], **at)
+    found = sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, replay=True, **SHORT)["metric"][0]
+    assert np.isnan(found[0]).values.tolist() == [False, False, True]
+    base, before = base_run(model, PROMPTS[:1], **SHORT)
+    expected = separately(model, PROMPTS[:1], patch, base, before, **SHORT)[0, :2]
+    np.testing.assert_allclose(found[0, :2], expected, atol=2e-4)
+    with pytest.raises(SettingError, match=r"source holds steps \[0, 1, 2\], but step 0 needs 3; record it, or"):
+        patch = replace(patch, shift=3)
+        sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, **SHORT)
+
+
+def test_a_sampler_with_a_block_cache_is_measured_with_it(tmp_path):
+    write_family(tmp_path, "fast-dllm-v2")
+    model = sinklens.load(write_tokenizer(tmp_path), **arguments("fast-dllm-v2"))
+    settings = {"gen_length": 12, "use_block_cache": True, "small_block_size": 2, "stop": False}
+    _, before = base_run(model, PROMPTS[:1], **settings)
+    gaps = {}
+
+    def gap(output):
+        expected = before.caches[output.step]["denoise.hook_logits"]
+        gaps[output.step] = (output.base - expected).abs().max().item() if output.base.shape == expected.shape else None
+        return 0.0
+
+    ablation = AblateHeads(layers=[0], heads=[0], steps=[2, 3])
+    sweep(model, PROMPTS[:1], {"head": ablation}, metric=gap, replay=True, **settings)
+    assert before.caches[2]["denoise.hook_logits"].shape[1] == 2 < 4  # a sub-block of a block
+    assert gaps == {step: pytest.approx(0.0, abs=1e-4) for step in before.caches}
 
 
 def test_a_free_sweep_measures_every_step_of_the_changed_run(models):

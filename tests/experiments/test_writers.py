@@ -131,6 +131,26 @@ def test_writers_are_described_and_the_strongest_key_is_the_default():
     assert table.attrs["query"] == -1
 
 
+@pytest.mark.parametrize("normalizer", ["sigmoid", "off-by-one"])
+@torch.no_grad()
+def test_keys_and_weights_are_those_of_the_models_normalizer(normalizer):
+    layer, head = 0, 5
+    model = random_model("llama", sinklens_attention=normalizer)
+    run = sinklens.generate(model, PROMPTS[:1], gen_length=4, steps=2)
+    scores = plain_pass(model, run.canvas[:, 1]).values[f"blocks.{layer}.attn.hook_attn_scores"][0, head]
+    pattern = {
+        "sigmoid": torch.sigmoid(scores - torch.tensor(float(len(scores))).log()),
+        "off-by-one": scores.exp() / (1 + scores.exp().sum(dim=1, keepdim=True)),
+    }[normalizer]
+    table = write_attribution(run, 1, layer, head, weighted=True)
+    key = int(pattern.sum(dim=0).argmax())
+    assert table.attrs["key"] == key == int(run.sinks.top(1)[0, 1, layer, head, 0])
+    score = float((pattern[:, key] * scores[:, key]).sum() / pattern[:, key].sum())
+    assert table.attrs["score"] == pytest.approx(score, abs=1e-4)
+    softmax = scores.softmax(dim=-1)[:, key]
+    assert abs(score - float((softmax * scores[:, key]).sum() / softmax.sum())) > 0.01
+
+
 def test_places_without_a_score_are_refused():
     run = run_of(shared_model("qwen2", True))
     with pytest.raises(SettingError, match="position 0 does not exist at this step, is padding or is not decoded yet"):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from layouts import arguments, write_family, write_tokenizer
 from planted_saes import random_sae
 from watching import LONG, PADDED, SHORT, entered
 
@@ -73,6 +74,29 @@ def test_the_newest_tokens_of_an_autoregressive_run_are_stored(worded, tmp_path)
     assert places[0] == places[1]
     assert len({(row, pos) for row, _, pos in places[0]}) == len(places[0]) > 11
     torch.testing.assert_close(*(store.read(0, len(store)) for store in stores), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "settings"), [
+    ("sdar", {"use_cache": True, "denoising_steps": 2}),
+    ("fast-dllm-v2", {"use_block_cache": True, "small_block_size": 2}),
+])  # fmt: skip
+def test_places_of_runs_with_a_cache_do_not_depend_on_the_batch(worded, tmp_path, family, settings):
+    if family == "sdar":
+        model = worded("sdar")
+    else:
+        write_family(tmp_path / family, family)
+        model = sinklens.load(write_tokenizer(tmp_path / family), **arguments(family))
+    alone, together = (
+        collect(
+            model, PROMPTS[:4], POINT, tmp_path / f"{batch}.zarr", batch=batch, gen_length=8, stop=False, **settings
+        )
+        for batch in (1, 4)
+    )
+    for name in ("prompt", "step", "pos", "state", "token_id"):
+        assert together.column(name).tolist() == alone.column(name).tolist(), name
+    torch.testing.assert_close(together.read(0, len(together)), alone.read(0, len(alone)), atol=1e-4, rtol=1e-4)
+    steps = alone.column("step")
+    assert 0 < (steps == steps.max()).sum() < (steps == 0).sum()
 
 
 @pytest.mark.extended

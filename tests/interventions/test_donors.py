@@ -5,7 +5,7 @@ import torch
 from watching import LONG, PADDED, SHORT, entered, unwatched, watch
 
 from sinklens.errors import SettingError
-from sinklens.experiments import donors
+from sinklens.experiments import difference_of_means, donors
 from sinklens.interventions import AblateValues, Donors, Resample
 from sinklens.sinks.kinds import Kind, State
 
@@ -57,6 +57,20 @@ def test_every_real_position_of_an_active_row_is_a_donor_with_its_labels(worded,
     for label, value in wanted[::7]:
         same = torch.tensor([tuple(other) == label for other in labels])
         assert (found.values[Z][same] == value).flatten(1).all(dim=1).any()
+
+
+def test_steps_are_the_samplers_and_only_steps_those_that_are_kept(worded):
+    model = worded()
+    complete = donors(model, [LONG], Z, gen_length=4, steps=2)
+    assert sorted(set(complete.step.tolist())) == [0, 1]
+    last = donors(model, [LONG], Z, gen_length=4, steps=2, only_steps=[-1])
+    assert set(last.step.tolist()) == {1}
+    assert torch.equal(last.values[Z], complete.values[Z][complete.step == 1])
+    means = [difference_of_means(model, [LONG], [SHORT], gen_length=4, steps=2, **more) for more in (
+        {}, {"only_steps": [0]}, {"only_steps": [1]},
+    )]  # fmt: skip
+    assert means[0].counts == (2 * 11, 2 * 8)
+    torch.testing.assert_close(2 * means[0].values, means[1].values + means[2].values)
 
 
 @pytest.mark.parametrize("match", [("step", "state", "position", "kind"), ("state",), ()])

@@ -72,6 +72,19 @@ def test_ablation_equals_an_edit_of_z_made_by_a_loop(worded, architecture, causa
         torch.testing.assert_close(logits[counted], wanted[counted], atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize(("architecture", "settings", "step"), [
+    ("llama", {"cache": "dual", "gen_length": 8, "block_length": 4}, 1), ("sdar", {"use_cache": True}, 0),
+])  # fmt: skip
+def test_the_mean_without_a_reference_needs_all_positions_of_the_row(worded, reference, architecture, settings, step):
+    text = rf"by='mean' without reference= is the mean .*, and step {step} computes only some of them; pass reference="
+    with pytest.raises(SettingError, match=text):
+        watch(worded(architecture), PADDED, [AblateHeads(by="mean")], **settings)
+    ablate = AblateHeads(by="mean", layers=[1], reference=reference[False])
+    replaced = watch(worded(architecture), PADDED, [ablate], ["1.attn.hook_z"], **settings).values[1][Z]
+    assert replaced.shape[1] < 15
+    torch.testing.assert_close(replaced, reference[False].mean[1].expand_as(replaced))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 def test_the_mean_without_a_reference_is_over_the_rows_real_positions(worded, architecture):
     model = worded(architecture)

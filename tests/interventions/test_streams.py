@@ -96,7 +96,7 @@ def test_a_stream_follows_the_strongest_key_of_any_head_of_its_layer(worded):
 )
 def test_a_direction_is_the_difference_of_means_over_its_places(worded, architecture, causal, where):
     model, sets, steps = worded(architecture, causal), (PADDED, ["w9 w8 w7", "w6 w5 w4 w3"]), [0, 2, 3]
-    found = difference_of_means(model, *sets, where=where, steps=steps, gen_length=4)
+    found = difference_of_means(model, *sets, where=where, only_steps=steps, gen_length=4)
     means, counts = [], []
     for prompts in sets:
         watched, vectors = watch(model, prompts, points=["1.hook_resid_pre"], gen_length=4), []

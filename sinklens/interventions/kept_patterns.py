@@ -1,0 +1,71 @@
+"""Attention patterns of one step of a diffusion run, kept for later steps.
+
+A pass may compute a part of the canvas only: a *window* of queries, under a cache policy or with cached blocks. A row
+of a kept pattern belongs to the canvas column of its query. It has a meaning only in a pass with the same window and
+the same keys.
+
+Pitfall: windows of different blocks often have the same size, so shapes alone do not show that rows belong to other
+queries.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.runs.intervention import RunContext
+
+
+class Window(NamedTuple):
+    """What the pattern of a pass covers.
+
+    Attributes:
+        queries: canvas columns of the queries.
+        keys: canvas columns of the keys.
+    """
+
+    queries: range
+    keys: range
+
+
+class KeptPatterns:
+    """The patterns of one step of a run, by point.
+
+    Args:
+        name: of the intervention, for errors.
+        at: the step whose patterns are kept.
+    """
+
+    def __init__(self, name: str, at: int, run: RunContext) -> None:
+        self._name, self._at, self._run = name, at, run
+        self._kept: dict[str, tuple[Window, Tensor]] = {}
+
+    def keep(self, value: Float[Tensor, "batch head query key"], hook: Point) -> None:
+        """Keep the pattern of the current step."""
+        self._kept[str(hook.name)] = self._window(value, hook), value.detach().clone()
+
+    def of(self, value: Float[Tensor, "batch head query key"], hook: Point) -> Float[Tensor, "batch head query key"]:
+        """The pattern kept at a point, whose rows and columns belong to the same positions as those of `value`.
+
+        Raises:
+            SettingError: the current step computes other positions.
+        """
+        (window, kept), now = self._kept[str(hook.name)], self._window(value, hook)
+        if window != now:
+            raise SettingError(
+                f"{self._name} repeats the attention of step {self._at}, which computed {_columns(window)}; step "
+                f"{hook.step} computes {_columns(now)}. Choose at= and steps= among steps that compute the same "
+                f"positions, or run without a cache."
+            )
+        return kept
+
+    def _window(self, value: Float[Tensor, "batch head query key"], hook: Point) -> Window:
+        first = self._run.first(hook.step or 0, value.shape[2])
+        return Window(range(first, first + value.shape[2]), hook.key_positions)
+
+
+def _columns(window: Window) -> str:
+    queries, keys = window
+    return f"positions {queries.start} to {queries.stop - 1} with keys {keys.start} to {keys.stop - 1}"
