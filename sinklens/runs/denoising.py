@@ -108,7 +108,7 @@ class Denoising:
             special=self.model.special_tokens,
             marked=lambda: state.step_undecided,
             first_column=lambda: state.first,
-            computed=lambda: None if state.keys is None else state.keys.computed,
+            computed=lambda: None if state.keys is None else state.keys.decidable,
             controls=self.controls,
         )
 

@@ -66,7 +66,7 @@ class RunContext:
         special: ids of special tokens, as in `Model.special_tokens`.
         marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
         first_column: returns the first canvas column that the current pass of a diffusion run computes.
-        computed: returns the positions that the current step computes under a cache policy; None without a policy.
+        computed: returns the positions that the current step can decide under a cache policy; None without a policy.
         controls: counts the keys of controls.
     """
 

@@ -6,7 +6,8 @@ fresh in any row or layer to the last. Only positions that are fresh can be deci
 
 Some positions are computed whatever the policy says, because their entries cannot be used: those that were never
 computed, those whose token a hook or a replay replaced, and those whose key or value a hook changed in the step before.
-Where logits predict the next position, the position before a fresh undecided one is computed too.
+Where logits predict the next position, the position before a fresh undecided one is computed too, but only to predict
+that one: an undecided position that is computed for its successor alone cannot be decided in the step.
 
 Pitfall: the window is contiguous. Fresh positions that lie far apart cost as much as all positions between them.
 """
@@ -112,6 +113,7 @@ class KeyCache:
         layers: number of layers.
         block: columns of the active block.
         fresh, gone: the plan of the current step.
+        decidable: positions that the step can decide: those that the plan computes, with what predicts them.
         window: the columns that it computes.
         scores, queries, drift: as in `History`; whoever drives the run sets the first two during a step.
     """
@@ -129,6 +131,7 @@ class KeyCache:
         self._last: Tensor | None = None  # canvas of the step before
         self._step, self._step_in_block, self.block = -1, 0, slice(0, 0)
         self.fresh = self.gone = torch.zeros(shape, dtype=torch.bool, device=real.device)
+        self.decidable: Bool[Tensor, "batch pos"] = torch.zeros_like(real)
         self.window = slice(0, real.shape[1])
         self.scores: Tensor | None = None
         self.queries: Tensor | None = None
@@ -162,10 +165,9 @@ class KeyCache:
         plan = self._checked(self.policy.plan(self._history(canvas, undecided)))
         self.gone = (plan == Keys.GONE) & self._real[:, None]
         self.fresh = ((plan == Keys.FRESH) | ((self._computed < 0) & ~self.gone)) & self._real[:, None]
+        self.decidable = self.computed
         if self._shift:
-            ahead = (self.computed & undecided)[:, 1:]
-            self.fresh[:, :, :-1] |= (ahead & self._real[:, :-1])[:, None]
-            self.gone &= ~self.fresh
+            self._add_predecessors(undecided)
         columns = self.computed.any(dim=0).nonzero()[:, 0]
         if not len(columns):
             raise SettingError(
@@ -173,6 +175,13 @@ class KeyCache:
                 f"at least at the undecided positions of history.block."
             )
         self.window = slice(int(columns[0]), int(columns[-1]) + 1)
+
+    def _add_predecessors(self, undecided: Bool[Tensor, "batch pos"]) -> None:
+        """Compute the position before each undecided one that is computed; only with it can a position be decided."""
+        ahead = (self.computed & undecided)[:, 1:]
+        self.fresh[:, :, :-1] |= (ahead & self._real[:, :-1])[:, None]
+        self.gone &= ~self.fresh
+        self.decidable[:, 1:] &= self.computed[:, :-1] | ~self._real[:, :-1]
 
     def _forget(self, canvas: Tensor, edited: Tensor) -> None:
         """Drop entries whose token was replaced, other than an undecided one that the sampler decided."""

@@ -83,8 +83,8 @@ class State:
         return slice(self.prompt_length, self.canvas.shape[1])
 
     def computed(self) -> Bool[Tensor, "batch pos"]:
-        """The positions that the step computes and can therefore decide; padding is not among them."""
-        return self.real if self.keys is None else self.keys.computed
+        """The positions that the step computes, with what predicts them, and can therefore decide; never padding."""
+        return self.real if self.keys is None else self.keys.decidable
 
     def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Pass a copy through ``denoise.hook_canvas``, so that edits do not change the last step's result."""
@@ -189,7 +189,7 @@ class State:
     ) -> tuple[Float[Tensor, "batch window d_model"], Bool[Tensor, "batch window"]]:
         """The final-norm outputs of the columns that the step computes, shifted if need be, and `where` among them."""
         assert self.keys is not None
-        if bool((where & ~self.keys.computed).any()):
+        if bool((where & ~self.keys.decidable).any()):
             raise SettingError(
                 "this sampler decides positions that the cache policy does not compute; it has to restrict them to "
                 "State.computed() before it calls State.logits. Leave cache= out, or change the sampler."
