@@ -1,9 +1,9 @@
 """Sparse-dLLM's eviction (Song et al., 2508.02558; OpenMOSS/Sparse-dLLM): keys that matter little are hidden.
 
 The first two steps of a block compute everything. Then, in each layer, the positions outside the block are ranked, and
-only the best share is kept until the next block; the block itself is computed in every step. The published rank of a
-position is the mean over heads of (mean rotated query of the block) · (its rotated key), unscaled and without softmax,
-followed by a maximum over neighboring positions.
+only the best share is kept until the next complete step; the block itself is computed in every step. The published rank
+of a position is the mean over heads of (mean rotated query of the block) · (its rotated key), unscaled and without
+softmax, followed by a maximum over neighboring positions.
 
 What it approximates: the block no longer sees the hidden positions, and the kept ones are stale.
 
@@ -49,10 +49,14 @@ class Evict(Policy):
         object.__setattr__(self, "reads_scores", self.by == "score")
 
     def plan(self, history: History) -> Int[Tensor, "batch layer pos"]:
-        """Everything fresh in two steps; then the block fresh, the best others stale, the rest gone."""
+        """Everything fresh in two steps; then the block fresh, the best others stale, the rest gone.
+
+        The best are chosen after a complete step.
+        """
         if history.step_in_block < 2:
             return torch.full_like(history.age, int(Keys.FRESH))
-        kept = self._kept(history) if history.step_in_block == 2 else ~history.gone
+        chosen = history.complete[:, :, None]
+        kept = torch.where(chosen, self._kept(history), ~history.gone) if bool(chosen.any()) else ~history.gone
         plan = torch.where(kept, int(Keys.STALE), int(Keys.GONE))
         return torch.where(history.in_block, int(Keys.FRESH), plan)
 

@@ -103,6 +103,5 @@ class Refresh(Policy):
         assert history.drift is not None
         assert self.where is not None
         outside = history.drift.masked_fill(inner[:, None], torch.nan)
-        complete = (history.age[:, 0] == 1) | ~history.real
         above = (outside > self.where.bound).flatten(1).any(dim=1)
-        return above & ~complete.all(dim=1)
+        return above & ~history.complete[:, 0]

@@ -6,7 +6,7 @@ others hidden (`others="gone"`). The negation, ``~KeepSinks(...)``, exchanges si
 
 What they approximate: as `DualCache`, with the exceptions above. The first step of a block computes everything.
 
-Pitfall: a key that is hidden has no attention, so it cannot become a sink again before the next block.
+Pitfall: a key that is hidden has no attention, so it cannot become a sink again before the next complete step.
 """
 
 from dataclasses import dataclass, field, replace
@@ -59,10 +59,10 @@ class KeepSinks(Policy):
         if history.step_in_block == 0:
             return torch.full_like(history.age, int(Keys.FRESH))
         favored, rest = (Keys.FRESH, Keys.STALE) if self.others == "stale" else (Keys.STALE, Keys.GONE)
-        if self.others == "gone" and history.step_in_block > 1:
-            chosen = ~history.gone
-        else:
-            chosen = self._sinks(history) ^ self.negated
+        chosen = ~history.gone
+        if self.others == "stale" or bool(history.complete.any()):
+            found = self._sinks(history) ^ self.negated
+            chosen = found if self.others == "stale" else torch.where(history.complete[:, :, None], found, chosen)
         plan = torch.where(chosen, int(favored), int(rest))
         return torch.where(history.in_block, int(Keys.FRESH), plan)
 

@@ -83,6 +83,12 @@ class History:
         columns = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         return (columns >= self.block.start) & (columns < self.block.stop)
 
+    @property
+    def complete(self) -> Bool[Tensor, "batch layer"]:
+        """Whether the step before computed every key of a layer; False in step 0."""
+        left_out = ((self.age > 1) | self.gone) & self.real[:, None]
+        return ~left_out.any(dim=2) & (self.step > 0)
+
 
 class Policy(ABC):
     """Decides before each step which keys are computed, reused or hidden; see `sinklens.caching`.
