@@ -261,18 +261,27 @@ def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarra
     Returns:
         "per_head": sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"); "main_score": mean
         over heads and steps of the largest score; "static_share": share of heads whose strongest key never moves, in
-        [0, 1].
+        [0, 1]. Under a cache policy, scores are means over the queries that the step computed, times the number of
+        positions, so that uniform attention is 1 as in an exact run.
     """
     assert run.sinks is not None
     found: dict[str, list[float]] = {"per_head": [], "main_score": [], "static_share": []}
     for row, count in enumerate(steps):
-        row_sinks = run.sinks.isel(batch=[row], step=slice(0, count))
+        row_sinks = _to_all_queries(run.sinks.isel(batch=[row], step=slice(0, count)))
         score = row_sinks.scores()
         exists = score.notnull().any("pos")
         found["per_head"].append(float(row_sinks.detect().sum() / exists.sum()))
         found["main_score"].append(float(score.max("pos").mean()))
         found["static_share"].append(float(static_share(row_sinks).mean()))
     return {name: np.array(values) for name, values in found.items()}
+
+
+def _to_all_queries(track: SinkTrack) -> SinkTrack:
+    """The track with scores as if every position were a query, which under a cache policy are sums over fewer."""
+    if "fresh" not in track:
+        return track
+    fraction = track.scores("fraction")
+    return SinkTrack(track.data.assign(score=fraction * fraction.notnull().sum("pos")))
 
 
 def _device_name(model: "Model") -> str:

@@ -28,6 +28,8 @@ class SinkTrack(TrackData):
     def detect(self, detector: Detector | None = None) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """True where `detector` finds a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3.
 
+        Under a cache policy scores are sums over fewer queries, so use a detector that takes another unit.
+
         Raises:
             TrackError: `detector` is not a detector, needs a quantity that was not recorded, or does not return
                 booleans on the five axes of the scores.

@@ -4,9 +4,11 @@ import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tracks import planted
 
 import sinklens
 from sinklens.checkpoints.files import find_checkpoint
@@ -24,6 +26,7 @@ from sinklens.evaluation.units import (
     token_ids,
 )
 from sinklens.interventions import MaskSinks
+from sinklens.sinks import SinkTrack
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample
@@ -98,6 +101,21 @@ def test_the_sink_summary_equals_a_naive_count(tiny_llama):
         assert found["per_head"][row] == pytest.approx(np.mean(sinks))
         assert found["main_score"][row] == pytest.approx(np.mean(best))
         assert found["static_share"][row] == pytest.approx(np.mean(static))
+
+
+def test_the_sink_summary_under_a_cache_counts_as_if_every_position_were_a_query():
+    """Every query attends alike, so the sinks do not depend on how many queries a step computes."""
+    row = np.array([0.0, 0.0, 0.02, 0.8, 0.03, 0.05, 0.05, 0.05])  # two positions of padding
+    real, fresh = np.arange(8) >= 2, np.arange(8) >= 6
+    exact = planted([6 * row] * 3, real)
+    some = planted([6 * row, 2 * row, 2 * row], real)
+    computed = np.stack([real, fresh, fresh])[None, :, None]
+    cached = SinkTrack(some.data.assign(fresh=(("batch", "step", "layer", "pos"), computed)))
+    expected, found = (sink_summary(SimpleNamespace(sinks=track), [3]) for track in (exact, cached))
+    assert expected["per_head"] == 1
+    assert expected["main_score"] == pytest.approx(4.8)
+    assert found["main_score"] == pytest.approx(expected["main_score"])
+    assert found["per_head"] == expected["per_head"]
 
 
 def test_batches_contain_every_sample_once_and_group_similar_lengths(tiny_llada):
