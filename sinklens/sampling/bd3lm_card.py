@@ -42,12 +42,12 @@ def denoise(state: State, settings: Bd3lmCardSettings) -> Iterator[None]:
 
 
 def _step(state: State, settings: Bd3lmCardSettings, progress: BlockProgress, blocks: Blocks) -> None:
-    canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
-    where = (canvas == state.mask_id) & block
-    start, first = state.prompt_length, block[:, state.prompt_length]
-    sealed = replace(blocks, sealed=tuple(start if here else 0 for here in first.tolist()))
-    given = ~block & (canvas != state.mask_id)
-    with ruled_by(state.tree.hf.config, sealed):
+    block, counts, start = progress.current(), progress.take_counts(), state.prompt_length
+    sealed = replace(blocks, sealed=tuple(start if here else 0 for here in block[:, start].tolist()))
+    with ruled_by(state.tree.hf.config, sealed):  # a hook on the canvas may run another pass
+        canvas = state.begin_step()
+        where = (canvas == state.mask_id) & block
+        given = ~block & (canvas != state.mask_id)
         logits = state.logits(canvas, where, settings.cfg_scale, window=progress.window(), given=given)
     commit_most_confident(state, settings, canvas, where, logits, counts)
     progress.end(progress.stops(state.canvas, block))

@@ -148,6 +148,20 @@ def test_same_step_runs_a_second_pass_only_where_needed(worded, monkeypatch):
     assert passes == [0, 1, 1, 2, 3, 3]
 
 
+def test_same_step_sees_the_first_block_as_the_model_cards_sampler_does(worded):
+    """Its prompt does not see the answer; the second pass finds the sinks that a run without masks recorded."""
+    model, settings = worded("sdar"), {"sampler": "bd3lm-card", "gen_length": 6, "use_cache": False}
+    base = sinklens.generate(model, PADDED, **settings)
+    peeked, recorded = (
+        watch(model, PADDED, [MaskSinks(top_k=2, **given)], ["hook_attn_mask"], replay=base, **settings)
+        for given in ({"same_step": True}, {"same_step": True, "source": base.sinks})
+    )
+    for step in range(base.steps_run):
+        found, expected = (watched.stacked("hook_attn_mask", step) for watched in (peeked, recorded))
+        assert torch.equal(found, expected)
+        assert (expected == -torch.inf).any()
+
+
 @pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])
 def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
     prompt, settings = "Question: Tom has 2 apples.", {"gen_length": 4, "steps": 2, "record_sinks": False}
