@@ -52,6 +52,7 @@ class HeldKeys:
         window: the columns that the pass computes.
         fresh: keys that the pass computes and uses.
         gone: keys that no query may see.
+        computed: positions whose key is fresh in any layer; never padding.
         edited: positions of which a hook changed a key or value in this pass.
     """
 
@@ -66,6 +67,7 @@ class HeldKeys:
         self.fresh: Bool[Tensor, "batch layer pos"]
         self.gone: Bool[Tensor, "batch layer pos"]
         self.edited = torch.zeros_like(real)
+        self.computed: Bool[Tensor, "batch pos"] = torch.zeros_like(real)
 
     def hidden(
         self,
@@ -94,7 +96,8 @@ class HeldKeys:
         """What all layers of the pass share: where all rows are fresh, and what is hidden and counted."""
         inside = self.fresh[:, :, self.window]
         self._uniform = inside.all(dim=2).all(dim=0).tolist()  # by layer: the window's keys are fresh in every row
-        counted = (self.fresh.any(dim=1) & self._real)[:, self.window]
+        self.computed = self.fresh.any(dim=1) & self._real
+        counted = self.computed[:, self.window]
         visible = self._real[:, None] & ~self.gone
         self._hides = (~visible).any(dim=2).any(dim=0).tolist()
         self._visible = visible

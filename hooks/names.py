@@ -327,6 +327,16 @@ def position_axis(name: str) -> int:
     return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
 
 
+def covers_all_columns(name: str) -> bool:
+    """Whether the value of a point has all columns where a pass computes a window: stale keys and values, and scores.
+
+    >>> covers_all_columns("blocks.0.attn.hook_k"), covers_all_columns("blocks.0.hook_resid_pre")
+    (True, False)
+    """
+    axes = axes_of(name)
+    return name.endswith((".hook_k", ".hook_v")) or ("key" in axes and "query" not in axes)
+
+
 def attention_specs(parts: Parts = PLAIN) -> list[PointSpec]:
     """The rows of an attention layer, in the order the forward pass reaches them."""
     if not parts.qk_norm:

@@ -129,7 +129,8 @@ class Denoising:
             )
         chosen = Record() if record is True else record
         more = VARIABLES if self.state.keys is not None or self.settings.reuses_keys else None
-        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more)
+        partial = self.state.keys is not None
+        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more, partial)
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs, including those of interventions."""

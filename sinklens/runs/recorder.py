@@ -9,6 +9,9 @@ for earlier positions are carried over, and the recorded values equal those of a
 
 A model with an encoder computes the canvas of the step, and its queries see the cached keys in reach and the canvas.
 Values are recorded at the positions of the text that they belong to; all others are NaN.
+
+Under a cache policy a pass computes one window for all rows. Values, maps and medians cover the positions that a row's
+own plan computes; all others are NaN, so that a record does not depend on the other rows of the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +24,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.hooks.names import position_axis
+from sinklens.hooks.names import covers_all_columns, position_axis
 from sinklens.sinks.quantities import Quantity, Scores
 from sinklens.sinks.record import Place, Record
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
 
 if TYPE_CHECKING:
+    from sinklens.hooks.held_keys import HeldKeys
     from sinklens.hooks.points import Point
     from sinklens.hooks.tree import HookTree
 
@@ -36,6 +40,7 @@ class SinkRecorder:
 
     Args:
         more: further variables that come with the canvases of each step, and their axes after batch and step.
+        partial: whether a cache policy limits a step to some positions.
 
     Attributes:
         patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
@@ -50,10 +55,11 @@ class SinkRecorder:
         real: Bool[Tensor, "batch pos"],
         steps: int,
         more: Mapping[str, tuple[str, ...]] | None = None,
+        partial: bool = False,
     ) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
         quantities, layers = record.chosen(), tree.cfg.n_layers
-        _refuse_comparison(quantities, tree)
+        _refuse_comparison(quantities, tree, partial)
         self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
             for layer in range(layers)
@@ -64,6 +70,7 @@ class SinkRecorder:
         self.latest: dict[str, np.ndarray] = {}
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._places: dict[tuple[str, int], range] = {}
+        self._computed: dict[tuple[str, int], Tensor] = {}  # under a policy, at points of the window
         self._before: dict[tuple[str, int], Tensor] = {}
         self._compared: dict[tuple[str, int], Tensor] = {}
         self._rows_of: dict[int, Tensor] = {}
@@ -86,7 +93,7 @@ class SinkRecorder:
         try:
             for part, layer, name in self._points:
                 point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append(after(point, self._keeper(part, layer, position_axis(name))))
+                handles.append(after(point, self._keeper(part, layer, name)))
             yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
@@ -97,14 +104,18 @@ class SinkRecorder:
                 handle.remove()
             self._watching.clear()
 
-    def _keeper(self, quantity: Quantity, layer: int, axis: int) -> Callable[[Tensor], None]:
+    def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
+        axis, complete = position_axis(name), covers_all_columns(name)
+
         def keep(value: Tensor) -> None:
             if self._tree.watch.length is not None:  # the pass covers the last positions of a text of this length
                 length = self._tree.watch.length
                 self._places[quantity.name, layer] = range(length - value.shape[axis], length)
-            elif (held := self._tree.watch.held) is not None:  # keys and values are those of all columns
-                start = 0 if value.shape[axis] == self._real.shape[1] else held.window.start
-                self._places[quantity.name, layer] = range(start, start + value.shape[axis])
+            elif (held := self._tree.watch.held) is not None:
+                window = slice(0, value.shape[axis]) if complete else held.window
+                self._places[quantity.name, layer] = range(window.start, window.stop)
+                if not complete:
+                    self._computed[quantity.name, layer] = held.computed
             self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
 
         return keep
@@ -116,7 +127,8 @@ class SinkRecorder:
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
 
             def keep(value: Tensor, layer: int = layer) -> None:
-                self._rows_of[layer] = value[: self._rows].detach().clone()
+                rows, held = value[: self._rows].detach().clone(), self._tree.watch.held
+                self._rows_of[layer] = rows if held is None else _of_all_queries(rows, held)
 
             self._watching.append(after(point, keep))
 
@@ -163,13 +175,18 @@ class SinkRecorder:
         exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
         first = 0 if part.name == Scores.name else first  # scores are about keys, cached ones included
         place = self._places.pop((part.name, layer), range(first, exists))
-        found = part.finish(kept, self._real[:, place.start : place.stop].to(kept.device), self._tree.cfg.n_heads)
+        computed = self._computed.pop((part.name, layer), None)
+        real = (self._real if computed is None else computed)[:, place.start : place.stop].to(kept.device)
+        found = part.finish(kept, real, self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
         if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
             returned = {name: list(value.shape) for name, value in found.items()}
             raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish returned {returned}.")
         length = self._real.shape[1]
-        return {name: _filled(value, shapes[name], place.start, length) for name, value in found.items()}
+        return {
+            name: _filled(value, shapes[name], place.start, length, None if computed is None else real)
+            for name, value in found.items()
+        }
 
     def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
         rows = self._rows_of.pop(layer, None)
@@ -183,14 +200,27 @@ class SinkRecorder:
             self.patterns[step, layer] = rows.cpu()
 
 
-def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree") -> None:
+def _of_all_queries(rows: Float[Tensor, "batch head window key"], held: "HeldKeys") -> Tensor:
+    """The map of a window with one row per column, NaN for queries that the row's plan does not compute."""
+    found = rows.new_full((*rows.shape[:2], rows.shape[3], rows.shape[3]), torch.nan)
+    found[:, :, held.window] = rows
+    return found.masked_fill(~held.computed.to(rows.device)[:, None, :, None], torch.nan)
+
+
+def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
     """Refuse quantities that compare steps where a step may compute other positions than the one before."""
     other = tree.causal or tree.architecture.encoder or tree.attention_blocks is not None
-    named = [part.name for part in quantities if part.compares]
-    if named and other:
-        raise SettingError(
-            f"quantity {named[0]!r} compares the same positions in two steps; it is recorded for bidirectional models."
-        )
+    for part in quantities:
+        if part.compares and other:
+            raise SettingError(
+                f"quantity {part.name!r} compares the same positions in two steps; it is recorded for bidirectional "
+                f"models."
+            )
+        if part.compares and partial and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}")):
+            raise SettingError(
+                f"quantity {part.name!r} compares the same positions in two steps, and under a cache policy a step has "
+                f"only some of {part.point}; leave cache= out, or compare attn.hook_k or attn.hook_v, which have all."
+            )
 
 
 def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
@@ -198,8 +228,14 @@ def after(point: "Point", function: Callable[[Tensor], None]) -> Any:
     return point.register_forward_hook(lambda _module, _args, _kwargs, output: function(output), with_kwargs=True)
 
 
-def _filled(value: Tensor, axes: tuple[str, ...], first: int, length: int) -> Tensor:
-    """`value`, which begins at column `first`, padded to the canvas length with NaN, -1 (integers) or False."""
+def _filled(
+    value: Tensor, axes: tuple[str, ...], first: int, length: int, computed: Bool[Tensor, "batch window"] | None
+) -> Tensor:
+    """`value`, which begins at column `first`, with NaN, -1 (integers) or False up to the length of the canvas.
+
+    Args:
+        computed: positions of `value` to keep; None for all.
+    """
     if value.is_floating_point():
         value, missing_value = value.float(), torch.nan
     else:
@@ -207,8 +243,11 @@ def _filled(value: Tensor, axes: tuple[str, ...], first: int, length: int) -> Te
     if "pos" not in axes:
         return value
     axis = axes.index("pos")
-    missing = (first, length - first - value.shape[axis])
-    return torch.nn.functional.pad(value.movedim(axis, -1), missing, value=missing_value).movedim(-1, axis)
+    last = value.movedim(axis, -1)
+    if computed is not None:
+        last = last.masked_fill(~computed.view(len(computed), *[1] * (last.ndim - 2), -1), missing_value)
+    missing = (first, length - first - last.shape[-1])
+    return torch.nn.functional.pad(last, missing, value=missing_value).movedim(-1, axis)
 
 
 def _within(place: Place, steps: int, layers: int) -> Place:

@@ -51,7 +51,7 @@ class Quantity(ABC):
 
         Args:
             kept: kept values of all positions that exist.
-            real: False on padding; for the positions that exist.
+            real: False on padding, and on positions that a cache policy leaves out; for the positions that exist.
             heads: number of query heads of the layer.
 
         Returns:
@@ -133,8 +133,9 @@ class Stream(Quantity):
 
     ``stream_peak`` [pos]: max_c |h[j, c]|; ``stream_channel`` [pos]: that channel c; ``stream_median``: median of |h|
     over all real positions and channels; ``stream_channel_median`` [pos]: median of |h[:, c]| over real positions, for
-    the channel c of the peak. Of an even number of values the median is the lower middle one. Source: Massive
-    Activations (2402.17762); per channel after Layer Collapse (2605.06366).
+    the channel c of the peak. Of an even number of values the median is the lower middle one. Under a cache policy,
+    only positions that the step computes count. Source: Massive Activations (2402.17762); per channel after Layer
+    Collapse (2605.06366).
     """
 
     name = "stream"
@@ -153,7 +154,11 @@ class Stream(Quantity):
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """Peaks and medians; padding is excluded from the medians."""
         peak, channel = kept.float().max(dim=-1)
-        medians = [(row[keep].median(), row[keep].median(dim=0).values) for row, keep in zip(kept, real, strict=True)]
+        none = kept.new_full(kept.shape[2:], torch.nan)  # of a row that a cache policy leaves out
+        medians = [
+            (row[keep].median(), row[keep].median(dim=0).values) if bool(keep.any()) else (none[0], none)
+            for row, keep in zip(kept, real, strict=True)
+        ]
         per_channel = torch.stack([channels for _, channels in medians]).float()
         return {
             "stream_peak": peak,
@@ -166,7 +171,8 @@ class Stream(Quantity):
 class Outputs(Quantity):
     """Stable rank of each head's output O = A·V (``hook_z``): ``output_rank`` [head], |O|_F² / σ₁², at least 1.
 
-    σ₁ is the largest singular value of O [pos, d_head] over real positions. Source: Unifying View (2606.08105).
+    σ₁ is the largest singular value of O [pos, d_head] over real positions, under a cache policy over those that the
+    step computes. Source: Unifying View (2606.08105).
     NaN for a head whose output is zero, or not finite.
     """
 

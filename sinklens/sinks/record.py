@@ -25,6 +25,7 @@ class Record:
             rank of head outputs), "drift" (change of the keys), or custom `Quantity` objects.
         patterns: (step, layer) pairs whose full attention patterns are kept in ``run.patterns``; negative numbers count
             from the end. Recording a pattern uses explicit attention, which can change the last bits of the logits.
+            Under a cache policy, rows of queries that the step did not compute are NaN.
         to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
         dtype: type of floating-point variables on disk, "float32" or "float16" (three significant digits, up to

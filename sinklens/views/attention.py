@@ -48,7 +48,7 @@ def attention(
         TrackError: no such step, layer, row or head, or the pattern is unavailable (see `pattern_at`).
     """
     run = generation_of(t)
-    pattern = pattern_at(run, step, layer, row).numpy()
+    pattern = pattern_at(run, step, layer, row).nan_to_num().numpy()  # queries that a cache policy left out are blank
     track = recorded(run).isel(batch=row)
     chosen = list(range(len(pattern))) if heads is None else [head % len(pattern) for head in heads]
     if heads is not None:

@@ -47,7 +47,8 @@ def generation_of(t: "Generation | Trace") -> "Generation":
 def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
     """Attention pattern of one step and layer, on the real positions of row `row`; rows of a softmax sum to 1.
 
-    Left padding is excluded, and so are positions that an autoregressive run had not reached. Query i and key i are
+    Left padding is excluded, and so are positions that an autoregressive run had not reached. In a pattern that was
+    recorded under a cache policy, rows of queries that the step did not compute are NaN. Query i and key i are
     position ``first + i`` of the run's canvas, with ``first`` the length of the row's padding.
 
     Args:

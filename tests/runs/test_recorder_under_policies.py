@@ -1,0 +1,68 @@
+"""Under a cache policy, variables and patterns are recorded for the positions that a row's plan computes."""
+
+import re
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.caching import DelayedCache, DualCache
+from sinklens.errors import SettingError
+from sinklens.sinks import Quantity, Record
+from sinklens.views import attention, pattern_at
+
+PROMPTS = ["one two three four five six", "seven eight nine"]
+SETTINGS = {"gen_length": 12, "block_length": 6, "seed": 1}
+ALL = Record(["values", "stream", "outputs", "drift"], patterns=[(3, 1), (9, 2)])
+
+
+@pytest.fixture(scope="module")
+def together(worded):
+    return sinklens.generate(worded("llama"), PROMPTS, cache=DelayedCache(4), record_sinks=ALL, **SETTINGS)
+
+
+def test_a_row_of_a_batch_is_recorded_as_alone(worded, together):
+    """The window of a pass covers what any row computes; the rows here compute different positions."""
+    fresh = together.sinks["fresh"].any("layer").to_numpy()
+    assert (fresh[0] != fresh[1])[:, together.prompt_length :].any()
+    for row, prompt in enumerate(PROMPTS):
+        alone = sinklens.generate(worded("llama"), prompt, cache=DelayedCache(4), record_sinks=ALL, **SETTINGS)
+        start = together.canvas.shape[2] - alone.canvas.shape[2]
+        for name in ("stream_peak", "stream_channel", "stream_median", "stream_channel_median", "output_rank", "drift",
+                     "value_norm"):  # fmt: skip
+            ours, theirs = (run.sinks[name].isel(batch=at) for run, at in ((alone, 0), (together, row)))
+            if "pos" in theirs.dims:
+                theirs = theirs.isel(pos=slice(start, None))
+            np.testing.assert_allclose(ours.to_numpy(), theirs.to_numpy(), rtol=2e-3, atol=1e-5, err_msg=name)
+
+
+def test_recorded_patterns_have_a_row_for_each_computed_query_and_no_other(together):
+    for (step, layer), pattern in together.patterns.items():
+        computed = torch.from_numpy(together.sinks["fresh"].isel(step=step).any("layer").to_numpy())
+        assert (computed != together.real).any()
+        assert torch.equal(~pattern.isnan().any(dim=-1), computed[:, None].expand(pattern.shape[:3]))
+        score = together.sinks["score"].isel(step=step, layer=layer).to_numpy()
+        np.testing.assert_allclose(pattern.nansum(dim=2), score, atol=1e-5)
+        for row in range(2):
+            shown, start = pattern_at(together, step, layer, row), int(together.real[row].int().argmax())
+            assert torch.equal(shown.nan_to_num(), pattern[row, :, start:, start:].nan_to_num())
+            assert not re.search(r"[\[,]NaN[\],]", attention(together, step=step, layer=layer, row=row).document)
+
+
+class Moved(Quantity):
+    name: ClassVar = "moved"
+    point: ClassVar = "hook_resid_pre"
+    variables: ClassVar = {"moved": ("pos",)}
+    compares: ClassVar = True
+
+    def finish(self, kept, real, heads):
+        return {"moved": kept.float().norm(dim=-1)}
+
+
+def test_a_comparison_of_steps_at_a_point_of_the_window_is_refused(worded):
+    with pytest.raises(
+        SettingError, match=r"under a cache policy a step has only some of hook_resid_pre; leave cache="
+    ):
+        sinklens.generate(worded("llama"), "one", gen_length=4, cache=DualCache(), record_sinks=Record([Moved()]))
