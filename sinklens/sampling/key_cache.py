@@ -132,7 +132,6 @@ class KeyCache:
         self._held = HeldKeys(tree, real)
         shape = (real.shape[0], self.layers, real.shape[1])
         self._computed = torch.full(shape, -1, dtype=torch.long, device=real.device)  # step of each entry
-        self._ids: Tensor | None = None  # token that each entry was computed with
         self._written = torch.full(real.shape, -1, dtype=torch.long, device=real.device)
         self._last: Tensor | None = None  # canvas of the step before
         self._step, self._step_in_block, self.block = -1, 0, slice(0, 0)
@@ -194,9 +193,7 @@ class KeyCache:
         last = canvas if self._last is None else self._last
         self._written = torch.where((canvas != last), self._step - 1, self._written)
         self._last = canvas.clone()
-        replaced = edited.clone()
-        if self._ids is not None:
-            replaced |= (self._ids != canvas) & (self._ids != self._mask)
+        replaced = edited | ((last != canvas) & (last != self._mask))
         self._computed.masked_fill_(replaced[:, None], -1)
 
     def _history(self, canvas: Tensor, undecided: Tensor) -> History:
@@ -235,13 +232,11 @@ class KeyCache:
             self.drift = self._drift(before)
         self._computed.masked_fill_(self.fresh, self._step)
         self._computed.masked_fill_(self._held.edited[:, None], -1)
-        everywhere = self.fresh.all(dim=1)
-        self._ids = canvas.clone() if self._ids is None else torch.where(everywhere, canvas, self._ids)
         return hidden
 
     @property
     def _compares(self) -> bool:
-        return self.policy.reads_drift and self._ids is not None
+        return self.policy.reads_drift and self._step > 0
 
     def _drift(self, before: list[Tensor] | None) -> Float[Tensor, "batch layer pos"]:
         """Relative change of the keys that the step computed; NaN for keys without an entry, and for stale ones."""

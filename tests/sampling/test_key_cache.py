@@ -1,9 +1,11 @@
 """What a step under a policy may decide, and which entries it may not use."""
 
+from dataclasses import dataclass
+
 import torch
 
 import sinklens
-from sinklens.caching import DualCache
+from sinklens.caching import DualCache, History, Policy
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
 ANSWER = {"gen_length": 12, "block_length": 6, "steps": 8, "sampler": "llada"}
@@ -30,3 +32,27 @@ def test_a_position_is_proposed_only_if_the_one_that_predicts_it_is_computed(wor
         assert not (proposed[step] & ~(computed & predicted)).any()
         for_successor += int((computed & ~predicted & run.undecided[:, step])[:, last].sum())
     assert for_successor >= 2
+
+
+@dataclass(frozen=True)
+class FirstLayerOnce(Policy):
+    """The block fresh; in step 6 the first layer everywhere too."""
+
+    def plan(self, history: History) -> torch.Tensor:
+        plan = history.in_block.expand_as(history.age).clone()
+        if history.step in (0, 6):
+            plan[:, : None if history.step == 0 else 1] = True
+        return plan
+
+
+def test_a_replaced_token_is_computed_in_every_layer_whichever_layers_had_computed_it(worded):
+    """The first block's last position is decided in step 5 and computed in one layer; later a replay replaces it."""
+    settings = {"gen_length": 12, "block_length": 6, "cache": FirstLayerOnce()}
+    base = sinklens.generate(worded("llama"), PROMPTS, **settings)
+    canvas, row = base.canvas.clone(), 0
+    position = int((base.unmask_step[row] == 5).nonzero()[0, 0])
+    canvas[row, 8:, position] = canvas[row, 8, position] % 7 + 1
+    run = sinklens.generate(worded("llama"), PROMPTS, replay=canvas, **settings)
+    fresh = run.sinks["fresh"].isel(batch=row, pos=position).to_numpy()
+    assert canvas[row, 8, position] != base.canvas[row, 8, position]
+    assert fresh[5:10].tolist() == [[True] * 3, [True, False, False], [False] * 3, [True] * 3, [False] * 3]
