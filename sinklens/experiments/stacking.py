@@ -48,6 +48,7 @@ class Stacked(Intervention):
             context = replace(
                 run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows),
                 marked=_of_rows(run.marked, rows), computed=_of_rows(run.computed, rows),
+                decidable=_of_rows(run.decidable, rows),
             )  # fmt: skip
             for entry in hooks:
                 pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]

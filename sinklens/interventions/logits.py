@@ -43,12 +43,12 @@ class MaskedLogits(Intervention):
             if not in_step(hook.step):
                 return
             assert canvas.now is not None
-            undecided, computed = canvas.now.undecided, run.computed()
-            if computed is not None:
+            undecided, decidable = canvas.now.undecided, run.decidable()
+            if decidable is not None:
                 where = undecided & run.real
                 kept = value.new_full((int(where.sum()), value.shape[-1]), torch.nan)
                 columns = slice(run.first_column(), run.first_column() + value.shape[1])
-                kept[(where & computed)[where]] = value[(where & computed)[:, columns]]
+                kept[(where & decidable)[where]] = value[(where & decidable)[:, columns]]
                 self.kept[hook.step or 0] = kept.detach().float().cpu()
                 return
             if not run.causal and value.shape[1] != canvas.now.ids.shape[1]:

@@ -108,7 +108,8 @@ class Denoising:
             special=self.model.special_tokens,
             marked=lambda: state.step_undecided,
             first_column=lambda: state.first,
-            computed=lambda: None if state.keys is None else state.keys.decidable,
+            computed=lambda: None if state.keys is None else state.keys.computed,
+            decidable=lambda: None if state.keys is None else state.keys.decidable,
             controls=self.controls,
         )
 

@@ -66,7 +66,8 @@ class RunContext:
         special: ids of special tokens, as in `Model.special_tokens`.
         marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
         first_column: returns the first canvas column that the current pass of a diffusion run computes.
-        computed: returns the positions that the current step can decide under a cache policy; None without a policy.
+        computed: returns the positions that the current step computes under a cache policy; None without a policy.
+        decidable: of these, the ones that the step can decide: with what predicts them; None without a policy.
         controls: counts the keys of controls.
     """
 
@@ -82,6 +83,7 @@ class RunContext:
     marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     first_column: Callable[[], int] = lambda: 0
     computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
+    decidable: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     controls: ControlLog = field(default_factory=ControlLog)
 
     @property
