@@ -31,10 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Import what tests share, except in the process that only distributes tests to others."""
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         import torch
-        import typechecks  # noqa: F401 — before the package is imported
 
         if not torch.cuda.is_available():
             os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever library
+        import typechecks  # noqa: F401 — before the package is imported
+
         torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
 
 
