@@ -92,7 +92,8 @@ class DreamBlockSettings(EqualBlocks):
     Attributes:
         gen_length: number of answer positions, all masked at the start.
         steps: denoising steps of the complete generation, summed over blocks; default `gen_length`. With a threshold a
-            block ends as soon as it is filled.
+            block ends as soon as it is filled. The first step of a block decides its first token alone, so with one
+            step per block the other positions stay masked, as in Fast-dLLM.
         block_length: blocks of this length are decoded from left to right; default 32, or `gen_length` if 32 does not
             divide it.
         alg: the confidence that orders commits: "entropy" (negative entropy), "maskgit_plus" (probability), or
@@ -118,12 +119,6 @@ class DreamBlockSettings(EqualBlocks):
 
     def __post_init__(self) -> None:
         self._divide()
-        blocks = self.gen_length // self.block_length
-        require(
-            self.steps > blocks or self.block_length == 1,
-            f"steps {self.steps} is one for each of {blocks} blocks, and the first step of a block decides only its "
-            f"first token; give at least {2 * blocks}.",
-        )
         require(
             self.threshold is None or self.steps == self.gen_length,
             "with a threshold, blocks end when they are filled; leave steps out.",

@@ -60,7 +60,6 @@ def test_an_autoregressive_step_decodes_one_token():
         ("autoregressive", {"top_k": 0}, r"top_k must be an integer of at least 1"),
         ("autoregressive", {"steps": 4}, r"steps is not a setting of the autoregressive sampler"),
         ("llada", {"temperature": "hot"}, r"wrong type"),
-        ("dream-blocks", {"gen_length": 8, "block_length": 4, "steps": 2}, r"steps 2 is one for each of 2"),
         ("llada2", {"gen_length": 8, "minimal_topk": 9}, r"minimal_topk 9 is more than gen_length 8, .* at most 8"),
         ("llada2", {"eos_early_stop": True, "stop": False}, r"eos_early_stop=True ends rows .* stop=False forbids"),
         ("llada2.1", {"max_post_steps": -1}, r"max_post_steps must be an integer of at least 0; got -1"),
