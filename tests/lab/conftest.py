@@ -30,6 +30,16 @@ def client(lab) -> Iterator[Client]:
     opened.close()
 
 
+def ended_runs(lab: Lab) -> None:
+    """Stop what earlier tests left running, and wait until it has ended."""
+    client = Client(lab.url)
+    for run in client.get("/api/session")["runs"]:
+        if run["status"] in ("queued", "running"):
+            client.http.post(f"/api/runs/{run['id']}/cancel", json={})
+            client.ended(run["id"])
+    client.close()
+
+
 class Gate:
     """Holds runs before a step until it is opened."""
 
@@ -38,8 +48,9 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch) -> Iterator[Gate]:
+def gate(lab, monkeypatch) -> Iterator[Gate]:
     """Every run waits before its fourth step."""
+    ended_runs(lab)
     made, before = Gate(), LiveRun.before
 
     def wait(self, step, state):

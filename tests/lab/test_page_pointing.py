@@ -28,6 +28,25 @@ def test_a_run_is_stopped_and_its_finished_steps_remain(page, browser, gate, pla
     page.quiet()
 
 
+def test_a_run_whose_steps_precede_the_answer_to_its_request_can_be_stopped(page, browser, gate, plain):
+    page.without_changes().type(PROMPT)
+    browser.js(
+        "const sent = window.fetch; window.fetch = async (path, given) => { const answer = await sent(path, given); "
+        "if (path === '/api/runs') await new Promise((answered) => { window.answered = answered; }); return answer; }"
+    )
+    page.submit()
+    assert gate.reached.wait(30)
+    browser.wait("return Boolean(window.answered)")
+    browser.js("setTimeout(answered, 500)")
+    browser.wait("return document.body.dataset.steps === '3' && !document.getElementById('halt').disabled")
+    browser.click("halt")
+    browser.wait("return performance.getEntriesByType('resource').some(({ name }) => name.endsWith('/cancel'))")
+    gate.opened.set()
+    page.ended("A")
+    assert browser.text("state").startswith("Run A was stopped: 3 steps")
+    page.quiet()
+
+
 def test_paths_keys_and_token_ids_are_chosen_by_pointing(page, browser, tiny_llada, plain):
     ids = plain.canvas[0, 0, : plain.prompt_length].tolist()
     page.without_changes()

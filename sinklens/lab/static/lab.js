@@ -137,7 +137,7 @@ async function opened(id) {
 
 // Puts the run that should be shown onto the page, and the comparison if there are two.
 const present = attempt(async () => {
-  drawAB();
+  drawState();
   const id = shownId();
   if (!id) return;
   const wanted = (lab.wanted = id), next = await opened(id);
