@@ -149,6 +149,13 @@ class TrackData:
         """Queries of a step in a run with canvases of random tokens; None in other runs."""
         return json.loads(self.data.attrs.get("settings", "{}")).get("canvas_length")
 
+    @property
+    def _computed(self) -> xr.DataArray | None:
+        """Queries of a step under a cache policy, [batch, step, pos]: the positions fresh in any layer of the run."""
+        if "computed" in self.data:
+            return self.data["computed"]
+        return self.data["fresh"].any("layer") if "fresh" in self.data else None
+
     def _before(self, state: xr.DataArray) -> xr.DataArray:
         """`state` one step earlier; False in the first step."""
         return state.shift(step=1, fill_value=False)
@@ -172,7 +179,7 @@ class TrackData:
         exists = score.notnull()
         if unit == "visible" and self.causal:  # queries j, j + 1, … see key j
             return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))
-        queries = self.data["fresh"].any("layer") if "fresh" in self.data else exists
+        queries = exists if self._computed is None else self._computed
         fraction = score / (queries if self._canvas_length is None else self.on_canvas).sum("pos")
         return fraction * 100 if unit == "percent" else fraction
 
@@ -225,7 +232,10 @@ class TrackData:
                 raise TrackError(
                     f"{name}={places[name]!r} selects no {name} of this track, which has {size}; select at least one."
                 )
-        return type(self)(self.data.isel(kept))
+        data = self.data
+        if "layer" in kept and self._computed is not None:  # the other layers will be gone
+            data = data.assign(computed=self._computed)
+        return type(self)(data.isel(kept))
 
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import xarray as xr
 from building import plain_pass
 
 import sinklens
@@ -240,6 +241,15 @@ def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(worded):
     for row, layer, head in torch.cartesian_prod(*map(torch.arange, top.shape)).tolist():
         position = int(top[row, layer, head])
         assert hidden[row, layer, position] == (position not in block)
+
+
+def test_a_layer_of_a_track_keeps_the_queries_that_other_layers_computed(worded):
+    run, _ = run_under(KeepSinks(TopK(1), k=1), worded("llama"), "llama")
+    fresh = run.sinks["fresh"]
+    assert bool((fresh != fresh.any("layer")).any()), "the layers must compute different positions"
+    for layer in fresh["layer"].to_numpy():
+        alone = run.sinks.isel(layer=layer).isel(step=slice(1, None)).scores("fraction")
+        xr.testing.assert_equal(alone, run.sinks.scores("fraction").isel(layer=[layer], step=slice(1, None)))
 
 
 @pytest.mark.parametrize("point", ["hook_k", "hook_v"])
