@@ -4,8 +4,9 @@ A run keeps sink scores, not patterns (2 GB per step for an 8-billion-parameter 
 is recomputed by one pass of the unchanged model over the canvas of the step. The result is checked: its column sums
 must equal the scores that the run recorded.
 
-Known failure: hooks, or statements of a trace block, changed what the model computed. The column sums then differ, and
-the pattern has to be recorded during the run. A change too small to show in them (`TOLERANCE`) goes unnoticed.
+Known failure: hooks, or statements of a trace block, changed what the model computed, or a cache policy reused keys.
+The column sums then differ, and the pattern has to be recorded during the run. A change too small to show in them
+(`TOLERANCE`) goes unnoticed.
 """
 
 from collections.abc import Sequence
@@ -56,8 +57,8 @@ def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> 
         step, layer, row: indices; negative numbers count from the end.
 
     Raises:
-        TrackError: no such step, layer or row; no sink scores to check against; or the run was changed by hooks or by
-            its block, and did not record this pattern.
+        TrackError: no such step, layer or row; no sink scores to check against; or the run was changed by hooks, by
+            its block or by a cache policy, and did not record this pattern.
     """
     return patterns_at(t, step, [layer], row)[layer]
 
@@ -106,22 +107,29 @@ def _computed(
     with torch.no_grad():
         _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()))
     found = {layer: cache[name][0].float().cpu() for layer, name in names.items()}
-    scores = recorded(run).isel(batch=row, step=step, layer=list(layers)).scores().to_numpy()[0, 0]
+    track = recorded(run)
+    policy = track.data.attrs.get("cache")
+    cause = f"the step reused keys under {policy}" if policy else "hooks or the trace's block changed the run"
+    scores = track.isel(batch=row, step=step, layer=list(layers)).scores().to_numpy()[0, 0]
     for layer, expected in zip(layers, torch.from_numpy(scores)[:, :, exists], strict=True):
-        _check(found[layer], expected, step, layer, TOLERANCE.get(model.cfg.dtype, max(TOLERANCE.values())))
+        _check(found[layer], expected, (step, layer), TOLERANCE.get(model.cfg.dtype, max(TOLERANCE.values())), cause)
     return found
 
 
 def _check(
-    pattern: Float[Tensor, "head query key"], scores: Float[Tensor, "head key"], step: int, layer: int, limit: float
+    pattern: Float[Tensor, "head query key"], scores: Float[Tensor, "head key"], place: tuple[int, int], limit: float, cause: str
 ) -> None:
-    """Compare ½ Σ_j |Σ_i A[i, j] − score_j| / S, the share of attention that differs, with `limit`."""
+    """Compare ½ Σ_j |Σ_i A[i, j] − score_j| / S, the share of attention that differs at (step, layer), with `limit`.
+
+    Raises:
+        TrackError: it is larger; the message gives `cause` as the reason.
+    """
     elsewhere = 0.5 * (pattern.sum(dim=1) - scores).abs().sum(dim=-1) / pattern.shape[1]
     if not bool((elsewhere <= limit).all()):  # also where a score is NaN
         head = int(elsewhere.nan_to_num(nan=torch.inf).argmax())
         raise TrackError(
-            f"the pattern of step {step}, layer {layer} cannot be recomputed: {float(elsewhere[head]):.1%} of the "
+            f"the pattern of step {place[0]}, layer {place[1]} cannot be recomputed: {float(elsewhere[head]):.1%} of the "
             f"attention of head {head} differs between the run and a pass of the unchanged model (allowed: "
-            f"{limit:.1%}), so hooks or the trace's block changed the run. Record the pattern during the run: "
-            f"sinklens.trace(..., record_sinks=Record(patterns=[({step}, {layer})])), with Record from sinklens.sinks."
+            f"{limit:.1%}), because {cause}. Record the pattern during the run: sinklens.trace(..., "
+            f"record_sinks=Record(patterns=[{place}])), with Record from sinklens.sinks."
         )

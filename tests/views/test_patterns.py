@@ -87,6 +87,13 @@ def test_a_run_changed_by_hooks_is_rejected_unless_it_recorded_the_pattern(tiny_
     assert pattern_at(kept, 4, 1)[1].any()
 
 
+def test_a_pattern_of_reused_keys_is_rejected_and_the_policy_named(tiny_llada):
+    run = sinklens.generate(tiny_llada, prompts(1), cache="dual", block_length=8, gen_length=24, steps=24)
+    assert pattern_at(run, 0, 3).shape[0] == 6  # the first step of a block computes everything
+    with pytest.raises(TrackError, match=r"because the step reused keys under DualCache\(\)\. Record"):
+        pattern_at(run, 5, 3)
+
+
 def test_masking_one_sink_is_detected_in_every_dtype():
     """Rounding moves a share of attention below the limit, a masked sink one above it."""
     for dtype in ("float32", "float16", "bfloat16"):
