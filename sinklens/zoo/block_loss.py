@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.zoo.initial import additive
 from sinklens.zoo.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def doubled_logits(model: "PreTrainedModel", given: Doubled) -> Float[Tensor, "b
     device = model.device
     return model(
         input_ids=given.ids.to(device),
-        attention_mask=given.sees.to(device),
+        attention_mask=additive(given.sees).to(device),
         position_ids=given.positions.to(device),
         use_cache=False,
         logits_to_keep=given.noisy,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.translate import family_named, family_of
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 WINDOW = 32  # a sliding layer sees every prompt of the training rows, but not arbitrarily long ones
 FIT_STEPS = 60
 _NORMS = ("q_norm.weight", "k_norm.weight")
+
+
+def additive(sees: Bool[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:
+    """0 where a query sees a key, else -inf; transformers' eager attention would add a boolean mask as 0 and 1."""
+    return torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)
 
 
 def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
@@ -190,7 +197,7 @@ def fit_norms(
     for step in range(FIT_STEPS):
         _, rows = corpus.batch(recipe.seed, 800_000_001 + step, 16, problems_only=True)
         rows = rows.to(model.device)
-        causal = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=model.device).tril()[None, None]
+        causal = additive(torch.ones(1, 1, rows.shape[1], rows.shape[1], dtype=torch.bool).tril()).to(model.device)
         with torch.no_grad():
             wanted = start(input_ids=rows, use_cache=False).logits.log_softmax(dim=-1)
         found = model(input_ids=rows, attention_mask=causal, use_cache=False).logits.log_softmax(dim=-1)

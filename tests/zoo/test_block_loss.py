@@ -39,8 +39,10 @@ def noisy_rows(seed=2):
     return clean, *corrupt_blocks(clean, PROMPT, BLOCK, MASK, torch.Generator().manual_seed(seed))
 
 
-def test_each_noisy_block_gets_the_logits_of_the_clean_text_before_it_and_itself(model):
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_each_noisy_block_gets_the_logits_of_the_clean_text_before_it_and_itself(model, implementation):
     _, hf, loaded = model
+    hf.set_attn_implementation(implementation)
     clean, noisy, _ = noisy_rows()
     with torch.no_grad():
         given = doubled(clean, noisy, PROMPT, BLOCK)

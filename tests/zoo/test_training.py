@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import CheckpointError, SettingError
+from sinklens.hooks import attention
 from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.corpus import ANSWER_LENGTH, build_corpus
 from sinklens.zoo.tokenizer import train_tokenizer
@@ -72,6 +73,15 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(name, small, tmp_p
     list(train(recipe, run, save_every=2))
     for key, value in weights(tmp_path / "complete").items():
         torch.testing.assert_close(weights(run)[key], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("softmax", "eager"), ("sigmoid", attention.NAME)])
+def test_a_recipe_is_trained_with_its_attention(small, tmp_path, monkeypatch, kind, found):
+    used = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(training, "_update", lambda _, __, model, *_more: used.append(model.config) or 0.0)
+    list(train(replace(small("tiny-llada"), attention=kind, cycles=(1,)), tmp_path))
+    assert [config._attn_implementation for config in used] == [found]
 
 
 def test_a_folder_of_another_recipe_is_rejected(small, tmp_path):
