@@ -166,7 +166,7 @@ RECIPES = {
             learning_rate=1e-3,
             pictures=150_000,
         ),
-        Recipe("tiny-sdar", "blocks", cycles=(2000,), start_from="tiny-llama", learning_rate=1e-3, block_length=8),
+        Recipe("tiny-sdar", "blocks", cycles=(800,), start_from="tiny-llama", learning_rate=1e-3, block_length=8),
         Recipe(
             "tiny-llada-moe",
             "masked",
