@@ -25,8 +25,6 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-from sinklens.errors import SinklensError
-
 torch.set_num_threads(1)  # models this small gain nothing from more
 
 
@@ -61,7 +59,8 @@ def shell(command):
 #
 # ### Its size, without its weights
 #
-# The config alone determines a model's size. These are the relevant entries of the published `config.json` files:
+# The config alone determines a model's size. These are the relevant entries of two published `config.json` files.
+# `build_empty` makes the transformers model on PyTorch's meta device: every tensor has its shape but uses no memory.
 
 # %%
 from sinklens.checkpoints import build_empty, family_of, translate
@@ -71,12 +70,6 @@ CONFIGS = {
         "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
         "mlp_hidden_size": 12288, "embedding_size": 126464, "max_sequence_length": 4096, "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5, "weight_tying": False, "mask_token_id": 126336, "eos_token_id": 126081,
-    },
-    "Dream-7B": {
-        "model_type": "Dream", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
-        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "mask_token_id": 151666, "eos_token_id": 151643, "hidden_act": "silu",
     },
     "Llama-3.1-8B": {
         "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -89,16 +82,9 @@ CONFIGS = {
     },
 }  # fmt: skip
 
-# %% [markdown]
-# `build_empty` makes the transformers model on PyTorch's meta device: every tensor has its shape but uses no memory.
-
-# %%
-GIB = 2**30
-POSITIONS = 1024
-rows = {}
+GIB, POSITIONS, rows = 2**30, 1024, {}
 for name, raw in CONFIGS.items():
-    family = family_of(raw, name)
-    config = translate(raw, family, name)
+    config = translate(raw, family_of(raw, name), name)
     parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     rows[name] = {
@@ -114,17 +100,15 @@ assert sizes.loc["LLaDA-8B", "parameters"] == 8_015_581_184
 
 # %% [markdown]
 # In bfloat16 the weights take two bytes each. The other columns are for *one row* of 1,024 positions: the logits of one
-# pass (a run computes them only for undecided positions, one block in LLaDA, and the sampler uses float64), all
-# patterns of one pass, and a step of the sink track. A batch multiplies them, so reduce the batch when memory runs out.
-# The size of the patterns is why sinklens does not keep them: column sums are computed beside fused attention, layer by
-# layer, and a pattern exists only where a hook reads it.
+# pass (a run computes them only for undecided positions), all patterns of one pass, and a step of the sink track. A
+# batch multiplies them. The size of the patterns is why sinklens does not keep them: column sums are computed beside
+# fused attention, layer by layer, and a pattern exists only where a hook reads it.
 #
 # The list of hook points needs no weights either, only a folder with the config:
 
 # %%
-folder = Path("LLaDA-8B")
-folder.mkdir(exist_ok=True)
-(folder / "config.json").write_text(json.dumps(CONFIGS["LLaDA-8B"]))
+Path("LLaDA-8B").mkdir(exist_ok=True)
+Path("LLaDA-8B/config.json").write_text(json.dumps(CONFIGS["LLaDA-8B"]))
 listed = shell("sinklens hooks LLaDA-8B").splitlines()
 print(*[line[:100] for line in listed[:12]], f"… {len(listed) - 12} more", sep="\n")
 
@@ -140,18 +124,14 @@ from sinklens.evaluation import PROTOCOLS, estimate, evaluate, frame, masking, r
 for name, protocol in PROTOCOLS.items():
     print(f"{name}: {protocol.task}, chat template: {protocol.chat_template}, {protocol.hash}")
     print(f"    llada {protocol.of('llada')}\n    {protocol.note}")
+faster = PROTOCOLS["llada-gsm8k"].with_settings({"steps": 128})
+print(faster.hash, faster.of("llada"))
+assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 
 # %% [markdown]
 # The hash covers everything that affects a score. A changed setting makes another protocol, and another run in the
 # ledger; the two are never mixed.
-
-# %%
-usual = PROTOCOLS["llada-gsm8k"]
-faster = usual.with_settings({"steps": 128})
-print(usual.hash, faster.hash, faster.of("llada"))
-assert faster.hash != usual.hash
-
-# %% [markdown]
+#
 # On a machine with GPUs, one command per family then produces the paper's table:
 #
 #     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct meta-llama/Llama-3.1-8B-Instruct --protocol llada-gsm8k \
@@ -174,23 +154,16 @@ assert faster.hash != usual.hash
 conditions = masking([1], controls=["random"])
 budget = estimate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5)
 print(
-    f"{budget.units} samples, {budget.tokens:,} tokens, {budget.passes:,} forward passes; measured on", budget.measured
+    f"{budget.units} samples, {budget.passes:,} passes, {budget.tokens:,} tokens; measured on {budget.measured} samples"
 )
 assert budget.passes == 3 * 20 * 24
 assert not Path("results").exists()
 
 # %% [markdown]
-# Three conditions of 20 problems with 24 steps; `budget.seconds` is the time. Here is the same arithmetic by hand for
-# LLaDA in the command above: GSM8K's test set has 1,319 problems, the protocol 256 steps; no masking, and three numbers
-# of keys, each masked, masked steadily and at random, are ten conditions. Steady masks also need an unmasked run.
-# `--dry-run` measures the rate of a GPU; here are two made-up rates:
-
-# %%
-runs_of_model = 1 + 3 * (1 + 2 + 1)
-passes = 1319 * 256 * runs_of_model
-print(f"{passes:,} passes of one row, each over the prompt and 256 positions")
-for per_second in (10, 100):
-    print(f"at {per_second} rows a second on each of 8 GPUs: {passes / per_second / 8 / 3600:.0f} hours")
+# Three conditions of 20 problems with 24 steps; `budget.seconds` is the time. By hand, for LLaDA in the command above:
+# GSM8K's test set has 1,319 problems, the protocol 256 steps. No masking, three numbers of keys masked in three ways,
+# and the unmasked runs of the steady masks are 13 runs: 4,389,632 passes of one row, which take 1.5 hours at a made-up
+# rate of 100 rows a second on each of 8 GPUs.
 
 # %% [markdown]
 # ## The ledger
@@ -212,64 +185,38 @@ except KeyboardInterrupt:
     print("interrupted")
 
 # %%
-files = sorted(Path("results").glob("run-*/*"))
-for file in files:
-    print(file.parent.name[:10], file.name, file.stat().st_size > 0)
-
-# %%
 from sinklens.evaluation import LedgerRun
 
 
 def lines(ledger):
     """Records by condition, as in the files."""
-    return {
-        run.what["condition"]["name"]: (run.folder / "records-0.jsonl").read_bytes().splitlines()
-        for run in LedgerRun.all(Path(ledger))
-    }
+    read = {run.what["condition"]["name"]: run.folder / "records-0.jsonl" for run in LedgerRun.all(Path(ledger))}
+    return {name: file.read_bytes().splitlines() for name, file in read.items()}
 
 
 first = lines("results")
-print({name: len(found) for name, found in first.items()})
+print({name: len(found) for name, found in first.items()}, *[file.name for file in Path("results").glob("run-*/*")])
 record = json.loads(first["unmasked"][0].rpartition(b"\t")[0])
 print({name: record[name] for name in ("sample", "text", "verdict", "steps", "empty", "ended", "masks", "device")})
 assert len(first["unmasked"]) == 10
 
 # %% [markdown]
 # Everything that determines a verdict (weights, condition, protocol, settings, seed) is in `run.json`, and its hash is
-# the folder's name. A kill at the wrong moment leaves half a line at the end, for an unfinished sample; we imitate one:
+# the folder's name; these files are all that the table needs. A kill at the wrong moment leaves half a line at the end,
+# for an unfinished sample; we imitate one. The same call then resumes. The batch size may differ, because it only
+# divides the same work differently.
 
 # %%
 unmasked = next(run for run in LedgerRun.all(Path("results")) if run.what["condition"]["name"] == "unmasked")
 with (unmasked.folder / "records-0.jsonl").open("ab") as file:
     file.write(b'{"chance": 0.0, "device": "c')
 print(len(unmasked.done()), "samples are done")
-
-# %% [markdown]
-# The same call resumes. The batch size may differ, because it only divides the same work differently.
-
-# %%
-begun = []
-
-
-def note(condition, done, total):
-    begun.append((condition.name, done))
-
-
-evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=20, progress=note)
+evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=20)
 second = lines("results")
-print(begun)
 assert second["unmasked"][:10] == first["unmasked"]  # finished samples are unchanged, byte by byte
-samples = {name: [json.loads(line.rpartition(b"\t")[0])["sample"] for line in found] for name, found in second.items()}
-assert all(len(found) == len(set(found)) == 20 for found in samples.values())  # the rest was added, without duplicates
-
-# %% [markdown]
-# A third call has nothing left to do.
-
-# %%
-begun.clear()
-evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, progress=note)
-print(begun)
-assert begun == [(condition.name, 20) for condition in conditions]
+for found in second.values():  # the rest was added, without duplicates
+    assert len(found) == len({json.loads(line.rpartition(b"\t")[0])["sample"] for line in found}) == 20
+evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20)  # nothing is left to do
 assert lines("results") == second
 
 # %% [markdown]
@@ -280,10 +227,7 @@ assert lines("results") == second
 shutil.copytree("results", "touched", dirs_exist_ok=True)
 touched = sorted(Path("touched").glob("run-*/records-0.jsonl"))[0]
 touched.write_bytes(touched.read_bytes().replace(b'"masks": 0', b'"masks": 1', 1))
-try:
-    read_lines("touched")
-except SinklensError as error:
-    print(error)
+print(shell("sinklens table touched"))
 
 # %% [markdown]
 # ## Many processes, many machines
@@ -301,14 +245,9 @@ except SinklensError as error:
 #     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k --mask-sinks 0 1 5 10 --engine ray \
 #         --address auto --out /shared/results
 #
-# ```python
-# from sinklens.evaluation.distributed import OnRay
-#
-# evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, engine=OnRay(workers=2))
-# ```
-#
-# You can mix both and restart them in any order, because every process first reads the same ledger. Two processes
-# cannot share a shard: the second reports this and stops. Here are two shards, one after the other:
+# In Python this is `engine=OnRay(workers=2)`, from `sinklens.evaluation.distributed`. You can mix both and restart them
+# in any order, because every process first reads the same ledger. Two processes cannot share a shard: the second
+# reports this and stops. Here are two shards, one after the other:
 
 # %%
 for number in range(2):
@@ -320,25 +259,16 @@ print(whole.condition, whole.accuracy)
 # %% [markdown]
 # ## Reading the table
 #
-# The twin joins the ledger, with the same conditions on the same problems:
+# The twin joins the ledger, with the same conditions on the same problems. The command also writes `table.csv` and a
+# picture; in Python all results are one table.
 
 # %%
 evaluate("tiny-llama", "tiny-gsm", conditions, "results", limit=20)
 print(shell("sinklens table results"))
-
-# %% [markdown]
-# It also writes `table.csv`, and a picture:
-
-# %%
 plt.figure(figsize=(6, 5), layout="constrained")
 plt.imshow(plt.imread("results/accuracy.png"))
 plt.axis("off")
 plt.show()
-
-# %% [markdown]
-# In Python all results are one table:
-
-# %%
 table = frame(read_lines("results"))
 shown = ["model", "condition", "right", "against_unmasked_lost", "against_unmasked_gained", "against_unmasked_p"]
 against = table[[*shown, "against_random_difference", "against_random_p", "empty", "unended"]]
@@ -353,22 +283,9 @@ print(against.rename(columns=lambda name: name.replace("against_", "")).round(4)
 # - *empty*, *unended* and masks left over identify answers that are wrong for another reason than a wrong number.
 #
 # One sink costs `tiny-llada` 9 of its 18 right answers, 7 more than a random key, which the exact test does not
-# attribute to chance (p = 0.016). `tiny-llama` loses 2 of 20, to the sink and to the random key; 20 problems support no
-# stronger conclusion.
+# attribute to chance (p = 0.016). `tiny-llama` loses 2 of 20 to the sink and none to the random key, which 20 problems
+# cannot distinguish from chance (p = 0.5).
 #
-# You can compute the p of a row by hand: for n changed verdicts, the probability that a fair coin is at least as
-# uneven.
-
-# %%
-from scipy.stats import binomtest
-
-line = next(line for line in read_lines("results") if (line.model, line.condition) == ("tiny-llada", "1 sink"))
-pair = line.against_unmasked
-p = binomtest(pair.lost, pair.lost + pair.gained).pvalue
-print(f"{pair.lost} lost, {pair.gained} gained: p = {p:.5f}; times 2 for two conditions: {2 * p:.5f}")
-assert abs(pair.p - 2 * p) < 1e-12
-
-# %% [markdown]
 # ### What it refuses
 #
 # The same model gives other last bits on another kind of device, and occasionally another token. So runs of different
@@ -386,10 +303,7 @@ for run in LedgerRun.all(Path("mixed")):
         with Writer(run) as writer:
             for record in records:
                 writer.add(record | {"device": "cuda"})
-try:
-    read_lines("mixed")
-except SinklensError as error:
-    print(error)
+print(shell("sinklens table mixed"))
 
 # %% [markdown]
 # ## lm-evaluation-harness
@@ -400,14 +314,9 @@ except SinklensError as error:
 #     python -m sinklens.evaluation.harness --model sinklens --tasks gsm8k --apply_chat_template \
 #         --model_args pretrained=GSAI-ML/LLaDA-8B-Instruct,mask_sinks=5,gen_length=256,steps=256,block_length=32
 #
-# ```python
-# from sinklens.evaluation.harness import SinklensLM
-#
-# lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])
-# ```
-#
-# Generating tasks are supported. Tasks that compare likelihoods are refused, because a diffusion model gives only
-# bounds on them. The harness's response cache is refused too, because it ignores the intervention.
+# In Python this is `lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])`. Generating tasks
+# are supported. Tasks that compare likelihoods are refused, because a diffusion model gives only bounds on them. The
+# harness's response cache is refused too, because it ignores the intervention.
 #
 # ## Programs that a model wrote
 #
@@ -415,10 +324,7 @@ except SinklensError as error:
 
 # %%
 evaluate("tiny-llada", "tiny-code", conditions[:1], "code", limit=3)
-try:
-    read_lines("code")
-except SinklensError as error:
-    print(error)
+print(shell("sinklens table code"))
 print(shell("sinklens score code"))
 
 # %% [markdown]
@@ -428,7 +334,7 @@ print(shell("sinklens score code"))
 # `none`, where nothing is run. Isolation weaker than namespaces is refused unless `--isolation process` accepts it.
 
 # %%
-from sinklens.evaluation.sandbox import available_isolation
+from sinklens.evaluation.sandbox import available_isolation, run_program
 
 isolation = available_isolation()
 print(isolation)
@@ -438,12 +344,10 @@ if isolation.level != "none":
     print(code.condition, code.accuracy)
 
 # %% [markdown]
-# `tiny-llada` has never seen a program, and gets none of the three right. The next cell shows what programs may try,
-# and the outcome:
+# `tiny-llada` has never seen a program, and gets none of the three right. The next cell shows what programs may try.
+# A program passes only if the tests ran to completion in a process that it cannot reach.
 
 # %%
-from sinklens.evaluation.sandbox import run_program
-
 TEST = "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate(-1) == -2\n"
 PROGRAMS = {
     "right": "def double(x):\n    return 2 * x\n",
@@ -460,18 +364,14 @@ for what, program in PROGRAMS.items() if isolation.level != "none" else ():
 assert [what for what, outcome in outcomes.items() if outcome.passed] in ([], ["right"])
 
 # %% [markdown]
-# A program passes only if the tests ran to completion in a process that it cannot reach.
-#
 # ## Exercises
 #
 # 1. How many problems are needed to detect a difference of 5 points between two conditions? Assume that masking loses 7
 #    of 100 answers and gains 2, and compute McNemar's p for 100, 400 and 1,319 problems.
 # 2. Evaluate your own condition: `WindowAttention(width=16)` on 20 problems. What does the table compare it with?
-# 3. The disk of your cluster is about to be cleared. Which files must you keep to make the table again? Test it.
 #
 # ## Solutions
-
-# %% [markdown]
+#
 # **1.** Between 100 and 400: with 100 problems five points cannot be distinguished from chance (p = 0.18), with 400
 # they clearly can.
 
@@ -498,17 +398,3 @@ window = Condition("window of 16", (WindowAttention(width=16),))
 evaluate("tiny-llada", "tiny-gsm", [window], "results", limit=20)
 mine = next(line for line in read_lines("results") if line.condition == "window of 16")
 print(mine.accuracy, "| against unmasked:", mine.against_unmasked, "| against random:", mine.against_random)
-
-# %% [markdown]
-# **3.** `run.json` and the `records-*.jsonl` of each run, about a kilobyte per record (of programs also
-# `verdicts-*.jsonl`); no weights.
-
-# %%
-kept = Path("kept")
-for file in Path("results").glob("run-*/*"):
-    (kept / file.parent.name).mkdir(parents=True, exist_ok=True)
-    shutil.copy(file, kept / file.parent.name / file.name)
-number = sum(len(run.records()) for run in LedgerRun.all(kept))
-size = sum(file.stat().st_size for file in kept.glob("*/*"))
-print(f"{number} records, {size / number:.0f} bytes each")
-pd.testing.assert_frame_equal(frame(read_lines(kept)), frame(read_lines("results")))
