@@ -117,8 +117,10 @@ def score_interval(
     """
     shares, number, ascending = _shares(counts, values)
     shape = np.shape(counts)[:-1]
-    low = -_upper_limit(shares[:, ::-1], number, -ascending[::-1])
-    return low.reshape(shape), _upper_limit(shares, number, ascending).reshape(shape)
+    mirrored = np.broadcast_to(-ascending[::-1], shares.shape), np.broadcast_to(ascending, shares.shape)
+    both = _upper_limit(np.concatenate([shares[:, ::-1], shares]), np.tile(number, 2), np.concatenate(mirrored))
+    low, high = np.split(both, 2)
+    return (-low).reshape(shape), high.reshape(shape)
 
 
 def score_p(
@@ -151,11 +153,13 @@ def _shares(
 
 
 def _upper_limit(
-    shares: Float[np.ndarray, "entry value"], number: Float[np.ndarray, " entry"], values: Float[np.ndarray, " value"]
+    shares: Float[np.ndarray, "entry value"],
+    number: Float[np.ndarray, " entry"],
+    values: Float[np.ndarray, "entry value"],
 ) -> Float[np.ndarray, " entry"]:
     """The largest mean that the score test does not reject, by bisection between the observed mean and the maximum."""
-    mean = shares @ values
-    inside, outside = mean, np.full_like(mean, values[-1])
+    mean = (shares * values).sum(axis=1)
+    inside, outside = mean, values[:, -1]
     for _ in range(HALVINGS):
         middle = (inside + outside) / 2
         accepted = number * (mean - middle) ** 2 <= Z**2 * _null_variance(shares, values, middle)
@@ -164,7 +168,9 @@ def _upper_limit(
 
 
 def _null_variance(
-    shares: Float[np.ndarray, "entry value"], values: Float[np.ndarray, " value"], theta: Float[np.ndarray, " entry"]
+    shares: Float[np.ndarray, "entry value"],
+    values: Float[np.ndarray, "*entries value"],
+    theta: Float[np.ndarray, " entry"],
 ) -> Float[np.ndarray, " entry"]:
     """Variance of the values under the maximum-likelihood probabilities with mean `theta`, above the observed mean.
 
