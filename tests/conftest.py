@@ -76,11 +76,13 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    """The same random numbers whichever tests run, and in whatever order."""
+def _begin() -> None:
+    """The same random numbers and type checks whichever tests run, and in whatever order."""
     import torch
+    import typechecks
 
     torch.manual_seed(0)
+    typechecks.begin_test()
 
 
 @pytest.fixture(autouse=True)

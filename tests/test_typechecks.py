@@ -41,6 +41,17 @@ def test_every_call_is_checked_in_its_arguments_and_result_with_one_size_per_axi
         count("ab", times="2")
 
 
+def test_the_first_calls_of_a_function_are_checked_in_each_test():
+    for _ in range(typechecks.CALLS):
+        with pytest.raises(Violation, match="parameter name=1"):
+            count(1)
+    with pytest.raises(TypeError, match="has no len"):
+        count(1)
+    typechecks.begin_test()
+    with pytest.raises(Violation, match="parameter name=1"):
+        count(1)
+
+
 def answers(fits, annotation, values):
     """What a check says of two values in a row, and the sizes it has recorded by then."""
     with typechecks._axes:

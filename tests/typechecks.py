@@ -3,8 +3,9 @@
 pytest's option ``--jaxtyping-packages`` decorates every function of the package with `jaxtyping.jaxtyped`, which checks
 the annotations of arguments and result at every call. As jaxtyping does it, this doubles the time of a run of a small
 model and triples that of the import. `checking` takes the decorator's place. It makes the same checks, but prepares
-them when a function is first called; checks arguments once, not again together with the result; and leaves out the
-record of axes where no annotation has axes. `_fits` takes the place of jaxtyping's check of one array, which takes up
+them when a function is first called; checks arguments once, not again together with the result; leaves out the record
+of axes where no annotation has axes; and checks the first calls of a function in each test, not the hundreds that
+repeat them in each layer and step of a run. `_fits` takes the place of jaxtyping's check of one array, which takes up
 to a third of a run: it gives the same answers, with what an annotation says read once, not at every check.
 
 Libraries that the package imports are imported here first: jaxtyping's import hook compiles whatever is imported while
@@ -26,6 +27,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import xarray  # noqa: F401
 from jaxtyping import _array_types, _storage
 
+CALLS = 16
+"""How many calls of a function are checked in a test, see `begin_test`."""
+
 _original = jaxtyping.jaxtyped
 _axes = jaxtyping.jaxtyped("context")  # a block in which an axis has one size
 _Annotation = type(jaxtyping.AbstractArray)
@@ -43,14 +47,29 @@ def checking(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+class _Current:
+    """Number of the test under way."""
+
+    test = 0
+
+
+def begin_test() -> None:
+    """Check the first calls of every function again."""
+    _Current.test += 1
+
+
 def _checked(function: types.FunctionType) -> Callable[..., Any]:
     prepared: Callable[..., Any] | None = None
+    test, calls = 0, 0
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        nonlocal prepared
-        if jaxtyping.config.jaxtyping_disable:
+        nonlocal prepared, test, calls
+        if test != _Current.test:
+            test, calls = _Current.test, 0
+        calls += 1
+        if calls > CALLS or jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if prepared is None:
             prepared = _prepared(function)
