@@ -33,6 +33,9 @@ SIZES = {
     "mask_token_id": 60,
 }
 KINDS = [(architecture, causal) for architecture in ("llama", "qwen2", "qwen3") for causal in (False, True)]
+EACH = [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False)]
+"""Every architecture and both directions, for properties that do not depend on their combination; tests of the hook
+points themselves use `KINDS`."""
 EXPERTS = {
     "qwen3_moe": {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,

@@ -107,8 +107,11 @@ def assert_same(found, expected, where):
     torch.testing.assert_close(found[where], expected[where], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-@pytest.mark.parametrize("name", SETTINGS)
+PAIRS = [(name, policy) for number, policy in enumerate(POLICIES[:-1]) for name in [list(SETTINGS)[number % 3]]]
+PAIRS += [(name, POLICIES[-1]) for name in SETTINGS]  # plans at random on every model, each policy on one
+
+
+@pytest.mark.parametrize(("name", "policy"), PAIRS, ids=repr)
 def test_every_step_equals_plain_torch_with_keys_of_earlier_steps(worded, name, policy):
     model = worded(name)
     run, seen = run_under(policy, model, name)

@@ -264,6 +264,7 @@ def test_a_closed_output_pipe_loses_no_file(tmp_path):
     assert (tmp_path / "answers.txt").is_file()
 
 
+@pytest.mark.extended
 def test_the_console_script_is_installed():
     script = Path(sys.executable).with_name("sinklens")
     done = subprocess.run([script, "models"], capture_output=True, text=True, check=False)

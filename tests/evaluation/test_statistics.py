@@ -26,7 +26,7 @@ def test_wilsons_interval_solves_its_equation():
 
 def test_mcnemars_p_value_is_a_sum_over_all_splits():
     """lost ~ Binomial(lost + gained, 1/2): add up all splits at least as unlikely as the observed one."""
-    for lost, gained in itertools.product(range(7), repeat=2):
+    for lost, gained in itertools.product((0, 1, 2, 5), repeat=2):
         base = np.array([True] * lost + [False] * gained + [True] * 5 + [False] * 4)
         changed = np.array([False] * lost + [True] * gained + [True] * 5 + [False] * 4)
         n = lost + gained

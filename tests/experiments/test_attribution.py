@@ -20,7 +20,11 @@ AXES = {name.removeprefix("blocks.{l}."): spec.axes.split() for name, spec in ta
 NO_VALUES = ("attn.hook_attn_mask", "attn.hook_sink_scores", "attn.hook_fresh")
 KINDS = [name.removeprefix("blocks.{l}.") for name, _ in table() if not name.startswith("denoise.")]
 KINDS = [name for name in KINDS if name not in NO_VALUES]
-MODELS = pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("qwen3", True)])
+MODELS = pytest.mark.parametrize(
+    ("architecture", "causal", "real"),
+    [("llama", False, left_padding(2, LENGTH, 2)), ("qwen3", True, None)],
+    ids=["llama, padded", "qwen3, causal"],
+)
 
 
 def every_value(name):
@@ -67,7 +71,6 @@ def metric_of(model, ids, real, name=None, edit=None):
     return at_real(real)(plain_pass(model, ids, real, {} if name is None else {name: edit}).logits).item()
 
 
-@pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["unpadded", "padded"])
 @MODELS
 def test_estimates_are_slopes_towards_the_clean_value_at_every_point(architecture, causal, real):
     """Central differences of a pass in plain torch: (m(v + hΔ) − m(v − hΔ)) / 2h, Δ the change at one place."""
@@ -93,7 +96,6 @@ def random_double(architecture, causal):
     return sinklens.load(random_hf(architecture, causal, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("real", [None, left_padding(2, LENGTH, 2)], ids=["unpadded", "padded"])
 @MODELS
 def test_real_patching_is_a_pass_with_one_value_replaced(architecture, causal, real):
     model, (clean, corrupted) = shared_model(architecture, causal), pair()
@@ -222,7 +224,12 @@ def correlations(model, clean, corrupted, metric, **how):
     return [(score["hook_resid_post"].correlation, score["attn.hook_z"].correlation) for score in found]
 
 
-@pytest.mark.parametrize(("number", "new", "step"), [(0, 19, None), (1, 16, 0), (5, 3, None)])
+NUMBERS = [(1, 16, 0), (5, 3, None)]
+
+
+@pytest.mark.parametrize(
+    ("number", "new", "step"), [(0, 19, None), *(pytest.param(*rest, marks=pytest.mark.extended) for rest in NUMBERS)]
+)
 def test_between_neighbouring_numbers_estimates_follow_the_truth(tiny_llada, number, new, step):
     """Measured 0.92 to 0.98, along the path 0.97 to 1.00."""
     found, along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(6)[number], new, step))

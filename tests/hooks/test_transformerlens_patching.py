@@ -8,7 +8,7 @@ from transformer_lens import patching
 from sinklens.errors import HookNameError, SettingError
 
 LENGTH, HEADS, LAYERS = 3, 6, 2
-KINDS = [("llama", False), ("qwen2", True), ("qwen3", False)]
+KINDS = [("llama", False), pytest.param(("qwen2", True), marks=pytest.mark.extended), ("qwen3", True)]
 
 
 @pytest.fixture(autouse=True)

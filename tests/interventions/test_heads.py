@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from building import KINDS, plain_pass, random_ids, random_model, shared_model
+from building import EACH, plain_pass, random_ids, random_model, shared_model
 from watching import PADDED, SHORT, again, entered, unwatched, watch
 
 import sinklens
@@ -15,8 +15,8 @@ from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
-WAYS = [(*kind, {}) for kind in [*KINDS, ("qwen3_moe", False), ("dream", False), ("sdar", False)]]
-WAYS += [(architecture, True, {"use_cache": False}) for architecture in ("llama", "qwen2", "qwen3")]
+WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]]
+WAYS += [("llama", True, {"use_cache": False})]
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 RESULT, Z = "blocks.1.attn.hook_result", "blocks.1.attn.hook_z"
 

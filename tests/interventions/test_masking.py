@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from building import KINDS
+from building import EACH
 from torch import Tensor
 from watching import LONG, PADDED, add, again, entered, hidden, logits_of, unwatched, watch
 
@@ -17,8 +17,8 @@ from sinklens.interventions import AblateHeads, AblateSinkAttention, KeepKeys, M
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.tasks.word_problems import held_out
 
-MODELS = [*KINDS, ("qwen3_moe", False), ("dream", False), ("sdar", False)]
-WAYS = [(*kind, cached) for kind in MODELS for cached in ((True, False) if kind[1] else (None,))]
+MODELS = [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]
+WAYS = [*((*kind, True if kind[1] else None) for kind in MODELS), ("llama", True, False)]
 ONE_OF_EACH = [("llama", False, None), ("llama", True, True)]
 
 
@@ -258,15 +258,18 @@ def test_under_guidance_only_conditional_rows_are_masked(worded):
     assert not (seen[1][2:][:, :, 3:, 3:] == 0).any()
 
 
-@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
+WINDOWS = [
+    {"width": 0, "always": [0, -1]},
+    {"width": 2, "always": [], "heads": [0, 4]},
+    {"left": 1, "right": 4, "always": [2]},
+    {"left": 2, "always": [], "heads": [1]},
+]
+
+
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"width": 0, "always": [0, -1]},
-        {"width": 2, "always": [], "heads": [0, 4]},
-        {"left": 1, "right": 4, "always": [2]},
-        {"left": 2, "always": [], "heads": [1]},
-    ],
+    ("architecture", "causal", "cached", "given"),
+    [(*way, given) for way in (WAYS[0], WAYS[-1]) for given in WINDOWS]
+    + [(*way, WINDOWS[number % 4]) for number, way in enumerate(WAYS[1:-1])],
 )
 def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal, cached, given):
     model = worded(architecture, causal)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import KINDS, random_ids, shared_model
+from building import EACH, random_ids, shared_model
 from transformer_lens import ActivationCache
 from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
@@ -11,7 +11,7 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
 from sinklens.runs.caches import StepCaches
 
-WAYS = [(*kind, {}) for kind in [*KINDS, ("qwen3_moe", False), ("dream", False)]]
+WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
 OTHER = "w9 w8 w7 w6 w5 w4 w3"
 Z = "blocks.1.attn.hook_z"
@@ -67,8 +67,7 @@ def test_a_patch_changes_only_its_step_head_and_positions(worded, architecture, 
         assert torch.equal(patched.values[1][Z], base.values[1][Z])
 
 
-@pytest.mark.parametrize("settings", CAUSAL)
-@pytest.mark.parametrize("recorded", CAUSAL, ids=["kept with a cache", "kept without"])
+@pytest.mark.parametrize(("recorded", "settings"), [CAUSAL, CAUSAL[::-1]], ids=["kept with a cache", "kept without"])
 @pytest.mark.parametrize(
     "given",
     [{"steps": [0]}, {"steps": [2]}, {}, {"steps": [0, 3], "positions": [1, 4, 6, 9], "heads": [0, 1]}],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from building import KINDS
+from building import EACH
 from watching import LONG, PADDED, SHORT, again, entered, in_complete_blocks, unwatched, watch
 
 import sinklens
@@ -11,8 +11,8 @@ from sinklens.errors import SettingError
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean
 
-MODELS = [*KINDS, ("dream", False)]
-WAYS = [(*kind, {} if cached else {"use_cache": False}) for kind in MODELS for cached in ((1, 0) if kind[1] else (1,))]
+MODELS = [*EACH, ("dream", False)]
+WAYS = [*((*kind, {}) for kind in MODELS), ("qwen2", True, {"use_cache": False})]
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 
 
