@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -94,7 +95,7 @@ class Browser:
         """Move the pointer to a cell of a figure, and click there if asked."""
         from selenium.webdriver.common.action_chains import ActionChains
 
-        figure = self._into_view(name)
+        figure = self.at_rest(name)
         left, top, cell, high = (float(part) for part in str(figure.get_attribute("data-cells")).split())
         x, y = left + (column + 0.5) * cell, top + (row + 0.5) * high
         size = figure.size
@@ -102,6 +103,26 @@ class Browser:
             figure, round(x - size["width"] / 2), round(y - size["height"] / 2)
         )
         (chain.click() if click else chain).perform()
+
+    def at_rest(self, name: str) -> Any:
+        """An element in view whose place has been the same for two frames: what is drawn above it can shift it."""
+        element = self._into_view(name)
+        self.driver.execute_async_script(
+            "const [node, done] = arguments, place = () => JSON.stringify(node.getBoundingClientRect()); "
+            "let last = ''; const look = () => { const now = place(); if (now === last) done(); "
+            "else { last = now; requestAnimationFrame(() => requestAnimationFrame(look)); } }; look()",
+            element,
+        )
+        return element
+
+    def new_window(self, known: Collection[str]) -> str:
+        """Wait for a window besides the known ones; returns its handle."""
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            if opened := set(self.driver.window_handles) - set(known):
+                return opened.pop()
+            time.sleep(0.03)
+        raise AssertionError("no window was opened in 30 s")
 
     def _into_view(self, name: str) -> Any:
         element = self.driver.find_element("id", name)
@@ -111,6 +132,15 @@ class Browser:
     def complaints(self) -> list[str]:
         """What was written to the console."""
         return [str(entry["message"]) for entry in self.driver.get_log("browser")]
+
+    def complaints_until(self, text: str) -> list[str]:
+        """What is written to the console, up to a line with this text; it can arrive after what the page shows."""
+        found, until = self.complaints(), time.monotonic() + 30
+        while not any(text in line for line in found):
+            assert time.monotonic() < until, found
+            time.sleep(0.03)
+            found += self.complaints()
+        return found
 
     def requests(self) -> list[str]:
         """Addresses asked for since `open`, other than documents and data inside the page."""

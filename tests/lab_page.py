@@ -34,11 +34,11 @@ class Page:
         return self
 
     def without_changes(self):
-        """Remove the changes that the newest run brought along."""
-        while self.browser.js("return document.querySelectorAll('#chips .chip').length"):
-            self.browser.js("document.querySelector('#chips [aria-label^=Remove]').click()")
+        """Remove the changes that the newest run brought along, in one script: fewer changes would be run as B."""
         self.browser.js(
-            "document.getElementById('same').checked = false; document.getElementById('model-b').value = ''"
+            "document.getElementById('same').checked = false; document.getElementById('model-b').value = ''; "
+            "const remove = '#chips [aria-label^=Remove]'; "
+            "while (document.querySelector(remove)) document.querySelector(remove).click()"
         )
         return self
 
@@ -57,6 +57,14 @@ class Page:
         self.type(prompt)
         self.browser.click("run")
         return self.ended("A")
+
+    def waits_after(self, steps):
+        """Wait until the page shows these steps of its newest run, not of an earlier one with as many."""
+        self.browser.wait(
+            "const { shown, wanted, pending, steps } = document.body.dataset; "
+            f"return !pending && shown === `${{wanted}}/live` && steps === '{steps}' && "
+            "!document.getElementById('halt').disabled"
+        )
 
     def ended(self, slot):
         """Wait until the page shows the finished run of `slot`; returns its id."""

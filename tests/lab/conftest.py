@@ -16,9 +16,12 @@ SHORT = {"gen_length": 8}
 
 
 @pytest.fixture(scope="session")
-def lab(tiny_llada, tiny_llama) -> Iterator[Lab]:
-    """A lab in this process, as a notebook opens it."""
-    with sinklens.lab(tiny_llada, compare=[tiny_llama]) as opened:
+def lab() -> Iterator[Lab]:
+    """A lab in this process, as a notebook opens it.
+
+    Its models are no other test's: hooks belong to a model, and the lab's thread may still compute while a test does.
+    """
+    with sinklens.lab(sinklens.load("tiny-llada"), compare=[sinklens.load("tiny-llama")]) as opened:
         yield opened
 
 

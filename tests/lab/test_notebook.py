@@ -64,8 +64,8 @@ def test_the_lab_works_in_the_frame_of_a_notebook_and_in_a_tab_opened_from_it(br
     browser.driver.switch_to.default_content()
     first = browser.driver.current_window_handle
     browser.driver.find_element(By.PARTIAL_LINK_TEXT, "in a tab").click()
+    browser.driver.switch_to.window(browser.new_window([first]))
     try:
-        browser.driver.switch_to.window(browser.driver.window_handles[-1])
         browser.wait("return document.body && document.body.dataset.ready")
         assert browser.js("return location.href") == lab.address
         page.fresh()

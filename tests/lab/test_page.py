@@ -30,8 +30,7 @@ def test_a_prompt_is_shown_step_by_step_while_it_runs(page, lab, browser, gate, 
     page.type(PROMPT)
     page.submit()
     assert gate.reached.wait(30)
-    browser.wait("return document.body.dataset.steps === '3'")  # the run waits before its fourth step
-    assert browser.js("return document.getElementById('halt').disabled") is False
+    page.waits_after(3)
     assert "step 3 of 24" in browser.text("state")
     words = plain.sinks.vocabulary
     entered, left = plain.canvas[0, 2].tolist(), plain.canvas[0, 3].tolist()
@@ -144,8 +143,10 @@ def test_a_reload_a_link_and_a_second_tab_find_the_state(page, lab, browser):
         page.run("Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:")
         ran = browser.js("return document.body.dataset.shown")
         browser.driver.switch_to.window(second)
-        browser.wait(f"return document.body.dataset.shown === '{ran}'")
-        assert browser.js("return document.getElementById('prompt').value").startswith("Question: Mia")
+        browser.wait(
+            f"return document.body.dataset.shown === '{ran}' && "
+            "document.getElementById('prompt').value.startsWith('Question: Mia')"
+        )
         page.fresh().open(link)
         page.compared()
         assert state_of(browser) == before
@@ -187,7 +188,7 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
         "document.querySelector('#chip-fields input').value = '9 9'; document.getElementById('chip-save').click()"
     )
     assert "tokens of this model" in browser.wait("return document.getElementById('chip-trouble').textContent")
-    assert [line.rpartition(" - ")[2] for line in browser.complaints()] == [REFUSED]
+    assert [line.rpartition(" - ")[2] for line in browser.complaints_until(REFUSED)] == [REFUSED]
     browser.js(
         "document.querySelector('#chip-fields input').value = '#40'; document.getElementById('chip-save').click()"
     )
@@ -208,7 +209,7 @@ def test_everything_is_done_with_keys_alone(page, browser):
     press("?")
     assert browser.js("return document.getElementById('help').open")
     press(Keys.ESCAPE)
-    browser.wait("return !document.getElementById('help').open")  # until then the keys are the dialog's
+    browser.wait("return !document.getElementById('help').open && !document.activeElement.closest('dialog')")
     press("g", Keys.ARROW_RIGHT, Keys.ENTER)
     layer, head = (browser.js(f"return document.getElementById('{name}').value") for name in ("layer", "head"))
     press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)  # the third entry

@@ -62,9 +62,9 @@ def test_the_sinks_of_all_heads_are_held_from_the_menu(page, browser, tiny_llada
     page.quiet()
 
 
-def test_two_models_are_compared_in_words(browser, tiny_llada, plain):
+def test_two_models_are_compared_in_words(browser, plain):
     tiny_dream = sinklens.load("tiny-dream")
-    with sinklens.lab(tiny_llada, compare=[tiny_dream]) as lab:
+    with sinklens.lab(sinklens.load("tiny-llada"), compare=[sinklens.load("tiny-dream")]) as lab:
         page = Page(browser, lab)
         page.run()
         browser.choose("model-b", tiny_dream.name)

@@ -49,8 +49,7 @@ function newChip(kind, given = {}) {
   if ("steps" in chip) chip.steps = steps;
   if ("from_step" in chip) chip.from_step = steps && steps[0] < lastStep() ? steps[0] : firstKept();
   if ("step" in chip) chip.step = run ? info.steps[view.step] : 0;
-  if ("layer" in chip && view.layer !== ALL) chip.layer = view.layer;
-  if ("head" in chip && view.head !== ALL) chip.head = view.head;
+  for (const part of ["layer", "head"]) if (part in chip && chosen()[part] !== ALL) chip[part] = chosen()[part];
   if ("pos" in chip && view.position !== null) chip.pos = view.position;
   return { ...chip, ...given };
 }

@@ -18,10 +18,10 @@ const compare = attempt(async () => {
   const [a, b] = await Promise.all([opened(A), opened(B)]);
   if (lab.A !== A || lab.B !== B) return;
   if (!a || !b || a.live || b.live) { card.hidden = true; return; }
-  if (!lab.pair || lab.pair.key !== `${A}/${B}`) {
-    const numbers = await askJson(`/api/compare?a=${A}&b=${B}&kl=0`);
-    if (lab.A !== A || lab.B !== B) return;
-    const pair = (lab.pair = { key: `${A}/${B}`, a, b, ...numbers, measuring: !numbers.kl_why });
+  const key = `${A}/${B}`, numbers = lab.pair?.key === key ? null : await askJson(`/api/compare?a=${A}&b=${B}&kl=0`);
+  if (lab.A !== A || lab.B !== B) return;
+  if (lab.pair?.key !== key) { // nor has another call compared them in the meantime
+    const pair = (lab.pair = { key, a, b, ...numbers, measuring: !numbers.kl_why });
     if (pair.measuring) setTimeout(() => addDivergence(pair, A, B), 250); // a further change goes first
   }
   markDifferences(lab.pair);
@@ -164,5 +164,5 @@ function listenCompare() {
       typeof moved[step] === "number" ? `; ${Math.round(100 * moved[step])} % of the strongest keys are elsewhere` : "", `; ${count(cellsAt(step), "cell differs", "cells differ")}`);
   });
   byId("change").addEventListener("click", (event) => goTo(changeStep(event)));
-  new MutationObserver(() => { drawCompare(); listProposals(); }).observe(byId("clock"), { childList: true, subtree: true, characterData: true });
+  new MutationObserver(() => { drawCompare(); listProposals(); keep(); }).observe(byId("clock"), { childList: true, subtree: true, characterData: true });
 }

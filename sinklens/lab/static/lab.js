@@ -154,17 +154,20 @@ async function show(next) {
   const same = run && run.info.positions === next.info.positions && !next.live && !run.live && run.id !== next.id;
   useRun(next);
   view.step = Math.min(view.wish ?? T - 1, T - 1);
-  if (!has(view.layer) || view.layer >= L || view.head >= H) Object.assign(view, { layer: ALL, head: ALL });
+  const there = ({ layer, head }) => has(layer) && layer < L && head < H;
+  if (!there(view)) Object.assign(view, { layer: ALL, head: ALL });
+  if (!there(chosen())) view.coming = null;
   if (view.position !== null && view.position >= P) view.position = null;
   fillControls();
   fillTokens();
   fillScope();
   drawTrial();
-  shown.map = same ? shown.map : null;
+  if (different) Object.assign(shown, { map: same ? shown.map : null, asked: null });
   const start = lab.fresh && !next.live && next.info.start;
   if (start) lab.fresh = false;
   if (start) await choose(...next.info.start);
-  else await choose(view.layer, view.head);
+  else await choose();
+  if (run !== next) return; // another run has been shown in the meantime
   if (different || first) startAttention();
   listProposals();
   said(next);
@@ -182,7 +185,7 @@ function grow() {
   byId("step").max = T - 1;
   for (const name of ["step", "play", "back", "forward"]) byId(name).disabled = T < 2;
   view.step = Math.min(view.wish ?? T - 1, T - 1);
-  choose(view.layer, view.head);
+  choose();
   said(next);
 }
 

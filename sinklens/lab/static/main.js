@@ -7,7 +7,7 @@ const SHORTCUTS = {
 };
 
 function onShortcut(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("select, textarea, dialog, [role=menu], input:not([type=range]):not([type=checkbox])")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("select, textarea, dialog[open], [role=menu], input:not([type=range]):not([type=checkbox])")) return;
   const act = SHORTCUTS[event.key];
   if (!act) return;
   act();

@@ -20,7 +20,7 @@ function stateNow() {
   const { A, B, shown: slot, chips, asked } = lab, boxes = Object.fromEntries(["same", "auto"].map((name) => [name, byId(name).checked]));
   let form = null;
   try { form = requestOfForm(); } catch { form = { model: byId("model-name").value, prompt: byId("prompt").value }; } // an unfinished form
-  return { A, B, shown: slot, chips, asked: asked ?? null, step: view.step, layer: view.layer, head: view.head, boxes, modelB: byId("model-b").value, form };
+  return { A, B, shown: slot, chips, asked: asked ?? null, step: view.step, layer: chosen().layer, head: chosen().head, boxes, modelB: byId("model-b").value, form };
 }
 
 // Keeps the state in this tab, so that a reload finds it.
@@ -51,7 +51,7 @@ async function apply(state) {
   fillForm(state.form);
   for (const [name, on] of Object.entries(state.boxes || {})) byId(name).checked = on;
   byId("model-b").value = state.modelB || "";
-  Object.assign(view, { step: state.step, layer: state.layer, head: state.head });
+  Object.assign(view, { step: state.step, layer: state.layer, head: state.head, coming: null });
   drawChips();
   await present();
   if (run && T > state.step) goTo(state.step);

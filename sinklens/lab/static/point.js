@@ -35,7 +35,7 @@ function positionItems(pos) {
 }
 
 // What can be changed at a head; from the button or a key also what can be changed in all heads.
-function headMenu(event, layer = view.layer, head = view.head, pointed = false) {
+function headMenu(event, layer = chosen().layer, head = chosen().head, pointed = false) {
   const one = layer !== ALL && head !== ALL, all = allHeadItems();
   openMenu(...placeOf(event, byId("grid")), one ? headSaid(layer, head) : "Click a head for its own changes.", [...(one ? headItems(layer, head) : []), ...(pointed ? all.slice(0, 2) : all)]);
 }

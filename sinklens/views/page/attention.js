@@ -7,7 +7,7 @@
 // (a map, [head, query, key], of `side` positions or blocks of `block` positions; `value` makes an entry a number),
 // `script()` and `load(frame)` for CircuitsVis, and `note` and `why` as text.
 
-const shown = { step: null, layer: null, head: 0, map: null, frame: null, ready: false, near: false };
+const shown = { step: null, layer: null, head: 0, map: null, asked: null, frame: null, ready: false, near: false };
 const TOP = 6; // space above the map for its first number
 
 const entry = (head, query, key) => shown.map[(head * shown.side + query) * shown.side + key];
@@ -33,25 +33,31 @@ function fillAttention() {
   byId("attention-text").textContent = `Queries (rows) attend to keys (columns).${run.attention.note}`;
   write(byId("attention-step"), ...heldSteps().map((step) => option(step, step)));
   write(byId("attention-head"), ...every(H).map((head) => option(head, head)));
-  fillLayers();
 }
 
-function fillLayers() {
-  const held = heldLayers(shown.step);
+function fillLayers(asked) {
+  const held = heldLayers(asked.step);
   write(byId("attention-layer"), ...held.map((layer) => option(layer, layer)));
-  if (!held.includes(shown.layer)) shown.layer = held[0];
-  byId("attention-layer").value = shown.layer;
+  if (!held.includes(asked.layer)) asked.layer = held[0];
+  for (const part of ["step", "layer", "head"]) byId(`attention-${part}`).value = asked[part];
 }
 
-async function showAttention() {
-  fillLayers();
-  const { step, layer } = shown, of = run;
-  const asked = (shown.asked = `${step}-${layer}`);
-  const given = await run.attention.read(step, layer);
-  if (has(layer)) await of.load(layer);
-  if (shown.asked !== asked || of !== run) return;
-  Object.assign(shown, given);
-  byId("attention-step").value = step;
+// The step, layer and head of the map shown, or of the one that is being read.
+const askedNow = () => shown.asked ?? shown;
+
+// Shows the map of another step, layer or head. The choice takes effect when the map has been read, so that no map is
+// drawn under the name of another.
+async function showAttention(wish) {
+  const { step, layer, head } = askedNow(), asked = (shown.asked = { step, layer, head, ...wish }), of = run;
+  fillLayers(asked);
+  try {
+    const given = await run.attention.read(asked.step, asked.layer);
+    if (has(asked.layer)) await of.load(asked.layer);
+    if (shown.asked !== asked || of !== run) return;
+    Object.assign(shown, given, asked);
+  } finally {
+    if (shown.asked === asked) shown.asked = null;
+  }
   drawPattern();
   drawCircuitsSoon();
 }
@@ -59,7 +65,8 @@ async function showAttention() {
 // ---- one head
 
 function drawPattern() {
-  byId("attention-head").value = shown.head;
+  if (!shown.map) return;
+  byId("attention-head").value = askedNow().head;
   const canvas = byId("pattern"), room = Math.min(widthOf(canvas), 560), { side, head } = shown;
   shown.cell = Math.max(side > 400 ? 1 : 1.5, (room - 38) / side);
   shown.cell = Math.min(shown.cell, 30);
@@ -136,6 +143,7 @@ function keyItem(step, at, value, most, text) {
 const headInFrame = () => (byId("circuits-heads").value === "one" ? 0 : shown.head);
 
 function showHead(head) {
+  if (shown.asked) { shown.asked.head = head; return; } // drawn with the map that is being read
   shown.head = head;
   drawPattern();
   if (byId("circuits-heads").value === "one") drawCircuitsSoon();
@@ -144,24 +152,22 @@ function showHead(head) {
 
 // Choosing a head above also selects its attention, if the page holds it.
 function followHead() {
-  if (!shown.ready || !shown.map) return;
+  const asked = askedNow();
+  if (!shown.ready || (!shown.map && !shown.asked)) return;
   if (view.layer === ALL) return drawPattern();
-  const head = view.head === ALL ? shown.head : view.head;
-  const known = heldLayers(shown.step).includes(view.layer);
-  if (!known || (head === shown.head && view.layer === shown.layer)) return drawPattern();
-  if (view.layer === shown.layer) return showHead(head);
-  Object.assign(shown, { head, layer: view.layer });
-  return showAttention().catch(fail);
+  const head = view.head === ALL ? asked.head : view.head;
+  const known = heldLayers(asked.step).includes(view.layer);
+  if (!known || (head === asked.head && view.layer === asked.layer)) return drawPattern();
+  if (view.layer === asked.layer) return showHead(head);
+  return showAttention({ layer: view.layer, head }).catch(fail);
 }
 
 // Choosing a step above also selects its attention, or that of the nearest step the page holds.
 function followStep() {
   if (!shown.ready) return;
-  const step = nearestStep();
-  if (step === shown.step) return;
-  shown.step = step;
   clearTimeout(shown.later);
-  shown.later = setTimeout(() => showAttention().catch(fail), run.attention.places ? 0 : 120);
+  if (nearestStep() === askedNow().step) return;
+  shown.later = setTimeout(() => shown.ready && showAttention({ step: nearestStep() }).catch(fail), run.attention.places ? 0 : 120);
 }
 
 // ---- all heads, by CircuitsVis
@@ -197,8 +203,9 @@ function drawCircuitsSoon() {
 
 async function drawCircuits() {
   shown.script ??= await run.attention.script();
-  const { props, wide } = forCircuits(), frame = document.createElement("iframe");
-  const old = shown.frame, label = `Attention heads of step ${shown.step}, layer ${shown.layer}`;
+  if (!shown.map) return; // another run is being shown
+  const { props, wide } = forCircuits(), frame = document.createElement("iframe"), { step, layer } = shown;
+  const old = shown.frame, label = `Attention heads of step ${step}, layer ${layer}`, heads = byId("circuits-heads").value;
   byId("circuits").querySelectorAll("iframe.coming").forEach((other) => other.remove());
   frame.className = "coming";
   frame.title = label;
@@ -214,9 +221,9 @@ async function drawCircuits() {
     if (old) old.remove();
     shown.frame = frame;
     byId("circuits").classList.remove("busy");
-    byId("circuits").dataset.shown = `${shown.step}/${shown.layer}/${byId("circuits-heads").value}`;
+    byId("circuits").dataset.shown = `${step}/${layer}/${heads}`;
     performance.measure("circuitsvis", { start: began, end: performance.now() });
-    byId("circuits-note").textContent = `Step ${shown.step}, layer ${shown.layer}; darkest is ${props.maxValue.toPrecision(2)}.`
+    byId("circuits-note").textContent = `Step ${step}, layer ${layer}; darkest is ${props.maxValue.toPrecision(2)}.`
       + (wide === 1 && info.first ? ` CircuitsVis counts positions from the first token, which is position ${info.first} here.` : "")
       + (wide > 1 ? ` Each cell covers ${wide} × ${wide} positions and shows the largest value, since CircuitsVis is slow with many cells.` : "");
   };
@@ -225,7 +232,7 @@ async function drawCircuits() {
 }
 
 function listenAttention() {
-  const again = (part) => (event) => { shown[part] = Number(event.target.value); showAttention().catch(fail); };
+  const again = (part) => (event) => showAttention({ [part]: Number(event.target.value) }).catch(fail);
   byId("attention-step").addEventListener("change", again("step"));
   byId("attention-layer").addEventListener("change", again("layer"));
   byId("attention-head").addEventListener("change", (event) => showHead(Number(event.target.value)));
@@ -246,7 +253,6 @@ function startAttention() {
   if (none) { byId("attention-text").textContent = why; return; }
   const best = places ? places.filter(([, layer]) => layer === view.layer) : [[info.steps[view.step], Math.max(0, view.layer)]];
   const [step, layer] = best[Math.floor(best.length / 2)] || places[0];
-  Object.assign(shown, { step, layer, head: Math.max(0, view.head) });
   fillAttention();
-  showAttention().then(() => performance.mark("attention")).catch(fail);
+  showAttention({ step, layer, head: Math.max(0, view.head) }).then(() => performance.mark("attention")).catch(fail);
 }

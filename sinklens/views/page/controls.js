@@ -1,11 +1,19 @@
 // The controls of a run: step, layer, head, and playing.
 
-async function choose(layer, head) {
+// The layer and head shown, or those chosen last, whose scores are still being read.
+const chosen = () => view.coming ?? view;
+
+async function choose(layer = chosen().layer, head = chosen().head) {
   if (!has(layer)) return false;
-  const wanted = (view.asked = `${layer}/${head}`), of = run;
-  await run.load(layer);
-  if (view.asked !== wanted || of !== run) return true; // the selection has changed in the meantime
-  Object.assign(view, { layer, head: layer === ALL ? ALL : head });
+  const coming = (view.coming = { layer, head: layer === ALL ? ALL : head }), of = run;
+  try {
+    await run.load(layer);
+  } catch (error) {
+    if (view.coming === coming) view.coming = null;
+    throw error;
+  }
+  if (view.coming !== coming || of !== run) return true; // the selection has changed, or another run continues with it
+  Object.assign(view, coming, { coming: null });
   byId("layer").value = layer;
   byId("head").value = view.head;
   byId("head").disabled = layer === ALL;
@@ -36,12 +44,12 @@ function play(on) {
 const everyHead = () => [[ALL, ALL], ...run.held.flatMap((layer) => Array.from({ length: H + 1 }, (_, n) => [layer, n - 1]))];
 
 function nextHead(by) {
-  const places = everyHead(), now = places.findIndex(([layer, head]) => layer === view.layer && head === view.head);
+  const places = everyHead(), at = chosen(), now = places.findIndex(([layer, head]) => layer === at.layer && head === at.head);
   choose(...places[(now + by + places.length) % places.length]);
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || !run || event.target.closest("select, summary, textarea, dialog, input:not(#step)")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || !run || event.target.closest("select, summary, textarea, dialog[open], input:not(#step)")) return;
   const far = Math.max(1, Math.round(T / 10));
   const moves = { ArrowLeft: view.step - 1, ArrowRight: view.step + 1, Home: 0, End: T - 1, PageDown: view.step + far, PageUp: view.step - far };
   const slider = event.target.id === "step";
@@ -61,8 +69,8 @@ function listenControls() {
   byId("play").addEventListener("click", () => play(view.playing === null));
   byId("back").addEventListener("click", () => { play(false); goTo(view.step - 1); });
   byId("forward").addEventListener("click", () => { play(false); goTo(view.step + 1); });
-  byId("layer").addEventListener("change", () => choose(Number(byId("layer").value), view.head));
-  byId("head").addEventListener("change", () => choose(view.layer, Number(byId("head").value)));
+  byId("layer").addEventListener("change", () => choose(Number(byId("layer").value)));
+  byId("head").addEventListener("change", () => choose(undefined, Number(byId("head").value)));
   document.addEventListener("keydown", onKey);
 }
 

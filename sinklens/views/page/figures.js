@@ -265,8 +265,8 @@ const inGrid = ([layer, head]) => layer >= 0 && layer < L && head >= 0 && head <
 function gridKey(event) {
   const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
   if (!by) return;
-  const now = run.held.indexOf(view.layer), layer = run.held[clamp(now + by[0], 0, run.held.length - 1)];
-  choose(now < 0 ? run.held[0] : layer, clamp(view.head + by[1], 0, H - 1));
+  const at = chosen(), now = run.held.indexOf(at.layer), layer = run.held[clamp(now + by[0], 0, run.held.length - 1)];
+  choose(now < 0 ? run.held[0] : layer, clamp(at.head + by[1], 0, H - 1));
   event.preventDefault();
   event.stopPropagation();
 }

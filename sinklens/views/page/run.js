@@ -8,7 +8,7 @@ const ALL = -1; // as layer: the mean over all heads of all layers; as head: the
 const MISSING = 0, MASK = 1; // indices in the vocabulary: a position that does not exist yet, the mask
 const KINDS = { entered: Uint32Array, left: Uint32Array, committed: Uint8Array, path: Int32Array, heads: Uint16Array, strength: Float32Array };
 
-const view = { step: 0, layer: ALL, head: ALL, position: null, playing: null, wish: null };
+const view = { step: 0, layer: ALL, head: ALL, coming: null, position: null, playing: null, wish: null };
 let run, info, data, T, P, H, L;
 
 function useRun(next) {
