@@ -12,7 +12,7 @@ from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks.word_problems import held_out, training
 
 PROMPT = held_out(1)[0].prompt
-SETTINGS = {"gen_length": 4}
+SETTINGS = {"gen_length": 2}
 
 
 @pytest.fixture(scope="module")
