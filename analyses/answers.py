@@ -25,6 +25,7 @@ import xarray as xr
 from sinklens.experiments import sweep
 from sinklens.interventions import MaskSinks
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import held_out, read_answer
 
@@ -63,7 +64,7 @@ def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSink
     }
 
 
-def unchanged(study: "Study", model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> SinkTrack:
+def unchanged(study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings) -> SinkTrack:
     """The sink track of a prompt's run without interventions."""
     track = study.generate(model, [prompt], settings).run.sinks
     assert track is not None
@@ -76,7 +77,7 @@ def each_prompt(prompts: Sequence[SinglePrompt], one: Callable[[SinglePrompt], x
 
 
 def free_effects(
-    study: "Study", model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], interventions: Mapping[str, Any]
+    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list gives the unchanged run.
 
@@ -99,7 +100,7 @@ def free_effects(
 
 
 def replayed_effects(
-    study: "Study", model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], interventions: Mapping[str, Any]
+    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """``kl``, ``agreement`` and ``confidence`` of `MEANINGS`, [intervention], and ``kl_step`` [intervention, step]."""
     found = _swept(study, model, prompt, settings, interventions, replay=True)
@@ -113,7 +114,7 @@ def replayed_effects(
 
 
 def effects(
-    study: "Study", model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], interventions: Mapping[str, Any]
+    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
 ) -> xr.Dataset:
     """`free_effects` and `replayed_effects`: all of `MEANINGS`, [intervention], and ``kl_step``."""
     arguments = (study, model, prompt, settings, interventions)
@@ -121,7 +122,7 @@ def effects(
 
 
 def _swept(
-    study: "Study", model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], interventions: Mapping[str, Any],
+    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any],
     replay: bool,
 ) -> xr.Dataset:  # fmt: skip
     found = sweep(

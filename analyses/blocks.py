@@ -25,6 +25,7 @@ from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import LladaSettings, settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import motion
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ class Blocks(Study):
     together: ClassVar[bool] = False
     top_k: int = 1
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MOTION` [prompt, block] and `ROBUST` [prompt, block, key]."""
         parts = [self._at(model, prompts, more) for more in lengths(model, settings).values()]
         return xr.concat(parts, dim="block").assign_coords(block=list(lengths(model, settings)))
 
-    def _at(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def _at(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """Measurements at one block length."""
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
@@ -99,12 +100,12 @@ class Blocks(Study):
         return {"motion": moving, "robustness": kinds_of_keys(robust, "block", "key", MASKED, ROBUST, along)}
 
 
-def lengths(model: "Model", settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def lengths(model: "Model", settings: Settings) -> dict[int, Settings]:
     """Block length -> settings, for every length that divides the answer and its steps evenly."""
     defaults = settings_for(model, dict(settings))
     if not isinstance(defaults, LladaSettings):
-        return {1 if model.causal else defaults.gen_length: dict(settings)}
-    totals = {"gen_length": defaults.gen_length, "steps": defaults.steps}
+        return {1 if model.causal else defaults.gen_length: settings}
+    totals: Settings = {"gen_length": defaults.gen_length, "steps": defaults.steps}
     possible = [size for size in range(1, defaults.gen_length + 1) if defaults.gen_length % size == 0]
     return {
         size: {**settings, **totals, "block_length": size}

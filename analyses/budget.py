@@ -22,7 +22,7 @@ left out of attention, not what could have been left out of the text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import xarray as xr
 
@@ -32,6 +32,7 @@ from sinklens.analyses.study import Study
 from sinklens.interventions import Intervention, KeepKeys, WindowAttention
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Budget(Study):
     name: ClassVar[str] = "budget"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEANINGS` [prompt, budget, kind]."""
         steps = settings_for(model, dict(settings)).steps
         axes = ("budget", "kind")

@@ -22,7 +22,7 @@ over queries does not say which query looks where.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -33,6 +33,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import Jump, jump_undone, read_attribution, sink_jumps, write_attribution
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import kinds
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Circuits(Study):
     together: ClassVar[bool] = False
     largest: int = 4
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, *`AXES`]; NaN for autoregressive models and where there is no such sink or jump."""
 
         def one(prompt: SinglePrompt) -> xr.Dataset:

@@ -27,6 +27,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, StrongestKeys
 from sinklens.sinks.strongest import Marked, Part, mark
 
@@ -80,7 +81,7 @@ class Content(Study):
         """The kinds compared, and how `StrongestKeys` names them."""
         return {"any": (), self.kind: (self.kind,), f"not {self.kind}": (f"not {self.kind}",)}
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` and `CONTROLS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base`` [prompt]."""
         sizes = (len(self.kinds), len(PARTS), len(CHANGES))
 

@@ -30,6 +30,7 @@ from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.prompts import SinglePrompt
 from sinklens.runs.intervention import layer_of
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Definitions(Study):
     name: ClassVar[str] = "definitions"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, definition, reach, pick, top_k], NaN where a model lacks a definition; ``base``."""
         causal = model.causal
 
@@ -80,7 +81,7 @@ class Definitions(Study):
         return each_prompt(prompts, one)
 
     def _in_reach(
-        self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], listed: Mapping[str, MaskSinks]
+        self, model: "Model", prompt: SinglePrompt, settings: Settings, listed: Mapping[str, MaskSinks]
     ) -> xr.Dataset:
         """The measures of one reach; `listed` has names such as "first random 5"."""
         labels: dict[str, list[Any]] = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
@@ -97,7 +98,7 @@ class Definitions(Study):
         return xr.Dataset({name: (tuple(labels), value) for name, value in values.items()} | {"base": base}, labels)
 
     def interventions(
-        self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], reach: str
+        self, model: "Model", prompt: SinglePrompt, settings: Settings, reach: str
     ) -> dict[str, MaskSinks]:
         """One intervention per definition that the model has, pick and number of keys."""
         causal = model.causal
@@ -145,7 +146,7 @@ class Definitions(Study):
         return {"costs": costs_by_cell(table, "reach", "definition", "pick", DEFINITIONS, PICKS, MEASURES["cost"])}
 
 
-def newest_rows(study: Study, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> SinkTrack:
+def newest_rows(study: Study, model: "Model", prompt: SinglePrompt, settings: Settings) -> SinkTrack:
     """The track of an autoregressive run whose scores are the newest query's attention times the number of keys."""
     seen: dict[tuple[int, int], Tensor] = {}
 

@@ -22,7 +22,7 @@ therefore reported beside the signs but do not decide them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from sinklens.analyses.answers import is_right
 from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
+from sinklens.hooks.front import HookPair
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-Hooks = list[tuple[Any, Any]]
+Hooks = list[HookPair]
 FIRST = 4  # positions
 BINS = 20  # of the sequence's length: the first holds the first 5 %
 PARTS = 10  # of a run's steps
@@ -90,7 +92,7 @@ class Diagnose(Study):
 
     name: ClassVar[str] = "diagnose"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is unknown; and ``places`` and
         ``kept`` for the curves.
         """

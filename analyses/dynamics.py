@@ -15,7 +15,7 @@ key moves more than that of a sum.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -25,6 +25,7 @@ from sinklens.analyses.nulls import NULLS, against_nulls, fixed_queries, null_ta
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion, survival
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Dynamics(Study):
 
     name: ClassVar[str] = "dynamics"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
         steps = settings_for(model, dict(settings)).steps
         record = fixed_queries(model, prompts, self.chat_template)
@@ -96,7 +97,7 @@ class Dynamics(Study):
         measured = motion_of(found.track).merge(against_nulls(found.track, found.run))
         return measured.merge(ages.rename(batch="prompt").drop_vars("prompt"))
 
-    def example(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
+    def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
         found = self.generate(model, [prompt], settings)
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -27,6 +27,7 @@ from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.motion import existing, jumps, strongest_key
 
@@ -59,7 +60,7 @@ class Emergence(Study):
         """
         runs_and_steps(models)
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt]; ``right`` is NaN for prompts that are not shipped word problems."""
         found = self.generate(model, prompts, settings)
         values = {"right": right_answers(found.run, prompts), **sinks_of(found.track)}

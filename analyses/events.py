@@ -33,6 +33,7 @@ from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, 
 from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
 from sinklens.analyses.study import Study
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 from sinklens.sinks.matching import ratio
 
@@ -62,7 +63,7 @@ class Events(Study):
 
     name: ClassVar[str] = "events"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `events_of`."""
         if model.causal:
             return _nothing(len(prompts), model.cfg.n_layers)

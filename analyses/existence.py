@@ -12,7 +12,7 @@ to go, have values near zero (sinklens/sinks/values.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -20,6 +20,7 @@ import xarray as xr
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import (
     Broadcast,
     Detector,
@@ -76,7 +77,7 @@ class Existence(Study):
 
     name: ClassVar[str] = "existence"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `sink_shares`."""
         record = Record(["values", "stream", "outputs"])
         return sink_shares(self.generate(model, prompts, settings, record_sinks=record).track)

@@ -38,6 +38,7 @@ from sinklens.experiments import compare
 from sinklens.features import SparseAutoencoder, SpliceSAE, load_sae
 from sinklens.identity import fingerprint
 from sinklens.interventions import MaskedLogits
+from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import training
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Features(Study):
                     f"with it. Pass masked= and decided= with SAEs of that model."
                 )
 
-    def measure(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[Any], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, sae, role]; of the choice, ``feature``, ``rate`` and ``chosen_excess`` [prompt, sae,
         role, rank]; ``sinks`` and ``moves`` [prompt, sae], the number of sinks that were compared and of moves.
         """
@@ -158,7 +159,7 @@ class Features(Study):
             data[name] = (("prompt", "sae", "role", "rank"), shown.astype(float))
         return data.transpose("prompt", ...)
 
-    def choice(self, model: "Model", settings: Mapping[str, Any]) -> dict[str, Chosen]:
+    def choice(self, model: "Model", settings: Settings) -> dict[str, Chosen]:
         """The chosen features and their controls, by scope; computed once per model."""
         made = self.__dict__.setdefault("_choices", {})
         key = (model.name, repr(sorted(settings.items())))
@@ -166,7 +167,7 @@ class Features(Study):
             made[key] = self._choose(model, settings)
         return made[key]
 
-    def _choose(self, model: "Model", settings: Mapping[str, Any]) -> dict[str, Chosen]:
+    def _choose(self, model: "Model", settings: Settings) -> dict[str, Chosen]:
         prompts = [problem.prompt for problem in training(SEED, self.problems)]
         saes = self.saes()
         sums: dict[str, list[Any]] = {scope: [0.0, 0, 0.0, 0] for scope in saes}

@@ -27,6 +27,7 @@ from sinklens.analyses.study import Study
 from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, HeadOutputs
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import training
 
@@ -69,7 +70,7 @@ class Heads(Study):
         """Discard the mean outputs of an earlier run."""
         self._outputs.clear()
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, way, layer, head]; ``kl_step`` [prompt, way, layer, step], mean over heads; and
         ``all_…`` [prompt, together], the keys of all heads masked at once.
         """
@@ -89,7 +90,7 @@ class Heads(Study):
         places: dict[str, Any] = {"way": list(WAYS), "layer": np.arange(sizes[1]), "head": np.arange(sizes[2])}
         return each_prompt(prompts, one).assign_coords({**places, "together": list(TOGETHER)})
 
-    def interventions(self, model: "Model", track: SinkTrack, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def interventions(self, model: "Model", track: SinkTrack, settings: Settings) -> dict[str, Any]:
         """One per kind of `WAYS`, layer and head, in that order; then all heads at once, one per kind of `TOGETHER`."""
         if model not in self._outputs:
             problems = [problem.prompt for problem in training(self.seed, self.reference)]

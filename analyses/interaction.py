@@ -26,6 +26,7 @@ from sinklens.analyses.study import Study
 from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits, MaskSinks, WindowAttention
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Interaction(Study):
     together: ClassVar[bool] = False
     top_k: int = 1
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, window, pick] and ``base`` [prompt, window]; NaN for windows that do not apply."""
         possible = windows(model.causal)
 
@@ -74,7 +75,7 @@ class Interaction(Study):
         return each_prompt(prompts, one)
 
     def _in_window(
-        self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], window: list[WindowAttention] | None
+        self, model: "Model", prompt: SinglePrompt, settings: Settings, window: list[WindowAttention] | None
     ) -> xr.Dataset:
         values = {name: np.full(len(PICKS), np.nan) for name in MEASURES}
         base_right = np.nan
@@ -96,9 +97,7 @@ class Interaction(Study):
         shared: dict[str, Any] = {"top_k": self.top_k, "source": base, "seed": self.seed}
         return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random_rest", persistent=True)}
 
-    def _run(
-        self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], hooks: list[Any], **more: Any
-    ) -> Any:
+    def _run(self, model: "Model", prompt: SinglePrompt, settings: Settings, hooks: list[Any], **more: Any) -> Any:
         more = {"record_sinks": False, **more}
         return generate(
             model, [prompt], hooks=hooks, seed=self.seed, chat_template=self.chat_template, progress=False,

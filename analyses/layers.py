@@ -11,7 +11,7 @@ end is higher, not that the paper's finding for 32 layers holds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -19,6 +19,7 @@ import xarray as xr
 from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, Unit, motion
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Layers(Study):
 
     name: ClassVar[str] = "layers"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `by_layer`."""
         return by_layer(self.generate(model, prompts, settings).track)
 

@@ -35,6 +35,7 @@ from sinklens.analyses.strata import compare, two_groups
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import logit_lens
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class MaskedSinks(Study):
 
     name: ClassVar[str] = "masked_sinks"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, layer]; and for `tables`, [prompt, layer, step, place]: ``sink_at``, `LENS` as
         ``…_at``, NaN where a place is not undecided.
         """

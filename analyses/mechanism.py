@@ -21,7 +21,7 @@ uncertain ones to begin with. In the control, the two halves are split by attent
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -33,9 +33,11 @@ from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, u
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
+from sinklens.hooks.front import HookPair
 from sinklens.interventions import MaskedLogits
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import AutoregressiveSettings, DreamSettings, LladaSettings, settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Mechanism(Study):
     name: ClassVar[str] = "mechanism"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k];
         and ``base`` [prompt, order], the share of word problems answered right with nothing masked.
         """
@@ -83,7 +85,7 @@ class Mechanism(Study):
 
         return each_prompt(prompts, one)
 
-    def _confidence(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
+    def _confidence(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         if model.causal:
             nothing = dict.fromkeys(CONFIDENCE, ("pick", np.full(len(PICKS), np.nan)))
             steps = {
@@ -108,7 +110,7 @@ class Mechanism(Study):
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))
         return xr.concat(found, dim="pick").assign_coords(pick=list(PICKS))
 
-    def _costs(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
+    def _costs(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         sizes, parts = (len(PICKS), len(TOP_K)), []
         possible = orders(model, settings)
         for order in ORDERS:
@@ -153,9 +155,9 @@ class Mechanism(Study):
         }
 
 
-def orders(model: "Model", settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def orders(model: "Model", settings: Settings) -> dict[str, Settings]:
     """The orders of `ORDERS` that the model's sampler can unmask in, one token per step, with the settings for each."""
-    plain = {name: value for name, value in settings.items() if name not in ("threshold", "steps")}
+    plain = cast(Settings, {name: value for name, value in settings.items() if name not in ("threshold", "steps")})
     defaults = settings_for(model, dict(settings))
     if isinstance(defaults, AutoregressiveSettings):
         return {"position": plain}
@@ -182,7 +184,7 @@ class MaskedKeys:
     def __init__(self, model: "Model") -> None:
         self._layers, self._seen = model.cfg.n_layers, dict[tuple[int, int], Tensor]()
 
-    def hooks(self) -> list[tuple[Any, Any]]:
+    def hooks(self) -> list[HookPair]:
         """Hooks to pass to the run."""
         return [(lambda name: name.endswith("attn.hook_attn_mask"), self._see)]
 

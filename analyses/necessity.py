@@ -25,6 +25,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack, StrongestKeys
 from sinklens.sinks.strongest import Marked, Part, mark
 
@@ -70,7 +71,7 @@ class Necessity(Study):
     together: ClassVar[bool] = False
     sink: Detector = field(default_factory=EpsilonOverMean)
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, part, pick]; ``share`` [prompt, part]; ``base`` [prompt]; `ABOVE` [prompt, epsilon, pick]
         (the number of keys without pick).
         """
@@ -102,9 +103,7 @@ class Necessity(Study):
         shared: dict[str, Any] = {"top_k": None, "detector": Marked(name), "source": marked, "seed": self.seed}
         return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random_rest", persistent=True)}
 
-    def _thresholds(
-        self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any], track: SinkTrack
-    ) -> xr.Dataset:
+    def _thresholds(self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack) -> xr.Dataset:
         marked = mark(track, {f"above {epsilon:g}": EpsilonOverMean(epsilon) for epsilon in EPSILONS})
         listed: dict[str, Any] = {"unchanged": []}
         for epsilon in EPSILONS:

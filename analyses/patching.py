@@ -28,7 +28,7 @@ need not add up to 1, since layers are not linear.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,10 @@ from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
+from sinklens.hooks.front import HookPair
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import AutoregressiveSettings, settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -105,14 +107,15 @@ class Patching(Study):
                     f"texts, and a model with a tokenizer."
                 )
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """``moved`` [prompt, group, layer, step] and ``gap`` [prompt, step], numerator and denominator of ``restored``,
         0 for unusable prompts; ``flipped`` [prompt, layer, start] and ``usable`` [prompt], 1 if the pair is usable.
         """
         layers = range(-1, model.cfg.n_layers)
         defaults = settings_for(model, dict(settings))
-        chosen = {**settings, "temperature": 0.0}
-        chosen |= {"use_cache": False} if isinstance(defaults, AutoregressiveSettings) else {}
+        chosen: Settings = {**settings, "temperature": 0.0}
+        if isinstance(defaults, AutoregressiveSettings):
+            chosen["use_cache"] = False
         places = {
             "group": list(GROUPS),
             "layer": list(layers),
@@ -137,7 +140,7 @@ class Patching(Study):
 
         return each_prompt(prompts, one)
 
-    def _pair(self, model: "Model", prompt: str, settings: Mapping[str, Any]) -> Pair | None:
+    def _pair(self, model: "Model", prompt: str, settings: Settings) -> Pair | None:
         """The two runs of a prompt, or None if the pair is not usable."""
         other = with_another_number(prompt)
         if other is None:
@@ -155,7 +158,7 @@ class Patching(Study):
             return None
         return Pair(clean, corrupted, number, differ)
 
-    def _run(self, pair: Pair, patches: Sequence["Patch | None"], settings: Mapping[str, Any], replay: bool) -> "Gaps":
+    def _run(self, pair: Pair, patches: Sequence["Patch | None"], settings: Settings, replay: bool) -> "Gaps":
         """One run of the corrupted prompt, with a different patch in each row."""
         gaps, copies = Gaps(pair, patches), len(patches)
         prompt = pair.corrupted.canvas[:, 0, : pair.corrupted.prompt_length].repeat(copies, 1)
@@ -167,7 +170,7 @@ class Patching(Study):
         return gaps
 
     def _restored(
-        self, pair: Pair, layers: range, settings: Mapping[str, Any], steps: int
+        self, pair: Pair, layers: range, settings: Settings, steps: int
     ) -> tuple[Float[np.ndarray, "group layer step"], Float[np.ndarray, " step"]]:
         every, prompt = torch.ones_like(pair.number), torch.arange(len(pair.number)) < pair.clean.prompt_length
         where = {"number": pair.number, "prompt": prompt & ~pair.number, "answer": ~prompt}
@@ -176,7 +179,7 @@ class Patching(Study):
         moved = (gaps[2:] - gaps[0]).reshape(len(GROUPS), len(layers), steps)
         return moved, gaps[1] - gaps[0]
 
-    def _flipped(self, pair: Pair, layers: range, settings: Mapping[str, Any]) -> Float[np.ndarray, "layer start"]:
+    def _flipped(self, pair: Pair, layers: range, settings: Settings) -> Float[np.ndarray, "layer start"]:
         starts = [int(share * pair.corrupted.steps_run) for share in STARTS]
         rows = [Patch(layer, pair.number, start) for layer in layers for start in starts]
         run = self._run(pair, rows, settings, replay=False).run
@@ -228,7 +231,7 @@ class Gaps:
         self._canvas: Tensor | None = None
         self.run: Generation | None = None
 
-    def hooks(self) -> list[tuple[Any, Any]]:
+    def hooks(self) -> list[HookPair]:
         """Hooks to pass to the run."""
         points = {_point(patch.layer) for patch in self._patches if patch is not None}
         return [

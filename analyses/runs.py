@@ -9,14 +9,16 @@ Pitfall: copies of a prompt get different random numbers in one batch, but the s
 temperature above 0, give each prompt once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool
 
+from sinklens.hooks.points import Point
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import active_steps, holds_end
 from sinklens.tracing import generate
@@ -52,7 +54,7 @@ class OwnRun:
 def own_run(
     model: "Model",
     prompts: Sequence[SinglePrompt],
-    settings: Mapping[str, Any],
+    settings: Settings,
     *,
     seed: int = 0,
     chat_template: bool | str = False,
@@ -67,7 +69,7 @@ def own_run(
     """
     active: list[np.ndarray] = []
 
-    def note(confidence: "Tensor", hook: Any) -> None:
+    def note(confidence: "Tensor", hook: Point) -> None:
         active.append((confidence > -np.inf).any(dim=1).cpu().numpy())
 
     run = generate(

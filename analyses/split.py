@@ -28,7 +28,7 @@ has groups of the same sizes, so compare with it and not with 1.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,9 @@ from torch import Tensor
 
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
+from sinklens.hooks.front import HookPair
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ class Split(Study):
     name: ClassVar[str] = "split"
     epsilon: float = EPSILON
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, [prompt, layer, queries, split], averaged over heads and steps."""
         layers = model.cfg.n_layers
         coords = {"layer": np.arange(layers), "queries": list(QUERIES), "split": list(SPLITS)}
@@ -104,7 +106,7 @@ class Split(Study):
         active = self.generate(model, prompts, settings, record_sinks=False, hooks=groups.hooks()).own
         return xr.Dataset({name: (axes, value) for name, value in groups.means(active).items()}, coords)
 
-    def example(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset | None:
+    def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset | None:
         """The pattern of the step, layer and head whose two groups have the most different sinks.
 
         ``pattern`` [query, key], ``masked`` [query] and ``token`` [query], the labels of the positions. Attributes
@@ -188,7 +190,7 @@ class Groups:
         self._found: dict[tuple[int, int], list[Likeness]] = {}
         self._contrast: dict[tuple[int, int], Float[Tensor, " head"]] = {}
 
-    def hooks(self) -> list[tuple[Any, Any]]:
+    def hooks(self) -> list[HookPair]:
         """Hooks to pass to a run."""
         return [("denoise.hook_canvas", self._split), (lambda name: name.endswith("attn.hook_pattern"), self._compare)]
 

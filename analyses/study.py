@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import xarray as xr
@@ -37,6 +37,7 @@ from sinklens.evaluation.counting import Counts
 from sinklens.model import load
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.versions import versions
@@ -85,10 +86,10 @@ class Study(ABC):
             raise SettingError(f"seed must be 0 or more; got {self.seed}.")
 
     @abstractmethod
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """Measurements of `prompts`, with the axis ``prompt``."""
 
-    def example(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset | None:
+    def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset | None:
         """Data of one prompt's run for `figures`; None if the figures need none."""
         return None
 
@@ -113,9 +114,7 @@ class Study(ABC):
         """Hashes of the contents of files that `measure` reads, by name; units of other contents are not used."""
         return {}
 
-    def generate(
-        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any], **more: Any
-    ) -> OwnRun:
+    def generate(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, **more: Any) -> OwnRun:
         """`own_run` with the study's seed and chat template."""
         return own_run(model, prompts, settings, seed=self.seed, chat_template=self.chat_template, **more)
 
@@ -176,7 +175,7 @@ class Study(ABC):
         return findings if folder is None else write(self, findings, folder)
 
     def _measured(
-        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any], units: Units, report: Report
+        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: Report
     ) -> xr.Dataset:
         """Measurements of every prompt; finished prompts are not measured again."""
         with units:
@@ -260,7 +259,7 @@ def _names(models: Sequence["Model"]) -> list[str]:
     return names
 
 
-def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[Settings]:
     """For each model, the settings that its sampler has; a setting that no model has is an error.
 
     With ``sampler``, all models use that one.
@@ -271,7 +270,7 @@ def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list
     for name in settings:
         if name not in every:
             raise SettingError(f"none of these models has a setting {name!r}.{nearest(name, every)}")
-    return [{name: value for name, value in settings.items() if name in names} for names in known]
+    return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
 
 
 def _source_hash(study: type) -> str:

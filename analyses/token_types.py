@@ -25,6 +25,7 @@ from sinklens.analyses.intervals import Interval, interval_rows, interval_table,
 from sinklens.analyses.strata import compare
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.kinds import Kind, State, absorption, enrichment, frequency_table, set_codes
 
@@ -56,7 +57,7 @@ class TokenTypes(Study):
 
     name: ClassVar[str] = "token_types"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `sinks_by_token`."""
         return sinks_by_token(self.generate(model, prompts, settings).track)
 

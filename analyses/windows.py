@@ -23,6 +23,7 @@ from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import WindowAttention
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +42,7 @@ class Windows(Study):
     name: ClassVar[str] = "windows"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEANINGS` [prompt, width]."""
         listed: dict[str, Any] = {
             str(width): [] if np.isinf(width) else WindowAttention(width=int(width)) for width in WIDTHS

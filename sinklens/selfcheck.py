@@ -29,6 +29,7 @@ from torch import Tensor
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
 from sinklens.hooks.blocks import Blocks, blocks_of
+from sinklens.hooks.front import HookPair
 from sinklens.hooks.normalizers import normalizer_of, softmax
 from sinklens.hooks.tree import HookTree
 
@@ -102,7 +103,7 @@ def _check_with_encoder(tree: HookTree) -> None:
             changed[rows[hook.name]] = _other(changed[rows[hook.name]], hook.name)
             return changed
 
-        hooks: list[Any] = [(name, edit) for name in rows]
+        hooks: list[HookPair] = [(name, edit) for name in rows]
         before = _canvas_logits(tree, len(kinds), hooks)
         editing = True
         after = _canvas_logits(tree, len(kinds), hooks)
@@ -110,7 +111,7 @@ def _check_with_encoder(tree: HookTree) -> None:
         _refuse_silent(silent)
 
 
-def _canvas_logits(tree: HookTree, rows: int, hooks: list[Any]) -> Float[Tensor, "row pos vocab"]:
+def _canvas_logits(tree: HookTree, rows: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
     """Logits of a canvas of `TOKENS` tokens after as many others, the same in every row."""
     ids = (torch.arange(2 * TOKENS) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
     passes = tree.canvas_pass
@@ -146,14 +147,14 @@ def _check_patterns(
 def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, list[Tensor]], Tensor]:
     """The first row of each point's value, and the logits with one row per kind of point in the last layer."""
     seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
-    hooks: list[Any] = [
+    hooks: list[HookPair] = [
         (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1])),
         (_entry(tree), lambda value, hook: value.expand(len(kinds_of(tree.parts[-1])), -1, -1).clone()),
     ]
     return seen, _spreading(tree, ids, hooks)
 
 
-def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[Any]) -> Float[Tensor, "row pos vocab"]:
+def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
     """Logits of a pass that ends with more rows than it started with."""
     with tree.hooks(fwd_hooks=hooks):
         return tree.hf(input_ids=ids, use_cache=False).logits
@@ -317,7 +318,7 @@ def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequenc
         return varied
 
     values = [f"blocks.{layer}.attn.hook_v" for layer in range(tree.cfg.n_layers)]
-    hooks: list[Any] = [*((name, vary) for name in values), *((name, edit) for name in rows)]
+    hooks: list[HookPair] = [*((name, vary) for name in values), *((name, edit) for name in rows)]
     batch = ids.expand(len(places), -1)
     before = tree.run_with_hooks(batch, fwd_hooks=hooks)
     editing = True

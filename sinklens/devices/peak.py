@@ -11,6 +11,7 @@ from sinklens.devices.findings import Claim, Measurement, NotChecked
 from sinklens.devices.measuring import peak
 from sinklens.devices.parts import Setting
 from sinklens.errors import DeviceMemoryError
+from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.tracing import generate
 
@@ -57,7 +58,7 @@ def _raised(setting: Setting) -> str:
     model, ids = _model(setting), samples.random_ids(2, 17)
     before = generate(model, ids, **GIVEN)
 
-    def fail(value: torch.Tensor, hook: Any) -> None:
+    def fail(value: torch.Tensor, hook: Point) -> None:
         if hook.step == 1:
             raise torch.OutOfMemoryError("out of memory, raised by the check")
 

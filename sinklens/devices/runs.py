@@ -18,6 +18,7 @@ from torch import Tensor
 from sinklens.devices import samples
 from sinklens.devices.findings import Claim
 from sinklens.devices.parts import Setting
+from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.result import Generation
 from sinklens.tracing import generate
@@ -107,7 +108,7 @@ def _logits(model: Model, prompt: Any, given: dict[str, Any], run: Generation, s
     """Logits of all positions at `step` on the canvases of `run`, before guidance mixes them."""
     kept: dict[int, Tensor] = {}
 
-    def keep(value: Tensor, hook: Any) -> None:
+    def keep(value: Tensor, hook: Point) -> None:
         if hook.step == step:
             kept[step] = value.detach().cpu().double()
 

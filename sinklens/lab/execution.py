@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError
+from sinklens.hooks.points import Point
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.spec import RunSpec
@@ -264,7 +265,7 @@ def snapshot(live: LiveRun) -> Mapping[str, Any]:
 def confidence_hook(kept: dict[int, Tensor]) -> tuple[str, Callable[..., None]]:
     """A hook that keeps the confidence of every position by step."""
 
-    def keep(value: Tensor, hook: Any) -> None:
+    def keep(value: Tensor, hook: Point) -> None:
         kept[hook.step or 0] = value[0].detach().float().cpu()
 
     return "denoise.hook_confidence", keep
