@@ -96,13 +96,15 @@ def test_a_shard_has_one_writer_at_a_time_and_another_writer_takes_another_shard
 
 
 def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
-    first = worker(tmp_path)
-    assert first.stdout.readline()
-    second = worker(tmp_path)
-    _, stderr = second.communicate(timeout=60)
+    """This process writes for as long as the other takes to start, and to find it."""
+    run = LedgerRun.of(tmp_path, WHAT).begin()
+    with Writer(run) as writer:
+        for entry in ENTRIES[:20]:
+            writer.add(entry)
+        _, stderr = worker(tmp_path).communicate(timeout=60)
     assert b"another process is writing" in stderr
-    first.communicate(timeout=60)
-    assert LedgerRun.of(tmp_path, WHAT).begin().records() == ENTRIES
+    worker(tmp_path).communicate(timeout=60)
+    assert run.records() == ENTRIES
 
 
 def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):

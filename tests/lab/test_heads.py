@@ -74,7 +74,7 @@ def test_background_work_waits_for_runs_and_computations():
         thread.run("a", lambda: order.append("run"))
         thread.compute(lambda: order.append("computation"))
 
-    thread.compute(queue).result(10)
-    assert ended.wait(10)
+    thread.compute(queue).result(60)
+    assert ended.wait(60)
     thread.close()
     assert order == ["computation", "run", "background"]

@@ -306,7 +306,7 @@ def test_a_daemon_does_not_survive_its_program(monkeypatch):
                 ctypes.CDLL(None).prctl(15, b"{name}", 0, 0, 0)
                 time.sleep(120)
             os._exit(0)
-        time.sleep(0.7)
+        time.sleep(3)
     """
     outcomes = []
     runner = threading.Thread(target=lambda: outcomes.append(hostile(source, Limits(seconds=20))))
