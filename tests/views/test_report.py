@@ -546,10 +546,13 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
         assert opened.js("return [...document.querySelectorAll('#keys .at')].map(n => +n.textContent)") == best.tolist()
 
 
+# Again at every look: a frame out of view does not draw, and a figure above that is drawn later moves it there.
+IN_VIEW = "document.getElementById('circuits').scrollIntoView();"
+
+
 def drawn(browser, label, large=""):
     """Head names in CircuitsVis's frame once it shows `label`, and the head shown at full size, `large` if given."""
-    browser.js("document.getElementById('circuits').scrollIntoView()")
-    browser.wait(f"return document.getElementById('circuits').dataset.shown === '{label}'")
+    browser.wait(f"{IN_VIEW} return document.getElementById('circuits').dataset.shown === '{label}'")
     assert len(browser.driver.find_elements("css selector", "#circuits iframe")) == 1
     browser.driver.switch_to.frame(browser.driver.find_element("css selector", "#circuits iframe"))
     names = browser.js("return [...document.querySelectorAll('#heads h4')].map(h => h.textContent)")
@@ -691,9 +694,8 @@ def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path,
     )
     for width in WIDTHS:
         browser.size(width)
-        time.sleep(0.5)
-        browser.js("document.getElementById('circuits').scrollIntoView()")  # an invisible frame does not draw
-        browser.wait("return !document.querySelector('#circuits.busy')")
+        browser.at_rest("circuits")
+        browser.wait(f"{IN_VIEW} return !document.querySelector('#circuits.busy')", seconds=90)
         assert browser.js("return document.documentElement.scrollWidth") <= width  # innerWidth grows with the page
         if SHOTS:
             browser.screenshot(Path(SHOTS) / f"report-large-{kind}-{width}.png")
