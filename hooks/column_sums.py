@@ -86,8 +86,7 @@ def plain_column_sums(
     causal: bool = False,
 ) -> Float[Tensor, "batch head key"]:
     """`column_sums` in plain PyTorch, block by block."""
-    start = lse * -LOG2_E
-    start = torch.where(start < torch.inf, start, -torch.inf)  # rows without a key, whose sum is left out
+    start = (lse * -LOG2_E).nan_to_num_(-torch.inf, -torch.inf, -torch.inf)  # leaves out rows without a key
     if real is not None:
         start = start.masked_fill(~real[:, None, :], -torch.inf)
     total = torch.empty(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)

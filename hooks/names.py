@@ -22,6 +22,7 @@ attention kernel, and ``hook_logits`` passes more rows through the head.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from sinklens.errors import HookNameError, SettingError, nearest
@@ -278,6 +279,7 @@ def _refuse_absent(name: str, canonical: str, known: Sequence[str], n_layers: in
         raise HookNameError(f"{name!r}: this model does not normalize queries and keys.")
 
 
+@cache
 def switch_of(name: str) -> str | None:
     """The flag of ``model.cfg`` that turns on the point called `name`; None if it is always on."""
     below = re.sub(rf"^(?:{re.escape(ENCODER)})?blocks\.\d+\.", "", name)

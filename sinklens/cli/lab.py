@@ -8,11 +8,19 @@ from typing import Any
 
 from sinklens.errors import SettingError
 
+MORE = """\
+Open a live lab in the browser. There you can
+  - run a prompt and watch its steps;
+  - press "Try every head" to find the heads that carry the answer: each is ablated in turn;
+  - click a head, a token or a cell of the attention map to change the run, and compare run B with run A;
+  - compare two models (--compare), copy the run as Python, save it as a page.
+More: docs/concepts/lab.md (From a question to an answer)."""
+
 
 def add_lab(commands: Any) -> None:
     """Add ``lab``."""
     text = "open a live lab in the browser: run the model, change the run by pointing, compare, copy as Python"
-    lab = commands.add_parser("lab", help=text, description=text)
+    lab = commands.add_parser("lab", help=text, description=MORE, formatter_class=argparse.RawDescriptionHelpFormatter)
     lab.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
     lab.add_argument(
         "--compare", metavar="MODEL", nargs="+", default=[], help="further models for the same prompts (default: none)"
@@ -30,6 +38,11 @@ def add_lab(commands: Any) -> None:
     lab.add_argument(
         "--allow-network", action="store_true", help="allow a --host that other machines reach (default: no)"
     )
+    lab.add_argument(
+        "--public-url", metavar="URL",
+        help="address of the lab in a browser behind a reverse proxy, e.g. "
+        "https://hub.example.org/user/ann/proxy/{port}/ (default: it is reached directly)",
+    )  # fmt: skip
     lab.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
     lab.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
     lab.set_defaults(command=run_lab)
@@ -37,6 +50,7 @@ def add_lab(commands: Any) -> None:
 
 def run_lab(options: argparse.Namespace) -> None:
     """`sinklens lab`."""
+    from sinklens.lab.public import read_public
     from sinklens.lab.security import is_local
     from sinklens.lab.server import Lab, bound, require_extra, warning_of
 
@@ -49,10 +63,13 @@ def run_lab(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 65_536:
         raise SettingError(f"--port must be from 0 to 65535; got {options.port}.")
     listener = bound(options.host, options.port)
+    read_public(options.public_url, listener.getsockname()[1])  # before a model is loaded
     from sinklens.lab.loading import lab_models
 
     models = lab_models([options.model, *options.compare], dtype=options.dtype, device=options.device)
-    lab = Lab(models, keep=options.keep, host=options.host, listener=listener, framed=False)
+    lab = Lab(
+        models, keep=options.keep, host=options.host, listener=listener, framed=False, public_url=options.public_url
+    )
     print(warning_of(options.host), end="\n" if warning_of(options.host) else "")
     print(f"The lab is open. Anyone with this link can use it:\n  {lab.url}\nCtrl+C closes it.", flush=True)
     if not options.no_browser:

@@ -81,8 +81,12 @@ class LabApp:
             return Response(page.framed(self._guard.key), media_type="text/html")
         if "token" in request.query_params:
             direct = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-            response = RedirectResponse("/", 303) if direct else Response(page.ENTRY, media_type="text/html")
-            response.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
+            response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
+            public = self._guard.public  # without a path, the cookie belongs to the page's own path on the proxy's host
+            response.set_cookie(
+                self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path=None,
+                secure=public is not None and public.encrypted,
+            )  # fmt: skip
             return response
         return Response(page.document(), media_type="text/html")
 

@@ -16,6 +16,7 @@ from sinklens.experiments.comparison import compared
 from sinklens.interventions import MaskedLogits
 from sinklens.lab.execution import repeat
 from sinklens.lab.outcome import Outcome
+from sinklens.lab.problems import stated_number
 from sinklens.lab.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def differences(first: Outcome, second: Outcome) -> dict[str, Any]:
 
     ``cells``: [step, position of the first run] at which the canvases hold different ids, step 0 being the canvas that
     the first step works on. ``first_difference``: the smallest step among them, or None. ``sinks_moved``: per step, the
-    share of heads whose strongest key is another position; None for models of different shape.
+    share of heads whose strongest key is another position; None for models of different shape. ``numbers``: the number
+    that each answer states, or None.
 
     Prompts of different lengths are not compared, and positions count from the end of the prompt.
     """
@@ -46,7 +48,8 @@ def differences(first: Outcome, second: Outcome) -> dict[str, Any]:
         "cells": cells.tolist(),
         "first_difference": int(cells[:, 0].min()) if len(cells) else None,
         "sinks_moved": _moved(first, second, starts, steps),
-        "texts": [first.answer.text, second.answer.text],
+        "texts": [outcome.answer.text for outcome in (first, second)],
+        "numbers": [stated_number(outcome.answer.text) for outcome in (first, second)],
     }
 
 

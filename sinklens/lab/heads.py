@@ -45,6 +45,7 @@ class HeadEffect:
         kl: mean KL divergence over steps on the run's canvases, in nats; None if it is undefined.
         same: whether the answer is the same; None for a run on the canvases of another, which cannot change.
         text: the answer without the head; None if `same` is, or without a tokenizer.
+        number: the number that this answer states; None if it states none.
         right: whether that answer solves the task's problem; None without one.
     """
 
@@ -53,6 +54,7 @@ class HeadEffect:
     kl: float | None
     same: bool | None
     text: str | None
+    number: str | None
     right: bool | None
 
 
@@ -76,12 +78,14 @@ class HeadTrial:
 
     Attributes:
         why: why the KL divergence is undefined; None if it is defined.
+        number: the number that the run's answer states; None if it states none.
         stop: ends the trial.
     """
 
     def __init__(self, spec: RunSpec, outcome: Outcome, model: "Model", by: str, stop: Stop) -> None:
         self._spec, self._outcome, self._model, self._by, self.stop = spec, outcome, model, by, stop
         self.why = why_not([spec, spec], [outcome, outcome])
+        self.number = problems.stated_number(outcome.answer.text)
 
     def parts(self, layers: Sequence[int]) -> list[list[Head]]:
         """The heads of `layers` in groups of one pass each."""
@@ -100,7 +104,8 @@ class HeadTrial:
         kls = [None] * len(heads) if self.why else self._divergences(heads)
         effects = zip(heads, kls, self._answers(heads), strict=True)
         return [
-            asdict(HeadEffect(layer, head, kl, same, text, right)) for (layer, head), kl, (same, text, right) in effects
+            asdict(HeadEffect(layer, head, kl, same, text, problems.stated_number(text), right))
+            for (layer, head), kl, (same, text, right) in effects
         ]
 
     def _ablations(self, heads: Sequence[Head]) -> Stacked:

@@ -26,10 +26,10 @@ def document() -> str:
 
 def framed(key: str) -> str:
     """The document for a frame, whose files are opened by the key."""
-    return re.sub(r'(="/static/lab\.\w+)"', rf'\1?key={key}"', document())
+    return re.sub(r'(="static/lab\.\w+)"', rf'\1?key={key}"', document())
 
 
-ENTRY = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" content="0; url=/">"""
+ENTRY = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" content="0; url=./">"""
 """Leads to the page from a link on another site's page: the cookie is not sent to where that page leads directly."""
 
 

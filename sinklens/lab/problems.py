@@ -1,16 +1,21 @@
-"""The problems of the tasks that ship with the package, as prompts of the lab."""
+"""The problems of the tasks that ship with the package, as prompts of the lab; and the number that an answer states.
 
+Pitfall: without ``####``, the number of an answer is its last one, also where that is part of a unit or a name.
+"""
+
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from sinklens.lab.refusal import require
 from sinklens.runs.result import Answer
-from sinklens.tasks import NAMES, Sample, find_task
+from sinklens.tasks import NAMES, Sample, find_task, read_answer
 from sinklens.tasks.prompts import before_end
 
 SHIPPED = tuple(name for name in NAMES if name.startswith(("tiny-", "skill-")))
 """Tasks whose problems need no file and no network."""
+NUMBER = re.compile(r"(?<!\w)-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @cache
@@ -44,3 +49,16 @@ def right(task: str, index: int, answer: Answer, ids: list[int], end_ids: Sequen
     """
     kept = before_end(tuple(ids), end_ids)
     return find_task(task).judge(problem(task, index), answer.text or "", kept, end_ids)
+
+
+def stated_number(text: str | None) -> str | None:
+    """The number that an answer states: the one after ``####``, else its last one; None if it has no number.
+
+    >>> stated_number("Tom has 5 + 7 = 12 apples.\n#### 12"), stated_number("It is 1,250 now."), stated_number("Yes.")
+    ('12', '1250', None)
+    """
+    marked = read_answer(text or "")
+    if marked is not None:
+        return str(marked)
+    found = NUMBER.findall(text or "")
+    return found[-1].replace(",", "") if found else None

@@ -2,8 +2,8 @@
 
 The lab runs a model for whoever can reach it, so it is protected as a notebook server is. A request passes, in order:
 
-- *Host*: the name in the request must be one of the lab's. A page that has its own name resolve to 127.0.0.1 (DNS
-  rebinding) sends its own name.
+- *Host*: the name in the request must be one of the lab's, or that of its public URL (public.py). A page that has its
+  own name resolve to 127.0.0.1 (DNS rebinding) sends its own name.
 - *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
   something need a matching Origin, or the token as a header, which another site's page cannot send.
 - *Token*: 256 random bits, in a cookie that scripts cannot read and other sites' pages do not send, or in a header. It
@@ -28,6 +28,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
 
+from sinklens.lab.public import PublicUrl
 from sinklens.lab.refusal import Refused, require
 
 MOST_BYTES = 1_000_000  # of a request's body
@@ -64,13 +65,16 @@ class Guard:
     Attributes:
         token: the token.
         host, port: where the lab listens.
-        framed: whether a page of this machine may show the lab in a frame, as a notebook does.
+        framed: whether a page of this machine, or of the public URL's host, may show the lab in a frame, as a notebook
+            does.
+        public: where a reverse proxy shows the lab; None without one.
     """
 
     token: str
     host: str
     port: int
     framed: bool = False
+    public: PublicUrl | None = None
 
     @property
     def cookie(self) -> str:
@@ -84,14 +88,18 @@ class Guard:
 
     def headers(self) -> dict[str, str]:
         """Headers of every response."""
-        ancestors = FRAMED_BY if self.framed else "'none'"
+        ancestors = self._framed_by if self.framed else "'none'"
         found = HEADERS | {"Content-Security-Policy": POLICY.format(ancestors=ancestors)}
         return found if self.framed else found | {"X-Frame-Options": "DENY"}
 
     @property
+    def _framed_by(self) -> str:
+        return FRAMED_BY if self.public is None else f"{FRAMED_BY} {self.public.origin}"
+
+    @property
     def frame_policy(self) -> str:
         """The policy of the document that the page shows in a frame, beside the one in the document."""
-        return f"sandbox allow-scripts; frame-ancestors 'self'{' ' + FRAMED_BY if self.framed else ''}"
+        return f"sandbox allow-scripts; frame-ancestors 'self'{' ' + self._framed_by if self.framed else ''}"
 
     def check(self, scope: Scope) -> None:
         """Refuse a request that may not pass.
@@ -107,7 +115,8 @@ class Guard:
         origin, site, header = given.one("origin"), given.one("sec-fetch-site"), given.one(TOKEN_HEADER)
         entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
         foreign = "requests from pages of other sites are refused."
-        require(origin is None or origin == f"http://{host}", foreign, 403)
+        public = None if self.public is None else self.public.origin
+        require(origin in (None, f"http://{host}", public), foreign, 403)
         require(entering or site in (None, "same-origin"), foreign, 403)
         require(
             scope["method"] in SAFE or origin is not None or header is not None,
@@ -134,6 +143,8 @@ class Guard:
 
         A lab that other machines reach accepts addresses, which cannot be rebound, and the machine's names.
         """
+        if self.public is not None and host.lower() == self.public.host:
+            return True
         name, _, port = host.rpartition(":")
         if port != str(self.port):
             return False
@@ -202,7 +213,7 @@ class Guarded:
         if scope["type"] != "http":  # the lab has no WebSockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        sender = _with_headers(send, self._guard.headers())
+        sender, scope = _with_headers(send, self._guard.headers()), _below(scope, self._guard.public)
         try:
             self._guard.check(scope)
             _check_length(_Headers(scope).one("content-length"))
@@ -210,6 +221,13 @@ class Guarded:
             await refuse(refusal)(scope, receive, sender)
             return
         await self._app(scope, receive, sender)
+
+
+def _below(scope: Scope, public: PublicUrl | None) -> Scope:
+    """The request as if the lab was at the root; some proxies pass the complete path on."""
+    if public is None or not scope["path"].startswith(public.prefix):
+        return scope
+    return {**scope, "path": "/" + scope["path"].removeprefix(public.prefix)}
 
 
 def _check_length(length: str | None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
 from sinklens.hooks.interleaving import object_without_save
+from sinklens.lab.public import read_public
 from sinklens.lab.security import Guard, is_local
 
 if TYPE_CHECKING:
@@ -75,7 +76,14 @@ class Lab:
     """
 
     def __init__(
-        self, models: "Sequence[LabModel]", *, keep: Path | None, host: str, listener: socket.socket, framed: bool
+        self,
+        models: "Sequence[LabModel]",
+        *,
+        keep: Path | None,
+        host: str,
+        listener: socket.socket,
+        framed: bool,
+        public_url: str | None = None,
     ) -> None:
         import uvicorn
 
@@ -84,8 +92,9 @@ class Lab:
 
         port = listener.getsockname()[1]
         name = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed)
-        self.address = f"http://{name}:{port}/"
+        public = read_public(public_url, port)
+        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed, public)
+        self.address = f"http://{name}:{port}/" if public is None else public.address
         self.url = f"{self.address}?token={self._guard.token}"
         self._listener, self._session = listener, Session(list(models), keep)
         config = uvicorn.Config(
@@ -143,7 +152,14 @@ class Lab:
         )
 
 
-def open_lab(model: Any, *, compare: Sequence[Any] = (), keep: str | Path | None = None, port: int = 0) -> Lab:
+def open_lab(
+    model: Any,
+    *,
+    compare: Sequence[Any] = (),
+    keep: str | Path | None = None,
+    port: int = 0,
+    public_url: str | None = None,
+) -> Lab:
     """Open the lab in a notebook: ``sinklens.lab(model)`` shows it in the cell.
 
     The lab listens at 127.0.0.1 only, and its link contains a random token. Do not use the model elsewhere while the
@@ -154,20 +170,24 @@ def open_lab(model: Any, *, compare: Sequence[Any] = (), keep: str | Path | None
         compare: further models, for the same prompts.
         keep: folder for the runs; by default they are deleted when the lab closes.
         port: the port; 0 takes a free one.
+        public_url: the address of the lab in a browser behind a reverse proxy, such as
+            "https://hub.example.org/user/ann/proxy/{port}/" on JupyterHub; ``{port}`` stands for the port.
 
     Returns:
         The lab, with ``url`` and ``close()``.
 
     Raises:
         SinklensError: the extra ``lab`` is not installed, or the port is in use.
+        SettingError: `public_url` is not the address of a page.
     """
     require_extra()
     from sinklens.lab.loading import lab_models
 
     listener = bound("127.0.0.1", port)
     try:
-        models = lab_models([model, *compare])
-        lab = Lab(models, keep=None if keep is None else Path(keep), host="127.0.0.1", listener=listener, framed=True)
+        read_public(public_url, listener.getsockname()[1])  # before a model is loaded
+        models, folder = lab_models([model, *compare]), None if keep is None else Path(keep)
+        lab = Lab(models, keep=folder, host="127.0.0.1", listener=listener, framed=True, public_url=public_url)
     except BaseException:
         listener.close()
         raise

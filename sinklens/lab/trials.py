@@ -36,6 +36,7 @@ class Trial:
         total: number of heads.
         found: effects so far, as JSON of `HeadEffect`.
         why: why there is no KL divergence.
+        number: the number that the run's answer states.
         error: what failed.
         stop: ends it.
         began: when it began.
@@ -48,6 +49,7 @@ class Trial:
     total: int = 0
     found: list[dict[str, Any]] = field(default_factory=list)
     why: str | None = None
+    number: str | None = None
     error: str | None = None
     stop: Stop = field(default_factory=Stop)
     began: float = field(default_factory=time.perf_counter)
@@ -58,8 +60,8 @@ class Trial:
         left = round(seconds / done * (self.total - done), 1) if done else None
         return {
             "run": self.run, "by": self.by, "layers": list(self.layers), "status": self.status, "total": self.total,
-            "done": done, "left": left, "kl_why": self.why, "error": self.error,
-            "heads": self.found if heads is None else list(heads),
+            "done": done, "left": left, "kl_why": self.why, "number": self.number,
+            "error": self.error,             "heads": self.found if heads is None else list(heads),
         }  # fmt: skip
 
 
@@ -91,7 +93,7 @@ class Trials:
         trial = Trial(run, by, list(layers) if layer is None else [layer])
         work = HeadTrial(spec, outcome, model, by, trial.stop)
         parts = work.parts(trial.layers)
-        trial.total, trial.why = sum(map(len, parts)), work.why
+        trial.total, trial.why, trial.number = sum(map(len, parts)), work.why, work.number
         self.cancel(run)
         with self._lock:
             self._trials[run] = trial

@@ -8,6 +8,8 @@ import pytest
 import sinklens
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads
+from sinklens.lab import problems
+from sinklens.lab.problems import stated_number
 from sinklens.lab.thread import ModelThread
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -37,6 +39,20 @@ def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
         assert entry["text"] == expected.free.text
         assert entry["same"] == (expected.free.text == expected.base.text)
     assert len({entry["same"] for entry in found[:3]}) == 2  # otherwise the last assertion would say little
+
+
+def test_the_number_of_an_answer_is_the_marked_one_or_the_last():
+    texts = ["5 + 7 = 12 apples.\n#### 14", "of 3, -2 left", "x12 and 1,250.5.", "5-7", "#### none of 8", "no", None]
+    assert [stated_number(text) for text in texts] == ["14", "-2", "1250.5", "7", "8", None, None]
+
+
+def test_a_trial_names_the_numbers_of_the_answers(client, monkeypatch):
+    monkeypatch.setattr(problems, "stated_number", lambda text: str(len(text)))
+    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    found = tried(client, run, layer=1)
+    kept = client.get(f"/api/runs/{run}")
+    assert kept["heads"]["number"] == str(len(kept["text"]))
+    assert [entry["number"] for entry in found] == [str(len(entry["text"])) for entry in found]
 
 
 def test_a_run_with_chips_keeps_them_while_its_heads_are_tried(client, tiny_llada):

@@ -7,6 +7,7 @@ from lab_page import PROMPT, Page
 import sinklens
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, HoldSinks
+from sinklens.lab.problems import stated_number
 
 pytestmark = pytest.mark.browser
 ROWS = (
@@ -31,7 +32,9 @@ def test_the_heads_of_a_layer_are_tried_and_listed_by_their_effect(page, browser
     found = effect(tiny_llada, PROMPT, AblateHeads(layers=[1], heads=[5]))
     assert shown[1] == pytest.approx(float(np.nanmean(found.under_replay.kl)), rel=0.05)
     assert plain.text != found.free.text
-    assert f"answer → {found.free.text.split()[-1]}" in shown[2]
+    assert f"number 12 → {found.free.text.split()[-1]}" in shown[2]
+    assert all("number 12 →" not in row[2] for row in rows[1:])
+    assert "1 head changes the number of the answer (12)" in browser.text("trial-said")
     browser.js(
         "document.querySelector('#trial-list li button:last-child').click()",
     )
@@ -39,7 +42,7 @@ def test_the_heads_of_a_layer_are_tried_and_listed_by_their_effect(page, browser
     assert page.chips() == ["Ablate a head: layer 1, head 5, by zero"]
     browser.wait("return document.getElementById('verdict').dataset.pair")
     said = browser.text("verdict")
-    assert "The answer changed (12 → 14)" in said
+    assert "The answer changed: 12 → 14" in said
     first = (plain.canvas[0] != found.free.canvas[0]).any(-1).nonzero().flatten()[0]
     assert f"canvases differ from step {first} on" in said
     mean = float(np.nanmean(found.free_running.kl))
@@ -56,7 +59,9 @@ def test_the_sinks_of_all_heads_are_held_from_the_menu(page, browser, tiny_llada
     page.pick("Hold the sinks of all heads still from step 0 on")
     page.compared()
     held = sinklens.generate(tiny_llada, PROMPT, hooks=[HoldSinks(at=0)])
-    said = "Same answer" if held.text == plain.text else "The answer changed"
+    number, other = stated_number(plain.text), stated_number(held.text)
+    same = "Same answer" if held.text == plain.text else f"Same number, {number}"
+    said = same if number == other else f"The answer changed: {number} → {other}"
     assert said in browser.text("verdict")
     assert "hooks=[HoldSinks(at=0)]" in page.python()
     page.quiet()

@@ -32,9 +32,10 @@ def raw(lab):
 def entered(raw, lab):
     """A client with the cookie, as a browser has it after it opened the link."""
     answer = raw.get(lab.url)
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert (answer.status_code, answer.headers["location"]) == (303, "./")
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
+    assert "path" not in cookie.lower()  # so that behind a proxy it belongs to the page's own path
     assert "samesite=strict" in cookie.lower()
     return raw
 
@@ -136,8 +137,8 @@ def test_a_frame_is_served_for_the_token_alone_and_gets_no_cookie(raw, lab):
     frame = {"Sec-Fetch-Dest": "iframe", "Sec-Fetch-Site": "cross-site"}
     answer = raw.get(lab.url, headers=frame)
     assert (answer.status_code, "set-cookie" in answer.headers) == (200, False)
-    files = re.findall(r'(?:src|href)="(/static/[^"]+)"', answer.text)
-    assert [file.partition("?")[0] for file in files] == ["/static/lab.css", "/static/lab.js"]
+    files = re.findall(r'(?:src|href)="(static/[^"]+)"', answer.text)
+    assert [file.partition("?")[0] for file in files] == ["static/lab.css", "static/lab.js"]
     assert {raw.get(file).status_code for file in [*files, f"/frame?{files[0].partition('?')[2]}"]} == {200}
     assert lab._guard.token not in answer.text
 

@@ -5,16 +5,19 @@
 
 const TOKEN = new URLSearchParams(location.search).get("token");
 const KEY = new URL(document.currentScript.src).search;
+// Behind a reverse proxy the lab is below a path of another host.
+const addressOf = (path) => new URL(path.replace(/^\//, ""), new URL(".", location.href)).href;
 const credentials = () => (TOKEN ? { "X-Sinklens-Token": TOKEN } : {});
 
 const REFUSED = { 429: "The queue is full; wait for a run to end, or stop one." };
 
-async function ask(path, body, method) {
+// Jupyter's proxy passes events on as they come only if nothing else is accepted.
+async function ask(path, body, method, accepted) {
   const kind = body === undefined ? {} : { "Content-Type": "application/json" };
-  const sent = { headers: { ...kind, ...credentials() }, ...(body === undefined ? {} : { body: JSON.stringify(body) }) };
+  const sent = { headers: { ...kind, ...(accepted ? { Accept: accepted } : {}), ...credentials() }, ...(body === undefined ? {} : { body: JSON.stringify(body) }) };
   let answer;
   try {
-    answer = await fetch(path, { method: method || (body === undefined ? "GET" : "POST"), ...sent });
+    answer = await fetch(addressOf(path), { method: method || (body === undefined ? "GET" : "POST"), ...sent });
   } catch {
     throw new Error("The lab is not responding. Is it still running?");
   }
@@ -29,7 +32,7 @@ const askJson = async (path, body, method) => (await ask(path, body, method)).js
 async function followEvents(since, { receive, lost, opened }) {
   for (;;) {
     try {
-      const reader = (await ask(`/api/events?since=${since}`)).body.pipeThrough(new TextDecoderStream()).getReader();
+      const reader = (await ask(`/api/events?since=${since}`, undefined, "GET", "text/event-stream")).body.pipeThrough(new TextDecoderStream()).getReader();
       opened();
       for (let rest = ""; ;) {
         const { value, done } = await reader.read();

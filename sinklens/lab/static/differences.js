@@ -28,9 +28,17 @@ function stepLink(step) {
   return node;
 }
 
+// Whether the answer changed, by its number if both answers state one.
+function answerSaid({ texts: [a, b], numbers: [one, two] }) {
+  const words = changedWords([a, b]), also = words ? [" (", quoted(words), ")"] : [];
+  if (a === b) return [strong("Same answer"), one === null ? "" : ` (${one})`];
+  if (one === null || two === null) return [strong("The answer changed"), ...also];
+  return one === two ? [strong(`Same number, ${one}`), ", in other words", ...also] : [strong(`The answer changed: ${one} → ${two}`)];
+}
+
 function verdictParts(pair) {
-  const { texts: [a, b], first_difference: first, kl, measuring, sinks_moved: moved, right } = pair, mean = meanOf(kl), share = meanOf(moved), words = changedWords([a, b]);
-  const parts = [[strong(a === b ? "Same answer" : "The answer changed"), a !== b && words ? [" (", quoted(words), ")"] : ""].flat()];
+  const { first_difference: first, kl, measuring, sinks_moved: moved, right } = pair, mean = meanOf(kl), share = meanOf(moved);
+  const parts = [answerSaid(pair)];
   if (right && right.some((one) => one !== null)) parts.push([`A ${right[0] ? "✓ right" : "✗ wrong"}, B ${right[1] ? "✓ right" : "✗ wrong"}`]);
   parts.push(first === null || first === undefined ? ["all canvases are the same"] : ["canvases differ from ", stepLink(first), " on"]);
   if (measuring) parts.push(["KL is being measured…"]);

@@ -69,7 +69,7 @@ async function savePage() {
 
 function drawTools() {
   const save = byId("save-page"), ready = lab.A && !isActive(lab.A) && !(lab.B && isActive(lab.B));
-  if (ready) save.href = `/api/runs/${lab.A}/page${pairQuery()}`;
+  if (ready) save.href = addressOf(`/api/runs/${lab.A}/page${pairQuery()}`);
   else save.removeAttribute("href");
   save.setAttribute("aria-disabled", String(!ready));
   byId("copy-python").disabled = !lab.A;

@@ -9,7 +9,7 @@ function askedAttention(id, cells) {
       return { map: floatsOf(bytesOf(text)), side: shape[1], block: 1, value: (share) => share };
     },
     script: async () => (await ask(`/static/circuitsvis.js${KEY}`)).text(),
-    load(frame) { frame.src = `/frame${KEY}`; },
+    load(frame) { frame.src = addressOf(`/frame${KEY}`); },
   };
 }
 

@@ -2,11 +2,14 @@
 
 const LISTED = 6;
 const STRENGTH = "Score of the strongest key, mean over steps. Click a head to select it.";
-const EFFECT = "KL divergence of run A without the head, mean over steps, on A's canvases. Dot: the answer changes.";
+const EFFECT = "KL divergence of run A without the head, mean over steps, on A's canvases. Dot: ";
 
 // The trial of run A, if the run shown has the same heads.
 const trialNow = () => (lab.A && summaryOf(shownId()).model === summaryOf(lab.A).model ? lab.trials.get(lab.A) : undefined);
-const largestFirst = (a, b) => (a.same === false ? 0 : 1) - (b.same === false ? 0 : 1) || (b.kl ?? 0) - (a.kl ?? 0);
+// Whether a head changes the number of the answer: null where A's answer states none, or cannot change.
+const changesNumber = ({ number }, { same, number: other }) => (number === null || same === null ? null : number !== other);
+const matters = (trial, entry) => changesNumber(trial, entry) ?? entry.same === false;
+const largestFirst = (trial) => (a, b) => matters(trial, b) - matters(trial, a) || (b.same === false) - (a.same === false) || (b.kl ?? 0) - (a.kl ?? 0);
 
 const tryHeads = attempt(async (by = "zero", layer = null) => {
   if (!lab.A || isActive(lab.A)) throw new Error("Run A has not ended yet; try its heads when it has.");
@@ -28,15 +31,17 @@ function newWords(text, opposite) {
   return [...new Set(words)].slice(0, 4).join(" ");
 }
 
-function outcomeOf({ same, text, right }) {
+function outcomeOf(trial, entry) {
+  const { same, text, number, right } = entry, words = quoted(newWords(text, summaryOf(lab.A).text) || text || "other tokens");
   if (same === null) return [];
   if (same) return ["same answer"];
   const verdict = right === true ? " ✓ right" : right === false ? " ✗ wrong" : "";
-  return ["answer → ", quoted(newWords(text, summaryOf(lab.A).text) || text || "other tokens"), verdict];
+  if (changesNumber(trial, entry)) return ["number ", strong(`${trial.number} → ${number ?? "none"}`), verdict];
+  return [changesNumber(trial, entry) === false ? "only words: " : "answer → ", words, verdict];
 }
 
-function headRow(entry, most, by) {
-  const item = make("li"), bar = make("button", undefined, "bar-of"), fill = make("i"), name = headSaid(entry.layer, entry.head);
+function headRow(entry, most, trial) {
+  const { by } = trial, item = make("li"), bar = make("button", undefined, "bar-of"), fill = make("i"), name = headSaid(entry.layer, entry.head);
   fill.style.width = `${(100 * (entry.kl ?? 0)) / most}%`;
   bar.type = "button";
   bar.title = `Select ${name}`;
@@ -44,19 +49,27 @@ function headRow(entry, most, by) {
   bar.addEventListener("click", () => choose(entry.layer, entry.head));
   const said = make("span", undefined, "soft");
   said.title = entry.text || "";
-  write(said, ...outcomeOf(entry));
+  write(said, ...outcomeOf(trial, entry));
   item.append(bar, make("span", entry.kl === null ? "–" : entry.kl.toPrecision(2), "value"), said,
     button("Ablate", `Ablate ${name} (${by})`, () => addChip("ablate_head", { layer: entry.layer, head: entry.head, by, steps: null })));
   return item;
 }
 
-function trialSaid({ status, done, total, left, heads, error, kl_why: why }) {
-  const changing = heads.filter(({ same }) => same === false).length, best = [...heads].sort((a, b) => (b.kl ?? 0) - (a.kl ?? 0))[0];
+// What changes, of `heads`: "5 change the answer", or "1 changes its number, 4 only its words".
+function changesSaid(trial) {
+  const { heads, number } = trial, some = (n) => (n === 1 ? "1 head changes" : `${n || "no"} heads change`);
+  const any = heads.filter(({ same }) => same === false).length, numbers = heads.filter((entry) => changesNumber(trial, entry)).length;
+  if (number === null) return `${some(any)} the answer`;
+  return `${some(numbers)} the number of the answer (${number})${any > numbers ? `, ${any - numbers} only its words` : ""}`;
+}
+
+function trialSaid(trial) {
+  const { status, done, total, left, heads, error, kl_why: why } = trial, changes = changesSaid(trial), best = [...heads].sort((a, b) => (b.kl ?? 0) - (a.kl ?? 0))[0];
   if (status === "failed") return error;
-  if (status === "running") return `${done} of ${total} heads tried${left ? `, about ${left < 90 ? `${Math.ceil(left)} s` : `${Math.round(left / 60)} min`} left` : ""}; ${changing} change the answer.`;
+  if (status === "running") return `${done} of ${total} heads tried${left ? `, about ${left < 90 ? `${Math.ceil(left)} s` : `${Math.round(left / 60)} min`} left` : ""}; ${changes}.`;
   if (!heads.length) return "Stopped before the first head was tried.";
   const tried = status === "cancelled" ? `the ${done} heads tried (of ${total})` : `${count(total, "head")}`;
-  const answers = changing ? `Without ${changing} of ${tried}, one at a time, the answer changes.` : `The answer stays the same without any one of ${tried}.`;
+  const answers = heads[0].same === null ? "" : `Of ${tried}, each ablated alone, ${changes}.`;
   return `${answers} ${best.kl === null ? why || "" : `Largest KL: ${headSaid(best.layer, best.head)}, ${best.kl.toPrecision(2)} nats.`}`;
 }
 
@@ -67,20 +80,20 @@ function drawTrial() {
   const at = (layer, head) => byPlace.get(`${layer}/${head}`);
   grid.other = !on ? null : {
     values: Float32Array.from({ length: L * H }, (_, place) => at(Math.floor(place / H), place % H)?.kl ?? NaN),
-    marked: (layer, head) => at(layer, head)?.same === false, what: "KL divergences in nats",
+    marked: (layer, head) => Boolean(at(layer, head)) && matters(trial, at(layer, head)), what: "KL divergences in nats",
     said(layer, head) {
       const entry = at(layer, head);
-      return entry ? [entry.kl === null ? "" : "KL ", entry.kl === null ? "" : strong(entry.kl.toPrecision(2)), entry.kl === null ? "" : " nats without it; ", ...outcomeOf(entry)] : ["not tried"];
+      return entry ? [entry.kl === null ? "" : "KL ", entry.kl === null ? "" : strong(entry.kl.toPrecision(2)), entry.kl === null ? "" : " nats without it; ", ...outcomeOf(trial, entry)] : ["not tried"];
     },
   };
-  byId("grid-said").textContent = on ? EFFECT : STRENGTH;
+  byId("grid-said").textContent = on ? `${EFFECT}the answer${trial.number === null ? "" : "'s number"} changes.` : STRENGTH;
   if (run) drawGrid();
   if (!trial) return;
   byId("trial-bar").hidden = byId("trial-stop").hidden = trial.status !== "running";
   Object.assign(byId("trial-bar"), { max: trial.total, value: trial.done });
   byId("trial-said").textContent = trialSaid(trial);
-  const sorted = [...trial.heads].sort(largestFirst), most = Math.max(1e-9, ...trial.heads.map(({ kl }) => kl ?? 0));
-  write(byId("trial-list"), ...sorted.slice(0, LISTED).map((entry) => headRow(entry, most, trial.by)));
+  const sorted = [...trial.heads].sort(largestFirst(trial)), most = Math.max(1e-9, ...trial.heads.map(({ kl }) => kl ?? 0));
+  write(byId("trial-list"), ...sorted.slice(0, LISTED).map((entry) => headRow(entry, most, trial)));
   document.body.dataset.tried = `${trial.run}/${trial.status}`;
 }
 
