@@ -117,7 +117,11 @@ def _computed(
 
 
 def _check(
-    pattern: Float[Tensor, "head query key"], scores: Float[Tensor, "head key"], place: tuple[int, int], limit: float, cause: str
+    pattern: Float[Tensor, "head query key"],
+    scores: Float[Tensor, "head key"],
+    place: tuple[int, int],
+    limit: float,
+    cause: str,
 ) -> None:
     """Compare ½ Σ_j |Σ_i A[i, j] − score_j| / S, the share of attention that differs at (step, layer), with `limit`.
 
@@ -128,8 +132,8 @@ def _check(
     if not bool((elsewhere <= limit).all()):  # also where a score is NaN
         head = int(elsewhere.nan_to_num(nan=torch.inf).argmax())
         raise TrackError(
-            f"the pattern of step {place[0]}, layer {place[1]} cannot be recomputed: {float(elsewhere[head]):.1%} of the "
-            f"attention of head {head} differs between the run and a pass of the unchanged model (allowed: "
+            f"the pattern of step {place[0]}, layer {place[1]} cannot be recomputed: {float(elsewhere[head]):.1%} of "
+            f"the attention of head {head} differs between the run and a pass of the unchanged model (allowed: "
             f"{limit:.1%}), because {cause}. Record the pattern during the run: sinklens.trace(..., "
             f"record_sinks=Record(patterns=[{place}])), with Record from sinklens.sinks."
         )
