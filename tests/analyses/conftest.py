@@ -1,0 +1,29 @@
+"""One untrained model of each kind that is not shipped."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from sinklens import Model, load
+from sinklens.zoo import RECIPES, training
+from sinklens.zoo.export import write_checkpoint
+
+TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24, "start_from": None}
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """The initial model of a recipe at toy size: blocks and canvases of 8, 4 experts."""
+
+    @cache
+    def make(name: str) -> Model:
+        full = RECIPES[name]
+        sizes = {"d_expert": min(8, full.d_expert), "experts": min(4, full.experts)}
+        recipe = replace(full, **TINY, **sizes, block_length=min(8, full.block_length))
+        model = training.build_model(recipe, training.make_tokenizer(recipe))
+        folder = tmp_path_factory.mktemp(name)
+        return load(write_checkpoint(recipe, model.state_dict(), folder))
+
+    return make
