@@ -60,8 +60,9 @@ def own_run(
     hooks: Sequence[Any] = (),
     replay: "Generation | None" = None,
 ) -> OwnRun:
-    """`sinklens.generate`, recording which rows are active at which step: those of `active_rows`, in an autoregressive
-    run until they have their end token.
+    """`sinklens.generate`, recording which rows are active at which step.
+
+    They are those of `active_rows`; a row of an autoregressive model is active until it has its end token.
     """
     active: list[np.ndarray] = []
     run = generate(

@@ -7,10 +7,9 @@ from functools import cache
 import pytest
 
 from sinklens import Model, load
-from sinklens.zoo import RECIPES, training
-from sinklens.zoo.export import write_checkpoint
+from sinklens.zoo import RECIPES, write_untrained
 
-TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24, "start_from": None}
+TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24}
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +21,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         full = RECIPES[name]
         sizes = {"d_expert": min(8, full.d_expert), "experts": min(4, full.experts)}
         recipe = replace(full, **TINY, **sizes, block_length=min(8, full.block_length))
-        model = training.build_model(recipe, training.make_tokenizer(recipe))
-        folder = tmp_path_factory.mktemp(name)
-        return load(write_checkpoint(recipe, model.state_dict(), folder))
+        return load(write_untrained(recipe, tmp_path_factory.mktemp(name)))
 
     return make
