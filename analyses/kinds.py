@@ -30,7 +30,7 @@ from sinklens.analyses.dynamics import motion_of
 from sinklens.analyses.intervals import difference_table, interval_table
 from sinklens.analyses.nulls import FIXED, fixed_queries, rates
 from sinklens.analyses.renoising import sinks_by_state, state_rows, survival_rows
-from sinklens.analyses.routing import Routes, routing, routing_rows, without_experts
+from sinklens.analyses.routing import ROWS, Routes, routing, routing_rows, without_experts
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
@@ -91,14 +91,15 @@ class Kinds(Study):
         from pandas import DataFrame
 
         motion, differences = (table(measured, list(MOTION), self.seed) for table in (interval_table, difference_table))
-        rows = {"experts": routing_rows, "states": state_rows, "survival": survival_rows}
+        made = {"experts": routing_rows, "states": state_rows, "survival": survival_rows}
+        rows = {
+            name: [row for model, data in measured.items() for row in of_model(model, data, self.seed)]
+            for name, of_model in made.items()
+        }
         return {
             "motion": motion.assign(meaning=motion["measure"].map(MOTION)),
             "differences": differences.assign(meaning=differences["measure"].map(MOTION)),
-            **{
-                name: DataFrame([row for model, data in measured.items() for row in of_model(model, data, self.seed)])
-                for name, of_model in rows.items()
-            },
+            **{name: DataFrame(found, columns=None if found else list(ROWS)) for name, found in rows.items()},
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":

@@ -37,6 +37,8 @@ ROUTING = {
     "top_difference": "share of sinks − of matched positions at the expert that sinks prefer in other prompts",
     "matched_share": "share of the sinks that have matched positions",
 }
+ROWS = ("model", "measure", "estimate", "low", "high", "prompts", "layer", "p", "meaning")
+"""Columns of the table."""
 COLUMNS = ("routed_sinks", "routed_others", "routed_weight", "routed_share")
 CHANGES = 1000
 
@@ -185,7 +187,7 @@ def top_differences(
 def _distance(difference: Float[np.ndarray, "*rest expert"], weight: Any) -> np.ndarray:
     """½ Σ_e |p_e − q_e| of summed differences; NaN without a matched sink."""
     with np.errstate(invalid="ignore"):
-        return 0.5 * np.abs(difference).sum(axis=-1) / np.asarray(weight, dtype=np.float64)
+        return np.asarray(0.5 * np.abs(difference).sum(axis=-1) / np.asarray(weight, dtype=np.float64))
 
 
 def _sign_changes(difference: np.ndarray, weight: np.ndarray, seed: int) -> Float[np.ndarray, " change"]:

@@ -5,6 +5,7 @@ import pytest
 from planting import planted
 
 import sinklens
+from sinklens.analyses.routing import ROWS as TABLE_COLUMNS
 from sinklens.analyses.routing import Routes, routing, routing_rows, top_differences, without_experts
 from sinklens.tasks.word_problems import held_out
 
@@ -81,6 +82,11 @@ def test_a_prompt_has_no_part_in_the_choice_of_its_expert():
 
 def test_a_model_without_experts_has_no_rows():
     assert routing_rows("m", without_experts(3, 2), seed=0) == []
+
+
+def test_the_rows_have_the_columns_of_a_table_without_rows():
+    rows = routing_rows("m", routing(*planted_routes(lambda rng, sink, digit: sink.astype(int)), 4), seed=0)
+    assert all(tuple(row) == TABLE_COLUMNS for row in rows)
 
 
 @pytest.mark.parametrize("kind", ["tiny-llada-moe", "tiny-canvas"])
