@@ -82,6 +82,9 @@ class Circuits(Study):
     """
 
     name: ClassVar[str] = "circuits"
+    needs_mask_token: ClassVar[str] = (
+        "edges are patched in separate passes, which lack the self-conditioning of the step before"
+    )
     together: ClassVar[bool] = False
     largest: int = 4
 

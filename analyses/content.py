@@ -71,6 +71,9 @@ class Content(Study):
     """
 
     name: ClassVar[str] = "content"
+    needs_mask_token: ClassVar[str] = (
+        "values are replaced in passes over the complete text, and its steps compute those of their canvas alone"
+    )
     together: ClassVar[bool] = False
     kind: str = "digit"
     top_k: int = 1

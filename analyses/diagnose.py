@@ -36,6 +36,7 @@ from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
 from sinklens.hooks.front import HookPair
 from sinklens.prompts import SinglePrompt
+from sinklens.runs.activity import active_rows
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 
@@ -97,10 +98,10 @@ class Diagnose(Study):
         ``kept`` for the curves.
         """
         start, end = middle_third(model.encode(list(prompts), self.chat_template)[1])
-        base, causal = self.generate(model, prompts, settings), model.causal
+        base = self.generate(model, prompts, settings)
         masked, ordinary, cut = (
             self.generate(model, prompts, settings, record_sinks=False, hooks=hooks)
-            for hooks in (masking(causal), masking(causal, ordinary=True), hiding(start, end))
+            for hooks in (masking(model), masking(model, ordinary=True), hiding(start, end))
         )
         same = self.generate(model, prompts, settings, hooks=hiding(start, end), replay=base.run)
         assert same.run.sinks is not None
@@ -137,7 +138,7 @@ class Diagnose(Study):
         return {"page": _page(measured, self.tables(measured)["signs"], self.seed)}
 
 
-def masking(causal: bool, ordinary: bool = False) -> Hooks:
+def masking(model: "Model", ordinary: bool = False) -> Hooks:
     """Hooks that hide from every head, at each step, its strongest key of the previous step, by −∞ on the mask.
 
     With `ordinary`, as a control, the key of median strength among those it attends to is hidden instead. Nothing is
@@ -146,6 +147,7 @@ def masking(causal: bool, ordinary: bool = False) -> Hooks:
     hidden from the last query (Rulli et al., Sec. 4.3). A row that waits for others keeps the key of its last active
     step.
     """
+    causal = model.causal
     seen: dict[int, Tensor] = {}
     before: dict[int, Tensor] = {}
 
@@ -162,16 +164,15 @@ def masking(causal: bool, ordinary: bool = False) -> Hooks:
         key = scores.detach().sort(dim=-1, descending=True, stable=True).indices.gather(-1, rank)
         seen[hook.layer()] = torch.where(attended > 0, key, -1)[..., 0]
 
-    def settle(confidence: Float[Tensor, "batch pos"], hook: "Point") -> None:
-        working = (confidence > -torch.inf).any(dim=1)[:, None]
+    def settle(working: Bool[Tensor, " batch"]) -> None:
         for layer, now in seen.items():
-            before[layer] = torch.where(working, now, before.get(layer, torch.full_like(now, -1)))
+            before[layer] = torch.where(working[:, None], now, before.get(layer, torch.full_like(now, -1)))
 
     scores = "attn.hook_pattern" if causal else "attn.hook_sink_scores"
     return [
-        (lambda name: name.endswith("attn.hook_attn_mask"), hide),
-        (lambda name: name.endswith(scores), see),
-        ("denoise.hook_confidence", settle),
+        (lambda name: name.startswith("blocks.") and name.endswith("attn.hook_attn_mask"), hide),
+        (lambda name: name.startswith("blocks.") and name.endswith(scores), see),
+        *active_rows(model, settle),
     ]
 
 

@@ -90,8 +90,8 @@ class Dynamics(Study):
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
-        steps = settings_for(model, dict(settings)).steps
-        record = fixed_queries(model, prompts, self.chat_template)
+        given = settings_for(model, dict(settings))
+        record, steps = fixed_queries(model, prompts, self.chat_template, given.gen_length), given.steps
         found = self.generate(model, prompts, settings, record_sinks=record)
         ages = survival.life_table(found.track, ages=max(steps, found.track.steps))[["ended", "at_risk"]]
         measured = motion_of(found.track).merge(against_nulls(found.track, found.run))

@@ -114,21 +114,25 @@ def sink_shares(track: SinkTrack) -> xr.Dataset:
     ``histogram`` [prompt, unit, bin]: share of positions whose score falls into the bin; ``no_sink`` [prompt, unit,
     epsilon]: share that are not sinks; ``found`` [prompt, detector]: share that the detector finds; ``heads`` [prompt,
     detector]: share of (step, layer, head) with at least one sink; ``value_ratio`` and ``no_op`` [prompt, detector]:
-    see `sinklens.sinks.values.values_at`, NaN for a prompt without sinks.
+    see `sinklens.sinks.values.values_at`, NaN for a prompt without sinks. A unit that the track does not have
+    (`TrackData.units`) is NaN, and so is the detector that needs it.
     """
-    found = [detector.detect(track) for detector in DETECTORS.values()]
+    units = [unit for unit in UNITS if unit in track.units]
+    detectors = {name: one for name, one in DETECTORS.items() if "visible" in units or not isinstance(one, SinkRate)}
+    found = [detector.detect(track) for detector in detectors.values()]
     values = [values_at(track, part) for part in found]
-    return xr.Dataset(
+    data = xr.Dataset(
         {
-            "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in UNITS], axis=1)),
-            "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in UNITS], axis=1)),
+            "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in units], axis=1)),
+            "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in units], axis=1)),
             "found": (("prompt", "detector"), np.stack([_share(track, part) for part in found], axis=1)),
             "heads": (("prompt", "detector"), np.stack([_heads(track, part) for part in found], axis=1)),
             "value_ratio": (("prompt", "detector"), np.stack([part["value_ratio"] for part in values], axis=1)),
             "no_op": (("prompt", "detector"), np.stack([part["no_op"] for part in values], axis=1)),
         },
-        coords={"unit": list(UNITS), "bin": BINS[:-1], "epsilon": list(EPSILONS), "detector": list(DETECTORS)},
+        coords={"unit": units, "bin": BINS[:-1], "epsilon": list(EPSILONS), "detector": list(detectors)},
     )
+    return data.reindex(unit=list(UNITS), detector=list(DETECTORS))
 
 
 def _positions(track: SinkTrack) -> np.ndarray:

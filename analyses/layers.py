@@ -92,9 +92,10 @@ def by_layer(track: SinkTrack) -> xr.Dataset:
     """Number and strength of sinks, by layer.
 
     ``main_sum`` and ``main_visible`` [prompt, layer, head]: score of the strongest key, averaged over the steps that
-    have one, in the unit of that name. [prompt, layer]: ``count``, sinks per head and step; ``places``, positions
-    that are a sink in at least one head, per step; ``heads``, share of (step, head) with a sink; ``strength``, mean
-    score of the sinks, NaN without any; ``main``, mean of ``main_sum``. ``trend_…`` [prompt]: see `trend`.
+    have one, in the unit of that name; NaN if the track does not have it (`TrackData.units`). [prompt, layer]:
+    ``count``, sinks per head and step; ``places``, positions that are a sink in at least one head, per step; ``heads``,
+    share of (step, head) with a sink; ``strength``, mean score of the sinks, NaN without any; ``main``, mean of
+    ``main_sum``. ``trend_…`` [prompt]: see `trend`.
     """
     score, exists = track.scores(), motion.existing(track)
     alive = exists.any("pos")
@@ -104,7 +105,9 @@ def by_layer(track: SinkTrack) -> xr.Dataset:
     maps = {
         variable: track.scores(unit).isel(pos=strongest).where(some).mean("step").drop_vars("pos", errors="ignore")
         for unit, variable in UNITS.items()
+        if unit in track.units
     }
+    maps = {variable: maps.get(variable, maps["main_sum"] * np.nan) for variable in UNITS.values()}
     layers = {
         "count": found.sum("pos").where(alive).mean(("step", "head")),
         "places": found.any("head").sum("pos").where(alive.any("head")).mean("step"),

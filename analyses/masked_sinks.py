@@ -67,6 +67,9 @@ class MaskedSinks(Study):
     """See the module."""
 
     name: ClassVar[str] = "masked_sinks"
+    needs_mask_token: ClassVar[str] = (
+        "the lens reads a step in a separate pass, which lacks the self-conditioning of the step before"
+    )
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, layer]; and for `tables`, [prompt, layer, step, place]: ``sink_at``, `LENS` as
@@ -83,8 +86,8 @@ class MaskedSinks(Study):
         """One prompt."""
         run, track = found.run, found.track.isel(batch=row)
         steps, first = np.flatnonzero(found.own[row]), int(run.real[row, : run.prompt_length].sum())
-        answer = slice(run.prompt_length, None)
-        length = run.canvas.shape[2] - run.prompt_length
+        length = int(run.real[row, run.prompt_length :].sum())  # where rows end their last block at different columns
+        answer = slice(run.prompt_length, run.prompt_length + length)
         lens = logit_lens(model, run, steps=steps.tolist(), positions=range(first, first + length), row=row, top_k=1)
         data = track.data.isel(batch=0, step=slice(0, len(steps)), pos=answer)
         sinks = track.detect().isel(batch=0, step=slice(0, len(steps)), pos=answer).to_numpy()

@@ -19,7 +19,7 @@ uncertain ones to begin with. In the control, the two halves are split by attent
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -73,6 +73,7 @@ class Mechanism(Study):
     """See the module."""
 
     name: ClassVar[str] = "mechanism"
+    needs_mask_token: ClassVar[str] = "its steps accept tokens and take them back, so positions are decided in no order"
     together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
@@ -161,7 +162,10 @@ def orders(model: "Model", settings: Settings) -> dict[str, Settings]:
     defaults = settings_for(model, dict(settings))
     if isinstance(defaults, AutoregressiveSettings):
         return {"position": plain}
-    plain |= {"gen_length": defaults.gen_length, "steps": defaults.gen_length}
+    plain["gen_length"] = defaults.gen_length
+    if "steps" not in {field.name for field in fields(defaults)}:  # one block after the other, by its own schedule
+        return {"confidence": plain}
+    plain["steps"] = defaults.gen_length
     if isinstance(defaults, LladaSettings):
         plain |= {"block_length": defaults.block_length}
         return {

@@ -35,21 +35,34 @@ NULLS = {
 }
 
 
-def fixed_queries(model: "Model", prompts: Sequence[SinglePrompt], chat_template: bool | str) -> Record:
-    """Records the column sums over the queries of the prompt, which every step has."""
+def fixed_queries(
+    model: "Model", prompts: Sequence[SinglePrompt], chat_template: bool | str, answer: int = 0
+) -> Record:
+    """Records the column sums over the queries of the prompt, which every step has.
+
+    A step of a canvas model has the queries of its canvas alone, the same at every step of the canvas; they are the
+    fixed ones there.
+
+    Args:
+        answer: number of positions after the prompt, for canvas models.
+    """
     _, real = model.encode(list(prompts), chat_template)
+    if model.tree.architecture.encoder:
+        real = torch.ones(len(real), real.shape[1] + answer, dtype=torch.bool)
     return Record([FixedQueries(real)])
 
 
 def against_nulls(track: SinkTrack, run: "Generation") -> xr.Dataset:
-    """`NULLS`, [prompt].
+    """`NULLS`, [prompt]. The null is NaN for a canvas model: its pattern has no queries before the canvas.
 
     Args:
         track: the run's active steps, with ``fixed_score``.
     """
     fixed = SinkTrack(track.data.assign(score=track["fixed_score"]))
-    nulls = [null_of(run, row) for row in range(len(run.canvas))]
-    values = {f"null_{name}": np.array([rates(one)[name][0] for one in nulls]) for name in COMPARED}
+    values = {f"null_{name}": np.full(len(run.canvas), np.nan) for name in COMPARED}
+    if not run.model.tree.architecture.encoder:
+        nulls = [null_of(run, row) for row in range(len(run.canvas))]
+        values = {f"null_{name}": np.array([rates(one)[name][0] for one in nulls]) for name in COMPARED}
     values |= {f"fixed_{name}": rates(fixed)[name] for name in FIXED}
     return xr.Dataset({name: ("prompt", values[name]) for name in NULLS})
 

@@ -92,6 +92,9 @@ class Patching(Study):
     """See the module."""
 
     name: ClassVar[str] = "patching"
+    needs_mask_token: ClassVar[str] = (
+        "streams are patched in passes over the complete text, and its steps compute those of their canvas alone"
+    )
     together: ClassVar[bool] = False
 
     def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:

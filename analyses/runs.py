@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
-from sinklens.hooks.points import Point
 from sinklens.prompts import SinglePrompt
+from sinklens.runs.activity import active_rows
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import active_steps, holds_end
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
@@ -64,17 +62,12 @@ def own_run(
 ) -> OwnRun:
     """`sinklens.generate`, recording which rows are active at which step.
 
-    A row of a diffusion model is active while one of its positions can be decided (its confidence is above −∞), a row
-    of an autoregressive model until it has its end token.
+    They are those of `active_rows`; a row of an autoregressive model is active until it has its end token.
     """
     active: list[np.ndarray] = []
-
-    def note(confidence: "Tensor", hook: Point) -> None:
-        active.append((confidence > -np.inf).any(dim=1).cpu().numpy())
-
     run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
-        hooks=[*hooks, ("denoise.hook_confidence", note)], replay=replay, **settings,
+        hooks=[*hooks, *active_rows(model, lambda rows: active.append(rows.cpu().numpy()))], replay=replay, **settings,
     )  # fmt: skip
     steps = np.stack(active, axis=1)
     return OwnRun(run, steps & ~_ended(run) if model.causal else steps)

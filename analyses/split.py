@@ -92,6 +92,7 @@ class Split(Study):
     """
 
     name: ClassVar[str] = "split"
+    needs_mask_token: ClassVar[str] = "every position of its canvas holds a token, so no query is masked"
     epsilon: float = EPSILON
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:

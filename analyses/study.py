@@ -59,6 +59,7 @@ class Study(ABC):
     """One question, asked of several models on the same prompts.
 
     Attributes:
+        needs_mask_token: why the study cannot measure a model whose canvas is random tokens; empty if it can.
         together: whether `measure` runs its prompts in one batch. Set it to False in a study that processes prompts
             one by one; `measure` then gets one prompt at a time, and an interrupt loses at most that one.
         seed: seed of the runs and of the bootstrap.
@@ -72,6 +73,7 @@ class Study(ABC):
     """
 
     name: ClassVar[str]
+    needs_mask_token: ClassVar[str] = ""
     together: ClassVar[bool] = True
     seed: int = 0
     batch: int = 10
@@ -137,7 +139,8 @@ class Study(ABC):
 
         Raises:
             SettingError: there are no models or no prompts, two models have the same name, no model has a given
-                setting, `shown` is out of range, token ids come with a chat template, or `begin` rejects the input.
+                setting, `shown` is out of range, token ids come with a chat template, a model has no mask token and the
+                study needs one, or `begin` rejects the input.
             LedgerError: another process is running the same measurements in `out`, or its units are damaged.
 
         Warns:
@@ -155,6 +158,7 @@ class Study(ABC):
         if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
         _check_prompts(prompts, self.chat_template)
+        self._refuse_canvases(loaded)
         given = _settings_of(loaded, self.settings)
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
@@ -173,6 +177,14 @@ class Study(ABC):
         tables = self.tables(measured)
         findings = Findings(measured, examples, tables, {**manifest, "tables": list(tables)})
         return findings if folder is None else write(self, findings, folder)
+
+    def _refuse_canvases(self, models: Sequence["Model"]) -> None:
+        for model in models:
+            if self.needs_mask_token and model.tree.architecture.encoder:
+                raise SettingError(
+                    f"{self.name} cannot measure {model.name}, a model without a mask token: {self.needs_mask_token}. "
+                    f"Leave it out; the study 'kinds' measures what its canvases have instead."
+                )
 
     def _measured(
         self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: Report

@@ -8,6 +8,7 @@ repeated because they show a defect of a reference.
 """
 
 import sys
+from math import isnan, nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class Row(NamedTuple):
     """One checkpoint's line.
 
     Attributes:
-        logits, patterns, sinks: largest absolute differences.
+        logits, patterns, sinks: largest absolute differences; NaN for patterns that the reference did not keep.
         runs, runs_equal: number of runs compared, and of runs whose canvases are all equal.
         canvases, canvases_equal: number of canvases compared (one per step, for the complete batch), and of equal ones.
     """
@@ -41,8 +42,9 @@ class Row(NamedTuple):
     canvases_equal: int
 
     def __str__(self) -> str:
+        patterns = "not stored" if isnan(self.patterns) else f"{self.patterns:.1e}"
         return (
-            f"| {self.name} | {self.logits:.1e} | {self.patterns:.1e} | {self.sinks:.1e} "
+            f"| {self.name} | {self.logits:.1e} | {patterns} | {self.sinks:.1e} "
             f"| {self.runs_equal} of {self.runs} | {self.canvases_equal} of {self.canvases} |"
         )
 
@@ -66,7 +68,7 @@ def measure(path: Path) -> Row:
     return Row(
         path.name,
         furthest(logits, stored.logits),
-        max(furthest(maps["pattern", layer], stored.patterns[layer]) for layer in layers),
+        max((furthest(maps["pattern", layer], one) for layer, one in enumerate(stored.patterns)), default=nan),
         max(furthest(found, wanted) for found, wanted in pairs),
         len(runs),
         sum(all(run) for run in runs),

@@ -105,7 +105,7 @@ def _single(case: ReferenceFolder, setting: Setting) -> str:
     with torch.no_grad():
         ids = stored.ids.to(setting.device)
         logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
-    difference = near(logits, stored.logits, EXACT)
+    difference, patterns = near(logits, stored.logits, EXACT), "not stored"
     for layer, pattern in enumerate(stored.patterns):
         patterns = near(cache["pattern", layer], pattern, EXACT)
     return f"logits: {difference}; patterns of the last layer: {patterns}"

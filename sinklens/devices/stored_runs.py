@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinklens.caching import DualCache, NoCache, Policy, PrefixCache
 from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.interventions import FixedNoise, Suffix
 from sinklens.sampling import SAMPLERS
@@ -28,7 +29,7 @@ class StoredPass(NamedTuple):
     Attributes:
         ids: its input, without padding; the canvas is at the end if the model has one.
         logits: of all positions, or of the canvas.
-        patterns: of each layer, [batch, head, query, key].
+        patterns: of each layer, [batch, head, query, key]; none where the reference kept none.
     """
 
     ids: Int[Tensor, "batch pos"]
@@ -65,11 +66,15 @@ def stored_pass(folder: ReferenceFolder) -> StoredPass:
     """The stored pass of a folder."""
     expected = folder.tensors
     if "input_ids" in expected:
-        return StoredPass(expected["input_ids"], expected["logits"], list(expected["pattern"].unbind(1)))
+        return StoredPass(expected["input_ids"], expected["logits"], _patterns(expected))
     ids = torch.cat([expected["fwd0.input_ids"], expected["fwd0.canvas"]], dim=1)
     layers = [name for name in expected if name.startswith("fwd0.decoder.pattern.")]
     patterns = [expected[f"fwd0.decoder.pattern.{layer}"] for layer in range(len(layers))]
     return StoredPass(ids, expected["fwd0.decoder.logits"], patterns)
+
+
+def _patterns(expected: dict[str, Tensor]) -> list[Tensor]:
+    return list(expected["pattern"].unbind(1)) if "pattern" in expected else []
 
 
 def _named(folder: ReferenceFolder, given: dict[str, Any]) -> dict[str, Any]:
@@ -218,12 +223,43 @@ def _on_the_text(canvases: Tensor, block: Tensor, start: int) -> Tensor:
     return found
 
 
+def _llada_cached(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
+    settings = _named(folder, given["settings"]) | {"cache": POLICIES[given["function"]]}
+    settings |= {"by_quota": False} if "threshold" in settings else {}
+    prompt, canvas, result = _parts(folder, number)
+    yield StoredRun(number, prompt, settings, canvas.transpose(0, 1), result)
+
+
+def _dream_cached(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
+    policy, stored = POLICIES[given["sampler"]], given["settings"] | {"top_k": 50}  # transformers' default
+    by_threshold = stored["alg"] == "confidence_threshold"
+    if by_threshold and policy == NoCache():  # carries refused tokens over to the next step, which sinklens does not
+        return
+    settings = {"gen_length": stored["max_new_tokens"], **{name: stored[name] for name in DREAM if name in stored}}
+    settings |= {"alg": "maskgit_plus", "steps": stored["max_new_tokens"]} if by_threshold else {}
+    settings |= {"cache": policy} if policy == NoCache() else {"cache": policy, "sampler": "dream-blocks"}
+    prompt, canvas, result = _parts(folder, number)
+    blocks = stored["max_new_tokens"] // stored.get("block_length", 1)
+    if policy != NoCache() and stored["steps"] == blocks and not by_threshold:
+        canvas = canvas[::2]  # with one step per block the reference computes another pass and discards it
+    yield StoredRun(number, prompt, settings, canvas.transpose(0, 1), result)
+
+
 CANVAS = 8
 """``canvas_length`` of the DiffusionGemma data."""
+DREAM = ("temperature", "top_k", "eps", "steps", "alg", "block_length", "threshold")
+"""Settings of the cached Dream runs that have the same name."""
+POLICIES: dict[str, Policy] = {
+    "generate": NoCache(), "generate_with_prefix_cache": PrefixCache(), "generate_with_dual_cache": DualCache(),
+    "no_cache": NoCache(), "prefix_cache": PrefixCache(), "dual_cache": DualCache(),
+}  # fmt: skip
+"""Fast-dLLM's functions as cache policies."""
 FOLDERS: dict[str, Kind] = {
     "llada-mha": Kind(_plain, "llada"),
     "llada-gqa": Kind(_plain, "llada"),
     "dream-gqa": Kind(_plain, "dream"),
+    "llada-cached": Kind(_llada_cached, "llada"),
+    "dream-cached": Kind(_dream_cached, "dream"),
     "mmada": Kind(_plain, "llada"),
     "llada-moe": Kind(_plain, "llada"),
     "rnd1": Kind(_rnd1, "rnd1"),

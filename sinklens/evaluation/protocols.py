@@ -109,6 +109,15 @@ _STUDY = (
     "Rulli et al., 2510.15731, Sec. 4: instruct checkpoints, lm-evaluation-harness; {length} tokens, for LLaDA in "
     "blocks of 32. Steps are not stated and taken equal to the length; {more}"
 )
+_RND1 = (
+    "Our protocol: RND1's repository has no evaluation code. {length} tokens, as many steps and temperature 0.01 are "
+    "those of its README, drawn as its `generate` does by default; {more}, without a chat template, is our choice for "
+    "a base model."
+)
+_OPEN_DCODER = (
+    "Open-dLLM's eval/eval_completion/run_eval.sh: 128 tokens, 128 steps, temperature 0.8, top_p 0.95, alg p2, no "
+    "examples, no chat template. Its add_bos_token has no counterpart here; one sample per problem is our choice."
+)
 _DREAM = (
     "Dream's published evaluation: {length} tokens and as many steps, temperature 0.1, top_p 0.9, alg entropy{more}"
 )
@@ -123,6 +132,10 @@ def _study(length: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
+_RND1_SETTINGS = {"rnd1": {"gen_length": 256, "steps": 256, "temperature": 0.01, "greedy": False}}
+_OPEN_DCODER_SETTINGS = {
+    "open-dcoder": {"gen_length": 128, "steps": 128, "temperature": 0.8, "top_p": 0.95, "alg": "p2"}
+}
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
@@ -135,6 +148,11 @@ PROTOCOLS = {
                  note=_DREAM.format(length=256, more="; gsm8k_cot without examples.")),
         EvalProtocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
                  note=_DREAM.format(length=768, more=".")),
+        EvalProtocol("rnd1-gsm8k", "gsm8k", _RND1_SETTINGS,
+                 note=_RND1.format(length=256, more="the harness's gsm8k with five examples")),
+        EvalProtocol("rnd1-humaneval", "humaneval", _RND1_SETTINGS,
+                 note=_RND1.format(length=256, more="HumanEval's completion")),
+        EvalProtocol("open-dcoder-humaneval", "humaneval", _OPEN_DCODER_SETTINGS, note=_OPEN_DCODER),
     )
 }  # fmt: skip
 PLAIN = "the task's prompt with the checkpoint's lengths and steps"

@@ -14,6 +14,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.heads import HeadOutputs
 from sinklens.model import Model
+from sinklens.runs import activity
 from sinklens.runs.intervention import Pairs, layer_of
 from sinklens.tracing import generate
 
@@ -52,7 +53,7 @@ class _Collected:
     def pairs(self) -> Pairs:
         """The hooks that collect the outputs."""
         points = [(f"blocks.{layer}.attn.hook_z", self._hold) for layer in self._kept]
-        return [("denoise.hook_canvas", self._begin), *points, ("denoise.hook_confidence", self._take)]
+        return [("denoise.hook_canvas", self._begin), *points, *activity.active_rows(self._model, self._take)]
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         self._ids = value
@@ -60,12 +61,13 @@ class _Collected:
     def _hold(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._pass[layer_of(hook)] = value.detach()
 
-    def _take(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
+    def _take(self, working: Bool[Tensor, " batch"]) -> None:
         """At the end of the step, when it is known which rows were active, add their outputs."""
         assert self._ids is not None
-        active = active_rows(self._model, self._ids[:, self._real.shape[1] :], confidence)
+        active = not_ended(self._model, self._ids[:, self._real.shape[1] :]) if self._model.causal else working
+        by_block = not self._model.causal and not self._model.tree.architecture.encoder  # a canvas has no padding
         for layer, value in self._pass.items():
-            if not self._model.causal and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
+            if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
                 raise SettingError(
                     "head_outputs cannot place the padding of a pass over one block; give prompts of one length, or "
                     "use_cache=False."
@@ -93,7 +95,10 @@ def active_rows(
     model: Model, answer: Int[Tensor, "batch answer"], confidence: Float[Tensor, "batch pos"]
 ) -> Bool[Tensor, " batch"]:
     """Rows that have positions left to decide: in an autoregressive run, those without an end token in the answer."""
-    if not model.causal:
-        return (confidence > -torch.inf).any(dim=1)
+    return not_ended(model, answer) if model.causal else (confidence > -torch.inf).any(dim=1)
+
+
+def not_ended(model: Model, answer: Int[Tensor, "batch answer"]) -> Bool[Tensor, " batch"]:
+    """Rows whose answer holds no end token."""
     ends = torch.tensor(model.eos_token_ids, dtype=answer.dtype, device=answer.device)
     return ~torch.isin(answer, ends).any(dim=1)

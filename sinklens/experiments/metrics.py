@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.stacking import Stacked
+from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.hooks.points import Point
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
@@ -61,7 +61,7 @@ class Work:
         rows: largest number of rows in a pass.
     """
 
-    start: Callable[[Any, Any, Tensor | None, int], Denoising]
+    start: Callable[[Any, Any, Repeated | None, int], Denoising]
     listed: Mapping[Any, list[Any]]
     metric: Metric
     rows: int
@@ -100,7 +100,7 @@ class Work:
         for part in _parts(numbers, self._at_once(base)):
             listener = _Reading(numbers=[None, *part], found=found)
             stacked = Stacked([[], *(hooks[number] for number in part)])
-            canvases = base.canvas.repeat(len(part) + 1, 1, 1) if replay else None
+            canvases = Repeated.of(base, len(part) + 1) if replay else None
             denoising = self.start(batch, [stacked, listener], canvases, len(part) + 1)
             denoising.carry_out()
             denoising.controls.report(refuse=False)

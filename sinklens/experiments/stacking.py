@@ -4,17 +4,19 @@ Pitfall: a hook function that returns a value of another shape would shift the r
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.model import Model
-from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext
+from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext, refuse_off_canvas
+from sinklens.runs.result import Generation
 
 
 class Stacked(Intervention):
@@ -23,6 +25,8 @@ class Stacked(Intervention):
     Args:
         listed: for each part of the batch, its interventions and (name, function) pairs.
     """
+
+    on_canvas: ClassVar[bool] = True  # as far as what is listed is
 
     def __init__(self, listed: Sequence[Sequence[Any]]) -> None:
         super().__init__()
@@ -51,11 +55,29 @@ class Stacked(Intervention):
                 decidable=_of_rows(run.decidable, rows),
             )  # fmt: skip
             for entry in hooks:
+                refuse_off_canvas(entry, model)
                 pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
                         by_point.setdefault(point, [[] for _ in listed])[number].append(function)
         return [(point, _on_rows(functions, count)) for point, functions in by_point.items()]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Copies of a run to replay, one after the other along the batch.
+
+    Attributes:
+        canvas, undecided: as in `Generation`.
+    """
+
+    canvas: Int[Tensor, "batch step pos"]
+    undecided: Bool[Tensor, "batch step pos"]
+
+    @classmethod
+    def of(cls, run: Generation, copies: int) -> "Repeated":
+        """`copies` of a run."""
+        return cls(run.canvas.repeat(copies, 1, 1), run.undecided.repeat(copies, 1, 1))
 
 
 def _of_rows(values: Callable[[], Tensor | None], rows: slice) -> Callable[[], Tensor | None]:

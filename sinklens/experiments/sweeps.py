@@ -25,7 +25,7 @@ from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, Places, Work, named_places
-from sinklens.experiments.stacking import Stacked
+from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.identity import fingerprint
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
@@ -272,7 +272,7 @@ class _Sweep:
         count = len(base.answers)
         kept = MaskedLogits()
         hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
-        repeated = base.canvas.repeat(len(group), 1, 1) if self._replay else None
+        repeated = Repeated.of(base, len(group)) if self._replay else None
         denoising = self.start(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
         denoising.carry_out()
         denoising.controls.report(refuse=False)

@@ -5,7 +5,7 @@ same positions are masked; `sinklens.experiments.compare` aligns them.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -29,6 +29,8 @@ class MaskedLogits(Intervention):
             replaces them. For LLaDA-8B with 256 masked positions a step takes 130 MB, so limit `steps`.
     """
 
+    on_canvas: ClassVar[bool] = True
+
     kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
@@ -36,7 +38,7 @@ class MaskedLogits(Intervention):
         if run is None:
             raise SettingError("a single pass returns its logits; use MaskedLogits in a run of several steps.")
         in_step = self.step_test(run)
-        canvas = Canvas(run)
+        canvas, encoder = Canvas(run), model.tree.architecture.encoder
         self.kept.clear()
 
         def keep(value: Float[Tensor, "batch pos vocab"], hook: Point) -> None:
@@ -51,9 +53,12 @@ class MaskedLogits(Intervention):
                 kept[(where & decidable)[where]] = value[(where & decidable)[:, columns]]
                 self.kept[hook.step or 0] = kept.detach().float().cpu()
                 return
-            if not run.causal and value.shape[1] != canvas.now.ids.shape[1]:
+            if encoder and undecided.shape != run.real.shape:
+                raise SettingError("MaskedLogits compares complete answers; run with a gen_length of one canvas.")
+            first = undecided.shape[1] - value.shape[1] if encoder else 0  # a canvas is the end of the text
+            if not run.causal and value.shape[1] != undecided.shape[1] - first:
                 raise SettingError("MaskedLogits needs the logits of all masked positions; run with use_cache=False.")
-            masked = value[:, 0] if run.causal else value[undecided & run.real]
+            masked = value[:, 0] if run.causal else value[(undecided & run.real)[:, first:]]
             self.kept[hook.step or 0] = masked.detach().float().cpu()
 
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", keep)]

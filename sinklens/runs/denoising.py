@@ -26,7 +26,7 @@ from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
-from sinklens.runs.intervention import HookFunction, Intervention, RunContext, row_key
+from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import RunRequest
@@ -139,11 +139,7 @@ class Denoising:
         found = []
         for entry in entries:
             if isinstance(entry, Intervention):
-                if self.model.tree.architecture.encoder and not entry.on_canvas:
-                    raise SettingError(
-                        f"{type(entry).__name__} is not available for {self.model.family} models, whose passes cover "
-                        f"one canvas; use hook functions, or interventions with on_canvas = True such as MaskSinks."
-                    )
+                refuse_off_canvas(entry, self.model)
                 found += entry.hooks_for(self.model, self._context())
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):

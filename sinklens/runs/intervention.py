@@ -187,6 +187,19 @@ class Intervention(ABC):
         return lambda step: step in chosen
 
 
+def refuse_off_canvas(entry: Any, model: "Model") -> None:
+    """Refuse an intervention that needs complete passes, for a model whose passes cover one canvas.
+
+    Raises:
+        SettingError: it is not `Intervention.on_canvas`.
+    """
+    if model.tree.architecture.encoder and isinstance(entry, Intervention) and not entry.on_canvas:
+        raise SettingError(
+            f"{type(entry).__name__} is not available for {model.family} models, whose passes cover one canvas; use "
+            f"hook functions, or interventions with on_canvas = True such as MaskSinks."
+        )
+
+
 def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
     """`chosen` as unique indices from 0 to `size` − 1 in ascending order; all of them for None.
 

@@ -105,7 +105,7 @@ class SinkRecorder:
             self._watching.clear()
 
     def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
-        axis, complete = position_axis(name), covers_all_columns(name)
+        axis, complete = -1 if quantity.of_keys else position_axis(name), covers_all_columns(name)
 
         def keep(value: Tensor) -> None:
             if self._tree.watch.length is not None:  # the pass covers the last positions of a text of this length

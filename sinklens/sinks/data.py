@@ -160,6 +160,13 @@ class TrackData:
         """`state` one step earlier; False in the first step."""
         return state.shift(step=1, fill_value=False)
 
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units that `scores` takes for this track: not "visible" for block-causal runs, only "sum" if cached."""
+        if not self.data.attrs.get("block_length"):
+            return get_args(Unit)
+        return ("sum",) if self._cached else ("sum", "percent", "fraction")
+
     def scores(self, unit: Unit = "sum") -> Float[xr.DataArray, "batch step layer head pos"]:
         """The scores in `unit`, in float32; NaN on padding and where a position does not exist yet.
 
@@ -171,7 +178,7 @@ class TrackData:
         score = self.data["score"].astype(np.float32).where(self.data["is_real"])
         if unit == "sum":
             return score
-        if self.data.attrs.get("block_length") and (unit == "visible" or self._cached):
+        if unit not in self.units:
             raise TrackError(
                 f"unit {unit!r} is not available for this track of a block-causal run{' with a cache' * self._cached}: "
                 f"its keys are seen by different numbers of queries. Use unit='sum'."

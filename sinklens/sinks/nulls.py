@@ -39,6 +39,7 @@ class FixedQueries(Quantity):
 
     name = "fixed queries"
     point = "attn.hook_pattern"
+    of_keys = True
     variables: ClassVar[Variables] = {"fixed_score": ("head", "pos")}
 
     def __init__(self, members: Bool[Tensor, "batch pos"]) -> None:

@@ -30,6 +30,9 @@ class Quantity(ABC):
     name: ClassVar[str]
     point: ClassVar[str]
     variables: ClassVar[Variables]
+    of_keys: ClassVar[bool] = False
+    """Whether the axis "pos" of its variables counts the keys of a point with queries and keys."""
+
     compares: ClassVar[bool] = False
     """Whether it compares a step with the one before (`since`); for bidirectional models only."""
 

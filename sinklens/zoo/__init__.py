@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sinklens.zoo.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:
+    from sinklens.zoo.export import write_untrained
     from sinklens.zoo.planted import planted_checkpoint, planted_sinks
     from sinklens.zoo.training import train
 
@@ -16,9 +17,10 @@ _MODULES = {
     "planted_checkpoint": "planted",
     "planted_sinks": "planted",
     "train": "training",
+    "write_untrained": "export",
 }
 
-__all__ = ["RECIPES", "Recipe", "planted_checkpoint", "planted_sinks", "train"]
+__all__ = ["RECIPES", "Recipe", "planted_checkpoint", "planted_sinks", "train", "write_untrained"]
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ the lengths that the model was trained for, under ``"sinklens"`` where its famil
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,15 @@ def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], f
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
     _write_json(folder / LAST_WRITTEN, ends | layout.generation(recipe, tokenizer))
     return folder
+
+
+def write_untrained(recipe: Recipe, folder: Path) -> Path:
+    """Write a recipe's model with random weights, to try a format that has no trained checkpoint.
+
+    Its tokenizer is made from at most 500 problems, and nothing is taken from the model that the recipe starts from.
+    """
+    small = replace(recipe, start_from=None, problems=min(recipe.problems, 500))
+    return write_checkpoint(small, build_model(small, make_tokenizer(small)).state_dict(), folder)
 
 
 DESCRIPTIONS = {

@@ -48,6 +48,16 @@ def test_lengths_match_the_study():
     }  # fmt: skip
 
 
+def test_settings_of_rnd1_and_open_dcoder_are_those_of_their_repositories():
+    """RND1's README; Open-dLLM's eval/eval_completion/run_eval.sh."""
+    for name in ("rnd1-gsm8k", "rnd1-humaneval"):
+        rnd1 = make_settings("rnd1", find_protocol(name).of("rnd1"), {})
+        assert (rnd1.gen_length, rnd1.steps, rnd1.temperature, rnd1.greedy) == (256, 256, 0.01, False)
+    coder = make_settings("open-dcoder", find_protocol("open-dcoder-humaneval").of("open-dcoder"), {})
+    assert (coder.gen_length, coder.steps, coder.temperature) == (128, 128, 0.8)
+    assert (coder.top_p, coder.alg) == (0.95, "p2")
+
+
 def test_a_setting_reaches_only_the_samplers_that_have_it():
     changed = find_protocol("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
     assert changed.of("llada") == {"block_length": 8, "gen_length": 16}

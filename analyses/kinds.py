@@ -1,0 +1,133 @@
+"""Where are the sinks of each kind of model, and do they move?
+
+    sinklens analyse kinds tiny-llada tiny-sdar tiny-llama
+
+One question for masked, shifted, block-causal and canvas models, with or without experts, and an autoregressive one:
+
+- ``motion``: jumps of the strongest key and heads that never jump, over all queries, over queries that are the same at
+  every step (nulls.py), and within and before the current block (block_motion.py);
+- ``experts``: whether a mixture of experts sends sinks to other experts than positions of the same step, state and
+  token kind (routing.py);
+- ``states``: whether sinks are on decided or undecided positions, accepted tokens or noise, at the same step and place;
+- ``survival``: whether a sink survives the decision of its position, or its renoising (renoising.py).
+
+A part that a model does not have is NaN or has no rows. Runs compute complete passes (``use_cache=False``), since sums
+over the queries of earlier blocks need them.
+
+Caveat: ``static_share`` of a causal or block-causal model is partly bookkeeping: queries that do not see what changes
+cannot change. Compare the measures of the newest query or of the current block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.block_motion import BLOCK_MOTION, BlockSums, block_motion, block_numbers
+from sinklens.analyses.dynamics import motion_of
+from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.nulls import FIXED, fixed_queries, rates
+from sinklens.analyses.renoising import sinks_by_state, state_rows, survival_rows
+from sinklens.analyses.routing import ROWS, Routes, routing, routing_rows, without_experts
+from sinklens.analyses.study import SINK, Study
+from sinklens.prompts import SinglePrompt
+from sinklens.sampling import settings_for
+from sinklens.sinks import Record, SinkTrack
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+ALL_QUERIES = {
+    "jump_share": "steps at which the strongest key of a head changes, all queries, share",
+    "static_share": "heads whose strongest key never changes, all queries, share",
+    "newest_jump_share": "the first for the newest query alone (autoregressive)",
+    "sink_jump_share": "the first over steps where it is a sink before and after, all heads pooled",
+}
+MOTION = {
+    **ALL_QUERIES,
+    "fixed_jump_share": "the first for the queries of the prompt, or of the canvas, which every step has",
+    "fixed_static_share": "the second for those queries",
+    **BLOCK_MOTION,
+}
+DRAWN = ("jump_share", "newest_jump_share", "fixed_jump_share", *BLOCK_MOTION)
+
+
+@dataclass
+class Kinds(Study):
+    """See the module."""
+
+    name: ClassVar[str] = "kinds"
+
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+        """`MOTION` [prompt], and what `routing_rows`, `state_rows` and `survival_rows` read."""
+        given = settings_for(model, dict(settings))
+        complete = {**settings, "use_cache": False} if hasattr(given, "use_cache") else settings
+        _, real = model.encode(list(prompts), self.chat_template)
+        numbers = block_numbers(model, real.cpu(), given)
+        quantities = list(fixed_queries(model, prompts, self.chat_template, given.gen_length).quantities)
+        if not model.tree.architecture.encoder:
+            quantities.append(BlockSums(numbers))
+        routes = Routes(model)
+        found = self.generate(model, prompts, complete, record_sinks=Record(quantities), hooks=routes.hooks)
+        track = found.track
+        chosen = routes.chosen(found.own, track.data.sizes["pos"])
+        experts = (
+            without_experts(len(prompts), model.cfg.n_layers)
+            if chosen is None
+            else routing(track, chosen, model.cfg.num_experts)
+        )
+        length = track.data.sizes["pos"]
+        return xr.merge([motion(track, numbers.numpy()[:, :length]), experts, sinks_by_state(track)], join="outer")
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``motion``: `MOTION`; ``differences``: each further model minus the first, paired by prompt; ``experts``,
+        ``states`` and ``survival``: see the module.
+        """
+        from pandas import DataFrame
+
+        motion, differences = (table(measured, list(MOTION), self.seed) for table in (interval_table, difference_table))
+        made = {"experts": routing_rows, "states": state_rows, "survival": survival_rows}
+        rows = {
+            name: [row for model, data in measured.items() for row in of_model(model, data, self.seed)]
+            for name, of_model in made.items()
+        }
+        return {
+            "motion": motion.assign(meaning=motion["measure"].map(MOTION)),
+            "differences": differences.assign(meaning=differences["measure"].map(MOTION)),
+            **{name: DataFrame(found, columns=None if found else list(ROWS)) for name, found in rows.items()},
+        }
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``motion``: `DRAWN`; ``survival``: the share of sinks that survive, by the fate of their position."""
+        from sinklens.views.charts import interval_dots
+        from sinklens.views.figures import panels
+        from sinklens.views.labels import wrapped
+
+        motion, (ax,) = panels(1, size=(7, 5.5))
+        names = {name: wrapped(meaning, 44) for name, meaning in MOTION.items()}
+        interval_dots(interval_table(measured, list(DRAWN), self.seed), "measure", ax, names=names)
+        ax.set(xlabel="mean over prompts, 95 % interval")
+        survival, (ax,) = panels(1, size=(7, 3.2))
+        table = self.tables(measured)["survival"]
+        interval_dots(table[table["measure"] == "rate"], "group", ax)
+        ax.set(xlabel=wrapped(f"share of sinks that are a sink of the same head at the next step; {SINK}", 60))
+        return {"motion": motion, "survival": survival}
+
+
+def motion(track: SinkTrack, numbers: np.ndarray) -> xr.Dataset:
+    """`MOTION`, [prompt], from a track with ``fixed_score``, and ``block_sum`` unless it is of a canvas model.
+
+    Args:
+        numbers: block of each position, [batch, pos]; see `block_numbers`.
+    """
+    every = motion_of(track)
+    fixed = rates(SinkTrack(track.data.assign(score=track["fixed_score"])))
+    values = {name: every[name].to_numpy() for name in ALL_QUERIES}
+    values |= {f"fixed_{name}": fixed[name] for name in FIXED}
+    values |= block_motion(track, numbers)
+    return xr.Dataset({name: ("prompt", values[name]) for name in MOTION})

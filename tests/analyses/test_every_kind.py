@@ -1,0 +1,48 @@
+"""Every study on every kind of model: it measures something, or says why it cannot."""
+
+import numpy as np
+import pytest
+
+from sinklens.analyses import STUDIES, find
+from sinklens.errors import SettingError
+from sinklens.tasks.word_problems import held_out
+
+KINDS = ("tiny-sdar", "tiny-llada-moe", "tiny-canvas")
+PROMPTS = [problem.prompt for problem in held_out(2)]
+SETTINGS = {
+    "tiny-sdar": {"gen_length": 8, "denoising_steps": 3},
+    "tiny-llada-moe": {"gen_length": 8, "steps": 3, "block_length": 8},
+    "tiny-canvas": {"gen_length": 8, "max_denoising_steps": 3},
+}
+OPTIONS = {"heads": {"reference": 2}}
+ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
+ON_CANVASES = {
+    "split": "no query is masked",
+    "masked_sinks": "lacks the self-conditioning",
+    "events": "no single step decides a position",
+    "content": "compute those of their canvas alone",
+    "patching": "compute those of their canvas alone",
+    "mechanism": "positions are decided in no order",
+    "circuits": "lacks? the self-conditioning",
+}
+
+
+@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_study_measures_a_kind_of_model_or_says_why_it_cannot(kind, study, toy):
+    why = ANYWHERE | (ON_CANVASES if kind == "tiny-canvas" else {})
+    one = find(study)(settings=SETTINGS[kind], **OPTIONS.get(study, {}))
+    if study in why:
+        with pytest.raises(SettingError, match=why[study]):
+            one.run(toy(kind), PROMPTS)
+        return
+    tables = one.run(toy(kind), PROMPTS).tables
+    assert any(np.isfinite(table["estimate"]).any() for table in tables.values() if len(table))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("study", ["existence", "layers", "dynamics", "kinds"])
+def test_figures_are_drawn_where_a_kind_lacks_a_measure(kind, study, toy, tmp_path):
+    found = find(study)(settings=SETTINGS[kind]).run(toy(kind), PROMPTS, tmp_path)
+    drawn = {file.stem.removeprefix(f"{study}-") for file in found.files if file.suffix == ".png"}
+    assert drawn == set(find(study)(settings=SETTINGS[kind]).figures(found.measured, found.examples))

@@ -1,0 +1,91 @@
+"""What sweeps, kept logits and active rows show on a canvas of random tokens."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import sinklens
+from sinklens.analyses.runs import own_run
+from sinklens.errors import SettingError
+from sinklens.experiments import sweep
+from sinklens.interventions import AblateHeads, MaskedLogits, MaskSinks
+from sinklens.runs.intervention import Canvas, Intervention
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(2)]
+SETTINGS = {"gen_length": 8, "max_denoising_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def model(toy):
+    return toy("tiny-canvas")
+
+
+def test_a_hook_sees_the_undecided_positions_of_its_own_step(model):
+    seen = []
+
+    class Snapshots(Intervention):
+        on_canvas = True
+
+        def hooks_for(self, model, run=None):
+            canvas = Canvas(run)
+            keep = ("denoise.hook_logits", lambda value, hook: seen.append(canvas.now.undecided.clone()))
+            return [("denoise.hook_canvas", canvas.hook), keep]
+
+    run = sinklens.generate(model, PROMPTS, hooks=[Snapshots()], progress=False, **SETTINGS)
+    assert torch.equal(torch.stack(seen, dim=1), run.undecided[:, :-1])
+    assert run.undecided[:, 0, run.prompt_length :].all()
+
+
+def test_kept_logits_are_those_of_the_undecided_positions_of_the_canvas(model):
+    kept, every = MaskedLogits(), {}
+    run = sinklens.generate(
+        model, PROMPTS, progress=False, **SETTINGS,
+        hooks=[kept, ("denoise.hook_logits", lambda value, hook: every.update({hook.step: value.clone()}))],
+    )  # fmt: skip
+    for step, logits in every.items():
+        undecided = run.undecided[:, step, run.prompt_length :]
+        torch.testing.assert_close(kept.kept[step], logits[undecided])
+
+
+def test_a_sweep_under_replay_equals_runs_one_by_one(model):
+    listed = {"head": AblateHeads(layers=[0]), "sinks": MaskSinks(top_k=1)}
+    together = sweep(model, PROMPTS, listed, replay=True, progress=False, **SETTINGS)
+    for name, one in listed.items():
+        alone = sweep(model, PROMPTS, {name: one}, replay=True, rows=1, progress=False, **SETTINGS)
+        np.testing.assert_allclose(together["kl"].sel(intervention=name), alone["kl"][0], atol=1e-5)
+    assert float(together["kl"].sel(intervention="head").max()) > 0
+
+
+def test_an_intervention_on_complete_passes_is_refused_inside_a_sweep(model):
+    with pytest.raises(SettingError, match="not available for diffusion-gemma models, whose passes cover one canvas"):
+        sweep(model, PROMPTS[0], {"a": [], "b": Unfit()}, progress=False, **SETTINGS)
+
+
+class Unfit(Intervention):
+    """An intervention that needs complete passes."""
+
+    def hooks_for(self, model, run=None):
+        return []
+
+
+def test_a_row_that_waits_for_others_is_not_active(model):
+    """A row ends when its mean entropy is below a bound, which only one of the two is after the first step."""
+    settings, means = {"gen_length": 8, "max_denoising_steps": 4, "stability_threshold": 0}, []
+    hook = ("denoise.hook_entropy", lambda value, hook: means.append(value.mean(dim=1)))
+    sinklens.generate(model, PROMPTS, hooks=[hook], progress=False, confidence_threshold=0.0, **settings)
+    settings["confidence_threshold"] = float(means[0].mean())
+    together = own_run(model, PROMPTS, settings)
+    for row, prompt in enumerate(PROMPTS):
+        alone = own_run(model, [prompt], settings)
+        steps = alone.track.steps
+        assert alone.own.all()
+        assert together.own[row].sum() == steps
+        padding = together.run.real.shape[1] - alone.run.real.shape[1]
+        part = together.track.isel(batch=row).data.isel(step=slice(0, steps), pos=slice(padding, None))
+        names = ("batch", "step", "pos")
+        xr.testing.assert_allclose(
+            part["score"].drop_vars(names), alone.track.data["score"].drop_vars(names), rtol=1e-3, atol=1e-4
+        )
+    assert not together.own.all()
