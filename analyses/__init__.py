@@ -34,6 +34,7 @@ STUDIES = {
     "emergence": ("emergence", "Emergence"),
     "features": ("features", "Features"),
     "circuits": ("circuits", "Circuits"),
+    "caching": ("caching", "Caching"),
 }
 
 
