@@ -35,6 +35,7 @@ STUDIES = {
     "features": ("features", "Features"),
     "circuits": ("circuits", "Circuits"),
     "kinds": ("kinds", "Kinds"),
+    "caching": ("caching", "Caching"),
 }
 
 

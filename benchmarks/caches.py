@@ -1,7 +1,11 @@
 """Speed of cached keys: policies of bidirectional models, and the exact caches of block diffusion; parts of run.py."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
+from time import process_time
+from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
@@ -9,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 import sinklens
 from sinklens.devices.measuring import Ratio, compare
 from sinklens.devices.plain import ANSWER, random_llada
+from sinklens.hooks.held_keys import HeldKeys
 from sinklens.tasks.word_problems import held_out
 
 
@@ -18,6 +23,39 @@ def caching(sizes: dict[str, int], pairs: int) -> Iterator[Ratio]:
     ours = partial(sinklens.generate, model, prompt, gen_length=256, block_length=32, steps=64, progress=False)
     for cache in ("dual", "prefix"):
         yield compare(f"exact ÷ {cache} cache, sinks recorded in both", ours, partial(ours, cache=cache), pairs)
+
+
+def block_parts(sizes: dict[str, int], blocks: int) -> Iterator[Ratio]:
+    """CPU time of the parts of one block of 32 positions in 8 steps ÷ that of the block, dual cache, S = 320."""
+    model, prompt = sinklens.load(random_llada(**sizes)), torch.randint(3, sizes["vocab"], (1, 288))
+    spent: Counter[str] = Counter()
+    settings = {"gen_length": 32, "block_length": 32, "steps": 8, "progress": False}
+
+    def timed(part: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            started = process_time()
+            found = function(*given)
+            spent[part(*given)] += process_time() - started
+            return found
+
+        return call
+
+    def width(keys: HeldKeys, canvas: torch.Tensor, window: slice, *_: object) -> str:
+        return "complete pass" if window.stop - window.start == canvas.shape[1] else "windows"
+
+    passes, head = timed(width, HeldKeys.hidden), timed(lambda *_: "head", model.tree.head)
+    sinklens.generate(model, prompt, cache="dual", **settings)
+    started = process_time()
+    with (
+        mock.patch.object(HeldKeys, "hidden", lambda *given: passes(*given)),
+        mock.patch.object(type(model.tree), "head", lambda _, hidden: head(hidden)),
+    ):
+        for _ in range(blocks):
+            sinklens.generate(model, prompt, cache="dual", **settings)
+    every = process_time() - started
+    for part, seconds in spent.items():
+        share = seconds / every
+        yield Ratio(f"dual cache: {part} ÷ block, CPU time", share, share, share, 1, seconds / blocks, every / blocks)
 
 
 def stopping(problems: int, batch: int, pairs: int) -> Iterator[Ratio]:

@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from time import process_time
 from unittest import mock
 
 import nnsight
 import numpy as np
 import torch
-from caches import block_caching, caching, stopping
+from caches import block_caching, block_parts, caching, stopping
 from interventions import mapping, placing, sweeping
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
+from transformers import LlamaForCausalLM
 
 import sinklens
 from sinklens.devices.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
@@ -42,7 +44,7 @@ RESULTS = Path(__file__).with_name("results.json")
 STEPS = 8
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
-SLOW = ("others", "middle", "wide", "compile", "caches")  # left out by --quick
+SLOW = ("others", "middle", "wide", "compile", "caches", "block", "regional", "estimated")  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
 
@@ -238,6 +240,53 @@ def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator
         yield compare(what, lambda: one(compiled), lambda: one(eager.model), pairs)
 
 
+def regional(sizes: dict[str, int], length: int, pairs: int) -> Iterator[Ratio]:
+    """CPU time of one pass of plain transformers ÷ the same with every decoder layer compiled alone."""
+    models, canvas = (random_llada(**sizes), random_llada(**sizes)), blank(torch.randint(3, 100, (1, length - ANSWER)))
+    for layer in models[1].model.layers:
+        layer.compile()
+
+    def spent(model: LlamaForCausalLM) -> float:
+        started = process_time()
+        with torch.no_grad():
+            model.model(input_ids=canvas, use_cache=False)
+        return process_time() - started
+
+    for model in models:
+        spent(model)
+    times = [(spent(models[0]), spent(models[1])) for _ in range(pairs)]
+    ratios = sorted(eager / compiled for eager, compiled in times)
+    a, b = (statistics.median(column) for column in zip(*times, strict=True))
+    what = (
+        f"eager ÷ torch.compile of each layer, CPU time, plain transformers (d_model {sizes['d_model']}, S = {length})"
+    )
+    yield Ratio(what, statistics.median(ratios), ratios[0], ratios[-1], pairs, a, b)
+
+
+def estimating(sizes: dict[str, int], length: int, pairs: int) -> Iterator[Ratio]:
+    """CPU time of a step with sinks recorded, exact and estimated, ÷ not recorded."""
+    model, prompt = sinklens.load(random_llada(**sizes)), torch.randint(3, sizes["vocab"], (1, length - ANSWER))
+
+    def spent(record: bool | Record) -> float:
+        started = process_time()
+        sinklens.generate(
+            model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=1, record_sinks=record, progress=False
+        )
+        return process_time() - started
+
+    chosen: dict[str, bool | Record] = {"exact": True, "estimated (exact=False)": Record(exact=False)}
+    for record in (False, *chosen.values()):
+        spent(record)
+    times = [(spent(False), *map(spent, chosen.values())) for _ in range(pairs)]
+    for number, name in enumerate(chosen, start=1):
+        ratios = sorted(row[number] / row[0] for row in times)
+        yield Ratio(
+            f"all sinks recorded, {name} ÷ not recorded, CPU time (d_model {sizes['d_model']}, S = {length})",
+            statistics.median(ratios), ratios[0], ratios[-1], pairs,
+            statistics.median(row[number] for row in times), statistics.median(row[0] for row in times),
+        )  # fmt: skip
+
+
 def importing(pairs: int) -> Ratio:
     """``import sinklens`` ÷ ``import torch``, each in a fresh process, minus the time of an empty process."""
 
@@ -266,6 +315,9 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
         "compile": lambda: compiling(MIDDLE, lengths, pairs),
         "caches": lambda: caching(MIDDLE, 3),
+        "block": lambda: block_parts(MIDDLE, 3),
+        "regional": lambda: regional(MIDDLE, 1024, 9),
+        "estimated": lambda: estimating(MIDDLE, 1024, 7),
         "stopping": lambda: stopping(20, 5, 3),
     }
 

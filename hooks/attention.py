@@ -193,9 +193,12 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
         lse = log_sum_exp(operands.query.detach(), operands.key.detach(), operands.scale, additive, causal)
     else:
         mixed, lse = attended
-    scores = column_sums(
-        operands.query, operands.key, lse, operands.scale, operands.additive(), operands.real_queries(), operands.causal
-    )  # the mask without the triangle: one row serves all queries
+    sample, inputs = points.hook_sink_scores.watch.sample, (operands.query, operands.key, lse, operands.scale)
+    mask, real = operands.additive(), operands.real_queries()  # without the triangle: one row serves all queries
+    if sample is None:
+        scores = column_sums(*inputs, mask, real, operands.causal)
+    else:
+        scores = sample.column_sums(*inputs, mask, real)
     _show_sinks(points, scores)
     return mixed
 
@@ -244,7 +247,10 @@ def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Ten
     """Column sums of an explicit pattern, through ``hook_sink_scores``."""
     real = operands.real_queries()
     counted = pattern.detach().float() if real is None else pattern.detach().float() * real[:, None, :, None]
-    _show_sinks(points, counted.sum(dim=2))
+    scores, sample = counted.sum(dim=2), points.hook_sink_scores.watch.sample
+    if sample is not None:
+        sample.error = torch.zeros_like(scores)  # summed over all queries
+    _show_sinks(points, scores)
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:

@@ -36,6 +36,7 @@ class Watch:
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
         held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
+        sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Watch:
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
         self.held: Any = None
+        self.sample: Any = None
 
     def parked_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""

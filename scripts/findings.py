@@ -230,6 +230,55 @@ TABLES: dict[str, Table] = {
         ("tiny-llada", "tiny-dream"),
         counted=True,
     ),
+    "stale": Table("caching-costs", (
+        *(
+            Row(f"{label}, 10⁻⁶ nats", {"measure": "kl", "change": change, "choice": choice, "layer": "all"}, 1e6, 0)
+            for change, choice, label in (
+                ("stale", "sink", "only sinks stale"),
+                ("stale", "same_mass", "only random keys with as much attention stale"),
+                ("stale", "nearest", "only the nearest keys stale"),
+                ("stale", "random", "only as many random keys stale"),
+                ("stale", "sink_of_kind", "only sinks with another key of their kind stale"),
+                ("stale", "same_kind", "only random keys of these kinds stale"),
+                ("fresh", "none", "everything decided stale"),
+                ("fresh", "sink", "… but the sinks"),
+                ("fresh", "same_mass", "… but random keys with as much attention"),
+                ("fresh", "nearest", "… but the nearest keys"),
+                ("fresh", "random", "… but as many random keys"),
+            )
+        ),
+        *(
+            percent(f"proposals that change, {label}, %", 2, measure="proposals", layer="all", change=how, choice=keys)
+            for how, keys, label in (
+                ("stale", "sink", "only sinks stale"),
+                ("fresh", "none", "everything stale"),
+                ("fresh", "sink", "all but sinks stale"),
+            )
+        ),
+    ), DIFFUSION),
+    "stale-layers": Table("caching-costs", tuple(
+        Row(f"layer {layer}: {label}, 10⁻⁶ nats",
+            {"measure": "kl", "change": change, "choice": choice, "layer": str(layer)}, 1e6, 0)
+        for layer in (1, 2, 3)
+        for change, choice, label in (
+            ("stale", "sink", "only sinks stale"),
+            ("stale", "same_mass", "only random keys with as much attention stale"),
+            ("fresh", "none", "everything decided stale"),
+            ("fresh", "sink", "… but the sinks"),
+        )
+    ), DIFFUSION),
+    "stale-motion": Table("caching-motion", tuple(
+        percent(f"{name}: {label}", measure="jump_share", policy=policy, source=source)
+        for policy, name in (
+            ("dual", "DualCache"), ("delayed", "DelayedCache"), ("keep-sinks", "KeepSinks"),
+            ("not keep-sinks", "its negation"),
+        )
+        for source, label in (
+            ("policy", "strongest key changes, % of steps"), ("same queries", "… in the exact run, same queries"),
+            ("exact", "… in the exact run, all queries"),
+        )
+        if source != "exact" or policy == "dual"
+    ), DIFFUSION),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
         for kind, ranges in (

@@ -9,6 +9,7 @@ your own is a `Policy` with the method `plan`; `register` gives it a name for th
 from sinklens.caching.dkv import DelayedCache
 from sinklens.caching.evict import Evict
 from sinklens.caching.fast_dllm import DualCache, PrefixCache
+from sinklens.caching.planned import Planned
 from sinklens.caching.refresh import DriftAbove, Refresh, drift
 from sinklens.caching.registry import POLICIES, NoCache, as_policy, find_policy, policy_name, register
 from sinklens.caching.sinks import KeepSinks
@@ -24,6 +25,7 @@ __all__ = [
     "KeepSinks",
     "Keys",
     "NoCache",
+    "Planned",
     "Policy",
     "PrefixCache",
     "Refresh",

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
 from sinklens.hooks.names import covers_all_columns, position_axis
+from sinklens.hooks.sampled_sums import QuerySample
 from sinklens.sinks.quantities import Quantity, Scores
 from sinklens.sinks.record import Place, Record
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
@@ -58,7 +59,8 @@ class SinkRecorder:
         partial: bool = False,
     ) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
-        quantities, layers = record.chosen(), tree.cfg.n_layers
+        self._sample = None if record.exact else _sample(tree)
+        quantities, layers = record.chosen(self._sample), tree.cfg.n_layers
         _refuse_comparison(quantities, tree, partial)
         self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
@@ -90,6 +92,7 @@ class SinkRecorder:
     def attached(self) -> Iterator[None]:
         """Attach the recorder's hooks to the tree's points."""
         handles = []
+        self._tree.watch.sample = self._sample
         try:
             for part, layer, name in self._points:
                 point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
@@ -100,6 +103,7 @@ class SinkRecorder:
                 self.store.flush()
             raise
         finally:
+            self._tree.watch.sample = None
             for handle in [*handles, *self._watching]:
                 handle.remove()
             self._watching.clear()
@@ -205,6 +209,17 @@ def _of_all_queries(rows: Float[Tensor, "batch head window key"], held: "HeldKey
     found = rows.new_full((*rows.shape[:2], rows.shape[3], rows.shape[3]), torch.nan)
     found[:, :, held.window] = rows
     return found.masked_fill(~held.computed.to(rows.device)[:, None, :, None], torch.nan)
+
+
+def _sample(tree: "HookTree") -> QuerySample:
+    """What estimates the scores of a run.
+
+    Raises:
+        SettingError: the model is not bidirectional.
+    """
+    if tree.causal or tree.architecture.encoder or tree.attention_blocks is not None:
+        raise SettingError("exact=False is for bidirectional models, whose passes compute every query; leave it out.")
+    return QuerySample()
 
 
 def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
+from sinklens.hooks.sampled_sums import QuerySample
+from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
 
 Place = tuple[int, int]
@@ -30,6 +31,10 @@ class Record:
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
         dtype: type of floating-point variables on disk, "float32" or "float16" (three significant digits, up to
             65,504; the variables of "stream", which can be larger, stay in float32).
+        exact: False estimates the scores from a random quarter of the queries (64 at least) of each pass, which is
+            faster on long texts. The track then also has ``score_error``, the standard error of each score. Logits do
+            not change. Hooks and cache policies that read ``hook_sink_scores`` get the estimates, too. For
+            bidirectional models.
         overwrite: replace an earlier track at `to` when the run's first step ends. Tracks that were opened from there
             and not yet read are lost; call ``track.data.load()`` first to keep one.
 
@@ -43,6 +48,7 @@ class Record:
     to: str | Path | None = None
     dtype: str = "float32"
     overwrite: bool = False
+    exact: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.quantities, str):
@@ -86,7 +92,8 @@ class Record:
             if duplicates:
                 raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
 
-    def chosen(self) -> list[Quantity]:
-        """The scores, then the requested quantities, without duplicates."""
+    def chosen(self, sample: QuerySample | None = None) -> list[Quantity]:
+        """The scores, estimated if there is a `sample`, then the requested quantities, without duplicates."""
+        scores = Scores() if sample is None else SampledScores(sample)
         requested = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
-        return list({(part.name, type(part)): part for part in [Scores(), *requested]}.values())
+        return list({(part.name, type(part)): part for part in [scores, *requested]}.values())
