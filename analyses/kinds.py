@@ -20,7 +20,7 @@ cannot change. Compare the measures of the newest query or of the current block.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -34,6 +34,7 @@ from sinklens.analyses.routing import ROWS, Routes, routing, routing_rows, witho
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 
 if TYPE_CHECKING:
@@ -63,10 +64,10 @@ class Kinds(Study):
 
     name: ClassVar[str] = "kinds"
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MOTION` [prompt], and what `routing_rows`, `state_rows` and `survival_rows` read."""
         given = settings_for(model, dict(settings))
-        complete = {**settings, "use_cache": False} if hasattr(given, "use_cache") else settings
+        complete: Settings = {**settings, "use_cache": False} if hasattr(given, "use_cache") else settings
         _, real = model.encode(list(prompts), self.chat_template)
         numbers = block_numbers(model, real.cpu(), given)
         quantities = list(fixed_queries(model, prompts, self.chat_template, given.gen_length).quantities)
@@ -76,11 +77,10 @@ class Kinds(Study):
         found = self.generate(model, prompts, complete, record_sinks=Record(quantities), hooks=routes.hooks)
         track = found.track
         chosen = routes.chosen(found.own, track.data.sizes["pos"])
-        experts = (
-            without_experts(len(prompts), model.cfg.n_layers)
-            if chosen is None
-            else routing(track, chosen, model.cfg.num_experts)
-        )
+        experts = without_experts(len(prompts), model.cfg.n_layers)
+        if chosen is not None:
+            assert model.cfg.num_experts is not None
+            experts = routing(track, chosen, model.cfg.num_experts)
         length = track.data.sizes["pos"]
         return xr.merge([motion(track, numbers.numpy()[:, :length]), experts, sinks_by_state(track)], join="outer")
 
