@@ -295,9 +295,9 @@ def _claims(data: xr.Dataset) -> Iterator[tuple[str, Any]]:
     for layer in data["layer"].to_numpy():
         where = "all layers" if layer == EVERYWHERE else f"layer {layer}"
         if layer != EVERYWHERE:
-            excess = stale["kl"].sel(layer=layer)
+            alone = stale["kl"].sel(layer=layer)
             yield (f"{where}: stale sinks change predictions more than {CONTROLS['same_mass']}",
-                   excess.sel(choice="sink") - excess.sel(choice="same_mass"))  # fmt: skip
+                   alone.sel(choice="sink") - alone.sel(choice="same_mass"))  # fmt: skip
         left = fresh["kl"].sel(layer=layer)
         yield (
             f"{where}: fresh sinks save more than half of the cost",
