@@ -84,7 +84,7 @@ def masked_again(
     assert mask is not None
     change = embedding_change(model, torch.full_like(now, mask), now)
     just = (now != before).numpy()
-    earlier = ~just & (now != mask).numpy() & (np.arange(len(now)) >= prompt_length)
+    earlier = ~just & (np.arange(len(now)) >= prompt_length)  # a mask does not change: it is not taken
     places = np.sort(np.array(nearest_changes(change[just].tolist(), np.where(earlier, change, 0)), dtype=np.int64))
     canvas = now.clone()
     canvas[torch.from_numpy(places)] = mask
