@@ -117,7 +117,11 @@ def _computed(
 
 
 def _check(
-    pattern: Float[Tensor, "head query key"], scores: Float[Tensor, "head key"], place: tuple[int, int], limit: float, cause: str
+    pattern: Float[Tensor, "head query key"],
+    scores: Float[Tensor, "head key"],
+    place: tuple[int, int],
+    limit: float,
+    cause: str,
 ) -> None:
     """Compare ½ Σ_j |Σ_i A[i, j] − score_j| / S, the share of attention that differs at (step, layer), with `limit`.
 
