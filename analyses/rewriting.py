@@ -105,8 +105,8 @@ def written_over(model: "Model", track: SinkTrack) -> xr.Dataset:
     for row in range(shape[0]):
         ids = torch.from_numpy(track.data["token_id"][row].to_numpy().astype(np.int64))
         real = np.flatnonzero(track.data["is_real"][row].to_numpy())
-        states = [track.data[name][row].to_numpy()[:, real] for name in ("masked", "committed")]
-        found = rewritten(model, ids[:, real], *states, answer=real >= track.prompt_length)
+        masks, decided = (track.data[name][row].to_numpy()[:, real] for name in ("masked", "committed"))
+        found = rewritten(model, ids[:, real], masks, decided, real >= track.prompt_length)
         if not found:
             continue
         before = strongest_keys(model, torch.stack([ids[one.step - 1, real] for one in found]))
@@ -146,8 +146,8 @@ def rewritten(
                 earlier[place], canvas[place] = False, now[source]
                 sizes.append((place, change[source], change[place]))
         if sizes:
-            places, here, there = zip(*sizes, strict=True)
-            found.append(Rewritten(step, list(places), canvas, float(np.mean(here)), float(np.mean(there))))
+            chosen, here, there = zip(*sizes, strict=True)
+            found.append(Rewritten(step, list(chosen), canvas, float(np.mean(here)), float(np.mean(there))))
     return found
 
 
@@ -157,7 +157,7 @@ def strongest_keys(model: "Model", canvases: Int[Tensor, "canvas pos"]) -> Int[n
     found: dict[str, Tensor] = {}
 
     def keep(pattern: Tensor, hook: "Point") -> None:
-        found[hook.name] = pattern.float().sum(dim=-2).argmax(dim=-1).cpu()
+        found[str(hook.name)] = pattern.float().sum(dim=-2).argmax(dim=-1).cpu()
 
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.cfg.n_layers)]
     parts = []

@@ -292,8 +292,9 @@ TABLES: dict[str, Table] = {
         *(contrast("events-landings", f"landings on just decided ÷ {label}, same step and place, above 1", 1.0, 1.0, 1,
                    measure="ratio", others=others, matched="step, position")
           for others, label in (("all", "all others"), ("decided earlier", "tokens decided earlier"))),
-        contrast("events-landings", "landings on just decided ÷ the same token written over, crude, above 1", 1.0,
-                 measure="ratio", others="written over", matched="nothing"),
+        *(contrast("events-landings", f"landings on just decided ÷ the same token written over, {label}, above 1", 1.0,
+                   measure="ratio", others="written over", matched=matched)
+          for matched, label in (("nothing", "crude"), ("step, position", "same step and place"))),
     ), MODELS),
 }  # fmt: skip
 
