@@ -295,7 +295,7 @@ TABLES: dict[str, Table] = {
         *(contrast("events-landings", f"landings on just decided ÷ the same token written over, {label}, above 1", 1.0,
                    measure="ratio", others="written over", matched=matched)
           for matched, label in (("nothing", "crude"), ("step, position", "same step and place"))),
-    ), MODELS),
+    ), DIFFUSION),
 }  # fmt: skip
 
 
