@@ -240,6 +240,21 @@ TABLES: dict[str, Table] = {
         ("tiny-llada", "tiny-dream"),
         counted=True,
     ),
+    "readers": Table(
+        "circuits-readers",
+        tuple(
+            Row(f"{name}, {place}: {label}", {"role": role, "place": code, "reader": reader}, 1.0, 4)
+            for role, name in (("strongest", "strongest sink"), ("mobile", "most mobile sink"))
+            for code, place in (("sink", "its key"), ("control", "control key"))
+            for reader, label in (
+                ("all", "all later components"), ("queries", "queries of later heads"), ("keys", "keys"),
+                ("values", "values"), ("mlp", "MLPs"), ("logits", "logits"),
+            )
+            if code == "sink" or reader == "all"
+        ),
+        ("tiny-llada", "tiny-dream"),
+        counted=True,
+    ),
     "jumps": Table(
         "circuits-edges",
         (
