@@ -15,6 +15,9 @@ Per prompt of a diffusion model, in layers that read other components (all but t
   step before. A jump is a change of the strongest key between two steps at which it is a sink. Its size is the rise of
   the new key's score over the old one's. Over the largest jumps of a prompt: Σ undone / Σ size.
 - ``local``: the same for the queries at the positions that the step before decided, and at as many nearest others.
+  These keep their token, so what is carried to them hardly differs. A control of equal size is ``again``: as many
+  answer tokens that were decided earlier, each masked again in the canvas whose values are carried, with changes of
+  the embedding as near as possible to those of the just decided tokens (rewriting.py). ``change`` is the mean change.
 
 Caveat: shares of single classes need not add up to 1, because norms and the softmax are nonlinear, and a sum of scores
 over queries does not say which query looks where.
@@ -27,14 +30,17 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.rewriting import embedding_change, masked_again
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import Jump, jump_undone, read_attribution, sink_jumps, write_attribution
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import kinds
+from sinklens.sinks.matching import ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,12 +62,17 @@ READERS = {
 }
 LETTERS = {"q": "queries", "k": "keys"}
 SENDERS = {"all": "all components", "embed": "embedding", "head": "heads", "mlp": "MLPs"}
-WHERE = {"decided": "just decided positions", "nearby": "as many nearest others"}
+WHERE = {
+    "decided": "just decided positions",
+    "nearby": "as many nearest others",
+    "again": "as many tokens decided earlier, masked again",
+}
 AXES: dict[str, dict[str, Mapping[str, str]]] = {
     "excess": {"role": ROLES, "place": PLACES, "writer": WRITERS},
     "read": {"role": ROLES, "place": PLACES, "reader": READERS},
     "undone": {"letter": LETTERS, "sender": SENDERS},
     "local": {"where": WHERE},
+    "change": {"where": WHERE},
     "jumps": {},
 }
 MEASURES = {
@@ -69,6 +80,7 @@ MEASURES = {
     "read": "KL divergence of the predictions without the key's message (nats)",
     "undone": "share of the jumps undone by patching paths from the step before",
     "local": "share undone through the queries of some positions",
+    "change": "length of the change of the embedding at these positions",
     "jumps": "jumps from sink to sink",
 }
 
@@ -117,15 +129,16 @@ class Circuits(Study):
                     values["excess"][role, place] = written(run, step, layer, head, position)
                     values["read"][role, place] = read(run, step, layer, head, position)
         if found:
-            values["undone"], values["local"] = mediated(run, found[: self.largest])
+            values["undone"] = mediated(run, found[: self.largest])
+            values["local"], values["change"] = localized(run, found[: self.largest])
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``writers``: ``excess``; ``readers``: ``read``; ``edges``: ``undone``, ``local`` and ``jumps``; ``claims``:
-        paired differences.
+        """``writers``: ``excess``; ``readers``: ``read``; ``edges``: ``undone``, ``local``, ``change`` and ``jumps``;
+        ``claims``: paired differences.
         """
         from pandas import concat
 
-        edges = [interval_table(measured, [name], self.seed) for name in ("undone", "local", "jumps")]
+        edges = [interval_table(measured, [name], self.seed) for name in ("undone", "local", "change", "jumps")]
         return {
             "writers": interval_table(measured, ["excess"], self.seed),
             "readers": interval_table(measured, ["read"], self.seed),
@@ -199,23 +212,35 @@ def read(run: "Generation", step: int, layer: int, head: int, key: int) -> Float
     return table["kl"].reindex(reader=list(READERS), fill_value=0.0).to_numpy()  # no later head reads the last layer
 
 
-def mediated(
+def mediated(run: "Generation", found: Sequence[Jump]) -> Float[np.ndarray, "letter sender"]:
+    """``undone`` over some jumps: Σ undone / Σ size."""
+    undone = [[sum(carried(run, jump, sender, letter) for jump in found) for sender in SENDERS] for letter in LETTERS]
+    return np.array(undone) / sum(jump.size for jump in found)
+
+
+def localized(
     run: "Generation", found: Sequence[Jump]
-) -> tuple[Float[np.ndarray, "letter sender"], Float[np.ndarray, " where"]]:
-    """``undone`` and ``local`` over some jumps: Σ undone / Σ size."""
-    undone, local = np.zeros((len(LETTERS), len(SENDERS))), np.zeros(len(WHERE))
+) -> tuple[Float[np.ndarray, " where"], Float[np.ndarray, " where"]]:
+    """``local``, Σ undone / Σ size, and ``change``, the mean change of the embedding, over the jumps that have such
+    positions.
+    """
+    undone, sizes, change, number = (np.zeros(len(WHERE)) for _ in range(4))
     for jump in found:
-        decided = (run.canvas[0, jump.step] != run.canvas[0, jump.step - 1]).numpy()
-        here = np.flatnonzero(decided)
-        others = neighbours(decided)
-        for row, letter in enumerate(LETTERS):
-            for column, sender in enumerate(SENDERS):
-                undone[row, column] += carried(run, jump, sender, letter)
-        for column, positions in enumerate((here, others)):
+        for place, (positions, source) in enumerate(_places(run, jump)):
             if positions.size:
-                local[column] += carried(run, jump, "all", "q", positions.tolist())
-    size = sum(jump.size for jump in found)
-    return undone / size, local / size
+                undone[place] += carried(run, jump, "all", "q", positions.tolist(), source)
+                sizes[place] += jump.size
+                change[place] += embedding_change(run.model, source, run.canvas[0, jump.step])[positions].sum()
+                number[place] += positions.size
+    return ratio(undone, sizes), ratio(change, number)
+
+
+def _places(run: "Generation", jump: Jump) -> list[tuple[Int[np.ndarray, " place"], Int[Tensor, " pos"]]]:
+    """For each of `WHERE`, positions and the canvas whose values are carried to them."""
+    before, now = run.canvas[0, jump.step - 1], run.canvas[0, jump.step]
+    decided = (now != before).numpy()
+    again, masked = masked_again(run.model, before, now, run.prompt_length)
+    return [(np.flatnonzero(decided), before), (neighbours(decided), before), (again, masked)]
 
 
 def neighbours(chosen: Bool[np.ndarray, " pos"]) -> Int[np.ndarray, " place"]:
@@ -228,10 +253,17 @@ def neighbours(chosen: Bool[np.ndarray, " pos"]) -> Int[np.ndarray, " place"]:
     return np.flatnonzero(~free & ~chosen)
 
 
-def carried(run: "Generation", jump: Jump, sender: str, letter: str, positions: list[int] | None = None) -> float:
-    """By how much new − old falls if paths carry what a class of `SENDERS` wrote one step before."""
+def carried(
+    run: "Generation",
+    jump: Jump,
+    sender: str,
+    letter: str,
+    positions: list[int] | None = None,
+    source: Int[Tensor, " pos"] | None = None,
+) -> float:
+    """By how much new − old falls if paths carry what a class of `SENDERS` wrote one step before, or on `source`."""
     names = _senders(run.model, jump.layer, sender)
-    return jump.size * jump_undone(run, jump, names, letter, positions=positions)
+    return jump.size * jump_undone(run, jump, names, letter, positions=positions, source=source)
 
 
 def _senders(model: "Model", layer: int, sender: str) -> list[str]:
@@ -272,7 +304,7 @@ def _pairs(data: xr.Dataset) -> dict[str, xr.DataArray]:
     for letter, name in LETTERS.items():
         part = undone.sel(letter=letter)
         found[f"through {name}: heads move sinks more than MLPs"] = part.sel(sender="head") - part.sel(sender="mlp")
-    found["queries of just decided positions move sinks more than those nearby"] = local.sel(
-        where="decided"
-    ) - local.sel(where="nearby")
+    for where, name in {"nearby": "those nearby", "again": "those of earlier tokens masked again"}.items():
+        beyond = local.sel(where="decided") - local.sel(where=where)
+        found[f"queries of just decided positions move sinks more than {name}"] = beyond
     return found

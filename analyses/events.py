@@ -14,6 +14,10 @@ sees it, 0 or below where it is still masked. The tables report the landing rate
 answer places (all of them, or those decided earlier), crude and at the same step and place across prompts (strata.py).
 They report the same for each age, which shows whether the jump comes with the decision or with what precedes it.
 
+A just decided token is also what changes most: the embedding of all other places stays. So a second comparison is made:
+with the landing rate where the same token is *written over* an earlier one, with nearly the same change of the
+embedding, on the canvas of the step before (rewriting.py).
+
 In an autoregressive model, step and place determine the age and the order, so nothing can be matched; all numbers are
 NaN.
 
@@ -30,6 +34,7 @@ from jaxtyping import Float
 
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table
 from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
+from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
 from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
 from sinklens.analyses.study import Study
 from sinklens.prompts import SinglePrompt
@@ -54,7 +59,7 @@ LANDINGS = {
     "ratio": "ratio of the two rates",
 }
 AGES = tuple(range(-4, 7))
-PLACES = ("landed_at", "at_risk_at", "age_at", "score_rank_at", "order_rank_at")
+PLACES = ("landed_at", "at_risk_at", "age_at", "score_rank_at", "order_rank_at", *WRITTEN)
 
 
 @dataclass
@@ -65,14 +70,15 @@ class Events(Study):
     needs_mask_token: ClassVar[str] = "its steps accept tokens and take them back, so no single step decides a position"
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """See `events_of`."""
+        """See `events_of` and `written_over`."""
         if model.causal:
             return _nothing(len(prompts), model.cfg.n_layers)
-        return events_of(self.generate(model, prompts, settings).track)
+        track = self.generate(model, prompts, settings).track
+        return events_of(track).merge(written_over(model, track))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``order``: `ORDER`; ``layers``: its first two by layer; ``landings``: `LANDINGS`; ``ages``: see
-        `age_rows`.
+        """``order``: `ORDER`; ``layers``: its first two by layer; ``landings``: `LANDINGS`; ``changes``:
+        `CHANGES`; ``ages``: see `age_rows`.
         """
         from pandas import DataFrame, concat
 
@@ -80,11 +86,13 @@ class Events(Study):
         order = concat([interval_table(measured, ["correlation", "partial"], self.seed), within], ignore_index=True)
         layers = interval_table(measured, ["correlation_layer", "partial_layer"], self.seed)
         landings = DataFrame([row for name, data in measured.items() for row in landing_rows(name, data, self.seed)])
+        changes = interval_table(measured, list(CHANGES), self.seed)
         ages = DataFrame([row for name, data in measured.items() for row in age_rows(name, data, self.seed)])
         return {
             "order": order.assign(meaning=order["measure"].map(ORDER)),
             "layers": layers.assign(meaning=layers["measure"].str.removesuffix("_layer").map(ORDER)),
             "landings": landings.assign(meaning=landings["measure"].map(LANDINGS)),
+            "changes": changes.assign(meaning=changes["measure"].map(CHANGES)),
             "ages": ages,
         }
 
@@ -185,13 +193,11 @@ def within_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]
 def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     """`LANDINGS` by what is compared and matched.
 
-    ``others``: all other answer places, or only those decided earlier. ``matched``: nothing, or step and place.
-    ``matched_share``: share of the landings on just decided tokens that have others to compare with.
+    ``others``: all other answer places, only those decided earlier, or those written over. ``matched``: nothing, or
+    step and place. ``matched_share``: share of the landings on just decided tokens that have others to compare with.
     """
     just, rows = data["age_at"] == 1, []
-    groups = {"all": data["age_at"].notnull() & ~just, "decided earlier": data["age_at"] > 1}
-    for others, second in groups.items():
-        parts = two_groups(data["landed_at"], data["at_risk_at"], just, second)
+    for others, parts in _compared(data, just).items():
         for matched in ("nothing", "step, position"):
             used = parts if matched != "nothing" else [part.sum(axis=1, keepdims=True) for part in parts]
             found = {"ratio": compare(used, seed)}
@@ -202,6 +208,15 @@ def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
                 one = Interval(*(value.reshape(1, 1) for value in interval))
                 rows += [{**row, "matched_share": share} for row in interval_rows(model, measure, one, labels)]
     return rows
+
+
+def _compared(data: xr.Dataset, just: xr.DataArray) -> dict[str, list[np.ndarray]]:
+    """Landings and heads at risk of just decided tokens and of the places they are compared with, by step and place."""
+    groups = {"all": data["age_at"].notnull() & ~just, "decided earlier": data["age_at"] > 1}
+    found = {name: two_groups(data["landed_at"], data["at_risk_at"], just, second) for name, second in groups.items()}
+    landed, at_risk = (data[name] for name in WRITTEN)
+    written = two_groups(landed, at_risk, landed.notnull())[:2]
+    return {**found, "written over": [*found["all"][:2], *written]}
 
 
 def age_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
@@ -235,4 +250,5 @@ def _nothing(prompts: int, layers: int) -> xr.Dataset:
         f"{name}_layer": (("prompt", "layer"), np.full((prompts, layers), np.nan))
         for name in ("correlation", "partial")
     }
+    columns |= {name: ("prompt", np.full(prompts, np.nan)) for name in CHANGES}
     return xr.Dataset(columns, {"step": [0], "place": [0], "layer": np.arange(layers)})

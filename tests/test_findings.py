@@ -48,6 +48,26 @@ def test_every_number_in_the_text_is_in_a_table_of_its_section(title):
     assert unsupported(sections()[title]) == set()
 
 
+def verdicts():
+    """The rows of the page's first table: verdict, seeds and studies."""
+    rows = [line.strip("| ").split(" | ") for line in sections()[""].splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 8
+    return [(cells[2], cells[4], re.findall(r"`(\w+)", cells[5])) for cells in rows]
+
+
+@pytest.mark.parametrize(("verdict", "seeds", "studies"), verdicts())
+def test_the_seeds_of_a_verdict_are_those_of_the_stored_results(verdict, seeds, studies):
+    assert seeds.removesuffix(" of each") == script.tally(studies)
+    assert "disagree" not in seeds or "cannot tell" in verdict
+
+
+def test_two_seeds_agree_if_both_intervals_are_on_one_side_of_the_threshold():
+    above, below, across = (2.0, 1.5, 2.5), (0.5, 0.2, 0.9), (1.2, 0.8, 1.6)
+    assert script.agreement(above, above, 1.0) == script.agreement(below, below, 1.0) == "agree"
+    assert script.agreement(above, below, 1.0) == script.agreement(below, across, 1.0) == "**disagree**"
+    assert script.agreement(above, across, 1.0) == script.agreement(above, above, 1.8) == "cannot tell"
+
+
 def test_a_number_that_no_table_holds_is_found():
     table = "<!-- table: x -->\n| 8.9 [8.5, 9.2] |\n<!-- end of table -->\n"
     text = f"<!-- constants: 24 -->\nIn 24 steps, 8.9 % and 12.5 % move.\n{table}"
@@ -58,8 +78,6 @@ def test_a_number_that_no_table_holds_is_found():
 def test_every_section_names_the_command_that_measured_its_table(title):
     text = sections()[title]
     for match in script.MARKED.finditer(text):
-        table = script.TABLES[match[2]]
-        files = {row.file or table.file for row in table.rows}
-        for file in files:
+        for file in script.files(script.TABLES[match[2]]):
             assert file == "ranges" or f"sinklens analyse {file.split('-')[0]} " in text, file
             assert (script.RESULTS / f"{file}.csv").is_file()

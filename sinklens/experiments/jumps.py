@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import StepIds, of_step
@@ -91,6 +91,7 @@ def jump_undone(
     letter: str = "q",
     *,
     positions: Sequence[int] | None = None,
+    source: Int[torch.Tensor, " pos"] | None = None,
 ) -> float:
     """Share of a jump that is undone if a path into its head carries what its senders wrote one step before.
 
@@ -101,22 +102,28 @@ def jump_undone(
         sender: labels of components, as in `PathPatch`; None for all that the head reads.
         letter: "q" or "k": whether the head's queries or its keys read them.
         positions: positions of the queries or keys that are patched, not counting padding.
+        source: ids of another canvas, without padding, on which the senders wrote what the path carries; by default
+            those of the step before.
 
     Raises:
-        SettingError: another letter, a sender that the head does not read, or what `PathPatch` refuses.
+        SettingError: another letter, a sender that the head does not read, a source of another length, or what
+            `PathPatch` refuses.
     """
     if letter not in ("q", "k"):
         raise SettingError(f"letter must be 'q' or 'k', of which an attention pattern is computed; got {letter!r}.")
     model = run.model
     before, now = (of_step(run, step).row(jump.row) for step in (jump.step - 1, jump.step))
+    ids = before.ids if source is None else source[None].to(before.ids)
+    if ids.shape != now.ids.shape:
+        raise SettingError(f"source must have the {now.ids.shape[1]} ids of the step's canvas; got {ids.shape[1]}.")
     points = ["hook_embed"]
     points += [f"blocks.{n}.{name}" for n in range(jump.layer) for name in ("attn.hook_z", "hook_mlp_out")]
-    _, source = model.tree.run_with_cache(before.ids, names_filter=points)
+    _, written = model.tree.run_with_cache(ids, names_filter=points)
     if sender is None:
         sender = [one.name for one in senders_of(model) if one.depth < 2 * jump.layer]
     head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads
     receiver = f"L{jump.layer}H{head}.{letter}"
-    path = PathPatch(sender=sender, receiver=receiver, source={0: dict(source)}, positions=positions)
+    path = PathPatch(sender=sender, receiver=receiver, source={0: dict(written)}, positions=positions)
     lead, patched = (_lead(run, jump, now, hooks) for hooks in ([], path.hooks_for(model)))
     return (lead - patched) / jump.size
 

@@ -9,9 +9,11 @@ import sinklens
 from sinklens.analyses.circuits import (
     AXES,
     READERS,
+    WHERE,
     Circuits,
     carried,
     claims,
+    localized,
     mobile,
     nearest,
     neighbours,
@@ -19,6 +21,7 @@ from sinklens.analyses.circuits import (
     strongest,
     written,
 )
+from sinklens.analyses.rewriting import masked_again
 from sinklens.experiments import Jump, read_attribution, sink_jumps
 from sinklens.experiments.jumps import jumps_between
 from sinklens.interventions import Activations, PathPatch
@@ -75,6 +78,25 @@ def test_the_undone_share_is_that_of_path_patched_runs(tiny_llada, run):
     assert carried(run, jump, "all", "q") > 0.9 * jump.size
 
 
+def test_the_control_carries_what_an_earlier_token_wrote_while_masked(tiny_llada, run):
+    layer, head, old, new = JUMP
+    (jump,) = [one for one in sink_jumps(run) if one[1:4] == (8, 1, 0)]
+    before, now = run.canvas[0, 7], run.canvas[0, 8]
+    (place,), canvas = masked_again(tiny_llada, before, now, run.prompt_length)
+    assert place != (before != now).nonzero().item()
+    names = ["hook_embed", "blocks.0.attn.hook_z", "blocks.0.hook_mlp_out"]
+    _, cache = tiny_llada.run_with_cache(canvas[None], names_filter=names)
+    senders = ["embed", *(f"L0H{number}" for number in range(6)), "0_mlp_out"]
+    patch = PathPatch(sender=senders, receiver="L1H0.q", source={8: dict(cache)}, positions=[int(place)])
+    patched = sinklens.generate(tiny_llada, PROMPT, replay=run, hooks=patch)
+    local, change = localized(run, [jump])
+    lost = _lead(run, 8, layer, head, old, new) - _lead(patched, 8, layer, head, old, new)
+    assert local[list(WHERE).index("again")] == pytest.approx(lost / jump.size, abs=1e-4)
+    sizes = (tiny_llada.tree.W_E[now] - tiny_llada.tree.W_E[tiny_llada.mask_token_id]).norm(dim=-1)
+    expected = [sizes[before != now].item(), 0.0, sizes[place].item()]
+    assert change == pytest.approx(expected, abs=1e-4)
+
+
 def _lead(run, step, layer, head, old, new):
     score = run.sinks.scores().to_numpy()[0, step, layer, head]
     return float(score[new] - score[old])
@@ -114,6 +136,7 @@ def test_a_planted_difference_is_the_only_claim_that_holds():
         {name: (("prompt", *axes), np.zeros((30, *map(len, axes.values())))) for name, axes in AXES.items()}, coords
     )
     data["local"].loc[{"where": "decided"}] = 0.5 + np.linspace(0, 0.1, 30)
+    data["local"].loc[{"where": "again"}] = 0.5 + np.linspace(0.1, 0, 30)
     table = claims({"planted": data}, 0)
     held = table[table["verdict"] == "holds"]
     assert held["claim"].tolist() == ["queries of just decided positions move sinks more than those nearby"]

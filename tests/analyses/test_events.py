@@ -74,8 +74,16 @@ def jumping(order, target, heads=4):
     return score
 
 
-def rows_of(order, score):
-    data = events_of(track_of(order, score))
+def with_written(data, landed):
+    """Events data in which a token decided one step ago is also written over an earlier one at place t − 2."""
+    at_risk = np.full(data["landed_at"].shape, np.nan)
+    at_risk[:, np.arange(2, ANSWER), np.arange(ANSWER - 2)] = data["at_risk_at"].max()
+    values = {"written_at_risk_at": at_risk, "written_landed_at": at_risk * landed}
+    return data.assign({name: (data["landed_at"].dims, value) for name, value in values.items()})
+
+
+def rows_of(order, score, written=0.0):
+    data = with_written(events_of(track_of(order, score)), written)
     table = pandas.DataFrame(landing_rows("planted", data, 0))
     ages = pandas.DataFrame(age_rows("planted", data, 0))
     return table.set_index(["measure", "others", "matched"]), ages.set_index(["measure", "age"])
@@ -95,6 +103,23 @@ def test_jumps_onto_tokens_just_decided_are_found_at_matched_places():
         assert table.loc[("ratio", others, "step, position")].low > 5
     assert ages["estimate"]["ratio"].idxmax() == 1
     assert ages["estimate"]["ratio"][0] < 1
+
+
+@pytest.mark.parametrize(("written", "explained"), [(0.53, True), (0.05, False)])
+def test_tokens_written_over_separate_decisions_from_changes(written, explained):
+    """Heads move to half of the just decided tokens, and to a share of those that are written over earlier ones."""
+    order, noise = orders(40, 6, 6), np.random.default_rng(7)
+
+    def target(row, step, head):
+        just = np.flatnonzero(order[row] == step - 1)
+        return just[0] if len(just) and noise.random() < 0.5 else noise.integers(ANSWER)
+
+    table, _ = rows_of(order, jumping(order, target), written)
+    assert table.loc[("rate_others", "written over", "nothing")].estimate == pytest.approx(written)
+    for matched in ("nothing", "step, position"):
+        found = table.loc[("ratio", "written over", matched)]
+        assert (found.low < 1.1 and found.high > 0.9) if explained else found.low > 5
+    assert table.loc[("ratio", "written over", "step, position")].matched_share > 0.05
 
 
 def test_jumps_along_the_frontier_are_not_taken_for_jumps_onto_decided_tokens():
@@ -133,6 +158,9 @@ def test_ages_of_a_run_follow_its_unmask_steps(tiny_llada, tiny_llama):
         np.testing.assert_array_equal(age[row], np.arange(8)[:, None] - decided)
     table = found.tables["order"]
     assert table[table["model"] == "tiny-llama"]["estimate"].isna().all()
-    assert found.tables["landings"].query("model == 'tiny-llama'")["estimate"].isna().all()
+    for name in ("landings", "changes"):
+        assert found.tables[name].query("model == 'tiny-llama'")["estimate"].isna().all()
+    changes = found.tables["changes"].query("model == 'tiny-llada'").set_index("measure")["estimate"]
+    assert changes["change_written"] == pytest.approx(changes["change_just"], rel=0.2)
     figures = study.figures(found.measured, found.examples)
     assert sorted(figures) == ["ages", "order"]

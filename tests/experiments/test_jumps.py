@@ -1,6 +1,7 @@
 """Jumps of a padded batch are those of single prompts. (tests/analyses compares the undone share with path patches.)"""
 
 import pytest
+import torch
 from building import shared_model
 
 import sinklens
@@ -43,3 +44,5 @@ def test_what_has_no_jumps_or_no_such_path_is_refused(run):
         SettingError, match="letter must be 'q' or 'k', of which an attention pattern is computed; got 'v'"
     ):
         jump_undone(run, sink_jumps(run)[0], letter="v")
+    with pytest.raises(SettingError, match="source must have the 48 ids of the step's canvas; got 3"):
+        jump_undone(run, sink_jumps(run)[0], source=torch.tensor([3, 4, 5]))
