@@ -57,7 +57,7 @@ for kind, name in KINDS.items():
             if step == 3:
                 t["blocks.1.attn.hook_z"][:, :, 0] = 0  # head 0 of layer 1 writes nothing
     moves = float(motion.jumps(t.sinks)["share"].mean())
-    print(f"{kind}: {model.name}, pattern {tuple(pattern.shape)}, {t.steps_run} steps, jumps {moves:.2f}")
+    print(f"{kind}: {Path(model.name).name}, pattern {tuple(pattern.shape)}, {t.steps_run} steps, jumps {moves:.2f}")
     runs[kind] = t
 assert all(run.sinks is not None for run in runs.values())
 
