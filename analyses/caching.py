@@ -100,15 +100,20 @@ class Caching(Study):
     sink: Detector = field(default_factory=EpsilonOverMean)
     rows: int = 32
 
+    def refusal(self, model: "Model") -> str:
+        """See `Study.refusal`."""
+        attention = model.family_record.attention
+        if attention == "bidirectional" and not model.tree.architecture.encoder:
+            return ""
+        return f"a model to which no cache policy applies, as its attention is {attention}. Leave it out."
+
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
         """`COSTS` [prompt, change, choice, layer], ``kl_age`` [prompt, change, choice, age], `SETS` [prompt, choice],
-        ``policy_…`` [prompt, policy], `MOTION` [prompt, policy, source] and ``difference`` [prompt, claim]; NaN for
-        models without bidirectional attention, which need no policy.
+        ``policy_…`` [prompt, policy], `MOTION` [prompt, policy, source] and ``difference`` [prompt, claim].
         """
-        bidirectional = model.family_record.attention == "bidirectional"
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
-            found = self._of_prompt(model, prompt, settings) if bidirectional else self._empty(model)
+            found = self._of_prompt(model, prompt, settings)
             return found.assign(difference=claim_values(found))
 
         return each_prompt(prompts, one)

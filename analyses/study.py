@@ -87,6 +87,15 @@ class Study(ABC):
         if self.seed < 0:
             raise SettingError(f"seed must be 0 or more; got {self.seed}.")
 
+    def refusal(self, model: "Model") -> str:
+        """Why the study cannot measure `model`, to follow its name; empty if it can."""
+        if not self.needs_mask_token or not model.tree.architecture.encoder:
+            return ""
+        return (
+            f"a model without a mask token: {self.needs_mask_token}. Leave it out; the study 'kinds' measures what its "
+            f"canvases have instead."
+        )
+
     @abstractmethod
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """Measurements of `prompts`, with the axis ``prompt``."""
@@ -158,7 +167,9 @@ class Study(ABC):
         if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
         _check_prompts(prompts, self.chat_template)
-        self._refuse_canvases(loaded)
+        for model in loaded:
+            if why := self.refusal(model):
+                raise SettingError(f"{self.name} cannot measure {model.name}, {why}")
         given = _settings_of(loaded, self.settings)
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
@@ -177,14 +188,6 @@ class Study(ABC):
         tables = self.tables(measured)
         findings = Findings(measured, examples, tables, {**manifest, "tables": list(tables)})
         return findings if folder is None else write(self, findings, folder)
-
-    def _refuse_canvases(self, models: Sequence["Model"]) -> None:
-        for model in models:
-            if self.needs_mask_token and model.tree.architecture.encoder:
-                raise SettingError(
-                    f"{self.name} cannot measure {model.name}, a model without a mask token: {self.needs_mask_token}. "
-                    f"Leave it out; the study 'kinds' measures what its canvases have instead."
-                )
 
     def _measured(
         self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: Report

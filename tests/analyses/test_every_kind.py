@@ -16,7 +16,9 @@ SETTINGS = {
 }
 OPTIONS = {"heads": {"reference": 2}}
 ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
+ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
 ON_CANVASES = {
+    "caching": "no cache policy applies",
     "split": "no query is masked",
     "masked_sinks": "lacks the self-conditioning",
     "events": "no single step decides a position",
@@ -30,7 +32,7 @@ ON_CANVASES = {
 @pytest.mark.parametrize("study", STUDIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_measures_a_kind_of_model_or_says_why_it_cannot(kind, study, toy):
-    why = ANYWHERE | (ON_CANVASES if kind == "tiny-canvas" else {})
+    why = ANYWHERE | {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS}.get(kind, {})
     one = find(study)(settings=SETTINGS[kind], **OPTIONS.get(study, {}))
     if study in why:
         with pytest.raises(SettingError, match=why[study]):
