@@ -32,7 +32,8 @@ def test_a_run_whose_steps_precede_the_answer_to_its_request_can_be_stopped(page
     page.without_changes().type(PROMPT)
     browser.js(
         "const sent = window.fetch; window.fetch = async (path, given) => { const answer = await sent(path, given); "
-        "if (String(path).endsWith('api/runs')) await new Promise((answered) => { window.answered = answered; }); return answer; }"
+        "if (String(path).endsWith('api/runs')) await new Promise((answered) => { window.answered = answered; }); "
+        "return answer; }"
     )
     page.submit()
     assert gate.reached.wait(30)
