@@ -32,8 +32,8 @@ def add_analyse(commands: Any) -> None:
     )
     analyse.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="one prompt per line, or JSON Lines (*.jsonl) with a text or a list of token ids under 'prompt' or "
-        "'question' (default: the shipped held-out problems)",
+        help="one prompt per line; or JSON Lines (*.jsonl), also for prompts with line breaks, with a text or a list "
+        "of token ids under 'prompt' or 'question' (default: the shipped held-out problems)",
     )  # fmt: skip
     analyse.add_argument(
         "--number",
