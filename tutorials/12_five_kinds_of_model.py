@@ -8,7 +8,7 @@
 # - what each kind has in addition: blocks, routes, accepted and renoised positions,
 # - which numbers can be compared between kinds, and which follow from what a query can see.
 #
-# Not every kind ships with a trained checkpoint. Where there is none, `write_untrained` writes a model of the same
+# Not every kind ships with a trained checkpoint. Otherwise `write_untrained` writes a model of the same
 # format with random weights: it shows the points and their shapes, but not how a trained model behaves.
 
 # %%
