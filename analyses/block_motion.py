@@ -11,13 +11,14 @@ Caveat: a block has fewer queries than the text before it, and a sum of fewer qu
 model's blocks with those of another model of the same block length, not with its own earlier text.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.analyses.intervals import known_mean
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.quantities import Quantity, Variables
 
@@ -136,7 +137,7 @@ def _of_row(
         "block_static_share": _static(inner, now),
         "before_jump_share": _jumps(before, same),
         "before_static_share": _static(before, now),
-        "inside_share": _mean(np.where(np.isnan(inner), np.nan, at)),
+        "inside_share": known_mean(np.where(np.isnan(inner), np.nan, at)),
         "jump_share_inside": _jumps(inner, same & at[:-1]),
         "jump_share_outside": _jumps(inner, same & ~at[:-1]),
     }
@@ -153,7 +154,7 @@ def _jumps(strongest: Float[np.ndarray, "step layer head"], pairs: Bool[np.ndarr
     moved = np.diff(strongest, axis=0)
     known = pairs & ~np.isnan(moved)
     count = known.sum(axis=0)
-    return _mean(
+    return known_mean(
         np.divide((known & (moved != 0)).sum(axis=0), count, out=np.full(count.shape, np.nan), where=count > 0)
     )
 
@@ -166,11 +167,4 @@ def _static(strongest: Float[np.ndarray, "step layer head"], now: Float[np.ndarr
         if len(part) > 1:
             known = ~np.isnan(part).any(axis=0)
             found.append(np.where(known, (part == part[0]).all(axis=0), np.nan))
-    return _mean(np.array(found))
-
-
-def _mean(values: Any) -> float:
-    """Mean of what is not NaN; NaN of nothing."""
-    values = np.asarray(values, dtype=np.float64)
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else np.nan
+    return known_mean(np.array(found))

@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.intervals import interval_table, judged, known_mean
 from sinklens.analyses.nulls import rates
 from sinklens.analyses.stale_keys import (
     CHANGES,
@@ -130,9 +130,12 @@ class Caching(Study):
         kl, changed = self._planned(base, prompt, settings, [fresh_keys(one, sets, allowed) for one in chosen], logits)
         for condition, divergence, other in zip(chosen, kl, changed, strict=True):
             place = dict(zip(Condition._fields, condition, strict=True))
-            found["kl"].loc[place], found["proposals"].loc[place] = mean(divergence[stale]), mean(other[stale])
+            found["kl"].loc[place], found["proposals"].loc[place] = (
+                known_mean(divergence[stale]),
+                known_mean(other[stale]),
+            )
             if condition.layer == EVERYWHERE:
-                ages = [mean(divergence[steps % self.every == age]) for age in found["age"].to_numpy()]
+                ages = [known_mean(divergence[steps % self.every == age]) for age in found["age"].to_numpy()]
                 found["kl_age"].loc[{"change": condition.change, "choice": condition.choice}] = ages
         self._policies(base, prompt, settings, logits, found)
         return found.assign(sizes_of(base, sets, stale))
@@ -182,7 +185,7 @@ class Caching(Study):
             kept.append(seen.kept)
             members.append(torch.from_numpy(run.sinks["fresh"].to_numpy()[0].any(axis=1)))
         for name, values in zip(COSTS, costs(logits.kept, kept), strict=True):
-            found[f"policy_{name}"][:] = [mean(of_run) for of_run in values]
+            found[f"policy_{name}"][:] = [known_mean(of_run) for of_run in values]
         motion = motion_of(base, np.stack(scores), self._sums(base, prompt, settings, torch.stack(members)))
         for name, rate in motion.items():
             found[name][:] = rate
@@ -240,12 +243,6 @@ class Caching(Study):
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: KL by keys, a panel per change; ``motion``: changes of the strongest key by policy."""
         return {"costs": _cost_panels(measured, self.seed), "motion": _motion_panels(measured, self.seed)}
-
-
-def mean(values: Float[np.ndarray, " step"]) -> float:
-    """Mean of the values that are not NaN; NaN without one."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else np.nan
 
 
 def motion_of(

@@ -170,6 +170,12 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
     return DataFrame(rows, columns=None if rows else ["model", "measure", "estimate", "low", "high", "prompts"])
 
 
+def known_mean(values: Float[np.ndarray, "..."]) -> float:
+    """Mean of the values that are not NaN; NaN without one."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else np.nan
+
+
 def mean_interval(
     values: Shaped[np.ndarray, "prompt *rest"], possible: tuple[int, int] | None = None, seed: int = 0
 ) -> Interval:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("findings_tables", ROOT / "scripts" / "findings.py")
+SPEC = importlib.util.spec_from_file_location("findings", ROOT / "scripts" / "findings.py")
 script = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(script)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / "scripts")
+    SPEC.loader.exec_module(script)
 NUMBER = r"(?<![\w.,-])−?\d+(?:[.,]\d+)*(?![\w])"
 
 

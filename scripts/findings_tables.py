@@ -1,0 +1,342 @@
+"""The tables of docs/findings.md: which stored numbers each one holds. findings.py writes them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+MODELS = ("tiny-llada", "tiny-dream", "tiny-mmada", "tiny-llama")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: a label, and for each model the estimate and interval of the stored row with these values.
+
+    Attributes:
+        label: first cell.
+        where: column -> value; the row of each model must be unique.
+        scale: factor, e.g. 100 for percent.
+        digits: decimals.
+        file: stored table without ``.csv``; by default the table's.
+    """
+
+    label: str
+    where: dict[str, Any]
+    scale: float = 1.0
+    digits: int = 2
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Contrast(Row):
+    """A row of the table of seeds: a measure of each model that says something by being above or below a threshold."""
+
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the page.
+
+    Attributes:
+        file: name of the stored table, without ``.csv``.
+        rows: its rows.
+        models: its columns.
+        counted: whether each cell says from how many prompts it is, because the rows differ.
+    """
+
+    file: str
+    rows: tuple[Row, ...]
+    models: tuple[str, ...] = MODELS
+    counted: bool = False
+
+
+def percent(label: str, digits: int = 1, **where: Any) -> Row:
+    """A row in percent."""
+    return Row(label, where, 100.0, digits)
+
+
+def plain(label: str, digits: int = 2, **where: Any) -> Row:
+    """A row in the stored unit."""
+    return Row(label, where, 1.0, digits)
+
+
+def contrast(
+    file: str, label: str, threshold: float = 0.0, scale: float = 1.0, digits: int = 2, **where: Any
+) -> Contrast:
+    """A row of the table of seeds."""
+    return Contrast(label, where, scale, digits, file, threshold)
+
+
+DIFFUSION = MODELS[:3]
+WINDOWS = {"none": "all keys", "earlier": "earlier keys only", "later": "later keys only", "near": "near keys only"}
+EQ3 = "epsilon-over-mean (sum, 3)"
+TABLES: dict[str, Table] = {
+    "existence": Table(
+        "existence-detectors",
+        (
+            percent("positions that are sinks, %", 2, measure="found", detector=EQ3),
+            percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
+            plain("value norm at sinks ÷ median of the row", measure="value_ratio", detector=EQ3),
+            percent("positions that are no-op sinks, %", 2, measure="found", detector="no-op"),
+        ),
+    ),
+    "motion": Table("dynamics-null", (
+        percent("strongest key changes, % of steps", measure="jump_share", source="measured"),
+        percent("… under the null", measure="jump_share", source="null model"),
+        percent("… with the queries held fixed", measure="jump_share", source="queries held fixed"),
+        percent("the same between steps with a sink, %", measure="sink_jump_share", source="measured"),
+        percent("… under the null", measure="sink_jump_share", source="null model"),
+        percent("heads whose strongest key never changes, %", measure="static_share", source="measured"),
+        percent("… under the null", measure="static_share", source="null model"),
+        percent("… with the queries held fixed", measure="static_share", source="queries held fixed"),
+        Row("steps that a sink lasts (at most 24)", {"measure": "restricted_mean"}, 1.0, 1, "dynamics-lifetimes"),
+    )),
+    "kinds": Table("token_types-matched", tuple(
+        plain(label, measure="ratio", by="kind", set=kind, matched=matched)
+        for kind in ("digit", "mask", "newline", "punctuation", "start")
+        for label, matched in ((f"{kind}: crude", "nothing"), (f"{kind}: same step and place", "step, position"))
+    )),
+    "undecided": Table(
+        "masked_sinks-matched",
+        tuple(
+            Row(f"{label}, layer {layer}", {"measure": measure, "layer": layer}, scale, digits, file)
+            for label, measure, scale, digits, file in (
+                ("lens names the final token: sinks − others, points", "named_difference", 100.0, 0, None),
+                ("value norm: sinks ÷ others", "value_ratio", 1.0, 2, "masked_sinks-layers"),
+            )
+            for layer in range(4)
+        ),
+        DIFFUSION,
+    ),
+    "order": Table("events-order", (
+        plain("score against deciding step", measure="correlation"),
+        plain("… position held fixed", measure="partial"),
+        plain("… same step and place", measure="within"),
+        Row("landings on just decided ÷ all others, crude",
+            {"measure": "ratio", "others": "all", "matched": "nothing"}, 1.0, 1, "events-landings"),
+        Row("… same step and place",
+            {"measure": "ratio", "others": "all", "matched": "step, position"}, 1.0, 1, "events-landings"),
+        Row("… ÷ tokens decided earlier, same step and place",
+            {"measure": "ratio", "others": "decided earlier", "matched": "step, position"}, 1.0, 1, "events-landings"),
+        Row("… ÷ the same token written over an earlier one, crude",
+            {"measure": "ratio", "others": "written over", "matched": "nothing"}, 1.0, 2, "events-landings"),
+        Row("… same step and place",
+            {"measure": "ratio", "others": "written over", "matched": "step, position"}, 1.0, 2, "events-landings"),
+        Row("change of the embedding, just decided", {"measure": "change_just"}, 1.0, 2, "events-changes"),
+        Row("… written over", {"measure": "change_written"}, 1.0, 2, "events-changes"),
+    ), DIFFUSION),
+    "content": Table(
+        "content-costs",
+        tuple(
+            Row(f"{kind}, {place}: {what}", {"measure": "cost", "kind": kind, "part": part, "change": change}, 100.0, 0)
+            for kind, part, place in (
+                ("any", "all", "everywhere"),
+                ("digit", "sink", "a sink"),
+                ("digit", "other", "no sink"),
+                ("not digit", "sink", "a sink"),
+                ("not digit", "other", "no sink"),
+            )
+            for change, what in (
+                ("mask", "masked"),
+                ("value", "value replaced"),
+                ("mask_random", "random key masked"),
+                ("mask_kind", "random key of the kind masked"),
+            )
+        ),
+        DIFFUSION,
+    ),
+    "thresholds": Table(
+        "necessity-thresholds",
+        tuple(
+            Row(f"ε = {epsilon:g}: {what}", {"measure": "above_cost", "epsilon": epsilon, "pick": pick}, 100.0, 0)
+            for epsilon in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+            for pick, what in (("strongest", "keys above ε"), ("random", "as many random keys"))
+        ),
+        ("tiny-llada", "tiny-dream", "tiny-llama"),
+    ),
+    "definitions": Table(
+        "definitions-excess",
+        tuple(
+            Row(
+                f"{definition}, {hidden}, {count} per head",
+                {"measure": "cost", "definition": code, "reach": reach, "top_k": count}, 100.0, 0,
+            )
+            for code, definition in (
+                ("columns_steady", "column sums, steady"), ("columns_step", "column sums, step before"),
+                ("row_steady", "newest query's row, steady"), ("row_step", "newest query's row, step before"),
+                ("first", "first tokens"),
+            )
+            for reach, hidden in (("all", "from all queries"), ("newest", "from the newest"))
+            for count in (1, 5)
+        ),
+        ("tiny-llada", "tiny-llama"),
+    ),
+    "interaction": Table(
+        "interaction-costs",
+        (
+            *(percent(f"answers right, {seen}", 0, measure="base", window=window) for window, seen in WINDOWS.items()),
+            *(
+                percent(f"points lost by masking, {seen}: {what}", 0, measure="cost", window=window, pick=pick)
+                for window, seen in list(WINDOWS.items())[:2]
+                for pick, what in (("strongest", "strongest keys"), ("random", "random keys"))
+            ),
+            *(
+                plain(f"KL in nats, {seen}: {what}", measure="kl", window=window, pick=pick)
+                for window, seen in WINDOWS.items()
+                for pick, what in (("strongest", "strongest keys"), ("random", "random keys"))
+            ),
+        ),
+        ("tiny-llada", "tiny-dream"),
+    ),
+    "features": Table(
+        "features-measures",
+        tuple(
+            Row(f"{place}: {label}, {who}", {"measure": measure, "sae": sae, "role": role}, scale, digits)
+            for sae, place in (("masked", "masked positions"), ("decided", "tokens"))
+            for measure, label, scale, digits in (
+                ("excess", "firing at sinks − other positions, points", 100.0, 1),
+                ("follows", "firing at a place while a sink − while not, points", 100.0, 1),
+                ("arrives", "rise of firing where a sink moves to, points", 100.0, 1),
+                ("leaves", "fall of firing where it was, points", 100.0, 1),
+                ("gone", "sinks gone when ablated, %", 100.0, 1),
+                ("removed", "length removed from the stream", 1.0, 2),
+                ("kl", "KL in nats", 1.0, 4),
+                ("changed", "answers changed, %", 100.0, 0),
+                ("cost", "answers lost, points", 100.0, 0),
+            )
+            for role, who in (("sink", "chosen"), ("control", "control"))
+        ),
+        ("tiny-llada",),
+        counted=True,
+    ),
+    "writers": Table(
+        "circuits-writers",
+        tuple(
+            Row(f"{name}, {place}: {label}", {"role": role, "place": code, "writer": writer})
+            for role, name in (("strongest", "strongest sink"), ("mobile", "most mobile sink"))
+            for code, place in (("sink", "its key"), ("control", "control key"))
+            for writer, label in (("head", "heads"), ("mlp", "MLPs"))
+        ),
+        ("tiny-llada", "tiny-dream"),
+        counted=True,
+    ),
+    "readers": Table(
+        "circuits-readers",
+        tuple(
+            Row(f"{name}, {place}: {label}", {"role": role, "place": code, "reader": reader}, 1.0, 4)
+            for role, name in (("strongest", "strongest sink"), ("mobile", "most mobile sink"))
+            for code, place in (("sink", "its key"), ("control", "control key"))
+            for reader, label in (
+                ("all", "all later components"), ("queries", "queries of later heads"), ("keys", "keys"),
+                ("values", "values"), ("mlp", "MLPs"), ("logits", "logits"),
+            )
+            if code == "sink" or reader == "all"
+        ),
+        ("tiny-llada", "tiny-dream"),
+        counted=True,
+    ),
+    "jumps": Table(
+        "circuits-edges",
+        (
+            Row("jumps per problem", {"measure": "jumps"}, 1.0, 1),
+            *(
+                percent(f"undone through {name}, %: {label}", 0, measure="undone", letter=letter, sender=sender)
+                for letter, name in (("q", "queries"), ("k", "keys"))
+                for sender, label in (("all", "all components"), ("head", "heads"), ("mlp", "MLPs"))
+            ),
+            percent("queries of just decided positions, %", 0, measure="local", where="decided"),
+            percent("queries of as many nearest others, %", 0, measure="local", where="nearby"),
+            percent("queries of as many earlier tokens, masked again, %", 0, measure="local", where="again"),
+            plain("change of the embedding, just decided", measure="change", where="decided"),
+            plain("… nearest others", measure="change", where="nearby"),
+            plain("… masked again", measure="change", where="again"),
+        ),
+        ("tiny-llada", "tiny-dream"),
+        counted=True,
+    ),
+    "stale": Table("caching-costs", (
+        *(
+            Row(f"{label}, 10⁻⁶ nats", {"measure": "kl", "change": change, "choice": choice, "layer": "all"}, 1e6, 0)
+            for change, choice, label in (
+                ("stale", "sink", "only sinks stale"),
+                ("stale", "same_mass", "only random keys with as much attention stale"),
+                ("stale", "nearest", "only the nearest keys stale"),
+                ("stale", "random", "only as many random keys stale"),
+                ("stale", "sink_of_kind", "only sinks with another key of their kind stale"),
+                ("stale", "same_kind", "only random keys of these kinds stale"),
+                ("fresh", "none", "everything decided stale"),
+                ("fresh", "sink", "… but the sinks"),
+                ("fresh", "same_mass", "… but random keys with as much attention"),
+                ("fresh", "nearest", "… but the nearest keys"),
+                ("fresh", "random", "… but as many random keys"),
+            )
+        ),
+        *(
+            percent(f"proposals that change, {label}, %", 2, measure="proposals", layer="all", change=how, choice=keys)
+            for how, keys, label in (
+                ("stale", "sink", "only sinks stale"),
+                ("fresh", "none", "everything stale"),
+                ("fresh", "sink", "all but sinks stale"),
+            )
+        ),
+    ), DIFFUSION),
+    "stale-layers": Table("caching-costs", tuple(
+        Row(f"layer {layer}: {label}, 10⁻⁶ nats",
+            {"measure": "kl", "change": change, "choice": choice, "layer": str(layer)}, 1e6, 0)
+        for layer in (1, 2, 3)
+        for change, choice, label in (
+            ("stale", "sink", "only sinks stale"),
+            ("stale", "same_mass", "only random keys with as much attention stale"),
+            ("fresh", "none", "everything decided stale"),
+            ("fresh", "sink", "… but the sinks"),
+        )
+    ), DIFFUSION),
+    "stale-motion": Table("caching-motion", tuple(
+        percent(f"{name}: {label}", measure="jump_share", policy=policy, source=source)
+        for policy, name in (
+            ("dual", "DualCache"), ("delayed", "DelayedCache"), ("keep-sinks", "KeepSinks"),
+            ("not keep-sinks", "its negation"),
+        )
+        for source, label in (
+            ("policy", "strongest key changes, % of steps"), ("same queries", "… in the exact run, same queries"),
+            ("exact", "… in the exact run, all queries"),
+        )
+        if source != "exact" or policy == "dual"
+    ), DIFFUSION),
+    "ranges": Table("ranges", tuple(
+        Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
+        for kind, ranges in (
+            ("more", ((1, 7), (8, 20), (21, 40), (41, 120))), ("fewer", ((1, 7), (8, 20), (21, 40), (41, 120))),
+            ("groups", ((2, 9), (10, 12), (13, 20))), ("share", ((2, 9), (10, 12), (13, 20))),
+        )
+        for low, high in ranges
+    ), (*MODELS, "tiny-llada-skills", "tiny-llama-skills")),
+    "seeds": Table("", (
+        contrast("existence-detectors", "value norm at sinks ÷ median of the row, above 1", 1.0,
+                 measure="value_ratio", detector=EQ3),
+        contrast("dynamics-null", "strongest key changes, % of steps, beyond the null", 0.0, 100.0, 1,
+                 measure="jump_share", source="measured − null model"),
+        contrast("dynamics-null", "the same between steps with a sink", 0.0, 100.0, 1,
+                 measure="sink_jump_share", source="measured − null model"),
+        contrast("dynamics-null", "heads whose strongest key never changes, %, beyond the null", 0.0, 100.0, 1,
+                 measure="static_share", source="measured − null model"),
+        *(contrast("token_types-matched", f"{kind}: sinks at the same step and place, ratio above 1", 1.0,
+                   measure="ratio", by="kind", set=kind, matched="step, position")
+          for kind in ("digit", "mask", "newline", "punctuation")),
+        *(contrast("necessity-claims", f"points lost beyond a random key, {where}", 0.0, 100.0, 0,
+                   measure="cost", part=part)
+          for part, where in (("all", "strongest keys"), ("sink", "those that are sinks"), ("other", "all others"))),
+        *(contrast("content-claims", label, 0.0, 100.0, 0, measure=claim) for label, claim in (
+            ("points that digits cost more if they are sinks",
+             "a digit that is a sink costs more than one that is not"),
+            ("points that other tokens cost more if they are sinks",
+             "another token that is a sink costs more than one that is not"),
+        )),
+        contrast("events-order", "score against deciding step, same step and place", measure="within"),
+        *(contrast("events-landings", f"landings on just decided ÷ {label}, same step and place, above 1", 1.0, 1.0, 1,
+                   measure="ratio", others=others, matched="step, position")
+          for others, label in (("all", "all others"), ("decided earlier", "tokens decided earlier"))),
+        *(contrast("events-landings", f"landings on just decided ÷ the same token written over, {label}, above 1", 1.0,
+                   measure="ratio", others="written over", matched=matched)
+          for matched, label in (("nothing", "crude"), ("step, position", "same step and place"))),
+    ), DIFFUSION),
+}  # fmt: skip
