@@ -91,13 +91,6 @@ class _Collected:
         return torch.stack([pool[drawn % len(pool)] for pool in pools])
 
 
-def active_rows(
-    model: Model, answer: Int[Tensor, "batch answer"], confidence: Float[Tensor, "batch pos"]
-) -> Bool[Tensor, " batch"]:
-    """Rows that have positions left to decide: in an autoregressive run, those without an end token in the answer."""
-    return not_ended(model, answer) if model.causal else (confidence > -torch.inf).any(dim=1)
-
-
 def not_ended(model: Model, answer: Int[Tensor, "batch answer"]) -> Bool[Tensor, " batch"]:
     """Rows whose answer holds no end token."""
     ends = torch.tensor(model.eos_token_ids, dtype=answer.dtype, device=answer.device)

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.captured import active_rows
+from sinklens.experiments.captured import not_ended
 from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
 from sinklens.interventions.where import AtPositions
 from sinklens.model import Model
+from sinklens.runs.activity import active_rows
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
@@ -78,13 +79,10 @@ def collect(
         report: called after each batch with the number of finished prompts and of all prompts.
 
     Raises:
-        SettingError: there are no prompts, a batch below 1, `layers` or `record_sinks` without a detector, or `to`
-            holds something else.
+        SettingError: there are no prompts, a batch below 1, `layers` or `record_sinks` without a detector, a model
+            without a mask token, or `to` holds something else.
     """
-    if isinstance(prompts, str) or not len(prompts) or batch < 1:
-        raise SettingError("collect needs a list of at least one prompt, and a batch of at least 1.")
-    if detector is None and (layers is not None or record_sinks is not None):
-        raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
+    _check(model, prompts, point, batch, detector, layers, record_sinks)
     take = _Take(
         stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions,
         by_blocks=bool(getattr(settings_for(model, dict(settings)), "use_cache", False)),
@@ -106,6 +104,22 @@ def collect(
         if report is not None:
             report(store.prompts_done, len(listed))
     return store
+
+
+def _check(
+    model: Model, prompts: Sequence[Any], point: str, batch: int, detector: Detector | None,
+    layers: Sequence[int] | None, record_sinks: Record | None,
+) -> None:  # fmt: skip
+    """Refuse arguments of `collect` that cannot be carried out."""
+    if isinstance(prompts, str) or not len(prompts) or batch < 1:
+        raise SettingError("collect needs a list of at least one prompt, and a batch of at least 1.")
+    if detector is None and (layers is not None or record_sinks is not None):
+        raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
+    if model.tree.architecture.encoder:
+        raise SettingError(
+            f"collect needs a model with a mask token; {model.name} has a canvas of random tokens. Keep its "
+            f"activations with a hook function: generate(model, prompt, hooks=[({point!r}, function)])."
+        )
 
 
 def _place_settings(take: "_Take", detector: Detector | None, layers: Sequence[int] | None) -> dict[str, Any]:
@@ -164,28 +178,29 @@ class _Take(AtPositions):
         """See `Intervention.hooks_for`."""
         assert run is not None, "collect runs the model"
         places, canvas = ScopedPlaces(self, self.scope, model, run, self.point), Canvas(run)
-        held: list[tuple[Tensor, Tensor | None]] = []
+        held: list[tuple[Tensor, Tensor | None, int]] = []
         rows = _RowColumns(model, run, self.by_blocks)
         self.kept.clear()
 
         def hold(value: Tensor, hook: Point) -> None:
-            held[:] = [(value, places.of(hook, value))]
+            held[:] = [(value, places.of(hook, value), hook.step or 0)]
             rows.begin()
 
-        def take(confidence: Tensor, hook: Point) -> None:
+        def take(working: Tensor) -> None:
             assert canvas.now is not None
-            ((value, chosen),), step, columns = held, hook.step or 0, rows.end(confidence)
+            ((value, chosen, step),), columns = held, rows.columns
             if chosen is None:
                 return
             if columns is not None:
                 first = run.first(step, value.shape[1])
                 chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
-            active = active_rows(model, canvas.now.ids[:, run.prompt_length :], confidence)
+            active = not_ended(model, canvas.now.ids[:, run.prompt_length :]) if model.causal else working
             own = _own(run, step, value.shape[1]).to(chosen.device)
             self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
 
         pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.first]
-        return [*pairs, (self.point, hold), ("denoise.hook_confidence", take), *places.last]
+        pairs += [(self.point, hold), ("denoise.hook_confidence", rows.end), *active_rows(model, take)]
+        return [*pairs, *places.last]
 
     def rows(self, run: "Generation", first: int, found: _Filter) -> dict[str, np.ndarray]:
         """What was kept of a run whose prompts are numbered from `first`, as rows of a store."""
@@ -205,6 +220,9 @@ class _RowColumns:
     """The positions that each row of a step computes when it runs alone; a pass computes those of any of its rows.
 
     With cached blocks, a row computes the block of its step before, up to its current one; at the first step, all.
+
+    Attributes:
+        columns: the positions of the step that ends, [batch, pos]; None for all.
     """
 
     def __init__(self, model: Model, run: RunContext, by_blocks: bool) -> None:
@@ -212,21 +230,22 @@ class _RowColumns:
         self._by_blocks = by_blocks and model.tree.attention_blocks is not None
         self._block = torch.full(run.real.shape[:1], -1, device=run.real.device)
         self._numbers: Tensor | None = None
+        self.columns: Tensor | None = None
 
     def begin(self) -> None:
         """Read how the pass that runs counts blocks."""
         blocks = self._tree.attention_blocks if self._by_blocks else None
         self._numbers = None if blocks is None else blocks.numbers(self._run.real)
 
-    def end(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"] | None:
-        """The positions of the step, whose current blocks have a confidence; None for all."""
+    def end(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
+        """Set `columns`: the current blocks of the step are those that have a confidence."""
         if self._numbers is None:
-            return self._run.computed()
+            self.columns = self._run.computed()
+            return
         undecided = confidence.to(self._numbers.device) > -torch.inf
         block = torch.where(undecided, self._numbers, -1).amax(dim=1)
-        computed = (self._numbers >= self._block[:, None]) & (self._numbers <= block[:, None])
+        self.columns = (self._numbers >= self._block[:, None]) & (self._numbers <= block[:, None])
         self._block = torch.where(block >= 0, block, self._block)
-        return computed
 
 
 def _own(run: RunContext, step: int, queries: int) -> Tensor:

@@ -9,6 +9,7 @@ import sinklens
 from sinklens.analyses.runs import own_run
 from sinklens.errors import SettingError
 from sinklens.experiments import sweep
+from sinklens.features import collect
 from sinklens.interventions import AblateHeads, MaskedLogits, MaskSinks
 from sinklens.runs.intervention import Canvas, Intervention
 from sinklens.tasks.word_problems import held_out
@@ -89,3 +90,9 @@ def test_a_row_that_waits_for_others_is_not_active(model):
             part["score"].drop_vars(names), alone.track.data["score"].drop_vars(names), rtol=1e-3, atol=1e-4
         )
     assert not together.own.all()
+
+
+def test_activations_of_a_canvas_are_not_collected(model, tmp_path):
+    with pytest.raises(SettingError, match=r"collect needs a model with a mask token.*hooks="):
+        collect(model, PROMPTS, "blocks.1.hook_resid_post", tmp_path / "a.zarr", **SETTINGS)
+    assert not any(tmp_path.iterdir())
