@@ -4,14 +4,14 @@
 
 A table is what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; findings_tables.py says which
 numbers it holds. tests/test_findings.py fails if a table is not current, or if a number in the text of a section is in
-none of its tables. Results of a second training run, with another seed, are in docs/results/seed-2, as model
-"NAME-seed-2": they add columns beside those of the first, and `Contrast` compares the two.
+none of its tables. Results of further training runs, with other seeds, are in docs/results/seed-2 and seed-3, as models
+"NAME-seed-2" and "NAME-seed-3": they add columns beside those of the first, and `Contrast` compares them.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,14 +21,14 @@ from findings_tables import TABLES, Contrast, Row, Table
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "findings.md"
 RESULTS = ROOT / "docs" / "results"
-SECOND = "-seed-2"
+SEEDS = {"": "first seed", "-seed-2": "seed 2", "-seed-3": "seed 3"}  # end of a model's name -> its column
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 @cache
 def stored(file: str) -> pandas.DataFrame:
-    """A stored table, with its rows of second training runs."""
-    paths = [folder / f"{file}.csv" for folder in (RESULTS, RESULTS / SECOND.strip("-"))]
+    """A stored table, with its rows of further training runs."""
+    paths = [RESULTS / seed.strip("-") / f"{file}.csv" for seed in SEEDS]
     parts = [pandas.read_csv(path, keep_default_na=False, na_values=[""]) for path in paths if path.is_file()]
     return pandas.concat(parts)
 
@@ -63,55 +63,57 @@ def number(value: float, digits: int) -> str:
 
 
 def files(table: Table) -> set[str]:
-    """The stored tables that a table is written from; for the table of seeds, those of second runs."""
+    """The stored tables that a table is written from; for the table of seeds, those of further runs."""
     found = {row.file or table.file for row in table.rows}
-    seconds = {name for name in found if stored(name)["model"].str.endswith(SECOND).any()}
-    return seconds if isinstance(table.rows[0], Contrast) else found
+    again = {name for name in found if stored(name)["model"].str.contains("-seed-").any()}
+    return again if isinstance(table.rows[0], Contrast) else found
 
 
 def columns(table: Table) -> list[str]:
-    """The models of a table, each followed by its second training run if that was measured."""
+    """The training runs of a table's models that were measured, in its order."""
     measured = {model for file in files(table) for model in stored(file)["model"]}
-    both = [(model, model + SECOND) for model in table.models]
-    return [one for first, second in both for one in (first, second) if one == first or second in measured]
+    return [model + seed for model in table.models for seed in SEEDS if model + seed in measured]
 
 
 def lines_of(table: Table) -> list[list[str]]:
     """Header and rows, without rows that no model has."""
     models = columns(table)
     rows = [[row.label, *(cell(row, table.file, model, table.counted) for model in models)] for row in table.rows]
-    header = [model.replace(SECOND, ", seed 2") for model in models]
+    header = [model.replace("-seed-", ", seed ") for model in models]
     return [["", *header], *(line for line in rows if any(line[1:]))]
 
 
 def compared(table: Table) -> list[list[str]]:
-    """Header and rows of the table of seeds: one row for every contrast and model that has two training runs."""
-    lines = [["model", "measure", "first seed", "second seed", "they"]]
+    """Header and rows of the table of seeds: one row for every contrast and model that has several training runs."""
+    lines = []
     for model in table.models:
         for row in table.rows:
-            pair = [found(row, table.file, name) for name in (model, model + SECOND)]
-            if pair[0] and pair[1] and isinstance(row, Contrast):
-                cells = [cell(row, table.file, name, counted=True) for name in (model, model + SECOND)]
-                lines.append([model, row.label, *cells, agreement(pair[0][:3], pair[1][:3], row.threshold)])
-    return lines
+            values = [found(row, table.file, model + seed) for seed in SEEDS]
+            known = [value[:3] for value in values if value]
+            if values[0] and len(known) > 1 and isinstance(row, Contrast):
+                cells = [cell(row, table.file, model + seed, counted=True) for seed in SEEDS]
+                lines.append([model, row.label, *cells, agreement(known, row.threshold)])
+    used = [0, 1, *(at for at in range(2, 2 + len(SEEDS)) if any(line[at] for line in lines)), -1]
+    return [[line[at] for at in used] for line in (["model", "measure", *SEEDS.values(), "they"], *lines)]
 
 
-def agreement(first: tuple[float, ...], second: tuple[float, ...], threshold: float) -> str:
-    """Whether two estimates with intervals are on the same side of a threshold."""
-    signs = [(estimate > threshold) - (estimate < threshold) for estimate, _, _ in (first, second)]
-    if signs[0] * signs[1] < 0:
+def agreement(estimates: Sequence[tuple[float, ...]], threshold: float) -> str:
+    """Whether the estimates of several seeds, each with an interval, are on the same side of a threshold."""
+    signs = {(estimate > threshold) - (estimate < threshold) for estimate, _, _ in estimates}
+    if {-1, 1} <= signs:
         return "**disagree**"
-    clear = all(low > threshold or high < threshold for _, low, high in (first, second))
+    clear = all(low > threshold or high < threshold for _, low, high in estimates)
     return "agree" if clear else "cannot tell"
 
 
 def tally(studies: Iterable[str]) -> str:
-    """For the page's first table: how many contrasts of some studies agree between two seeds; "1" without a second."""
+    """For the page's first table: how many contrasts of some studies agree between seeds; "1" without a second."""
     study = {row.label: str(row.file).split("-")[0] for row in TABLES["seeds"].rows}
     lines = [line for line in compared(TABLES["seeds"])[1:] if study[line[1]] in set(studies)]
     found = Counter(line[-1].strip("*") for line in lines)
     parts = [f"{found[name]} {name}" for name in ("agree", "disagree", "cannot tell") if found[name]]
-    return f"2: {', '.join(parts)}" if parts else "1"
+    seeds = sorted({sum(bool(text) for text in line[2:-1]) for line in lines})
+    return f"{' or '.join(map(str, seeds))}: {', '.join(parts)}" if parts else "1"
 
 
 def rendered(table: Table) -> str:

@@ -216,7 +216,7 @@ TABLES: dict[str, Table] = {
             for code, place in (("sink", "its key"), ("control", "control key"))
             for writer, label in (("head", "heads"), ("mlp", "MLPs"))
         ),
-        ("tiny-llada", "tiny-dream"),
+        DIFFUSION,
         counted=True,
     ),
     "readers": Table(
@@ -231,7 +231,7 @@ TABLES: dict[str, Table] = {
             )
             if code == "sink" or reader == "all"
         ),
-        ("tiny-llada", "tiny-dream"),
+        DIFFUSION,
         counted=True,
     ),
     "jumps": Table(
@@ -250,7 +250,7 @@ TABLES: dict[str, Table] = {
             plain("… nearest others", measure="change", where="nearby"),
             plain("… masked again", measure="change", where="again"),
         ),
-        ("tiny-llada", "tiny-dream"),
+        DIFFUSION,
         counted=True,
     ),
     "stale": Table("caching-costs", (
@@ -338,5 +338,16 @@ TABLES: dict[str, Table] = {
         *(contrast("events-landings", f"landings on just decided ÷ the same token written over, {label}, above 1", 1.0,
                    measure="ratio", others="written over", matched=matched)
           for matched, label in (("nothing", "crude"), ("step, position", "same step and place"))),
+        *(contrast("circuits-claims", label, measure="difference", claim=claim) for label, claim in (
+            *((f"score of the {which} sink written by {writer}, beyond its control's",
+               f"the {role}: {writer} write more of its score than of its control's")
+              for which, role in (("strongest", "strongest sink"), ("most mobile head's", "most mobile head's sink"))
+              for writer in ("heads", "MLPs")),
+            ("share of a jump undone through queries, beyond keys", "jumps go through queries more than through keys"),
+            ("… queries of just decided positions, beyond those nearby",
+             "queries of just decided positions move sinks more than those nearby"),
+            ("… beyond those of earlier tokens masked again",
+             "queries of just decided positions move sinks more than those of earlier tokens masked again"),
+        )),
     ), DIFFUSION),
 }  # fmt: skip

@@ -63,11 +63,12 @@ def test_the_seeds_of_a_verdict_are_those_of_the_stored_results(verdict, seeds, 
     assert "disagree" not in seeds or "cannot tell" in verdict
 
 
-def test_two_seeds_agree_if_both_intervals_are_on_one_side_of_the_threshold():
+def test_seeds_agree_if_all_intervals_are_on_one_side_of_the_threshold():
     above, below, across = (2.0, 1.5, 2.5), (0.5, 0.2, 0.9), (1.2, 0.8, 1.6)
-    assert script.agreement(above, above, 1.0) == script.agreement(below, below, 1.0) == "agree"
-    assert script.agreement(above, below, 1.0) == script.agreement(below, across, 1.0) == "**disagree**"
-    assert script.agreement(above, across, 1.0) == script.agreement(above, above, 1.8) == "cannot tell"
+    assert script.agreement([above, above], 1.0) == script.agreement([below, below, below], 1.0) == "agree"
+    assert script.agreement([above, below], 1.0) == script.agreement([below, below, across], 1.0) == "**disagree**"
+    assert script.agreement([above, across], 1.0) == script.agreement([above, above, across], 1.0) == "cannot tell"
+    assert script.agreement([above, above], 1.8) == "cannot tell"
 
 
 def test_a_number_that_no_table_holds_is_found():
