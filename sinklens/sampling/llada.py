@@ -3,8 +3,8 @@
 Within a block, every step proposes a token at each masked position and commits the next share of them, the most
 confident first. If the proposal is the mask token itself, the position stays masked, as in the reference code.
 
-Under a cache policy a step decides only positions that it computes, and a block ends when none of its own is masked;
-masks that earlier blocks kept are decided only in steps that compute them, as in Fast-dLLM.
+Under a cache policy a step decides only positions that it computes, and a row's block ends when none of its own is
+masked; masks that earlier blocks kept are decided only in steps that compute them, as in Fast-dLLM.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,15 @@ def denoise(state: State, settings: LladaSettings) -> Iterator[None]:
             if not bool((state.canvas[:, first:end] == state.mask_id).any()):
                 break
             yield
-            _step(state, settings, slice(start, end), counts if settings.by_quota else [1] * len(counts))
+            _step(state, settings, slice(start, end), counts if settings.by_quota else [1] * len(counts), first)
 
 
-def _step(state: State, settings: LladaSettings, block: slice, counts: list[int]) -> None:
+def _step(state: State, settings: LladaSettings, block: slice, counts: list[int], first: int) -> None:
     canvas = state.begin_step(block)
     where = canvas == state.mask_id
     where[:, block.stop :] = False
-    where &= state.computed()
+    waiting = ~where[:, first:].any(dim=1, keepdim=True)  # alone, these rows would be in their next block
+    where &= state.computed() & ~waiting
     logits = state.logits(canvas, where, settings.cfg_scale)
     if settings.logits_eos_inf:
         logits[:, list(state.eos_ids)] = -torch.inf
