@@ -56,8 +56,8 @@ class History:
         decided: steps since each position's token was written or changed, at least 1; -1 while it is undecided. The
             prompt's tokens were there before step 0.
         scores: sink scores of the step before; None in step 0, and unless `Policy.reads_scores`.
-        drift: ‖k_t − k‖ / ‖k_t‖ of the keys that the step before computed, with k the entry they replaced; NaN
-            elsewhere. None in step 0, and unless `Policy.reads_drift`.
+        drift: ‖k_t − k‖ / ‖k_t‖ of the keys that the step before computed, with k the entry of the same token that
+            they replaced; NaN elsewhere. None in step 0, and unless `Policy.reads_drift`.
         queries: mean rotated query of the block in the step before, by layer; None as for `scores`, and unless
             `Policy.reads_queries`.
         keys: layer -> rotated keys that are cached, [batch, kv_head, pos, d_head].
@@ -239,12 +239,12 @@ class KeyCache:
         return self.policy.reads_drift and self._step > 0
 
     def _drift(self, before: list[Tensor] | None) -> Float[Tensor, "batch layer pos"]:
-        """Relative change of the keys that the step computed; NaN for keys without an entry, and for stale ones."""
+        """Relative change of the keys that the step computed; NaN without an earlier entry of the same token."""
         found = torch.full(self.fresh.shape, torch.nan, device=self.fresh.device)
         for layer, earlier in enumerate(before or []):
             now = self._held.keys(layer).float()
             moved = (now - earlier.float()).norm(dim=(1, 3)) / now.norm(dim=(1, 3))
-            known = self.fresh[:, layer] & (self._computed[:, layer] >= 0)
+            known = self.fresh[:, layer] & (self._computed[:, layer] > self._written)
             found[:, layer] = torch.where(known, moved.to(found.device), torch.nan)
         return found
 

@@ -172,6 +172,25 @@ def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(worded, policy):
         assert (fresh[0][row, ..., start:] == fresh[1][0]).all()
 
 
+def test_a_row_that_waits_for_others_decides_no_masks_that_earlier_blocks_kept(worded):
+    model, settings = worded("llama"), {"gen_length": 12, "block_length": 6, "steps": 6}
+
+    def fill(canvas, hook):  # the second block of the first row is finished by its first step
+        if hook.step == 3:
+            canvas[0, -6:] = 5
+        return canvas
+
+    finals = [
+        sinklens.generate(
+            model, prompts, cache=Everything(), hooks=[("denoise.hook_canvas", fill)], by_quota=False, threshold=2.0,
+            **settings,
+        ).canvas[0, -1]
+        for prompts in (PROMPTS, PROMPTS[0])
+    ]  # fmt: skip
+    assert torch.equal(*finals)
+    assert int((finals[1] == model.mask_token_id).sum()) == 2  # of the first block
+
+
 def test_the_delayed_cache_reuses_a_token_from_the_second_step_after_it_was_written(worded):
     run, _ = run_under(DelayedCache(refresh=4), worded("llama"), "llama", seed=1)
     masked, fresh = run.undecided, torch.from_numpy(run.sinks["fresh"].to_numpy()[:, :, 0])
@@ -224,6 +243,26 @@ def test_a_probe_whose_key_moved_beyond_the_bound_refreshes_everything(worded):
     length = never.canvas.shape[2]
     assert [int(row.sum()) for row in computed[0][1:6]] == [7] * 5  # the block of 6 and one probe
     assert [int(row.sum()) for row in computed[1][:6]] == [length, 7, length, 7, length, 7]
+
+
+def test_the_drift_of_a_key_compares_entries_of_one_token(worded):
+    seen = []
+
+    class Watching(DelayedCache):
+        reads_drift = True
+
+        def plan(self, history):
+            seen.append(history)
+            return super().plan(history)
+
+    run = sinklens.generate(worded("llama"), PROMPTS, cache=Watching(refresh=100), **SETTINGS["llama"])
+    assert len(seen) == run.steps_run
+    for history in seen[1:]:
+        fresh_before, other = history.age[:, 1] == 1, history.decided == 2  # its entry in the step before was a mask's
+        assert history.drift[:, 1].isnan()[~fresh_before | other].all()
+        if history.step > 1:
+            assert other.any()
+            assert not history.drift[:, 1].isnan()[fresh_before & ~other].any()
 
 
 def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(worded):
