@@ -179,7 +179,7 @@ class _Kept(Intervention):
 def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: int) -> Bool[Tensor, "batch query"]:
     """The queries of a pass that count: those of this step, real, in rows that have something left to decide."""
     assert canvas.now is not None
-    ids, undecided = canvas.now
+    ids, undecided, _ = canvas.now
     first, own = run.first(step, queries), run.query_spans(step, queries)[-1]
     real = run.real[:, first : first + queries].clone()
     real[:, : own.start] = False

@@ -175,7 +175,7 @@ class PreviousSinks:
         if track is not None:
             starts = _first_keys(track, self.layers)
         keys = next(iter(scores.values())).shape[-1]
-        canvas = None if canvas is None else Snapshot(canvas.ids[:, :keys], canvas.undecided[:, :keys])
+        canvas = None if canvas is None else canvas.first(keys)
         real, among = self._run.real[:, :keys], self._among[:, :keys]
         among = among if there is None else among & there
         found: dict[int, Keys] = {}

@@ -217,7 +217,8 @@ class Selection(ChoiceRule):
         only the newest query, not a column of the pattern.
         """
         keys = canvas.ids.shape[1]
-        ids, masked = (part.cpu().numpy()[:, None] for part in canvas)
+        ids, masked = (part.cpu().numpy()[:, None] for part in canvas[:2])
+        blocks = run.tree.attention_blocks
         scores = torch.stack([scores.float() for scores in layers.values()], dim=1)[:, None].cpu().numpy()
         attrs = {
             "model": str(run.tree.cfg.model_name),
@@ -225,9 +226,15 @@ class Selection(ChoiceRule):
             "prompt_length": run.prompt_length,
             "vocabulary": json.dumps(run.vocabulary(np.unique(ids).tolist())),
             "special": json.dumps(run.special),
+            "settings": run.settings,
+            "block_length": 0 if blocks is None else blocks.length,
         }
         real = run.real[:, :keys].cpu().numpy()
-        return build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
+        track = build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
+        if canvas.computed is None:
+            return track
+        computed = canvas.computed.cpu().numpy()[:, None]  # units other than "sum" divide by the number of queries
+        return SinkTrack(track.data.assign(computed=(("batch", "step", "pos"), computed)))
 
     def _detected(
         self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot, track: SinkTrack | None

@@ -111,7 +111,11 @@ class Denoising:
             computed=lambda: None if state.keys is None else state.keys.computed,
             decidable=lambda: None if state.keys is None else state.keys.decidable,
             controls=self.controls,
+            settings=self._settings_text(),
         )
+
+    def _settings_text(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self.settings).items() if value is not None})
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
         """Text of token ids; each is decoded once."""
@@ -304,7 +308,6 @@ class Denoising:
         self._recorder.store.describe(self._provenance() | words, {"is_real": real, **run_arrays})
 
     def _provenance(self) -> dict[str, Any]:
-        settings = {name: value for name, value in asdict(self.settings).items() if value is not None}
         return {
             "model": self.model.name,
             "revision": self.model.checkpoint.revision or "",
@@ -313,7 +316,7 @@ class Denoising:
             "block_length": self.model.block_length or 0,
             "attention": normalizer_name(self.model.config),
             "sampler": sampler_of(self.settings).name,
-            "settings": json.dumps(settings),
+            "settings": self._settings_text(),
             "seed": self.request.seed,
             "prompt_length": self.state.prompt_length,
             "dtype": str(self.model.cfg.dtype),

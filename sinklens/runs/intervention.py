@@ -69,6 +69,7 @@ class RunContext:
         computed: returns the positions that the current step computes under a cache policy; None without a policy.
         decidable: of these, the ones that the step can decide: with what predicts them; None without a policy.
         controls: counts the keys of controls.
+        settings: those of the sampler, as JSON.
     """
 
     tree: "HookTree"
@@ -85,6 +86,7 @@ class RunContext:
     computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     decidable: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     controls: ControlLog = field(default_factory=ControlLog)
+    settings: str = "{}"
 
     @property
     def causal(self) -> bool:
@@ -332,10 +334,16 @@ class Snapshot(NamedTuple):
     Attributes:
         ids: token ids.
         undecided: the undecided positions.
+        computed: of a finished step under a cache policy, the positions that it computed; else None.
     """
 
     ids: Int[Tensor, "batch pos"]
     undecided: Bool[Tensor, "batch pos"]
+    computed: Bool[Tensor, "batch pos"] | None = None
+
+    def first(self, positions: int) -> "Snapshot":
+        """The first `positions` of it."""
+        return Snapshot(*(None if part is None else part[:, :positions] for part in self))  # type: ignore[arg-type]
 
 
 class Canvas:
@@ -353,4 +361,6 @@ class Canvas:
 
     def hook(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """The hook function of ``denoise.hook_canvas``."""
-        self.before, self.now = self.now, Snapshot(value.clone(), self._run.undecided(value))
+        if self.now is not None:  # the next step is planned after this point
+            self.before = self.now._replace(computed=self._run.computed())
+        self.now = Snapshot(value.clone(), self._run.undecided(value))

@@ -6,9 +6,10 @@ from building import random_ids, shared_model
 from watching import LONG, PADDED, SHORT, add, again, entered, hidden, logits_of, unwatched, watch
 
 import sinklens
+from sinklens.caching import DualCache
 from sinklens.errors import SettingError, SinklensError
 from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks, WindowAttention
-from sinklens.sinks import NoOp, Record, SinkTrack, SmallValueNorm, TopK
+from sinklens.sinks import EpsilonOverMean, NoOp, Record, SinkTrack, SmallValueNorm, TopK
 
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
 
@@ -42,6 +43,22 @@ def test_a_detector_that_needs_more_than_scores_reads_it_from_the_source(worded)
         pattern = watched.stacked("hook_pattern", step).transpose(0, 1)[:, :, :, -1]
         assert torch.equal((pattern == 0)[1], found[1, step - 1])
         assert torch.equal((pattern == 0)[0, :, :, 3:], found[0, step - 1, :, :, 3:])
+
+
+def test_under_a_cache_policy_a_share_of_the_attention_is_that_of_the_computed_queries(worded):
+    detector, masked = EpsilonOverMean(epsilon=10, unit="percent"), {}
+
+    def keep(mask, hook):
+        masked[hook.step] = (mask == -torch.inf).all(dim=2)
+
+    run = sinklens.generate(
+        worded(), PADDED, cache=DualCache(), gen_length=8, block_length=4,
+        hooks=[MaskSinks(top_k=None, detector=detector), ("blocks.1.attn.hook_attn_mask", keep)],
+    )  # fmt: skip
+    found = torch.from_numpy(run.sinks.detect(detector).to_numpy()[:, :, 1])
+    assert found.any()
+    for step in range(1, run.steps_run):
+        assert torch.equal(masked[step] & run.real[:, None], found[:, step - 1])
 
 
 def test_with_layer_scope_such_a_detector_uses_the_mean_scores(worded):
