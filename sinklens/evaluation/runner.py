@@ -12,7 +12,7 @@ Pitfall: two processes must not share a shard. The second one stops at once with
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +113,8 @@ class Evaluation:
         ledger: folder of the records.
         task: the protocol's task, read from local files; by default `EvalProtocol.make_task`.
         limit: evaluate only the first `limit` samples.
-        batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set, since rows
-            that wait for others would see more steps than alone.
+        batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set or there are
+            several canvases, since rows that wait for others would see more steps than alone.
         seed: for sampling; the same for every condition.
         shard: (index, number of shards): evaluate every n-th sample and write to a separate file.
         load: keyword arguments of `sinklens.load`.
@@ -321,10 +321,16 @@ class _Plan:
                 if sample.id in done:
                     _check_same(sample, done[sample.id], run)
             left = [sample for sample in self.samples if sample.id not in done]
-            # Rows of such a run may wait for others, and interventions would see these steps.
-            waits = any(run.what["settings"].get(name) is not None for name in ("threshold", "factor"))
-            found += batches(condition, left, 1 if waits and condition.hooks else self.request.batch)
+            found += batches(condition, left, 1 if condition.hooks and _waits(run.what) else self.request.batch)
         return found
+
+
+def _waits(what: Mapping[str, Any]) -> bool:
+    """Whether rows of a run may wait for others of their batch, in steps that interventions would see."""
+    settings = what["settings"]
+    if "canvas_length" in settings:  # until every row has finished its canvas; after the last one nothing follows
+        return bool(settings["gen_length"] > settings["canvas_length"])
+    return any(settings.get(name) is not None for name in ("threshold", "factor"))
 
 
 def _report(plan: "_Plan", done: Sequence[int], progress: Report | None) -> None:

@@ -8,6 +8,9 @@ import xarray as xr
 import sinklens
 from sinklens.analyses.runs import own_run
 from sinklens.errors import SettingError
+from sinklens.evaluation.conditions import masking
+from sinklens.evaluation.protocols import find_protocol
+from sinklens.evaluation.runner import evaluate
 from sinklens.experiments import sweep
 from sinklens.features import collect
 from sinklens.interventions import AblateHeads, MaskedLogits, MaskSinks
@@ -96,3 +99,12 @@ def test_activations_of_a_canvas_are_not_collected(model, tmp_path):
     with pytest.raises(SettingError, match=r"collect needs a model with a mask token.*hooks="):
         collect(model, PROMPTS, "blocks.1.hook_resid_post", tmp_path / "a.zarr", **SETTINGS)
     assert not any(tmp_path.iterdir())
+
+
+def test_rows_of_a_masked_run_of_several_canvases_are_not_run_together(tmp_path, model):
+    """A row that has finished a canvas waits for the others before the next one begins."""
+    for length, size in ((8, 2), (16, 1)):
+        given = {"gen_length": length, "canvas_length": 8, "max_denoising_steps": 1}
+        protocol = find_protocol("tiny-gsm").with_settings(given)
+        runs = evaluate(model, protocol, masking([1]), tmp_path / str(length), limit=2, batch=2)
+        assert [{record["batch"] for record in run.records()} for run in runs] == [{2}, {size}]
