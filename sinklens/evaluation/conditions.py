@@ -4,8 +4,8 @@ The conditions of one evaluation get the same samples and the same seed, so thei
 sample. The ledger stores a condition as the repr of its interventions and policy, which contains all their settings.
 
 Pitfall: two interventions with the same repr would share their records. An intervention whose repr is incomplete, such
-as one that holds a recorded run, is therefore refused; so is such a policy. For a class defined outside sinklens the
-ledger also stores a hash of its source, but not of the code that it calls.
+as one that holds a recorded run, is therefore refused; so is such a policy. For a class defined outside sinklens, also
+that of a detector, the ledger also stores a hash of its source, but not of the code that it calls.
 """
 
 import hashlib
@@ -86,7 +86,8 @@ class Condition:
         """The condition as plain JSON values; only equal conditions give equal values."""
         hooks = [repr(hook) for hook in self.hooks]
         entry = {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
-        code = [_code_hash(type(part)) for part in self._parts() if not type(part).__module__.startswith("sinklens.")]
+        classes = [kind for part in self._parts() for kind in _classes(part)]
+        code = [_code_hash(kind) for kind in dict.fromkeys(classes) if not kind.__module__.startswith("sinklens.")]
         entry |= {"of_unmasked": True} if self.of_unmasked else {}
         return entry | ({} if self.cache is None else {"cache": repr(self.cache)}) | ({"code": code} if code else {})
 
@@ -120,6 +121,15 @@ def _check_state_in_fields(part: Any) -> None:
             f"cannot distinguish it from another {other}; decorate the class with @dataclass(frozen=True) and "
             f"declare its settings as fields."
         )
+
+
+def _classes(value: Any) -> list[type]:
+    """The dataclass of a value, and those of its fields, such as the detector of `MaskSinks`."""
+    if isinstance(value, tuple | list):
+        return [kind for entry in value for kind in _classes(entry)]
+    if not is_dataclass(value):
+        return []
+    return [type(value), *(kind for entry in fields(value) for kind in _classes(getattr(value, entry.name)))]
 
 
 def _code_hash(kind: type) -> str:

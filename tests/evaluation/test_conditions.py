@@ -9,7 +9,7 @@ from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache,
 from sinklens.errors import SettingError
 from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
 from sinklens.interventions import Intervention, MaskSinks, PatchHooks
-from sinklens.sinks.detectors import EpsilonOverMean
+from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.strongest import StrongestKeys
 
 
@@ -201,6 +201,20 @@ class Unshown(Policy):
 
     def plan(self, history):
         return history.in_block
+
+
+@dataclass(frozen=True)
+class AboveTen(Detector):
+    """A detector from outside, which the repr of an intervention only names."""
+
+    def detect(self, track):
+        return track.scores() > 10
+
+
+def test_a_description_includes_the_code_of_a_detector_from_outside():
+    masks = MaskSinks(top_k=None, detector=AboveTen())
+    assert len(Condition("mine", (masks, masks)).described()["code"]) == 1
+    assert len(Condition("mine", cache=KeepSinks(AboveTen())).described()["code"]) == 1
 
 
 def test_policies_from_outside_are_described_by_their_code_or_refused():
