@@ -67,7 +67,7 @@ def own_run(
     active: list[np.ndarray] = []
     run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
-        hooks=[*hooks, *active_rows(model, lambda rows: active.append(rows.cpu().numpy()))], replay=replay, **settings,
+        hooks=[*active_rows(model, lambda rows: active.append(rows.cpu().numpy())), *hooks], replay=replay, **settings,
     )  # fmt: skip
     steps = np.stack(active, axis=1)
     return OwnRun(run, steps & ~_ended(run) if model.causal else steps)

@@ -21,11 +21,11 @@ Report = Callable[[Bool[Tensor, " batch"]], None]
 
 
 def active_rows(model: "Model", report: Report) -> list[tuple[str, Any]]:
-    """Hooks that report at every step which rows the sampler works on.
+    """Hooks that report at every step which rows the sampler works on; list them before hooks that edit its points.
 
     With a mask token these are the rows in which a position can be decided: its confidence is above −∞. A sampler of
-    canvases of random tokens draws new tokens for the rows it works on; the others keep theirs, at all positions. The
-    report comes after the layers of the step.
+    canvases of random tokens draws tokens for the rows it works on, once to accept and once as noise; of the others it
+    repeats the canvas both times. The report comes after the layers of the step.
     """
     if not model.tree.architecture.encoder:
 
@@ -33,12 +33,12 @@ def active_rows(model: "Model", report: Report) -> list[tuple[str, Any]]:
             report((confidence > -torch.inf).any(dim=1))
 
         return [("denoise.hook_confidence", decide)]
-    entered: dict[str, Tensor] = {}
+    drawn: dict[str, Tensor] = {}
 
-    def keep(canvas: Tensor, hook: "Point") -> None:
-        entered["canvas"] = canvas.clone()
+    def keep(candidates: Tensor, hook: "Point") -> None:
+        drawn["candidates"] = candidates.clone()
 
     def compare(noise: Tensor, hook: "Point") -> None:
-        report((noise != entered["canvas"][:, -noise.shape[1] :]).any(dim=1))
+        report((noise != drawn["candidates"]).any(dim=1))
 
-    return [("denoise.hook_canvas", keep), ("denoise.hook_renoise", compare)]
+    return [("denoise.hook_candidates", keep), ("denoise.hook_renoise", compare)]

@@ -13,7 +13,7 @@ from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import evaluate
 from sinklens.experiments import sweep
 from sinklens.features import collect
-from sinklens.interventions import AblateHeads, MaskedLogits, MaskSinks
+from sinklens.interventions import AblateHeads, FixedNoise, MaskedLogits, MaskSinks
 from sinklens.runs.intervention import Canvas, Intervention
 from sinklens.tasks.word_problems import held_out
 
@@ -93,6 +93,9 @@ def test_a_row_that_waits_for_others_is_not_active(model):
             part["score"].drop_vars(names), alone.track.data["score"].drop_vars(names), rtol=1e-3, atol=1e-4
         )
     assert not together.own.all()
+    first = int(together.own.sum(axis=1).argmin())
+    noise = FixedNoise(renoised=torch.zeros(4, len(PROMPTS), 8, dtype=torch.long))
+    assert own_run(model, PROMPTS, settings, hooks=[noise]).own[first].tolist()[:2] == [True, False]
 
 
 def test_activations_of_a_canvas_are_not_collected(model, tmp_path):
