@@ -92,6 +92,7 @@ def collect(
     about = {
         **_place_settings(take, detector, layers), **_run_settings(model, listed, settings),
         "seed": seed, "chat_template": chat_template, "dtype": dtype,
+        "exact": None if record_sinks is None or record_sinks.exact else False,
     }  # fmt: skip
     store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
     for start in range(store.prompts_done, len(listed), batch):

@@ -129,6 +129,11 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
     collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8)
     with pytest.raises(SettingError, match="collected with other scope, seed; choose another path"):
         collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, seed=1, scope="masked")
+    with pytest.raises(SettingError, match="collected with other detector, exact; choose another path"):
+        collect(
+            worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
+            record_sinks=Record(exact=False),
+        )  # fmt: skip
     (tmp_path / "b.zarr").mkdir()
     with pytest.raises(SettingError, match="is not a store of activations"):
         collect(worded(), PROMPTS[:2], POINT, tmp_path / "b.zarr", gen_length=8)
