@@ -18,6 +18,7 @@ Per prompt of a diffusion model, in layers that read other components (all but t
   These keep their token, so what is carried to them hardly differs. A control of equal size is ``again``: as many
   answer tokens that were decided earlier, each masked again in the canvas whose values are carried, with changes of
   the embedding as near as possible to those of the just decided tokens (rewriting.py). ``change`` is the mean change.
+  Jumps that lack as many earlier tokens are left out of all three.
 
 Caveat: shares of single classes need not add up to 1, because norms and the softmax are nonlinear, and a sum of scores
 over queries does not say which query looks where.
@@ -221,17 +222,20 @@ def mediated(run: "Generation", found: Sequence[Jump]) -> Float[np.ndarray, "let
 def localized(
     run: "Generation", found: Sequence[Jump]
 ) -> tuple[Float[np.ndarray, " where"], Float[np.ndarray, " where"]]:
-    """``local``, Σ undone / Σ size, and ``change``, the mean change of the embedding, over the jumps that have such
-    positions.
+    """``local``, Σ undone / Σ size, and ``change``, the mean change of the embedding, over the jumps that have equally
+    many positions of each kind.
     """
     undone, sizes, change, number = (np.zeros(len(WHERE)) for _ in range(4))
     for jump in found:
-        for place, (positions, source) in enumerate(_places(run, jump)):
-            if positions.size:
-                undone[place] += carried(run, jump, "all", "q", positions.tolist(), source)
-                sizes[place] += jump.size
-                change[place] += embedding_change(run.model, source, run.canvas[0, jump.step])[positions].sum()
-                number[place] += positions.size
+        places = _places(run, jump)
+        counts = {positions.size for positions, _ in places}
+        if 0 in counts or len(counts) > 1:  # too few earlier tokens to compare with
+            continue
+        for place, (positions, source) in enumerate(places):
+            undone[place] += carried(run, jump, "all", "q", positions.tolist(), source)
+            sizes[place] += jump.size
+            change[place] += embedding_change(run.model, source, run.canvas[0, jump.step])[positions].sum()
+            number[place] += positions.size
     return ratio(undone, sizes), ratio(change, number)
 
 

@@ -97,6 +97,13 @@ def test_the_control_carries_what_an_earlier_token_wrote_while_masked(tiny_llada
     assert change == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_jump_without_earlier_tokens_to_mask_again_is_in_no_group(run):
+    late = Jump(1.0, 8, *JUMP)
+    early = late._replace(step=1)
+    assert np.isnan(localized(run, [early])).all()
+    assert np.array_equal(localized(run, [early, late]), localized(run, [late]))
+
+
 def _lead(run, step, layer, head, old, new):
     score = run.sinks.scores().to_numpy()[0, step, layer, head]
     return float(score[new] - score[old])
