@@ -13,11 +13,12 @@ accepts in the same manner and that is a sink of none of the heads, in the same 
 If a sink belongs to its token, it ends without the token; if it belongs to its place, it stays. If noise attracts a
 head by itself, the control becomes a sink as often.
 
-Caveat: places without a control are left out (``matched_share`` is the share of those with one), and a control is near,
+Caveat: places without a control are left out (``control_share`` is the share of those with one), and a control is near,
 not at the same position.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -45,21 +46,21 @@ CONDITIONS = {  # whether the place is renoised, and whether its prediction is p
     "renoised, no prediction": (True, False),
 }
 RunWith = Callable[[Sequence[Any]], SinkTrack]
-Side = tuple[str, str]
-DIFFERENCES: dict[str, tuple[Side, Side, str]] = {
-    "token": (("sinks", "renoised"), ("sinks", "token kept"), "what renoising a sink changes"),
-    "prediction": (
-        ("sinks", "token kept, no prediction"), ("sinks", "token kept"), "what leaving out its prediction changes"
-    ),
-    "both": (("sinks", "renoised, no prediction"), ("sinks", "token kept"), "what both together change"),
-    "noise": (("others", "renoised"), ("others", "token kept"), "what renoising another accepted position changes"),
-    "place": (
-        ("sinks", "renoised"), ("others", "renoised"), "renoised sinks minus other renoised positions"
-    ),
-    "place, no prediction": (
-        ("sinks", "renoised, no prediction"), ("others", "renoised, no prediction"), "the same without the prediction"
+DIFFERENCES = {
+    "sinks: renoised − token kept": (("sinks", "renoised"), ("sinks", "token kept")),
+    "sinks: no prediction − prediction": (("sinks", "token kept, no prediction"), ("sinks", "token kept")),
+    "sinks: both − neither": (("sinks", "renoised, no prediction"), ("sinks", "token kept")),
+    "others: renoised − token kept": (("others", "renoised"), ("others", "token kept")),
+    "renoised: sinks − others": (("sinks", "renoised"), ("others", "renoised")),
+    "renoised, no prediction: sinks − others": (
+        ("sinks", "renoised, no prediction"), ("others", "renoised, no prediction")
     ),
 }  # fmt: skip
+MEASURES = {
+    "still_sink": "share that are a sink of the head at the next step",
+    "still_sink_difference": "difference of two of these shares",
+    "control_share": "share of the places that have a control",
+}
 
 
 class Place(NamedTuple):
@@ -197,32 +198,27 @@ def _place(
 
 
 def renoised_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
-    """``rate``: the share of sinks that are still there, for each group and condition; ``difference``: `DIFFERENCES` of
-    these; ``matched_share``. Intervals over prompts. Empty for a model without a canvas of random tokens.
+    """`MEASURES` with intervals over prompts: ``still_sink`` of each group in each condition, and `DIFFERENCES` of these;
+    ``sinks`` is the number of pairs of a place and a head. Empty for a model without a canvas of random tokens.
     """
     pairs = data["renoised_sinks"].to_numpy()
     if np.isnan(pairs).all():
         return []
     rows: list[dict[str, Any]] = []
 
-    def add(measure: str, name: str, events: np.ndarray, meaning: str) -> None:
-        found = stratified(lambda *sums: sums, ratio, [events[:, None], pairs[:, None]], seed)
-        rows.extend(_lines(model, measure, name, found, meaning, int(pairs.sum())))
+    def add(measure: str, group: str, found: Interval) -> None:
+        single = Interval(*(np.asarray(value).reshape(1) for value in found))
+        (line,) = interval_rows(model, measure, single, {"group": [group]})
+        rows.append({**line, "sinks": int(pairs.sum()), "meaning": MEASURES[measure]})
 
-    still = data["still_sinks"].transpose("prompt", "group", "condition")
-    for group, condition in np.ndindex(len(GROUPS), len(CONDITIONS)):
-        name = f"{GROUPS[group]}: {[*CONDITIONS][condition]}"
-        add("rate", name, still[:, group, condition].to_numpy(), "share that are a sink of the head at the next step")
-    for name, (first, second, meaning) in DIFFERENCES.items():
-        one, other = (still.sel(group=group, condition=condition).to_numpy() for group, condition in (first, second))
-        add("difference", name, one - other, meaning)
-    share = mean_interval(data["control_share"].to_numpy(), seed=seed)
-    rows += _lines(model, "matched_share", "sinks", share, "share of the places that have a control", int(pairs.sum()))
+    def shares(events: xr.DataArray) -> Interval:
+        return stratified(lambda *sums: sums, ratio, [part.reshape(-1, 1) for part in (events.to_numpy(), pairs)], seed)
+
+    still = data["still_sinks"]
+    for group, condition in product(GROUPS, CONDITIONS):
+        add("still_sink", f"{group}: {condition}", shares(still.sel(group=group, condition=condition)))
+    for name, sides in DIFFERENCES.items():
+        first, second = (still.sel(group=group, condition=condition, drop=True) for group, condition in sides)
+        add("still_sink_difference", name, shares(first - second))
+    add("control_share", "sinks", mean_interval(data["control_share"].to_numpy(), seed=seed))
     return rows
-
-
-def _lines(model: str, measure: str, group: str, found: Interval, meaning: str, pairs: int) -> list[dict[str, Any]]:
-    single = Interval(*(np.asarray(value).reshape(1) for value in found))
-    return [
-        {**row, "sinks": pairs, "meaning": meaning} for row in interval_rows(model, measure, single, {"group": [group]})
-    ]
