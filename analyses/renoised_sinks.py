@@ -162,7 +162,7 @@ def places(base: OwnRun, length: int, number: int, seed: int) -> list[Found]:
     kept = _kept(base, answer)
     found = []
     for row in range(len(kept)):
-        every = [_place(step, pos, sinks[row, step], kept[row, step]) for step, pos in np.argwhere(kept[row])]
+        every = [_place(step, pos, sinks[row, step], kept[row, step]) for step, pos in np.argwhere(kept[row]).tolist()]
         listed = [place for place in every if place is not None]
         controlled = [place for place in listed if place.positions[1] >= 0]
         prompt = run.canvas[row, 0, : answer.start][run.real[row, : answer.start]].tolist()
@@ -194,11 +194,13 @@ def _place(
         return None
     free = np.flatnonzero(kept & ~(sinks & heads[..., None]).any(axis=(0, 1)))
     control = int(free[np.abs(free - pos).argmin()]) if len(free) else -1
-    return Place(int(step), (int(pos), control), heads)
+    return Place(step, (pos, control), heads)
 
 
 def renoised_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
-    """`MEASURES` with intervals over prompts: ``still_sink`` of each group in each condition, and `DIFFERENCES` of these;
+    """`MEASURES` with intervals over prompts: ``still_sink`` of each group in each condition, and `DIFFERENCES`
+    of these.
+
     ``sinks`` is the number of pairs of a place and a head. Empty for a model without a canvas of random tokens.
     """
     pairs = data["renoised_sinks"].to_numpy()

@@ -337,7 +337,7 @@ def _same(tree: HookTree, found: Tensor, before: Tensor) -> bool:
 def _other(value: Tensor, name: str) -> Tensor:
     """A replacement for `value`: the first key hidden, another expert, or numbers between 1/2 and 3/2.
 
-    Every second scale of a norm is negative, since norms that follow undo a positive factor: of queries, keys and values.
+    Every second scale of a norm is negative, since the norms of queries, keys and values undo a positive factor.
     """
     if name.endswith(INDICES):
         return torch.where(value == 0, 1, 0)
