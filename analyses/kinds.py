@@ -9,7 +9,9 @@ One question for masked, shifted, block-causal and canvas models, with or withou
 - ``experts``: whether a mixture of experts sends sinks to other experts than positions of the same step, state and
   token kind (routing.py);
 - ``states``: whether sinks are on decided or undecided positions, accepted tokens or noise, at the same step and place;
-- ``survival``: whether a sink survives the decision of its position, or its renoising (renoising.py).
+- ``survival``: whether a sink survives the decision of its position, or its renoising (renoising.py);
+- ``renoised``: whether it survives if its accepted token is replaced by noise, in runs that differ in nothing else
+  (renoised_sinks.py); for canvas models only.
 
 A part that a model does not have is NaN or has no rows. Runs compute complete passes (``use_cache=False``), since sums
 over the queries of earlier blocks need them.
@@ -20,7 +22,7 @@ cannot change. Compare the measures of the newest query or of the current block.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -29,9 +31,12 @@ from sinklens.analyses.block_motion import BLOCK_MOTION, BlockSums, block_motion
 from sinklens.analyses.dynamics import motion_of
 from sinklens.analyses.intervals import difference_table, interval_table
 from sinklens.analyses.nulls import FIXED, fixed_queries, rates
+from sinklens.analyses.renoised_sinks import renoised_rows, renoised_sinks, without_canvas
 from sinklens.analyses.renoising import sinks_by_state, state_rows, survival_rows
 from sinklens.analyses.routing import ROWS, Routes, routing, routing_rows, without_experts
+from sinklens.analyses.runs import OwnRun
 from sinklens.analyses.study import SINK, Study
+from sinklens.errors import SettingError
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
 from sinklens.sampling.settings import Settings
@@ -60,12 +65,25 @@ DRAWN = ("jump_share", "newest_jump_share", "fixed_jump_share", *BLOCK_MOTION)
 
 @dataclass
 class Kinds(Study):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        places: how many sinks of each prompt are renoised, for a canvas model; each takes six runs of one canvas.
+
+    Raises:
+        SettingError: `places` is below 0.
+    """
 
     name: ClassVar[str] = "kinds"
+    places: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.places < 0:
+            raise SettingError(f"places is the number of sinks of a prompt to renoise, 0 or more; got {self.places}.")
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MOTION` [prompt], and what `routing_rows`, `state_rows` and `survival_rows` read."""
+        """`MOTION` [prompt], and what the rows of the other tables are made from."""
         given = settings_for(model, dict(settings))
         complete: Settings = {**settings, "use_cache": False} if hasattr(given, "use_cache") else settings
         _, real = model.encode(list(prompts), self.chat_template)
@@ -82,16 +100,34 @@ class Kinds(Study):
             assert model.cfg.num_experts is not None
             experts = routing(track, chosen, model.cfg.num_experts)
         length = track.data.sizes["pos"]
-        return xr.merge([motion(track, numbers.numpy()[:, :length]), experts, sinks_by_state(track)], join="outer")
+        parts = [motion(track, numbers.numpy()[:, :length]), experts, sinks_by_state(track)]
+        return xr.merge([*parts, self._renoised(model, prompts, complete, found)], join="outer")
+
+    def _renoised(
+        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, found: OwnRun
+    ) -> xr.Dataset:
+        """What `renoised_rows` reads."""
+        given: Any = found.run.settings
+        if not model.tree.architecture.encoder:
+            return without_canvas(len(prompts))
+        length = given.canvas_length
+        first: Any = {**settings, "gen_length": length}
+
+        def run_with(hooks: Sequence[Any]) -> SinkTrack:
+            sinks = self.generate(model, prompts, first, hooks=hooks).run.sinks
+            assert sinks is not None, "runs of a study record sinks"
+            return sinks
+
+        return renoised_sinks(run_with, found, length, given.max_denoising_steps, self.places, self.seed)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``motion``: `MOTION`; ``differences``: each further model minus the first, paired by prompt; ``experts``,
-        ``states`` and ``survival``: see the module.
+        ``states``, ``survival`` and ``renoised``: see the module.
         """
         from pandas import DataFrame
 
         motion, differences = (table(measured, list(MOTION), self.seed) for table in (interval_table, difference_table))
-        made = {"experts": routing_rows, "states": state_rows, "survival": survival_rows}
+        made = {"experts": routing_rows, "states": state_rows, "survival": survival_rows, "renoised": renoised_rows}
         rows = {
             name: [row for model, data in measured.items() for row in of_model(model, data, self.seed)]
             for name, of_model in made.items()

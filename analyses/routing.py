@@ -161,17 +161,27 @@ def routing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
         share = data.sel(layer=layer)["routed_share"].to_numpy()
         tops = top_differences(difference, weight)
         found = {
-            "distance": pooled(_distance, [difference, weight], seed),
+            "distance": _of_contributing(pooled(_distance, [difference, weight], seed), weight),
             "chance": Interval(changed.mean(), np.array(np.nan), np.array(np.nan), (weight > 0).sum()),
             "top_difference": mean_interval(tops, seed=seed),
             "matched_share": mean_interval(share, seed=seed),
         }
         as_far = (1 + (changed >= distance * (1 - 1e-12)).sum()) / (1 + len(changed))
-        tested = {"distance": float(as_far) if weight.any() else np.nan, "top_difference": p_value(tops, seed=seed)}
+        tested = {
+            "distance": float(as_far) if (weight > 0).sum() > 1 else np.nan,
+            "top_difference": p_value(tops, seed=seed),
+        }
         for measure, interval in found.items():
             (line,) = interval_rows(model, measure, interval, {})
             rows.append({**line, "layer": int(layer), "p": tested.get(measure, np.nan), "meaning": ROUTING[measure]})
     return rows
+
+
+def _of_contributing(found: Interval, weight: Float[np.ndarray, " prompt"]) -> Interval:
+    """`found` with the number of prompts that have a matched sink; without an interval if fewer than two have."""
+    number = (weight > 0).sum()
+    low, high = (np.where(number > 1, bound, np.nan) for bound in (found.low, found.high))
+    return Interval(found.estimate, low, high, number)
 
 
 def top_differences(

@@ -335,7 +335,10 @@ def _same(tree: HookTree, found: Tensor, before: Tensor) -> bool:
 
 
 def _other(value: Tensor, name: str) -> Tensor:
-    """A replacement for `value`: the first key hidden, another expert, or numbers between 1/2 and 3/2."""
+    """A replacement for `value`: the first key hidden, another expert, or numbers between 1/2 and 3/2.
+
+    Every second scale of a norm is negative, since the norms of queries, keys and values undo a positive factor.
+    """
     if name.endswith(INDICES):
         return torch.where(value == 0, 1, 0)
     if name.endswith("hook_attn_mask"):
@@ -343,7 +346,8 @@ def _other(value: Tensor, name: str) -> Tensor:
         hidden[..., 0] = HIDDEN
         return hidden
     count = torch.arange(value.numel(), device=value.device, dtype=torch.float32)
-    return (1 + count.cos() / 2).view(value.shape).to(value.dtype)
+    signs = 1 - 2 * (count % 2) if name.endswith("hook_scale") else 1
+    return ((1 + count.cos() / 2) * signs).view(value.shape).to(value.dtype)
 
 
 def _require(value: float, limit: float, what: str) -> None:

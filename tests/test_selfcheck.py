@@ -14,7 +14,7 @@ from sinklens.checkpoints import from_pretrained_model
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import attention, names
 from sinklens.model import Model, load
-from sinklens.selfcheck import check
+from sinklens.selfcheck import _other, check
 
 
 def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model:
@@ -324,3 +324,14 @@ def test_a_model_that_nnsight_wraps_afterwards_shows_every_point_to_both():
     with model.trace(ids):
         read = model.blocks[1].hook_resid_mid.output.save()
     torch.testing.assert_close(read, cache["blocks.1.hook_resid_mid"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_norm_that_follows_does_not_undo_an_edited_scale():
+    """Queries, keys and values may all be normalized: a positive factor has no effect on them."""
+    x, scale = torch.randn(1, 6, 8), torch.rand(1, 6, 1) + 0.5
+    before, after, positive = (
+        torch.nn.functional.normalize(x / one, dim=-1)
+        for one in (scale, _other(scale, "blocks.0.ln1.hook_scale"), _other(scale, "blocks.0.hook_resid_pre"))
+    )
+    torch.testing.assert_close(positive, before)
+    assert (after - before).abs().max() > 0.5

@@ -5,6 +5,7 @@ pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``
 follow the run.
 """
 
+from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
@@ -24,6 +25,7 @@ __all__ = [
     "AblateHeads",
     "AblateSinkAttention",
     "AblateValues",
+    "Accept",
     "Activations",
     "AtPositions",
     "ClampStream",
@@ -43,6 +45,7 @@ __all__ = [
     "PatchHooks",
     "PathPatch",
     "Remask",
+    "Renoise",
     "Resample",
     "RunContext",
     "SinkToken",

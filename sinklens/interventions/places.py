@@ -46,9 +46,10 @@ class Places:
     ) -> None:
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
+        self._layers = what.chosen_layers(model) if layers is None else layers
         self._finder: Finder | None = None
         if what.where is not None:
-            self._finder = finder_of(what, model, run, what.chosen_layers(model) if layers is None else layers)
+            self._finder = finder_of(what, model, run, self._layers)
             if queries and self._finder.past:
                 raise SettingError(
                     f"where={what.where!r} finds keys of the text before, whose queries an autoregressive run has "
@@ -88,6 +89,12 @@ class Places:
             return None
         missing = self._fixed.shape[-1] - found.shape[-1]  # not decoded yet
         return torch.nn.functional.pad(found, (0, missing)) & self._fixed
+
+    def in_any_head(self, step: int) -> Bool[Tensor, "#batch pos"] | None:
+        """The positions of a step of the run in any layer and head, over the complete text; None for nowhere."""
+        by_layer = self._finder is not None and self._finder.by_layer
+        found = [mask for layer in (self._layers if by_layer else [None]) if (mask := self.at(step, layer)) is not None]
+        return torch.stack([mask.any(dim=1) for mask in found]).any(dim=0) if found else None
 
     def of_queries(
         self, hook: "Point", queries: int, device: torch.device
