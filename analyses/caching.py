@@ -52,7 +52,6 @@ from sinklens.caching import DelayedCache, DualCache, KeepSinks, Planned, Policy
 from sinklens.interventions import MaskedLogits
 from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Detector, EpsilonOverMean, Record, SinkTrack
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,7 +119,7 @@ class Caching(Study):
 
     def _of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
         logits = MaskedLogits()
-        base = self._run(model, [prompt], settings, hooks=[logits], record_sinks=Record(["drift"]))
+        base = self.generate(model, [prompt], settings, hooks=[logits], record_sinks=Record(["drift"])).run
         allowed = candidates(base, self.every)
         sets = chosen_keys(base, allowed, self.sink, self.every, self.seed)
         found = self._empty(model)
@@ -153,7 +152,7 @@ class Caching(Study):
         for start in range(0, len(fresh), self.rows):
             plans, seen = fresh[start : start + self.rows], MaskedLogits()
             count = len(plans)
-            self._run(
+            self.generate(
                 base.model, [prompt] * count, settings, hooks=[seen], record_sinks=False,
                 replay=base.canvas.repeat(count, 1, 1), cache=Planned(np.stack(plans)),
             )  # fmt: skip
@@ -179,7 +178,9 @@ class Caching(Study):
         scores, kept, members = [], [], []
         for name in POLICIES:
             seen = MaskedLogits()
-            run = self._run(base.model, [prompt], settings, hooks=[seen], replay=base, cache=self.policies()[name])
+            run = self.generate(
+                base.model, [prompt], settings, hooks=[seen], replay=base, cache=self.policies()[name]
+            ).run
             assert run.sinks is not None
             scores.append(run.sinks["score"].to_numpy()[0])
             kept.append(seen.kept)
@@ -207,13 +208,8 @@ class Caching(Study):
             sums[:, step, layer] = torch.einsum("hqk,rq->rhk", value[0].float(), chosen).cpu().numpy()
 
         points = [(f"blocks.{layer}.attn.hook_pattern", add) for layer in range(cfg.n_layers)]
-        self._run(base.model, [prompt], settings, hooks=points, record_sinks=False, replay=base)
+        self.generate(base.model, [prompt], settings, hooks=points, record_sinks=False, replay=base)
         return sums
-
-    def _run(self, model: "Model", prompts: Sequence[Any], settings: Mapping[str, Any], **more: Any) -> "Generation":
-        return generate(
-            model, list(prompts), seed=self.seed, chat_template=self.chat_template, progress=False, **more, **settings
-        )
 
     def _empty(self, model: "Model") -> xr.Dataset:
         """The measurements of a prompt, all NaN."""

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool
+from torch import Tensor
 
+from sinklens.caching import Policy
 from sinklens.prompts import SinglePrompt
 from sinklens.runs.activity import active_rows
 from sinklens.sampling.settings import Settings
@@ -58,7 +60,8 @@ def own_run(
     chat_template: bool | str = False,
     record_sinks: bool | Record = True,
     hooks: Sequence[Any] = (),
-    replay: "Generation | None" = None,
+    replay: "Generation | Tensor | None" = None,
+    cache: Policy | None = None,
 ) -> OwnRun:
     """`sinklens.generate`, recording which rows are active at which step.
 
@@ -67,7 +70,8 @@ def own_run(
     active: list[np.ndarray] = []
     run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
-        hooks=[*active_rows(model, lambda rows: active.append(rows.cpu().numpy())), *hooks], replay=replay, **settings,
+        hooks=[*active_rows(model, lambda rows: active.append(rows.cpu().numpy())), *hooks], replay=replay,
+        cache=cache, **settings,
     )  # fmt: skip
     steps = np.stack(active, axis=1)
     return OwnRun(run, steps & ~_ended(run) if model.causal else steps)

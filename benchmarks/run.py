@@ -24,7 +24,7 @@ from unittest import mock
 import nnsight
 import numpy as np
 import torch
-from caches import block_caching, block_parts, caching, stopping
+from caches import block_caching, block_ratios, caching, stopping
 from interventions import mapping, placing, sweeping
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -314,11 +314,11 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
         "compile": lambda: compiling(MIDDLE, lengths, pairs),
-        "caches": lambda: caching(MIDDLE, 3),
-        "block": lambda: block_parts(MIDDLE, 3),
-        "regional": lambda: regional(MIDDLE, 1024, 9),
-        "estimated": lambda: estimating(MIDDLE, 1024, 7),
-        "stopping": lambda: stopping(20, 5, 3),
+        "caches": lambda: caching(SMALLEST, 1, gen_length=64) if quick else caching(MIDDLE, 3),
+        "block": lambda: block_ratios(SMALLEST, 1) if quick else block_ratios(MIDDLE, 3),
+        "regional": lambda: regional(SMALLEST, 128, 1) if quick else regional(MIDDLE, 1024, 9),
+        "estimated": lambda: estimating(SMALLEST, 256, 1) if quick else estimating(MIDDLE, 1024, 7),
+        "stopping": lambda: stopping(2, 2, 1) if quick else stopping(20, 5, 3),
     }
 
 

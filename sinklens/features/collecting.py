@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinklens.caching import Policy, as_policy, policy_name
 from sinklens.errors import SettingError
 from sinklens.experiments.captured import not_ended
 from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
@@ -52,6 +53,7 @@ def collect(
     detector: Detector | None = None,
     layers: Sequence[int] | None = None,
     record_sinks: Record | None = None,
+    cache: Policy | str | None = None,
     batch: int = 16,
     seed: int = 0,
     chat_template: bool | str = False,
@@ -73,7 +75,9 @@ def collect(
         detector: keep only the positions that are a sink of this detector at the step, in any head of `layers`.
         layers: layers in which `detector` looks; None means all.
         record_sinks: what `detector` needs beyond the scores, e.g. ``Record(["values"])``.
-        batch: prompts per run; the places do not depend on it.
+        cache: a cache policy, as in `sinklens.generate`; the places are then those that the steps compute.
+        batch: prompts per run; the places do not depend on it. With a detector and cached blocks (``use_cache``), each
+            prompt runs alone, because the queries that a step sums over are those of all rows of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
         dtype: type of the activations on disk.
         report: called after each batch with the number of finished prompts and of all prompts.
@@ -93,12 +97,14 @@ def collect(
         **_place_settings(take, detector, layers), **_run_settings(model, listed, settings),
         "seed": seed, "chat_template": chat_template, "dtype": dtype,
         "exact": None if record_sinks is None or record_sinks.exact else False,
+        **({} if (policy := as_policy(cache)) is None else {"cache": policy_name(policy)}),
     }  # fmt: skip
+    batch = 1 if detector is not None and take.by_blocks and model.tree.attention_blocks is not None else batch
     store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
     for start in range(store.prompts_done, len(listed), batch):
         part = listed[start : start + batch]
         run = generate(
-            model, part, seed=seed, chat_template=chat_template, hooks=take, progress=False,
+            model, part, seed=seed, chat_template=chat_template, hooks=take, progress=False, cache=cache,
             record_sinks=False if detector is None else record_sinks or True, **settings,
         )  # fmt: skip
         store.append(take.rows(run, start, found), start + len(part))

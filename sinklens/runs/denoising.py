@@ -94,8 +94,6 @@ class Denoising:
     def _context(self) -> RunContext:
         """The context that interventions receive."""
         state = self.state
-        prompts = state.canvas[:, : state.prompt_length]
-        keep = state.real[:, : state.prompt_length]
         return RunContext(
             tree=self.model.tree,
             real=state.real,
@@ -103,7 +101,7 @@ class Denoising:
             steps=self.settings.steps,
             mask_id=state.mask_id,
             seed=self.request.seed,
-            row_keys=tuple(row_key(row[real].tolist()) for row, real in zip(prompts, keep, strict=True)),
+            row_keys=self._row_keys,
             vocabulary=self._texts,
             special=self.model.special_tokens,
             marked=lambda: state.step_undecided,
@@ -116,6 +114,13 @@ class Denoising:
 
     def _settings_text(self) -> str:
         return json.dumps({name: value for name, value in asdict(self.settings).items() if value is not None})
+
+    @property
+    def _row_keys(self) -> tuple[int, ...]:
+        """One number per row that depends only on its prompt."""
+        prompt = slice(0, self.state.prompt_length)
+        rows = zip(self.state.canvas[:, prompt], self.state.real[:, prompt], strict=True)
+        return tuple(row_key(row[real].tolist()) for row, real in rows)
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
         """Text of token ids; each is decoded once."""
@@ -135,7 +140,9 @@ class Denoising:
         chosen = Record() if record is True else record
         more = VARIABLES if self.state.keys is not None or self.settings.reuses_keys else None
         partial = self.state.keys is not None
-        return SinkRecorder(chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more, partial)
+        return SinkRecorder(
+            chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more, partial, self._row_keys
+        )
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs, including those of interventions."""

@@ -42,6 +42,7 @@ class SinkRecorder:
     Args:
         more: further variables that come with the canvases of each step, and their axes after batch and step.
         partial: whether a cache policy limits a step to some positions.
+        row_keys: one number per prompt, which seeds the draws of estimated scores.
 
     Attributes:
         patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
@@ -57,9 +58,10 @@ class SinkRecorder:
         steps: int,
         more: Mapping[str, tuple[str, ...]] | None = None,
         partial: bool = False,
+        row_keys: Sequence[int] = (),
     ) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
-        self._sample = None if record.exact else _sample(tree)
+        self._sample = None if record.exact else _sample(tree, row_keys)
         quantities, layers = record.chosen(self._sample), tree.cfg.n_layers
         _refuse_comparison(quantities, tree, partial)
         self._points = [  # resolved now, so a wrong name fails before the run
@@ -211,7 +213,7 @@ def _of_all_queries(rows: Float[Tensor, "batch head window key"], held: "HeldKey
     return found.masked_fill(~held.computed.to(rows.device)[:, None, :, None], torch.nan)
 
 
-def _sample(tree: "HookTree") -> QuerySample:
+def _sample(tree: "HookTree", row_keys: Sequence[int]) -> QuerySample:
     """What estimates the scores of a run.
 
     Raises:
@@ -219,7 +221,7 @@ def _sample(tree: "HookTree") -> QuerySample:
     """
     if tree.causal or tree.architecture.encoder or tree.attention_blocks is not None:
         raise SettingError("exact=False is for bidirectional models, whose passes compute every query; leave it out.")
-    return QuerySample()
+    return QuerySample(row_keys)
 
 
 def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:

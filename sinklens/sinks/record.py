@@ -33,8 +33,8 @@ class Record:
             65,504; the variables of "stream", which can be larger, stay in float32).
         exact: False estimates the scores from a random quarter of the queries (64 at least) of each pass, which is
             faster on long texts. The track then also has ``score_error``, the standard error of each score. Logits do
-            not change. Hooks and cache policies that read ``hook_sink_scores`` get the estimates, too. For
-            bidirectional models.
+            not change. Hooks and cache policies that read ``hook_sink_scores`` get the estimates, too. The draws follow
+            from each row's prompt and do not depend on its batch. For bidirectional models.
         overwrite: replace an earlier track at `to` when the run's first step ends. Tracks that were opened from there
             and not yet read are lost; call ``track.data.load()`` first to keep one.
 

@@ -44,6 +44,13 @@ def check(store, expected):
     assert np.all(np.diff(columns[0]) >= 0)
 
 
+def check_same(store, other):
+    """Two stores hold the same places and activations."""
+    for name in ("prompt", "step", "pos", "state", "token_id"):
+        assert store.column(name).tolist() == other.column(name).tolist(), name
+    torch.testing.assert_close(store.read(0, len(store)), other.read(0, len(other)), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 @pytest.mark.parametrize(
     ("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "committed"], [2])]
@@ -92,11 +99,28 @@ def test_places_of_runs_with_a_cache_do_not_depend_on_the_batch(worded, tmp_path
         )
         for batch in (1, 4)
     )
-    for name in ("prompt", "step", "pos", "state", "token_id"):
-        assert together.column(name).tolist() == alone.column(name).tolist(), name
-    torch.testing.assert_close(together.read(0, len(together)), alone.read(0, len(alone)), atol=1e-4, rtol=1e-4)
+    check_same(together, alone)
     steps = alone.column("step")
     assert 0 < (steps == steps.max()).sum() < (steps == 0).sum()
+
+
+@pytest.mark.parametrize(("family", "settings"), [
+    ("llama", {}),
+    ("llama", {"cache": "dual", "block_length": 4}),
+    ("dream", {"cache": "delayed"}),
+    ("sdar", {"use_cache": True, "denoising_steps": 2, "stop": False}),
+    ("sdar", {"use_cache": False, "denoising_steps": 2, "stop": False}),
+])  # fmt: skip
+def test_the_sinks_that_a_detector_finds_do_not_depend_on_the_batch(worded, tmp_path, family, settings):
+    alone, together = (
+        collect(
+            worded(family), PROMPTS[:4], POINT, tmp_path / f"{batch}.zarr", batch=batch, gen_length=8,
+            detector=TopK(k=1), layers=[1, 2], **settings,
+        )
+        for batch in (1, 4)
+    )  # fmt: skip
+    check_same(together, alone)
+    assert len(alone)
 
 
 @pytest.mark.extended

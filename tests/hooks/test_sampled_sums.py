@@ -1,5 +1,6 @@
 """Sink scores of drawn queries: unbiased, with the standard error of a simple random sample, and no other effect."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ def test_estimates_are_unbiased_and_their_errors_are_those_of_repeated_draws(mon
     mask = torch.where(real, 0.0, -torch.inf)[:, None, None]
     scores = query @ key.transpose(-2, -1) + mask
     pattern = scores.softmax(-1) * real[:, None, :, None]
-    sample, found, errors = QuerySample(0.5), [], []
+    sample, found, errors = QuerySample([1, 3], 0.5), [], []
     for _ in range(600):
         found.append(sample.column_sums(query, key, scores.logsumexp(-1), 1.0, mask, real if padded else None))
         errors.append(sample.error.square())
@@ -36,7 +37,7 @@ def test_a_share_of_one_gives_the_exact_sums_without_error():
     query, key = (torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     bias = torch.randn(1, 1, 9, 9, generator=torch.Generator().manual_seed(2))  # another row for every query
     scores = query @ key.transpose(-2, -1) + bias
-    sample = QuerySample(1.0)
+    sample = QuerySample([1], 1.0)
     found = sample.column_sums(query, key, scores.logsumexp(-1), 1.0, bias)
     torch.testing.assert_close(found, scores.softmax(-1).sum(dim=2))
     assert (sample.error == 0).all()
@@ -61,6 +62,19 @@ def test_estimated_scores_are_recorded_with_their_errors_and_change_nothing_else
     assert "score_error" not in exact.sinks
     again = sinklens.generate(model, PROMPTS, gen_length=4)
     assert torch.equal(*(torch.from_numpy(one.sinks["score"].to_numpy()) for one in (again, exact)))
+
+
+def test_the_estimates_of_a_row_do_not_depend_on_its_batch(worded, monkeypatch):
+    monkeypatch.setattr(sampled_sums, "FEWEST", 3)
+    model, settings = worded("llama"), {"gen_length": 4, "progress": False, "record_sinks": Record(exact=False)}
+    for cache in (None, "dual"):
+        together = sinklens.generate(model, [*PROMPTS, PROMPTS[0]], cache=cache, **settings)
+        for row, prompt in enumerate(PROMPTS):
+            alone = sinklens.generate(model, prompt, cache=cache, **settings)
+            for name in ("score", "score_error"):
+                length = alone.sinks[name].sizes["pos"]
+                found = together.sinks[name][row, ..., -length:].to_numpy()
+                np.testing.assert_allclose(found, alone.sinks[name][0].to_numpy(), atol=1e-4, err_msg=f"{cache} {name}")
 
 
 def test_estimates_are_for_bidirectional_models(worded, tiny_llama):
