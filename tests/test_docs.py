@@ -336,6 +336,14 @@ def test_the_concept_page_lists_every_subclass(package, base, page):
     assert [kind.__name__ for kind in kinds if f"][{package}.{kind.__name__}]" not in PAGES[page]] == []
 
 
+def test_the_interventions_for_a_canvas_of_random_tokens_are_listed():
+    module = importlib.import_module("sinklens.interventions")
+    exact = {name for name in module.__all__ if getattr(getattr(module, name), "on_canvas", False)}
+    listed = re.search(r"interventions other than (.*?)\.\n", PAGES["models.md"], flags=re.DOTALL)
+    assert listed
+    assert set(re.findall(r"`(\w+)`", listed[1])) == exact
+
+
 def test_every_attribute_of_an_effect_is_explained():
     documented = {code(name) for name, _ in rows("concepts/interventions.md", "## What it did")}
     assert documented == {part.name for part in dataclasses.fields(Effect)}
