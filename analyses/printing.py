@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 ROWS = 24
+ALONE = "Estimates of a single prompt have no interval; give more prompts (--number or --prompts) for intervals."
 WIDE = 400  # columns when writing to a file or a pipe, where nothing should wrap
 INTERVAL = ("estimate", "low", "high")
 LEGEND = (
@@ -49,15 +50,19 @@ def show(out: Path, manifest: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     meanings: dict[str, str] = {}
+    alone = False
     for name in _table_names(out, manifest):
         file = out / f"{manifest['study']}-{name}.csv"
         frame = pandas.read_csv(file, keep_default_na=False, na_values={column: [""] for column in INTERVAL})
         meanings |= _meanings(frame)
+        alone |= "prompts" in frame and bool((frame["prompts"] == 1).any())
         for model in dict.fromkeys(frame["model"]) if "model" in frame else ():
             _show_one(console, f"{name}: {model}", frame[frame["model"] == model].drop(columns="model"), file)
     for measure, meaning in meanings.items():
         console.print(f"{measure}: {meaning}", markup=False, soft_wrap=not sys.stdout.isatty())
     console.print(LEGEND, markup=False)
+    if alone:
+        console.print(ALONE, markup=False)
 
 
 def _table_names(out: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -77,7 +82,7 @@ def _show_one(console: Console, title: str, frame: "DataFrame", file: Path) -> N
     """Print one table of one model: labels, the estimate with its interval, and further columns of the study."""
     labels = [name for name in frame.columns if name not in (*INTERVAL, "prompts", "meaning")]
     counts = sorted(set(frame["prompts"])) if "prompts" in frame else []
-    title += f" ({counts[0]} prompts)" if len(counts) == 1 else ""
+    title += f" ({counts[0]} prompt{'s' * (counts[0] != 1)})" if len(counts) == 1 else ""
     table = Table(title=escape(title), title_justify="left")
     before = [name for name in labels if list(frame.columns).index(name) < list(frame.columns).index("estimate")]
     after = [name for name in labels if name not in before] + ["prompts"] * (len(counts) > 1)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
 from sinklens.hooks import names, partial_pass
-from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.front import HookFront
@@ -52,6 +52,7 @@ class HookTree(ModelWeights, HookFront):
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
+        check_modules(hf, architecture)
         self.cfg = sizes_of(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self._switches = Switches()

@@ -9,8 +9,8 @@ Matrices multiply from the right, ``x @ W``, so each is the transpose of the tra
     W_out              [d_mlp, d_model]             b_out       [d_model]
     W_E [vocab, d_model], W_U [d_model, vocab]      b_U         [vocab]
 
-A bias that the checkpoint does not have is zeros. Weights are those of the checkpoint: nothing is folded or centred, so
-the norms keep their weights (``ln1.w``, ``ln2.w``, ``ln_final.w``, and ``attn.q_norm.w``, ``attn.k_norm.w`` [d_head]
+A bias that the checkpoint does not have is zeros. Weights are those of the checkpoint: nothing is folded or centered,
+so the norms keep their weights (``ln1.w``, ``ln2.w``, ``ln_final.w``, and ``attn.q_norm.w``, ``attn.k_norm.w`` [d_head]
 where queries and keys are normalized).
 
 Pitfall: these properties return views of the parameters. Do not write to them; change the parameters of

@@ -45,7 +45,7 @@ ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Mode
     ),
     **dict.fromkeys(
         ("enable_compatibility_mode", "process_weights", "process_weights_", "fold_layer_norm", "center_unembed"),
-        "weights stay as the checkpoint stores them; nothing is folded or centred.",
+        "weights stay as the checkpoint stores them; nothing is folded or centered.",
     ),
     "set_tokenizer": "pass the tokenizer to sinklens.load(..., tokenizer=...).",
     "input_to_embed": "read the hook point hook_embed.",

@@ -165,7 +165,7 @@ def test_cfg_has_the_current_device_and_dtype_of_the_weights():
     [
         ("generate", r"sinklens\.generate\(model, prompt"),
         ("diffusion_generate", r"sinklens\.generate\(model, prompt"),
-        ("process_weights", "nothing is folded or centred"),
+        ("process_weights", "nothing is folded or centered"),
         ("set_tokenizer", r"sinklens\.load\(\.\.\., tokenizer=\.\.\.\)"),
     ],
 )

@@ -141,15 +141,15 @@ assert confidence[23, results[1]] > 0.95
 
 # %% [markdown]
 # The model is confident at all positions but two: the result of the last calculation and its copy after `####`. Each
-# has a confidence of about one half through 23 steps. When the first is decided, the other only has to copy it, and
-# rises from 0.48 to 0.99. Positions decided in the same step are predicted independently and could disagree. This is
-# what steps are for.
+# has a confidence of about one half through 23 steps. When the first is decided, the other only has to copy it, and its
+# confidence rises from 0.48 to 0.99. Positions decided in the same step are predicted independently and could disagree.
+# This is what steps are for.
 
 # %% [markdown]
 # ## Attention in the middle of a step
 #
 # `patterns` [step, head, query, key] are the attention patterns of layer 0 that the block kept. Every query distributes
-# an attention of 1 over all keys, including those to its right: a DLM has no causal mask. The positions are labelled
+# an attention of 1 over all keys, including those to its right: a DLM has no causal mask. The positions are labeled
 # with their final tokens; at step 0 the complete answer is still masked, and queries hardly attend to it.
 
 # %%

@@ -151,8 +151,9 @@ assert moved.loc["jump_share", "tiny-llada"] > 5 * moved.loc["jump_share", "tiny
 # - `jump_share`: the strongest key changes at 9.1 % of `tiny-llada`'s steps, and at 1.4 % of `tiny-llama`'s.
 # - `static_share`: 27 % of the heads of `tiny-llada` keep their strongest key through the complete run, 78 % of
 #   `tiny-llama`'s.
-# - `pooled_temporal_variance`: over the steps, the centre of the sinks wanders by 8.1 positions² against 0.13, while
-#   over the positions (`pooled_spatial_variance`) attention is more even, 0.06 against 0.75.
+# - `pooled_temporal_variance`: the variance of the sinks' center over the steps, 8.1 positions² in `tiny-llada` against
+#   0.13 in `tiny-llama`. Over the positions, in contrast, attention is more even in `tiny-llada`:
+#   `pooled_spatial_variance` is 0.06 against 0.75.
 # - `lifetime`: how many steps a sink lasts, and `drift`: how many positions per step it wanders to the right.
 #
 # Every head has a strongest key, even if its attention is almost uniform; there it jumps between nearly equal scores.
@@ -164,9 +165,10 @@ for name in names:
     print(f"{name}: {int(moves.changes)} moves in {int(moves.pairs)} steps, {float(moves.changes / moves.pairs):.1%}")
 
 # %% [markdown]
-# Sinks move in the diffusion model, four times as often as in its twin, though half as often as the strongest keys do.
-# Caution: from one step to the next, an autoregressive run adds one query and keeps all others, so its column sums
-# *must* change slowly. Compare the attention of the newest query alone before you conclude that nothing moves there.
+# Sinks move in the diffusion model: four times as often as in its twin, though only half as often as its strongest
+# keys. Caution: from one step to the next, an autoregressive run adds one query and keeps all others, so its column
+# sums *must* change slowly. Compare the attention of the newest query alone before you conclude that nothing moves
+# there.
 
 # %% [markdown]
 # ## Which tokens are sinks?
@@ -215,7 +217,7 @@ assert preferred.loc["mask", "tiny-llada"] < 0.5
 # ## Solutions
 #
 # **1.** 57 % by column sum, 9 % by visible queries. The second is not better in itself: very few queries see the last
-# keys (the newest sees only itself), and a mean over few is easily large. Whichever unit you use, state it.
+# keys (only one sees the newest), and a mean over few queries is easily large. Whichever unit you use, state it.
 
 
 # %%

@@ -141,8 +141,8 @@ print(named.pivot(index=["model", "pick"], columns="masked", values="estimate").
 #
 # The small models show the opposite. `tiny-llada`, the diffusion model, loses 44 points when one sink per head is
 # masked and 76 when it stays masked, while a random key costs 8. It needs its sinks. `tiny-llama` loses 8 points with
-# one sink, as many as with one random key, and none when its sinks stay masked. With five keys it loses 20 points by
-# sinks and 44 by random keys; that difference of 24 [0, 48] is one that 25 problems do not settle.
+# one sink, as many as with one random key, and none when its sinks stay masked. With five keys it loses 20 points to
+# sinks and 44 to random keys. Whether that difference of 24 [0, 48] is due to chance, 25 problems cannot settle.
 #
 # Neither result refutes the paper. These are models of two million parameters that know one kind of text, on 25
 # problems. But three lessons apply to any model: compare with random keys, keep the masks steady, and give intervals.
@@ -170,7 +170,8 @@ assert accuracy("tiny-llama", "1 sink of the unmasked run") == accuracy("tiny-ll
 # %% [markdown]
 # ## Solutions
 #
-# **1.** In the first: of 9 right answers masks in layer 0 leave 3, in layer 1 5, in layer 2 7 and in layer 3 8.
+# **1.** Most in the first. Of 9 right answers, masks in layer 0 leave 3, those in layer 1 leave 5, in layer 2 7, and in
+# layer 3 8.
 
 # %%
 from sinklens.tasks.word_problems import held_out, read_answer
@@ -192,8 +193,8 @@ print(by_layer)
 assert by_layer[0] < by_layer[3]
 
 # %% [markdown]
-# **2.** In the second half, when the numbers are decided (see the first tutorial): masks there leave 1 right answer,
-# masks in the first half 8.
+# **2.** In the second half, when the numbers are decided (see the first tutorial): masks there leave 1 right answer;
+# masks in the first half leave 8.
 
 # %%
 by_time = {"first half": right(steps=range(12)), "second half": right(steps=range(12, 24))}
@@ -201,8 +202,8 @@ print(by_time)
 assert by_time["second half"] < by_time["first half"]
 
 # %% [markdown]
-# **3.** About 500: there the interval is 4.8 points wide. A difference between two conditions on the same problems
-# needs fewer, since problems that both get right or wrong cancel.
+# **3.** About 500: with 500 problems, the interval is 4.8 points wide. A difference between two conditions on the same
+# problems needs fewer, because problems that both answer right, or both answer wrong, cancel.
 
 # %%
 from sinklens.evaluation import Accuracy

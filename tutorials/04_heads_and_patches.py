@@ -81,7 +81,7 @@ assert not right[list(every).index("1.5")].any()
 # heads can each be removed without a wrong answer. That does not make these heads idle: others may compensate, and a
 # map of single heads cannot show it (exercise 1). KL rises along the steps, because it is a mean over the positions
 # still masked, and those decided last (names, things and numbers) depend most on the prompt. Three problems are few;
-# `sinklens analyse heads tiny-llada` makes these maps with intervals over many.
+# `sinklens analyse heads tiny-llada` draws these maps for many problems, with intervals.
 #
 # ### Zero is not a typical output
 #
@@ -105,7 +105,7 @@ for name in pairs:
 # %% [markdown]
 # The two agree closely here: the model needs these heads' information about the prompt, not their mean.
 #
-# ## Where is a number of the prompt?
+# ## Where is a number of the prompt stored?
 #
 # Two prompts differ in one number. The *corrupted* one says 7, the *clean* one 6; both have the same number of tokens.
 
@@ -123,9 +123,9 @@ print("positions of the answers that differ:", differ)
 assert (clean.text[-2:], corrupted.text[-2:]) == ("14", "13")
 
 # %% [markdown]
-# At each step we compare the *gap*: the logit of the clean token minus that of the corrupted one, summed over those of
-# these positions that are still masked. To make every step comparable, all runs work on the corrupted run's canvases
-# (`replay=`). The clean values are those of a run on the same canvases with the 6 put back into the prompt.
+# At each step we compare the *gap*: the logit of the clean token minus that of the corrupted one, summed over the
+# differing positions that are still masked. To make every step comparable, all runs work on the corrupted run's
+# canvases (`replay=`). The clean values are those of a run on the same canvases with the 6 put back into the prompt.
 
 # %%
 NAMES = ["hook_embed", *(f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS))]
@@ -213,8 +213,8 @@ assert turned[23] == corrupted.text
 #
 # ## Attribution patching: all patches from two passes
 #
-# One step is a pass over its canvas. Patching a value v of it changes a metric m by about (v_clean − v_corrupted) ·
-# ∂m/∂v, and one backward pass gives that for all heads, layers and positions. `patching_effects` measures the effect
+# One step is a pass over its canvas. Patching a value v of the pass changes a metric m by about (v_clean − v_corrupted)
+# · ∂m/∂v, and one backward pass gives that for all heads, layers and positions. `patching_effects` measures the effect
 # itself, with one copy of the pass for each place; `agreement` compares the two. We use the step at which the copy of
 # the number is decided; the metric is the logit of the clean number minus that of the corrupted one there.
 
@@ -267,11 +267,11 @@ assert scores[7, "one gradient"].correlation < 0
 assert scores[7, "path=8"].correlation > 0.8
 
 # %% [markdown]
-# Between 6 and 12 one gradient ranks the places well. Between 6 and 7 its sign is wrong: the attention that copies a
+# For 6 against 12, one gradient ranks the places well. For 6 against 7, its sign is wrong: the attention that copies a
 # number is saturated, and its gradient in the corrupted pass carries no information about another number. With `path=8`
 # the gradient is averaged over eight mixtures of the two embeddings, and the correlation is right in both cases; the
-# sizes are not (see the relative error). The estimate alone does not show which of the two cases applies: compare some
-# places with `patching_effects` before you rely on it.
+# sizes are not (see the relative error). The estimate alone does not show whether its sign is right: compare it with
+# `patching_effects` at some places before you rely on it.
 #
 # ## Exercises
 #

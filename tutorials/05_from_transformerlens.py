@@ -254,9 +254,9 @@ print(f"with 7 instead of 6 in the prompt, step 0: {start[right] - start[wrong]:
 assert start[right] < start[wrong]
 
 # %% [markdown]
-# At step 0, with only masks after the prompt, the model already prefers the right result to its neighbour: by 7.3
-# logits here, and by 6.1 in the other direction where 13 is right. The attribution hardly changes for 23 steps; once
-# the result is in the worked line, the last MLP adds the rest.
+# At step 0, with only masks after the prompt, the model already prefers the right result to the number next to it: by
+# 7.3 logits here, and by 6.1 in the other direction with 7 instead of 6 in the prompt, where 13 is right. The
+# attribution hardly changes for 23 steps; once the result is in the worked line, the last MLP adds the rest.
 #
 # `stack_head_results` splits attention by head. It works from the cached `hook_z`, as in TransformerLens:
 
@@ -338,7 +338,7 @@ assert ordered.unmask_step[0, first:].tolist() == list(range(24))
 #
 # `sinklens.load` accepts a bridge: it shares the weights without copying them, and hooks set on the bridge stay with
 # the bridge. An autoregressive model's steps are its decoded tokens. Here the bridge wraps the shipped `tiny-llama`;
-# weights that a bridge has folded or centred are refused.
+# weights that a bridge has folded or centered are refused.
 
 # %%
 folder = sinklens.load("tiny-llama").cfg.model_name  # the folder of a checkpoint; a hub name works the same way

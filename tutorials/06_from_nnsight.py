@@ -3,7 +3,7 @@
 #
 # At the end you will know
 #
-# - that a loaded model is an nnsight root: `model.trace`, `.output`, `.save()`, invokes and `.edit()` are nnsight's;
+# - that a loaded model is an nnsight model: `model.trace`, `.output`, `.save()`, invokes and `.edit()` are nnsight's;
 # - how a trace block follows a *denoising run* step by step, and how to select steps and stop;
 # - in which order values can be read, and what happens when a value is read too late;
 # - how to intervene by hand: edit a point, patch one run into another, force a token, reorder the sampler's decisions;
@@ -252,6 +252,7 @@ assert "19 - 6 = 14" in t.text
 
 # %% [markdown]
 # It does not: the result comes from the prompt.
+#
 # **The order of decisions.** Unchanged, this model commits the end tokens first. `denoise.hook_confidence` determines
 # the order; with small values for end tokens, the words come first:
 

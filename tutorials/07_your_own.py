@@ -38,8 +38,8 @@ prompts = [problem.prompt for problem in held_out(20)]
 # `sinklens.load` takes a folder with `config.json`, one or several `*.safetensors` and, for text, a tokenizer: the
 # layout in which checkpoints are published. A checkpoint's code is never run, and pickles are refused.
 #
-# Ours is `tiny-llada` without head 0 of layer 0: the first 32 columns of the output projection, LLaDA's `attn_out`,
-# become 0. An intervention that ablates the head must give the same canvases.
+# We write one: `tiny-llada` without head 0 of layer 0. For that, we set the first 32 columns of the output projection,
+# LLaDA's `attn_out`, to 0. An intervention that ablates the head must give the same canvases.
 
 # %%
 shipped = find_checkpoint("tiny-llada")  # the folder of the shipped checkpoint; a name on the hub is downloaded
@@ -60,7 +60,8 @@ print(f"without this head {changed} of {len(prompts)} answers change")
 # ### What is checked
 #
 # Names and shapes in the files are compared with what the config describes before any weight is read: transformers
-# alone would warn and continue with random weights. An error names a config value that cannot be expressed.
+# alone would warn and continue with random weights. If transformers' class cannot express a config value, an error
+# names it.
 
 # %%
 file = mine / "config.json"
@@ -262,12 +263,12 @@ assert preferred.loc["start", "of masked queries"] < 1 < preferred.loc["start", 
 
 # %% [markdown]
 # The relative bound finds all sinks of Eq. 3 and a few more. That follows from arithmetic: scores are 1 on average, so
-# if there is a sink the others' mean is below 1, and a score 3 above that mean is more than 4 times the mean. The
-# masked queries have 3.5 times as many sinks as Eq. 3 finds, and 60 % of those of Eq. 3 are among them; but the same is
-# true for random queries (61 %), and part of it is the noise of few queries. The difference is where they look: not at
-# the start token, which draws the prompt's queries (0.19 of chance, against 3.63 by Eq. 3 and 1.79 for random queries),
-# and at line breaks (1.48), which lead the paper's list for LLaDA. Their sinks last 6.6 steps; those of random queries,
-# drawn again at each step, last 1.5.
+# if there is a sink, the mean of the others is below 1, and a score 3 above that mean is more than 4 times that mean.
+# The masked queries have 3.5 times as many sinks as Eq. 3 finds, and 60 % of those of Eq. 3 are among them; but the
+# same is true for random queries (61 %), and part of it is the noise of few queries. The difference is where their
+# sinks are. They are seldom on the start token, which draws the prompt's queries (0.19 times as often as chance,
+# against 3.63 by Eq. 3 and 1.79 for random queries), and more often on line breaks (1.48), which lead the paper's list
+# for LLaDA. Their sinks last 6.6 steps; those of random queries, drawn again at each step, last 1.5.
 
 # %% [markdown]
 # ## Your own study
@@ -276,10 +277,10 @@ assert preferred.loc["start", "of masked queries"] < 1 < preferred.loc["start", 
 # *measure* on a batch of prompts (a Dataset with the axis `prompt`), and the *tables* and *figures* of the
 # measurements. The base class loads, batches, resumes after an interruption, and writes files and a manifest.
 #
-# Ours: **is a head's strongest key at the most recently decided position?** The *lag* of a position is the number of
-# steps since it got its token: 1 is the position decided a step ago, 0 the one that this step decides, and −1 the one
-# that the next step will decide. For every lag we measure how often the strongest key of a head has it, over the steps
-# at which a position of that lag exists. The chance level is one over the number of positions.
+# Our question: **is a head's strongest key at the most recently decided position?** The *lag* of a position is the
+# number of steps since it got its token: 1 is the position decided a step ago, 0 the one that this step decides, and −1
+# the one that the next step will decide. For every lag we measure how often the strongest key of a head has it, over
+# the steps at which a position of that lag exists. The chance level is one over the number of positions.
 
 # %%
 from sinklens.analyses import Study, difference_table, interval_table
@@ -330,7 +331,7 @@ class Recency(Study):
 
 # %% [markdown]
 # `self.generate` runs a batch and removes the steps at which a row only waits for others of its batch, so a problem's
-# numbers do not depend on its neighbours.
+# numbers do not depend on the rest of the batch.
 
 # %%
 names, study = ("tiny-llada", "tiny-llama"), Recency()
@@ -368,8 +369,8 @@ assert excess.loc[("tiny-llada", 1), "high"] < min(0, excess.loc[("tiny-llada", 
 #
 # ## Solutions
 #
-# **1.** Both. Without the sinks of Eq. 3, 0.57 keys per head and step, 1 of 18 right answers remains; without those of
-# the masked queries, 1.98 keys, 2 remain. Masking as many random keys leaves 17 and 16.
+# **1.** It needs both. Masking the sinks of Eq. 3 (0.57 keys per head and step) leaves 1 of 18 right answers; masking
+# those of the masked queries (1.98 keys) leaves 2. Masking as many random keys leaves 17 and 16.
 
 # %%
 from sinklens.tasks.word_problems import read_answer
@@ -390,8 +391,9 @@ print(kept)
 assert kept["Eq. 3", "strongest"] < kept["Eq. 3", "random"] - 10
 
 # %% [markdown]
-# **2.** `tiny-llada` is unchanged, because all its queries see all keys. In `tiny-llama` the mean over the queries that
-# see a key is 4.3 points above chance at the token written five steps ago, and 1.5 points below at the newest.
+# **2.** `tiny-llada` is unchanged, because all its queries see all keys. In `tiny-llama`, with the mean over the
+# queries that see a key, the share is 4.3 points above chance at the token written five steps ago, and 1.5 points below
+# chance at the newest.
 
 # %%
 visible = Recency(unit="visible").run(names, prompts).tables["lags"]

@@ -161,9 +161,9 @@ assert not Path("results").exists()
 
 # %% [markdown]
 # Three conditions of 20 problems with 24 steps; `budget.seconds` is the time. By hand, for LLaDA in the command above:
-# GSM8K's test set has 1,319 problems, the protocol 256 steps. No masking, three numbers of keys masked in three ways,
-# and the unmasked runs of the steady masks are 13 runs: 4,389,632 passes of one row, which take 1.5 hours at a made-up
-# rate of 100 rows a second on each of 8 GPUs.
+# GSM8K's test set has 1,319 problems, the protocol 256 steps. One run without masking, nine with three numbers of keys
+# masked in three ways, and three unmasked ones that the steady masks need make 13 runs: 4,389,632 passes of one row,
+# which take 1.5 hours at a made-up rate of 100 rows a second on each of 8 GPUs.
 
 # %% [markdown]
 # ## The ledger
@@ -329,9 +329,10 @@ print(shell("sinklens score code"))
 
 # %% [markdown]
 # With the flag, each program runs in separate processes without network, with no files except an empty folder, and with
-# limits on time, memory, processes and output. The strength of the isolation depends on the system; it is detected and
-# printed: `namespaces`, where nothing else of the machine is visible; `process`, where system calls are filtered; and
-# `none`, where nothing is run. Isolation weaker than namespaces is refused unless `--isolation process` accepts it.
+# limits on time, memory, processes and output. How strong the isolation can be depends on the system; the level is
+# detected and printed: with `namespaces`, nothing else of the machine is visible; with `process`, system calls are
+# filtered; with `none`, nothing is run. Isolation weaker than namespaces is refused unless `--isolation process`
+# accepts it.
 
 # %%
 from sinklens.evaluation.sandbox import available_isolation, run_program

@@ -44,7 +44,7 @@ print(prompts[0] + run.text)
 # %% [markdown]
 # ## The picture
 #
-# Marks are filled where the strongest key of head 1.0 is a sink. It jumps at step 8.
+# The head is 1.0, head 0 of layer 1. Marks are filled where its strongest key is a sink. The sink jumps at step 8.
 
 # %%
 LAYER, HEAD, STEP = 1, 0, 8
@@ -59,8 +59,8 @@ print(f"from {old} ({tokens[old]}) to {new} ({tokens[new]}); step {STEP - 1} dec
 assert (old, new, decided) == (34, 18, [37])
 
 # %% [markdown]
-# The sink moves from an undecided position to the word " have" of the question. Between the two steps, the canvas
-# changed at only one position, 37, which is neither of these: it became an end token.
+# The sink moves from an undecided position, 34, to the word " have" of the question. Between the two steps, the canvas
+# changed only at position 37, which is neither of the two: it became an end token.
 
 # %% [markdown]
 # ## Who writes its key?
@@ -114,8 +114,9 @@ assert edges.loc["L0H4", "q"] > 0.6
 assert edges["k"].abs().max() < 0.1
 
 # %% [markdown]
-# One edge undoes most of the jump: L0H4 → L1H0.q. The shares of single edges need not add up to 1, because norms and
-# the softmax are nonlinear. Does the edge act at the position that was just decided, or at all queries?
+# One edge undoes most of the jump: L0H4 → L1H0.q, from the output of head 0.4 to the queries of head 1.0. The shares of
+# single edges need not add up to 1, because norms and the softmax are nonlinear. Does the edge act at the position that
+# was just decided, or at all queries?
 
 # %%
 there = [position for position in range(run.canvas.shape[2]) if position not in decided]

@@ -10,7 +10,8 @@
 # - how stale keys differ from hidden keys, with sinks and with the others,
 # - which of these numbers can be compared, and which cannot.
 #
-# It uses `tiny-llada` in blocks of eight positions, because the policies act between the steps of a block.
+# It uses `tiny-llada` in blocks of eight positions, not in its default single block of 24: each block begins with a
+# complete step, and the policies act in the steps after it.
 
 # %%
 import time
@@ -54,7 +55,7 @@ plt.show()
 # ## The same canvases
 #
 # Two free runs soon have different tokens, so their steps cannot be compared. `effect` therefore also runs the policy
-# *under replay*, on the canvases of the exact run. Six policies:
+# *under replay*, on the canvases of the exact run. These are the policies:
 #
 # - `PrefixCache` leaves the columns before the block stale, `DualCache` also those after it;
 # - `KeepSinks` is `DualCache` with up to four sinks per layer computed in every step, and `~KeepSinks` its negation:
@@ -157,9 +158,12 @@ print(answers.round(3))
 assert answers.loc[stale, "tokens changed"].max() < answers.loc["only sinks left", "tokens changed"]
 
 # %% [markdown]
-# Four prompts are an illustration, not a result. For accuracy with intervals and speed on a task, run
-# `sinklens evaluate tiny-llada --task tiny-gsm --cache prefix dual keep-sinks:4 drop-sinks:4 --out cached/` and
-# `sinklens table cached/` ([evaluation](../docs/concepts/evaluation.md#cache-policies)).
+# Four prompts are an illustration, not a result. For accuracy with intervals and speed on a task, run these commands,
+# also in blocks of eight ([evaluation](../docs/concepts/evaluation.md#cache-policies)):
+#
+#     sinklens evaluate tiny-llada --task tiny-gsm --cache prefix dual keep-sinks:4 drop-sinks:4 --block-length 8 \
+#         --out cached/
+#     sinklens table cached/
 #
 # ## Exercises
 #

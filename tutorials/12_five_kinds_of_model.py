@@ -8,8 +8,8 @@
 # - what each kind has in addition: blocks, routes, accepted and renoised positions,
 # - which numbers can be compared between kinds, and which follow from what a query can see.
 #
-# Not every kind ships with a trained checkpoint. Otherwise `write_untrained` writes a model of the same
-# format with random weights: it shows the points and their shapes, but not how a trained model behaves.
+# Not every kind ships with a trained checkpoint. For the others, `write_untrained` writes a model of the same format
+# with random weights: it shows the points and their shapes, but not how a trained model behaves.
 
 # %%
 from pathlib import Path
@@ -62,8 +62,9 @@ for kind, name in KINDS.items():
 assert all(run.sinks is not None for run in runs.values())
 
 # %% [markdown]
-# The patterns differ in what a step computes. A masked and a shifted model compute the complete canvas. A canvas model
-# computes its canvas, whose queries see the text before it, so the map has more keys than queries.
+# The patterns differ in size, because the kinds differ in what a step computes. A masked and a shifted model compute
+# the complete canvas. A canvas model computes its canvas, whose queries see the text before it, so the map has more
+# keys than queries.
 
 # %%
 figure, axes = plt.subplots(1, len(runs), figsize=(15, 2.8), layout="constrained")

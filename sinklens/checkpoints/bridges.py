@@ -26,7 +26,7 @@ from sinklens.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_WHERE = "the TransformerBridge (weights must not be folded or centred)"
+_WHERE = "the TransformerBridge (weights must not be folded or centered)"
 _NATIVE_RENAMES = {
     r"^tok_embed\.": "model.embed_tokens.",
     r"^ln_out\.": "model.norm.",
@@ -81,7 +81,7 @@ def _filled(config: "PreTrainedConfig", weights: dict[str, Tensor]) -> "PreTrain
     if parted := sorted(tied & set(weights)):  # named_parameters lists shared weights once, under the first name
         raise CheckpointError(
             f"the config of the TransformerBridge ties its weights, but {', '.join(parted)} has separate values: "
-            f"weights must not be folded or centred. Pass the bridge as it was booted."
+            f"weights must not be folded or centered. Pass the bridge as it was booted."
         )
     first = next(iter(weights.values()))
     with torch.device("meta"):

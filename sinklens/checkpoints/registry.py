@@ -37,7 +37,7 @@ def register(family: Family, architecture: Architecture | None = None) -> None:
     if ARCHITECTURES.get(family.architecture, placed) != placed:
         raise CheckpointError(
             f"architecture {family.architecture!r} is already registered with other module names; leave architecture= "
-            f"out to use those."
+            f"out to use those, or start a new process to register others."
         )
     if family not in FAMILIES:
         _validate(family)

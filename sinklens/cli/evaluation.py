@@ -145,7 +145,7 @@ def _add_score(commands: Any) -> None:
         action="store_true",
         help="allow programs written by a model to run on this machine (default: no)",
     )
-    command.add_argument("--data", type=Path, help="local file or folder of the published task (the hub)")
+    command.add_argument("--data", type=Path, help="local file or folder of the published task (default: the hub)")
     command.add_argument(
         "--isolation", default="namespaces", choices=("namespaces", "process"),
         help="the weakest isolation to accept; the strongest available is used (default: %(default)s)",

@@ -27,7 +27,8 @@ def add_lab(commands: Any) -> None:
     )
     lab.add_argument(
         "--keep", type=Path, metavar="DIR",
-        help="folder that keeps the runs, also to open them again (default: runs are deleted when the lab closes)",
+        help="folder in which runs are kept; those already there are opened (default: runs are deleted when the lab "
+        "closes)",
     )  # fmt: skip
     lab.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     lab.add_argument("--no-browser", action="store_true", help="only print the link (default: also open it)")

@@ -99,7 +99,7 @@ def run_analyse(options: argparse.Namespace) -> None:
         table, file = write_seeds(findings, out, options.seed)
         print(f"over {len(findings.measured)} seeds and {len(prompts)} prompts ({file}):")
         print(table.round(3).to_string(index=False))
-    print(f"{kind.name}: {len(prompts)} prompts, {', '.join(findings.measured)}. Written:")
+    print(f"{kind.name}: {len(prompts)} prompt{'s' * (len(prompts) != 1)}, {', '.join(findings.measured)}. Written:")
     print("\n".join(f"  {file}" for file in findings.files))
 
 

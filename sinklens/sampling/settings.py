@@ -315,7 +315,7 @@ class AutoregressiveSettings(SamplerSettings):
         temperature: randomness of the sampled token; 0 takes the most likely.
         top_p: sample from the smallest set of tokens with this total probability; None turns it off.
         top_k: sample from this many most likely tokens; None turns it off.
-        use_cache: cache keys and values, so that a step computes only one position.
+        use_cache: cache keys and values, so that a step computes only new positions: one, or the current block.
     """
 
     gen_length: int = 128

@@ -15,6 +15,9 @@ heads or layers gives all of them the same answer. Detectors that need more than
 
 Pitfall: thresholds from papers depend on unit and length. 3 above the mean is 0.6 % of all attention for 512 positions
 and 4.7 % for 64.
+
+Limitation: interventions and cache policies call `detect` with a track of one step, so a definition that compares steps
+finds nothing there; see docs/concepts/your-own.md.
 """
 
 import warnings

@@ -7,7 +7,7 @@ import re
 import pandas
 import pytest
 
-from sinklens.analyses.printing import ROWS, manifests, show
+from sinklens.analyses.printing import ALONE, ROWS, manifests, show
 
 LONG = (
     "KL divergence from the unchanged run (nats per undecided position, under replay), and more words than fit a line"
@@ -36,12 +36,15 @@ def test_a_row_shows_labels_the_estimate_and_its_interval(tmp_path, capsys):
     assert cells == [["kl", "0", "NA", "0.250 [0.125, 0.500]"], ["kl", "1", "null", "3 [1e-05, 1.23e+04]"]]
 
 
-def test_missing_values_are_dashes_and_one_prompt_has_no_interval(tmp_path, capsys):
+def test_missing_values_are_dashes_and_a_line_says_why_one_prompt_has_no_interval(tmp_path, capsys):
     rows = [row(estimate=math.nan, low=math.nan, high=math.nan, prompts=0), row(low=math.nan, high=math.nan, prompts=1)]
     show(tmp_path, planted(tmp_path, one=rows))
     printed = capsys.readouterr().out
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "kl" in line]
     assert cells == [["kl", "–", "0"], ["kl", "0.250", "1"]]
+    assert ALONE in printed
+    show(tmp_path, planted(tmp_path, one=[row()]))
+    assert ALONE not in capsys.readouterr().out
 
 
 def test_tables_fit_80_columns_and_no_number_is_cut(tmp_path, capsys, monkeypatch):

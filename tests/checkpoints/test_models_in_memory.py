@@ -181,7 +181,7 @@ def test_a_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(t
         (
             "qwen2",
             False,
-            r"weights must not be folded or centred\): 3 weights have no place in the model \(.*o_proj\.bias",
+            r"weights must not be folded or centered\): 3 weights have no place in the model \(.*o_proj\.bias",
         ),
     ],
 )
