@@ -17,6 +17,12 @@ from sinklens.model import Model, load
 from sinklens.selfcheck import check
 
 
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    """`load` checks every model here, also one that equals a model that passed."""
+    monkeypatch.setattr("sinklens.model.run_check", check)
+
+
 def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model:
     return Model(from_pretrained_model(random_hf("llama", causal, dtype), None))
 

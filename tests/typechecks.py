@@ -5,8 +5,8 @@ the annotations of arguments and result at every call. As jaxtyping does it, thi
 model and triples that of the import. `checking` takes the decorator's place. It makes the same checks, but prepares
 them when a function is first called; checks arguments once, not again together with the result; leaves out the record
 of axes where no annotation has axes; and checks the calls 1, 2, 4, 8, … of a function in each test, not the hundreds
-that repeat them in each layer and step of a run. `_fits` takes the place of jaxtyping's check of one array, which takes up
-to a third of a run: it gives the same answers, with what an annotation says read once, not at every check.
+that repeat them in each layer and step of a run. `_fits` takes the place of jaxtyping's check of one array, which takes
+up to a third of a run: it gives the same answers, with what an annotation says read once, not at every check.
 
 Libraries that the package imports are imported here first: jaxtyping's import hook compiles whatever is imported while
 a module of the package is, and does not find the compiled files that Python keeps.

@@ -238,6 +238,7 @@ def same_value(value, hook):
     return value.clone()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize(
     "hooks",

@@ -17,6 +17,7 @@ def unequal(model, count=4):
     return list(by_length.values())[:count]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, temperature, request):
