@@ -67,6 +67,7 @@ def test_mapped_packages_are_imported_from_their_top_level_folders():
         assert Path(importlib.import_module(package).__file__) == ROOT / folder / "__init__.py"
 
 
+@pytest.mark.extended
 def test_imports_and_help_load_no_slow_library_until_a_name_is_used(tmp_path):
     """One process, without the type checks of this test run: what one step loads, the steps after it report too."""
     script = f"""

@@ -227,12 +227,8 @@ def correlations(model, clean, corrupted, metric, **how):
     return [(score["hook_resid_post"].correlation, score["attn.hook_z"].correlation) for score in found]
 
 
-NUMBERS = [(1, 16, 0), (5, 3, None)]
-
-
-@pytest.mark.parametrize(
-    ("number", "new", "step"), [(0, 19, None), *(pytest.param(*rest, marks=pytest.mark.extended) for rest in NUMBERS)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("number", "new", "step"), [(0, 19, None), (1, 16, 0), (5, 3, None)])
 def test_between_neighbouring_numbers_estimates_follow_the_truth(tiny_llada, number, new, step):
     """Measured 0.92 to 0.98, along the path 0.97 to 1.00."""
     found, along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(6)[number], new, step))

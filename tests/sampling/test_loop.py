@@ -167,6 +167,7 @@ def test_a_forced_candidate_is_committed(tiny_llada):
     assert run.tokens[0, -1] == forced
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 def test_confidence_is_computed_for_the_edited_candidate(name):
     """A token that the model finds unlikely gets low confidence, so its position waits."""

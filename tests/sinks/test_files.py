@@ -388,6 +388,7 @@ def runs(request):
     return [*tracks, t.sinks]
 
 
+@pytest.mark.fast_cases(1)
 def test_concatenated_rows_equal_their_original_tracks(runs):
     together = SinkTrack.concat(runs)
     assert together.data.sizes["batch"] == 4

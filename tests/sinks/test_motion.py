@@ -518,6 +518,7 @@ def test_the_strongest_key_and_the_lives_of_a_real_run_agree_with_the_track(trac
         assert lives["censored"].sum() == found.isel(step=final).sum().item() > 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [0, 1], ids=["diffusion", "autoregressive"])
 def test_the_motion_of_a_prompt_is_the_same_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
     model, together = (tiny_llada, tiny_llama)[number], tracks[number]
