@@ -78,6 +78,8 @@ import sinklens
 loaded("sinklens")
 import sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo
 loaded("packages of lazy names")
+import pytest
+
 from sinklens.cli import main
 for command in ([], ["analyse"], ["train"], ["evaluate"]):
     try:
