@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -78,8 +79,6 @@ import sinklens
 loaded("sinklens")
 import sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo
 loaded("packages of lazy names")
-import pytest
-
 from sinklens.cli import main
 for command in ([], ["analyse"], ["train"], ["evaluate"]):
     try:
