@@ -329,7 +329,7 @@ def test_the_table_points_out_unfinished_conditions_and_sinks_that_escape_maskin
 
 
 def test_cache_policies_stand_beside_the_exact_run_in_one_ledger_and_table(tmp_path, capsys):
-    flags = ["--task", "tiny-gsm", "--limit", 1, "--steps", 6, "--out", tmp_path]
+    flags = ["--task", "tiny-gsm", "--limit", 2, "--steps", 6, "--out", tmp_path]
     policies = ["--cache", "prefix", "dual", "delayed", "keep-sinks:4"]
     assert run(capsys, "evaluate", "tiny-llada", *flags, *policies)[0] == 0
     code, out, _ = run(capsys, "table", tmp_path)
@@ -338,7 +338,7 @@ def test_cache_policies_stand_beside_the_exact_run_in_one_ledger_and_table(tmp_p
     names = ["unmasked", *(f"cache {name}" for name in policies[1:])]
     table = pd.read_csv(tmp_path / "table.csv").set_index("condition")
     assert sorted(table.index) == sorted(names)
-    assert (table.loc[names[1:], "against_unmasked_total"] == 1).all()
+    assert (table.loc[names[1:], "against_unmasked_total"] == 2).all()
     assert (table.loc[names[1:], "speed"] > 0).all()
     dual = sinklens.generate("tiny-llada", held_out(1)[0].prompt, steps=6, cache=DualCache())
     assert records(tmp_path, "cache dual")[0]["tokens"] == dual.tokens[0, dual.prompt_length :].tolist()
