@@ -55,9 +55,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what belongs to `make check` alone, before the markers select."""
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if is_extended(item.path) or item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.extended)
+        elif item.get_closest_marker("fast_cases"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        mark_all_but_some(several)
+
+
+def mark_all_but_some(cases: list[pytest.Item]) -> None:
+    """Leave as many cases as the marker `fast_cases` says to `make test`, from the first to the last."""
+    (number,) = cases[0].get_closest_marker("fast_cases").args
+    fast = {round(n * (len(cases) - 1) / max(1, number - 1)) for n in range(number)}
+    for place, case in enumerate(cases):
+        if place not in fast:
+            case.add_marker(pytest.mark.extended)
 
 
 def pytest_collection_finish() -> None:
@@ -91,6 +105,14 @@ def _close_figures() -> Iterator[None]:
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _check_equal_models_once() -> None:
+    """Skip `sinklens.load`'s self-check of a model whose weights and config passed it before in this process."""
+    import model_checks
+
+    model_checks.check_equal_models_once()
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(shared, na
     assert _max_difference(logits[real], expected["padded_logits"][real]) < TOLERANCE
 
 
+@pytest.mark.fast_cases(21)
 @pytest.mark.parametrize("watching", WATCHING)
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_every_canvas_equals_the_references_token_for_token(shared, name, number, watching):

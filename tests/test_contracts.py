@@ -164,6 +164,7 @@ def used() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.extended
 def test_the_design_page_lists_every_private_name_where_it_is_used():
     table = listed()
     assert {name: set(file.replace("`", "").split(", ")) for name, (_, file, _) in table.items()} == used()

@@ -40,6 +40,7 @@ def unsupported(text):
     return set(re.findall(NUMBER, prose(text))) - set(re.findall(NUMBER, tables)) - constants(text)
 
 
+@pytest.mark.extended
 def test_the_tables_are_those_of_the_stored_results():
     assert script.PAGE.read_text() == script.current(script.PAGE.read_text()), "run python scripts/findings.py"
     assert {match[2] for match in script.MARKED.finditer(script.PAGE.read_text())} == set(script.TABLES)

@@ -77,6 +77,7 @@ def patterns_of(model: sinklens.Model, family: str, **more: Any) -> tuple[Any, d
     return sinklens.generate(model, PROMPTS, gen_length=LENGTH, hooks=hooks, **SETTINGS[family], **more), seen
 
 
+@pytest.mark.fast_cases(3)
 def test_masked_sinks_hide_the_strongest_key_of_the_step_before_and_no_other(model, family):
     base, plain = base_of(model, family)
     _, masked = patterns_of(model, family, hooks=[MaskSinks(top_k=1)], replay=base)
@@ -91,6 +92,7 @@ def test_masked_sinks_hide_the_strongest_key_of_the_step_before_and_no_other(mod
             assert torch.equal(masked[step, layer] == 0, hidden), (step, layer)
 
 
+@pytest.mark.fast_cases(3)
 def test_an_ablated_head_writes_nothing_and_the_others_do(model, family):
     base, _ = base_of(model, family)
     shown: list[Tensor] = []
@@ -102,6 +104,7 @@ def test_an_ablated_head_writes_nothing_and_the_others_do(model, family):
         assert value[:, :, 1].any()
 
 
+@pytest.mark.fast_cases(3)
 def test_a_replay_repeats_canvases_scores_and_marks(model, family):
     base, _ = base_of(model, family)
     again = sinklens.generate(model, PROMPTS, gen_length=LENGTH, replay=base, **SETTINGS[family])
@@ -121,6 +124,7 @@ def test_recorded_scores_are_the_column_sums_of_the_patterns(model, family):
         torch.testing.assert_close(found, pattern.clamp(min=0).sum(2), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.fast_cases(2)
 def test_the_page_of_a_run_has_its_words(model, family, tmp_path):
     base, _ = base_of(model, family)
     page = report(base, tmp_path / "page.html").read_text()

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -67,6 +68,7 @@ def test_mapped_packages_are_imported_from_their_top_level_folders():
         assert Path(importlib.import_module(package).__file__) == ROOT / folder / "__init__.py"
 
 
+@pytest.mark.extended
 def test_imports_and_help_load_no_slow_library_until_a_name_is_used(tmp_path):
     """One process, without the type checks of this test run: what one step loads, the steps after it report too."""
     script = f"""

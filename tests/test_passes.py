@@ -31,6 +31,7 @@ def calls(model, prompt):
     return [*plain, model.run_with_cache(prompt, names_filter=embed)[0]]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("form", [
     lambda model: TEXT,
     lambda model: [TEXT],

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import model_checks
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -15,6 +16,12 @@ from sinklens.errors import SelfCheckError
 from sinklens.hooks import attention, names
 from sinklens.model import Model, load
 from sinklens.selfcheck import _other, check
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    """`load` checks every model here, also one that equals a model that passed."""
+    monkeypatch.setattr("sinklens.model.run_check", check)
 
 
 def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model:
@@ -52,6 +59,23 @@ def test_the_check_can_be_skipped():
     hf = random_hf()
     hf.lm_head.weight.data.fill_(torch.nan)
     assert load(hf, check=False)(torch.tensor([[1, 2]])).isnan().all()
+
+
+def test_the_test_run_skips_the_check_only_of_a_model_equal_to_one_that_passed(monkeypatch):
+    checked = []
+    monkeypatch.setattr(model_checks, "check", lambda tree, causal: checked.append(causal))
+    monkeypatch.setattr(model_checks, "_passed", set())
+
+    def checks(hf, causal=False):
+        model_checks.check_unless_passed(load(hf, check=False).tree, causal)
+        return len(checked)
+
+    changed, hooked = random_hf(), random_hf()
+    changed.lm_head.weight.data[0, 0] += 1
+    hooked.model.norm.register_forward_hook(lambda *given: None)
+    assert [checks(random_hf()), checks(random_hf())] == [1, 1]
+    assert [checks(changed), checks(random_hf(rms_norm_eps=0.1)), checks(random_hf(), causal=True)] == [2, 3, 4]
+    assert [checks(hooked), checks(hooked)] == [5, 6]
 
 
 def make_causal(model: Model, causal: bool) -> None:

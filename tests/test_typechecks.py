@@ -1,18 +1,20 @@
 """The type checks of the test run: what they find, and that they are in place."""
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 import typechecks
+from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation as Violation
-from jaxtyping import Bool, Float, Int, Shaped, _storage
+from jaxtyping import Bool, Float, Int, Shaped, TypeCheckError, _storage
 from torch import Tensor
 
 from sinklens.sampling.decisions import truncate
 
-check = typechecks.checking(typechecker=None)
+check = typechecks.checking(typechecker=beartype)
 
 
 @check
@@ -28,10 +30,11 @@ def count(name: str, *, times: int = 1) -> int:
 Product = Float[Tensor, "row column"]
 
 
-def test_every_call_is_checked_in_its_arguments_and_result_with_one_size_per_axis():
+def test_a_call_is_checked_in_its_arguments_and_result_with_one_size_per_axis():
     for _ in range(3):
         assert outer(torch.ones(2, 3), torch.ones(3, 4)).shape == (2, 4)
     for given in ((torch.ones(2, 3), torch.ones(2, 4)), (np.ones((2, 3)), torch.ones(3, 4))):
+        typechecks.begin_test()
         with pytest.raises(Violation, match=r"parameter (left|right)="):
             outer(*given)
     with pytest.raises(Violation, match="return"):
@@ -41,22 +44,41 @@ def test_every_call_is_checked_in_its_arguments_and_result_with_one_size_per_axi
         count("ab", times="2")
 
 
-def test_the_first_calls_of_a_function_are_checked_in_each_test():
-    for _ in range(typechecks.CALLS):
-        with pytest.raises(Violation, match="parameter name=1"):
+def test_calls_one_two_four_and_so_on_of_a_function_are_checked_in_each_test():
+    for call in range(1, 18):
+        checked = call in (1, 2, 4, 8, 16)
+        error, text = (Violation, "parameter name=1") if checked else (TypeError, "has no len")
+        with pytest.raises(error, match=text):
             count(1)
-    with pytest.raises(TypeError, match="has no len"):
-        count(1)
     typechecks.begin_test()
     with pytest.raises(Violation, match="parameter name=1"):
         count(1)
 
 
+@check
+@dataclass(frozen=True)
+class Cell:
+    value: Float[Tensor, "row column"]
+    inverse: Float[Tensor, "column row"]
+    name: str = "cell"
+
+
+def test_a_dataclass_is_checked_when_it_is_made():
+    assert Cell(torch.ones(2, 3), torch.ones(3, 2)).name == "cell"
+    with pytest.raises(TypeCheckError, match="inverse"):
+        Cell(torch.ones(2, 3), torch.ones(2, 3))
+    typechecks.begin_test()
+    with pytest.raises(TypeCheckError, match="name"):
+        Cell(torch.ones(2, 3), torch.ones(3, 2), 3)
+
+
 def answers(fits, annotation, values):
     """What a check says of two values in a row, and the sizes it has recorded by then."""
-    with typechecks._axes:
-        said = [fits(annotation, value) for value in values]
-        return said, dict(_storage.get_shape_memo()[0])
+    _storage.push_shape_memo({})
+    said = [fits(annotation, value) for value in values]
+    sizes = _storage.get_shape_memo()[0]
+    _storage.pop_shape_memo()
+    return said, sizes
 
 
 def test_the_check_of_an_array_gives_jaxtypings_answers():

@@ -4,14 +4,15 @@ pytest's option ``--jaxtyping-packages`` decorates every function of the package
 the annotations of arguments and result at every call. As jaxtyping does it, this doubles the time of a run of a small
 model and triples that of the import. `checking` takes the decorator's place. It makes the same checks, but prepares
 them when a function is first called; checks arguments once, not again together with the result; leaves out the record
-of axes where no annotation has axes; and checks the first calls of a function in each test, not the hundreds that
-repeat them in each layer and step of a run. `_fits` takes the place of jaxtyping's check of one array, which takes up
-to a third of a run: it gives the same answers, with what an annotation says read once, not at every check.
+of axes where no annotation has axes; and checks the calls 1, 2, 4, 8, … of a function in each test, not the hundreds
+that repeat them in each layer and step of a run. `_fits` takes the place of jaxtyping's check of one array, which takes
+up to a third of a run: it gives the same answers, with what an annotation says read once, not at every check.
 
 Libraries that the package imports are imported here first: jaxtyping's import hook compiles whatever is imported while
 a module of the package is, and does not find the compiled files that Python keeps.
 """
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -27,11 +28,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import xarray  # noqa: F401
 from jaxtyping import _array_types, _storage
 
-CALLS = 16
-"""How many calls of a function are checked in a test, see `begin_test`."""
-
 _original = jaxtyping.jaxtyped
-_axes = jaxtyping.jaxtyped("context")  # a block in which an axis has one size
 _Annotation = type(jaxtyping.AbstractArray)
 _fits_by_jaxtyping = _Annotation.__instancecheck__
 
@@ -40,8 +37,13 @@ def checking(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
     """A decorator with the signature of `jaxtyping.jaxtyped`."""
 
     def decorate(decorated: Any) -> Any:
+        if dataclasses.is_dataclass(decorated) and "__init__" in vars(decorated):
+            plain = decorated.__init__
+            checked = _original(decorated, typechecker=typechecker)
+            checked.__init__ = _sampled(plain, checked.__init__)
+            return checked
         if not inspect.isfunction(decorated) or inspect.isgeneratorfunction(decorated):
-            return _original(decorated, typechecker=typechecker)  # a dataclass, say
+            return _original(decorated, typechecker=typechecker)
         return _checked(decorated)
 
     return decorate
@@ -54,7 +56,7 @@ class _Current:
 
 
 def begin_test() -> None:
-    """Check the first calls of every function again."""
+    """Count the calls of every function from 1 again."""
     _Current.test += 1
 
 
@@ -69,13 +71,28 @@ def _checked(function: types.FunctionType) -> Callable[..., Any]:
         if test != _Current.test:
             test, calls = _Current.test, 0
         calls += 1
-        if calls > CALLS or jaxtyping.config.jaxtyping_disable:
+        if calls & (calls - 1) or jaxtyping.config.jaxtyping_disable:  # not a power of two
             return function(*args, **kwargs)
         if prepared is None:
             prepared = _prepared(function)
         return prepared(*args, **kwargs)
 
     return checked
+
+
+def _sampled(plain: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    """`checked` in the calls 1, 2, 4, 8, … of a test and `plain` in the others."""
+    test, calls = 0, 0
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal test, calls
+        if test != _Current.test:
+            test, calls = _Current.test, 0
+        calls += 1
+        return (plain if calls & (calls - 1) else checked)(*args, **kwargs)
+
+    return call
 
 
 def _prepared(function: types.FunctionType) -> Callable[..., Any]:
@@ -94,8 +111,11 @@ def _prepared(function: types.FunctionType) -> Callable[..., Any]:
 
     def with_axes(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        with _axes:
+        _storage.push_shape_memo({})
+        try:
             return checked(*args, **kwargs)
+        finally:
+            _storage.pop_shape_memo()
 
     return with_axes
 

@@ -111,6 +111,7 @@ PAIRS = [(name, policy) for number, policy in enumerate(POLICIES[:-1]) for name 
 PAIRS += [(name, POLICIES[-1]) for name in SETTINGS]  # plans at random on every model, each policy on one
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("name", "policy"), PAIRS, ids=repr)
 def test_every_step_equals_plain_torch_with_keys_of_earlier_steps(worded, name, policy):
     model = worded(name)
@@ -148,6 +149,7 @@ def test_every_step_equals_plain_torch_with_keys_of_earlier_steps(worded, name, 
     assert some_gone == isinstance(policy, Evict | AtRandom) or policy in POLICIES[-2:]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_policy_that_computes_everything_is_the_exact_run(worded, name):
     model = worded(name)
@@ -160,6 +162,7 @@ def test_a_policy_that_computes_everything_is_the_exact_run(worded, name):
     assert torch.equal(*(torch.from_numpy(run.sinks["score"].to_numpy()) for run in (exact, all_fresh)))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if not isinstance(policy, AtRandom)], ids=repr)
 def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(worded, policy):
     model = worded("llama")

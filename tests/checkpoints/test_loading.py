@@ -64,6 +64,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 # The model
 
 
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_path, family):
     hf, ids = write_family(tmp_path, family), random_ids()
@@ -75,6 +76,7 @@ def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_
     assert model.eos_token_ids == (2,)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "family",
     [
@@ -102,6 +104,7 @@ def test_a_sharded_reference_checkpoint_gives_the_reference_logits(tmp_path, sha
     torch.testing.assert_close(found, expected["logits"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("family", ["llada", "dream", "llama", "qwen3"])
 @pytest.mark.parametrize("twice", [False, True], ids=["stored once", "stored twice"])
 def test_a_tied_head_is_the_embedding(tmp_path, family, twice):
@@ -174,6 +177,7 @@ SPREAD = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": 
 SPREAD |= {f"model.layers.{layer}": "cpu" for layer in range(3)}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto", SPREAD], ids=["cpu", "all", "auto", "by module"])
 def test_a_device_map_gives_the_same_logits(llada, device_map):
     ids = random_ids()

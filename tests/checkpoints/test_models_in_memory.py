@@ -127,6 +127,7 @@ def _bridge(hf: PreTrainedModel, folder: Path) -> Any:
     return boot(BRIDGED[hf.config.model_type], hf_model=hf, tokenizer=word_tokenizer(folder))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("architecture", BRIDGED)
 @pytest.mark.parametrize("tied", [False, True], ids=["separate head", "tied head"])
 def test_a_bridge_is_loaded_with_its_weights(architecture, tied, tmp_path):

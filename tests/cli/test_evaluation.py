@@ -28,15 +28,15 @@ def run(capsys, *arguments):
 
 
 def test_evaluate_and_table_write_the_table_and_the_figure(tmp_path, capsys):
-    flags = ["--task", "tiny-gsm", "--mask-sinks", 0, 1, "--controls", "random", "--limit", 3,
-             "--gen-length", 8, "--out", tmp_path]  # fmt: skip
+    flags = ["--task", "tiny-gsm", "--mask-sinks", 0, 1, "--controls", "random", "--limit", 2,
+             "--gen-length", 4, "--out", tmp_path]  # fmt: skip
     code, out, _ = run(capsys, "evaluate", "tiny-llada", "tiny-llama", *flags)
     assert (code, out) == (0, f"Done. To print the table: sinklens table {tmp_path}\n")
     code, out, _ = run(capsys, "table", tmp_path)
     assert code == 0
     table = pd.read_csv(tmp_path / "table.csv")
     assert sorted(table["condition"].unique()) == ["1 random key", "1 sink", "unmasked"]
-    assert set(table["total"]) == {3}
+    assert set(table["total"]) == {2}
     for name in ("tiny-llada", "tiny-llama", "1 random key", "vs unmasked", "95 % score intervals"):
         assert name in out
     assert {"accuracy.png", "accuracy.svg", "table.csv"} < {file.name for file in tmp_path.iterdir()}

@@ -43,6 +43,7 @@ def reproducible(records):
 CONDITIONS = masking([2], ["random"], of_unmasked=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "condition"),
     [*(("tiny_llada", condition) for condition in CONDITIONS), *(("tiny_llama", one) for one in CONDITIONS[:2])],

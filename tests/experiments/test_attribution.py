@@ -71,6 +71,7 @@ def metric_of(model, ids, real, name=None, edit=None):
     return at_real(real)(plain_pass(model, ids, real, {} if name is None else {name: edit}).logits).item()
 
 
+@pytest.mark.fast_cases(1)
 @MODELS
 def test_estimates_are_slopes_towards_the_clean_value_at_every_point(architecture, causal, real):
     """Central differences of a pass in plain torch: (m(v + hΔ) − m(v − hΔ)) / 2h, Δ the change at one place."""
@@ -96,6 +97,7 @@ def random_double(architecture, causal):
     return sinklens.load(random_hf(architecture, causal, dtype=torch.float64))
 
 
+@pytest.mark.fast_cases(1)
 @MODELS
 def test_real_patching_is_a_pass_with_one_value_replaced(architecture, causal, real):
     model, (clean, corrupted) = shared_model(architecture, causal), pair()
@@ -142,6 +144,7 @@ def linear_at_the_end():
 GIVEN_THE_OTHER = ["attn.hook_pattern", "attn.hook_v"]  # their product is linear in each; along a path both change
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("path", [0, 3])
 @pytest.mark.parametrize(
     "name", ["hook_resid_post", "hook_attn_out", "attn.hook_z", "attn.hook_result", *GIVEN_THE_OTHER]
@@ -224,12 +227,8 @@ def correlations(model, clean, corrupted, metric, **how):
     return [(score["hook_resid_post"].correlation, score["attn.hook_z"].correlation) for score in found]
 
 
-NUMBERS = [(1, 16, 0), (5, 3, None)]
-
-
-@pytest.mark.parametrize(
-    ("number", "new", "step"), [(0, 19, None), *(pytest.param(*rest, marks=pytest.mark.extended) for rest in NUMBERS)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("number", "new", "step"), [(0, 19, None), (1, 16, 0), (5, 3, None)])
 def test_between_neighbouring_numbers_estimates_follow_the_truth(tiny_llada, number, new, step):
     """Measured 0.92 to 0.98, along the path 0.97 to 1.00."""
     found, along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(6)[number], new, step))

@@ -214,6 +214,7 @@ def test_tokens_added_to_an_ended_autoregressive_row_are_not_counted(tiny_llama)
     assert compare(alone, longer)["edit_distance"].item() == 1
 
 
+@pytest.mark.extended
 def test_a_rows_comparison_does_not_depend_on_its_batch(tiny_llama):
     """The second problem ends steps before the first, which is longer, and is padded beside it."""
     prompts = sorted(PROMPTS, key=lambda prompt: len(tiny_llama.tokenizer(prompt).input_ids))[::2]
@@ -238,6 +239,7 @@ def same_value(value, hook):
     return value.clone()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize(
     "hooks",
@@ -262,6 +264,7 @@ def test_an_identity_gives_exactly_the_base_run(request, model, hooks):
         assert compared["same_answer"].all()
 
 
+@pytest.mark.fast_cases(1)
 def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
     base, free, replayed = pair
     found = effect(base[0].model, PROMPTS, CHANGE, **SHORT)

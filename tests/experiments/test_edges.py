@@ -31,6 +31,7 @@ def neighbours():
     return clean, corrupted
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("architecture", "causal", "padded"), [("qwen3", False, False), ("qwen2", True, True)])
 def test_an_edge_has_the_slope_of_its_patch_towards_the_clean_pass(architecture, causal, padded):
     """Central differences of `PathPatch` with a source a little beside the corrupted pass, in double precision."""

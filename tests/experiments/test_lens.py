@@ -81,6 +81,7 @@ def check_against(data, run, row, streams):
     assert seen >= 3 * len(data.pos)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("row", [1, pytest.param(0, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_is_the_formula_applied_to_the_cached_stream(models, family, row):
@@ -151,6 +152,7 @@ def test_a_partial_reading_equals_that_part_of_the_complete_one(models, family):
     assert {stream.shape[0] for stream in lens.kept.values()} <= {4, 5, 6}  # at most three of each row are kept
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lens_in_a_changed_run_reads_the_changed_streams(models, family):
     """Layer 1 is overwritten at two columns of step 2; later layers change, earlier ones do not."""

@@ -60,6 +60,7 @@ def models(worded):
     return {"llada": worded(), "dream": worded("dream"), "sdar": worded("sdar"), "ar": worded("qwen2", True)}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ["llada", "dream", "sdar", "ar"])
 def test_a_metric_of_a_sweep_is_that_of_separate_runs(models, kind):
     model, settings = models[kind], {"gen_length": 4} | SETTINGS[kind]

@@ -19,6 +19,7 @@ def run(tiny_llada):
     return sinklens.generate(tiny_llada, PROMPT, **SHORT)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("head", [HEAD, None])
 def test_all_readers_together_have_the_effect_of_the_ablated_value(tiny_llada, run, head):
     where = torch.zeros(1, 1, 1, 1, run.canvas.shape[2], dtype=torch.bool)

@@ -35,6 +35,7 @@ def undecided_streams(run, row, step):
     return torch.stack([cache[f"blocks.{layer}.hook_resid_post"][0, sources].detach() for layer in layers]), places
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 def test_streams_are_moved_by_the_map_of_their_layer_and_masked_share(worded, architecture):
     model, lens, row = worded(architecture), random_lens(), 1

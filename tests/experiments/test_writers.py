@@ -89,6 +89,7 @@ MODELS = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("layer", "head", "weighted"), [(2, 4, False), (1, 1, True), (0, 5, False)])
 def test_parts_are_those_of_a_plain_pass_and_add_up_to_the_score(kind, layer, head, weighted):

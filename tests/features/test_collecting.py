@@ -51,6 +51,7 @@ def check_same(store, other):
     torch.testing.assert_close(store.read(0, len(store)), other.read(0, len(other)), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 @pytest.mark.parametrize(
     ("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "committed"], [2])]
@@ -83,6 +84,7 @@ def test_the_newest_tokens_of_an_autoregressive_run_are_stored(worded, tmp_path)
     torch.testing.assert_close(*(store.read(0, len(store)) for store in stores), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("family", "settings"), [
     ("sdar", {"use_cache": True, "denoising_steps": 2}),
     ("fast-dllm-v2", {"use_block_cache": True, "small_block_size": 2}),

@@ -51,6 +51,7 @@ def edited(splice, where):
     return edit
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("point", [POINT, "blocks.0.attn.hook_z"])
 def test_a_perfect_autoencoder_changes_nothing(worded, architecture, causal, point):
@@ -64,6 +65,7 @@ def test_a_perfect_autoencoder_changes_nothing(worded, architecture, causal, poi
     assert unwatched(model)
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("where", PLACES, ids=str)
 @pytest.mark.parametrize("what", [{}, {"features": [3, 17], "error": True}, {"features": {9: 2.5, 3: 0.0}}], ids=str)
 def test_a_splice_equals_the_same_edit_in_plain_torch(worded, where, what):
@@ -88,6 +90,7 @@ def test_heads_are_flattened(worded):
     torch.testing.assert_close(watched.values[1]["denoise.hook_logits"][1], plain[1], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("scope", ["all", "masked", "committed"])
 def test_a_row_alone_is_changed_as_in_a_batch(worded, architecture, causal, scope):

@@ -39,6 +39,7 @@ def no_explicit_map(monkeypatch):
     monkeypatch.setattr(module, "_explicit", refuse)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 def test_unwatched_logits_are_those_of_transformers_bit_for_bit(architecture, causal, real):
@@ -71,6 +72,7 @@ def test_a_model_without_points_computes_the_attention_of_transformers():
     assert torch.equal(hf(ids).logits, expected)
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_attn_mask"], ["hook_rot_q", "hook_rot_k", "hook_z"]])
@@ -80,6 +82,7 @@ def test_watching_anything_except_the_map_does_not_change_the_logits_in_any_bit(
     assert torch.equal(watch(model, ids, *points, real=real)[0], model(ids, attention_mask=real))
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
@@ -112,6 +115,7 @@ def test_the_attention_of_padding_queries_changes_no_bit_of_a_real_position(caus
 
 
 # The last length is odd and longer than a block of the fused kernel and a block of the sums.
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize(
     ("architecture", "causal", "length"),
     [(*kind, length) for kind in KINDS for length in (2, 7)] + [("llama", False, 63), ("llama", True, 63)],
@@ -186,6 +190,7 @@ def favour_by_row(mask):
 MASKS = [hide_key_2, hide_key_2_in_head_1, favour_by_row]
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("edit", MASKS)
@@ -242,6 +247,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("edit", [pytest.param(hide_key_2, marks=pytest.mark.extended), hide_key_2_in_head_1])
 @pytest.mark.parametrize("points", [[], ["hook_sink_scores"]])
 def test_a_bidirectional_model_does_not_form_a_query_by_key_mask_for_every_head(monkeypatch, edit, points):
@@ -278,6 +284,7 @@ def test_a_fully_masked_query_has_zero_output_and_adds_nothing_to_the_sums(causa
     torch.testing.assert_close(sinks.sum(-1), torch.full((2, 6), 6.0))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("point", ["hook_sink_scores", "hook_pattern", "hook_attn_scores"])
 @pytest.mark.parametrize(
     ("causal", "real", "edits"),

@@ -41,6 +41,7 @@ def test_the_module_uses_nnsights_internals_and_only_errors_from_sinklens():
 SAVES = "import nnsight; assert vars(object)['save'].__func__ is nnsight.save, 'nnsight has lost its save'"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "order",
     [

@@ -33,6 +33,7 @@ def assert_close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.fast_cases(50)
 @pytest.mark.parametrize("name", EDITABLE)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 def test_an_edit_has_the_same_effect_as_in_plain_torch(architecture, causal, name):
@@ -52,6 +53,7 @@ def test_edits_at_all_points_at_once_combine(architecture, causal):
     assert_close(found[real], plain_pass(model, ids, real, edits).logits[real])
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", EDITABLE)
 def test_an_edit_in_a_trace_block_has_the_same_effect(name):
     model, ids = shared_model(), random_ids()

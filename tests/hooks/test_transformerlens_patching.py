@@ -59,6 +59,7 @@ def pair(request):
     return Pair(random_model(*request.param, num_hidden_layers=LAYERS))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("what", STREAM)
 def test_patching_of_the_stream_and_of_outputs_by_position(pair, what):
     found = getattr(patching, f"get_act_patch_{what}")(pair.model, pair.corrupted, pair.cache, metric)
@@ -66,6 +67,7 @@ def test_patching_of_the_stream_and_of_outputs_by_position(pair, what):
     close(found, torch.tensor(rows))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("what", "heads"), [("out", HEADS), ("q", HEADS), ("k", 2), ("v", 2)])
 def test_patching_of_heads_at_all_positions_and_by_position(pair, what, heads):
     name = "hook_z" if what == "out" else f"hook_{what}"
@@ -82,6 +84,7 @@ def test_patching_of_heads_at_all_positions_and_by_position(pair, what, heads):
         close(apart[layer, pos, head], pair.patched(f"blocks.{layer}.attn.{name}", (EVERY, pos, head)))
 
 
+@pytest.mark.fast_cases(1)
 def test_patching_of_patterns(pair):
     name = "blocks.{}.attn.hook_pattern"
     full = patching.get_act_patch_attn_head_pattern_all_pos(pair.model, pair.corrupted, pair.cache, metric)
@@ -93,6 +96,7 @@ def test_patching_of_patterns(pair):
         close(cells[layer, head, query, key], pair.patched(name.format(layer), (EVERY, head, query, key)))
 
 
+@pytest.mark.fast_cases(1)
 def test_sweeps_over_kinds_of_patches_equal_the_single_patches(pair):
     blocks = patching.get_act_patch_block_every(pair.model, pair.corrupted, pair.cache, metric)
     heads = patching.get_act_patch_attn_head_all_pos_every(pair.model, pair.corrupted, pair.cache, metric)
@@ -142,6 +146,7 @@ def test_direct_paths_to_queries(pair):
     assert pair.model.cfg.use_split_qkv_input is False
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("letter", ["k", "v"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_direct_paths_to_keys_and_values(architecture, letter):

@@ -126,6 +126,7 @@ def plain_logits(model, ids):
     return plain_pass(model, ids).logits + model.b_U if model.b_O.sum() == 0 else model.tree.hf(ids).logits
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("make", [shared_model, with_biases])
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("expand", [True, False])

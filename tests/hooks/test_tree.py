@@ -64,6 +64,7 @@ def test_the_samplers_points_are_first_and_last():
     assert len(names) == len(set(names)) == len(in_a_pass(shared_model())) + 5
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
 def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(architecture, causal, real):
@@ -385,6 +386,7 @@ def gradients(hf, logits) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in hf.named_parameters()}
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("watched", [None, "hook_sink_scores", ""], ids=["nothing", "sink scores", "everything"])
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 def test_gradients_of_a_hooked_pass_are_those_of_plain_torch(architecture, causal, watched):

@@ -72,6 +72,7 @@ def test_remasked_positions_are_decided_again_or_reported_as_masked(worded, arch
         assert "positions still masked" in repr(everything)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("at", ["front", "end"])
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("architecture", DIFFUSION)

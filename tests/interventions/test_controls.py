@@ -209,6 +209,7 @@ def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_key
     assert counts >= {0, 1}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_steady_control_masks_the_same_keys_throughout_a_run_and_no_strongest_key(worded, way):
     architecture, causal, settings = WAYS[way]

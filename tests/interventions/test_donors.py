@@ -73,6 +73,7 @@ def test_steps_are_the_samplers_and_only_steps_those_that_are_kept(worded):
     torch.testing.assert_close(2 * means[0].values, means[1].values + means[2].values)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("match", [("step", "state", "position", "kind"), ("state",), ()])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, causal, settings, match):

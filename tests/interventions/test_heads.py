@@ -28,6 +28,7 @@ def reference(worded):
             for causal in (False, True)}  # fmt: skip
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_are_unchanged(
     worded, architecture, causal, settings
@@ -190,6 +191,7 @@ def sinkless(pattern, groups, real, ablate, scope="head"):
     return pattern
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("mass", ["spread", "drop"])
 @pytest.mark.parametrize("scope", ["head", "layer"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
@@ -333,6 +335,7 @@ def test_a_reference_of_another_model_is_rejected(reference):
         AblateHeads(by="mean", reference=reference[False]).hooks_for(other)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -119,6 +119,7 @@ def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
     assert run.steps_run > 1
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("prompts", [[LONG], PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_masked_keys_get_zero_attention_and_match_a_naive_recomputation(worded, architecture, causal, cached, prompts):
@@ -126,6 +127,7 @@ def test_masked_keys_get_zero_attention_and_match_a_naive_recomputation(worded, 
     check_against_loop(model, prompts, MaskSinks(top_k=2), Rule(top_k=2), **cache_of(cached))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "cached"), [("tiny-llada", None), ("tiny-llama", True), ("tiny-llama", False)])
 def test_the_shipped_models_mask_the_keys_of_a_naive_recomputation(name, cached):
     prompts = sorted((problem.prompt for problem in held_out(6)), key=len)[::5]
@@ -162,6 +164,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize(
     ("architecture", "causal", "cached", "option"),
     [(*way, option) for way in ONE_OF_EACH for option in OPTIONS if not (way[1] and option == "masks")],
@@ -173,6 +176,7 @@ def test_every_option_masks_the_keys_chosen_by_a_naive_loop(worded, architecture
     check_against_loop(worded(architecture, causal), PADDED, MaskSinks(**given), rule, **cache_of(cached))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     "found_nothing",
     [
@@ -193,6 +197,7 @@ def test_a_run_without_masked_keys_is_the_base_run_bit_for_bit(worded, architect
     assert changed.run.sinks.data["score"].equals(base.run.sinks.data["score"])
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_a_run_that_keeps_all_keys_is_the_base_run_bit_for_bit(worded, architecture, causal, cached):
     """Later keys, which also exist in a causal pass without a cache, are hidden anyway."""
@@ -202,6 +207,7 @@ def test_a_run_that_keeps_all_keys_is_the_base_run_bit_for_bit(worded, architect
     assert torch.equal(logits_of(runs[0]), logits_of(runs[1]))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(worded, architecture, causal, cached):
     """Mask all keys of the previous step: every key in a diffusion run, all but the new token in an autoregressive."""
@@ -266,6 +272,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("architecture", "causal", "cached", "given"),
     [(*way, given) for way in (WAYS[0], WAYS[-1]) for given in WINDOWS]
@@ -301,6 +308,7 @@ def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal
             torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_only_kept_keys_and_neighbours_are_seen(worded, architecture, causal, cached):
     model, rule = worded(architecture, causal), Rule(top_k=2, heads=(0, 3))

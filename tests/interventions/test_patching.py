@@ -29,6 +29,7 @@ def keep(model, prompts, names, **settings):
     return kept.caches
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "names"),
     [(*way, [Z, "blocks.0.hook_resid_post", "blocks.2.attn.hook_pattern"]) for way in WAYS]
@@ -51,6 +52,7 @@ def test_a_runs_own_values_change_only_rounding_where_queries_are_recomputed(wor
     torch.testing.assert_close(logits_of(patched), logits_of(base), atol=1e-5, rtol=0)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_patch_changes_only_its_step_head_and_positions(worded, architecture, causal, settings):
     model = worded(architecture, causal)
@@ -67,6 +69,7 @@ def test_a_patch_changes_only_its_step_head_and_positions(worded, architecture, 
         assert torch.equal(patched.values[1][Z], base.values[1][Z])
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("recorded", "settings"), [CAUSAL, CAUSAL[::-1]], ids=["kept with a cache", "kept without"])
 @pytest.mark.parametrize(
     "given",

@@ -37,6 +37,7 @@ def cached(model, ids):
     return model.run_with_cache(ids)[1]
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
 @pytest.mark.parametrize(
     ("kind", "sender", "receiver"),

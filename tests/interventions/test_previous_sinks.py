@@ -14,6 +14,7 @@ from sinklens.sinks import EpsilonOverMean, NoOp, Record, SinkTrack, SmallValueN
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("same_step", [False, True])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_recorded_runs_sinks_are_masked(worded, architecture, causal, settings, same_step):
@@ -89,6 +90,7 @@ def test_steps_that_the_source_lacks_are_unchanged(worded):
     assert not (watched.stacked("hook_pattern", 3)[:, 1] == 0).any()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, causal, settings):
     """The sinks of steps 0 and 3 are masked at steps 1 and 4, as with the complete source, and none at the others."""
@@ -103,6 +105,7 @@ def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, c
     assert {step for step, *_ in masked[0]} == {1, 4}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", [MaskSinks, pytest.param(KeepKeys, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
@@ -227,6 +230,7 @@ def test_a_source_of_other_prompts_or_another_model_is_rejected(worded):
         watch(worded(), PADDED, [MaskSinks(source=base.isel(layer=[0, 1]))])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_source_of_another_prompt_of_equal_length_is_rejected(worded, architecture, causal, settings):
     model, other = worded(architecture, causal), "w7 w12 w33 w6"

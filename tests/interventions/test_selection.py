@@ -74,6 +74,7 @@ def test_scopes_average_over_heads_and_layers():
     }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_random_keys_have_the_same_number_and_depend_on_seed_and_prompt_not_on_the_batch(

@@ -36,6 +36,7 @@ def clamped(vector):
     return new
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize(
     ("hooks", "edit"),
     [
@@ -89,6 +90,7 @@ def test_a_stream_follows_the_strongest_key_of_any_head_of_its_layer(worded):
             assert changed == sorted(set(top[row].tolist()))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("architecture", "causal", "where"),
     [("llama", False, where) for where in (None, "prompt", "masked", "committed")]

@@ -108,6 +108,7 @@ def ends_of_passes(ends):
     return (Z, lambda value, hook: ends.__setitem__(hook.step, hook.key_positions.stop))
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "form"),
     [(*way, form) for way in (WAYS[0], WAYS[4]) for form in (FORMS if not way[1] else FORMS[:4])]
@@ -137,6 +138,7 @@ def test_ablation_at_places_equals_an_edit_made_by_a_loop(worded, architecture, 
 OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.2.attn.hook_v", "blocks.0.attn.hook_pattern"])
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:], ("sdar", False, {"use_cache": True})]
@@ -210,6 +212,7 @@ def test_a_named_array_may_lack_axes_and_steps(worded):
     assert torch.equal(outputs(model, named.sel(step=[3, 1])), outputs(model, some))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_masking_at_places_by_score_equals_masking_by_the_rule(worded, architecture, causal, settings):
     """Also a control of it; the keys are those of the step before, for the newest query."""
@@ -248,6 +251,7 @@ def test_masked_and_kept_keys_are_those_of_each_tokens_step(worded, hooks, setti
             assert torch.equal(seen, expected.expand_as(seen))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     "kind",
     [FreezePattern(at=0), AblateSinkAttention(mass="drop"), WindowAttention(width=1)],

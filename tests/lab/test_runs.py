@@ -105,6 +105,7 @@ def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
     assert not [event for event in client.events if event.kind == "started" and event.data["run"] == waiting]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", CHIPS)
 def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
     fields, intervention = CHANGES[kind]
@@ -259,6 +260,7 @@ NOWHERE = {  # name: (chip, model, text)
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", NOWHERE)
 def test_a_chip_at_a_place_that_does_not_exist_is_refused_with_its_id(client, gate, name):
     """Also while another run is under way."""

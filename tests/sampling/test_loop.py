@@ -17,6 +17,7 @@ def unequal(model, count=4):
     return list(by_length.values())[:count]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, temperature, request):
@@ -166,6 +167,7 @@ def test_a_forced_candidate_is_committed(tiny_llada):
     assert run.tokens[0, -1] == forced
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 def test_confidence_is_computed_for_the_edited_candidate(name):
     """A token that the model finds unlikely gets low confidence, so its position waits."""

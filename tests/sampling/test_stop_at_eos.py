@@ -61,6 +61,7 @@ def rows_per_pass(model, **settings):
         return generate(model, **settings), counts
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.4}, {"cfg_scale": 0.5}])
 def test_a_row_equals_the_run_without_until_it_ends_and_then_holds_end_tokens(tiny_llada, settings):
     base, run = generated(tiny_llada, **settings), generated(tiny_llada, stop=True, **settings)
@@ -117,6 +118,7 @@ def test_a_recorded_run_shows_filled_positions_as_written_in_the_step_that_ended
     assert (committed.sum(dim=2) > 1).any()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("cache", ["dual", "delayed"])
 def test_a_cached_row_ends_as_its_own_canvases_say(tiny_llada, cache):
     run = generate(tiny_llada, stop_at_eos=True, cache=cache)

@@ -152,6 +152,7 @@ def test_top_k_finds_no_sink_in_an_all_zero_pattern():
     assert found.tolist() == [[False] * 3, [False, True, False]]
 
 
+@pytest.mark.fast_cases(3)
 @both_kinds
 @pytest.mark.parametrize(
     ("over", "unit"), [(("layer", "head"), "sum"), (("head",), "percent"), (("layer",), "sum"), ((), "visible")]

@@ -47,6 +47,7 @@ def assert_equal(track, expected, rtol=0.0):
     assert kept == {name: value for name, value in expected.data.attrs.items() if name not in ("format", "finished")}
 
 
+@pytest.mark.fast_cases(2)
 @kinds
 @pytest.mark.parametrize(("causal", "dtype", "rtol"), [(True, "float32", 0.0), (False, "float16", 1e-3)])
 def test_a_saved_track_opens_unchanged(tmp_path, suffix, causal, dtype, rtol):
@@ -387,6 +388,7 @@ def runs(request):
     return [*tracks, t.sinks]
 
 
+@pytest.mark.fast_cases(1)
 def test_concatenated_rows_equal_their_original_tracks(runs):
     together = SinkTrack.concat(runs)
     assert together.data.sizes["batch"] == 4

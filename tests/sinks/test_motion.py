@@ -186,6 +186,7 @@ def naive_jaccard(one, other):
     return len(one & other) / len(one | other) if one | other else NAN
 
 
+@pytest.mark.fast_cases(3)
 @every_random
 def test_overlap_equals_loops(kind, seed):
     track = random_track(kind, seed)
@@ -220,6 +221,7 @@ def naive_mass(track, unit, pooled):
     return score
 
 
+@pytest.mark.fast_cases(12)
 @every_random
 @pytest.mark.parametrize("unit", ["sum", "fraction"])
 @pytest.mark.parametrize("pooled", [True, False])
@@ -234,6 +236,7 @@ def test_spatial_variance_equals_loops(kind, seed, unit, pooled):
         assert_same(result[b] if pooled else result[b, layer, h], expected)
 
 
+@pytest.mark.fast_cases(12)
 @every_random
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("detector", [None, EpsilonOverMean(0.3)])
@@ -459,6 +462,7 @@ def test_sinks_that_do_not_belong_together_are_rejected(ask, text):
         ask(track.detect(), motion.existing(track))
 
 
+@pytest.mark.fast_cases(3)
 @every_random
 def test_the_table_holds_the_means_of_the_measures(kind, seed, tmp_path):
     track = random_track(kind, seed)
@@ -514,6 +518,7 @@ def test_the_strongest_key_and_the_lives_of_a_real_run_agree_with_the_track(trac
         assert lives["censored"].sum() == found.isel(step=final).sum().item() > 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [0, 1], ids=["diffusion", "autoregressive"])
 def test_the_motion_of_a_prompt_is_the_same_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
     model, together = (tiny_llada, tiny_llama)[number], tracks[number]

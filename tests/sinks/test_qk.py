@@ -229,6 +229,7 @@ def padded_run(model, prompt, real):
     return SimpleNamespace(canvas=canvas, real=torch.cat([real, torch.ones(len(real), 4, dtype=torch.bool)], dim=1))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_the_share_is_that_of_the_run_s_track(name, request):
     model = request.getfixturevalue(name)

@@ -44,6 +44,7 @@ def assert_equal(track, expected, steps=None, rtol=0.0):
             np.testing.assert_array_equal(found, values, err_msg=str(name))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0.0), ("float16", 1e-3)])
 def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, model, dtype, rtol):

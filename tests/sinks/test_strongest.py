@@ -43,6 +43,7 @@ def test_the_parts_equal_those_of_an_explicit_loop(causal):
         assert {part: set(found[part][place].nonzero()[0].tolist()) for part in found} == expected
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("only", "wanted"),
     [

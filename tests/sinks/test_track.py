@@ -207,6 +207,7 @@ def full_patterns(run, step):
     return [cache[f"blocks.{layer}.attn.hook_pattern"].double().numpy() for layer in range(run.model.cfg.n_layers)]
 
 
+@pytest.mark.fast_cases(1)
 def test_measures_of_full_patterns_and_of_the_track_agree(run):
     """Ā, Eq. 3, α, the sink rate and top-k from the naive definitions, with left padding and with a growing text."""
     assert len(set(run.real.sum(1).tolist())) > 1

@@ -125,6 +125,7 @@ def test_the_chance_of_a_task_is_the_mean_of_its_samples(skill):
     assert task.guess
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("skill", SKILLS)
 def test_held_out_exercises_are_distinct_and_never_trained_on(skill):
     prompts = {exercise.prompt for exercise in held_out(skill)}
@@ -161,6 +162,7 @@ def test_answers_are_balanced(many):
     assert fmean(first) == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("skill", SKILLS)
 def test_exercises_fit_the_tiny_models(many, skill, tiny_llada):
     tokenizer = tiny_llada.tokenizer
