@@ -51,6 +51,7 @@ from sinklens.analyses.study import SINK, Study
 from sinklens.caching import DelayedCache, DualCache, KeepSinks, Planned, Policy, Refresh
 from sinklens.interventions import MaskedLogits
 from sinklens.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, Record, SinkTrack
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Caching(Study):
             return ""
         return f"a model to which no cache policy applies, as its attention is {attention}. Leave it out."
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Mapping[str, Any]) -> xr.Dataset:
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`COSTS` [prompt, change, choice, layer], ``kl_age`` [prompt, change, choice, age], `SETS` [prompt, choice],
         ``policy_…`` [prompt, policy], `MOTION` [prompt, policy, source] and ``difference`` [prompt, claim].
         """
@@ -117,7 +118,7 @@ class Caching(Study):
 
         return each_prompt(prompts, one)
 
-    def _of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Mapping[str, Any]) -> xr.Dataset:
+    def _of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         logits = MaskedLogits()
         base = self.generate(model, [prompt], settings, hooks=[logits], record_sinks=Record(["drift"])).run
         allowed = candidates(base, self.every)
@@ -143,7 +144,7 @@ class Caching(Study):
         self,
         base: "Generation",
         prompt: SinglePrompt,
-        settings: Mapping[str, Any],
+        settings: Settings,
         fresh: Sequence[Bool[np.ndarray, "step layer pos"]],
         logits: MaskedLogits,
     ) -> tuple[Float[np.ndarray, "plan step"], Float[np.ndarray, "plan step"]]:
@@ -171,7 +172,7 @@ class Caching(Study):
         return {**every, "delayed": DelayedCache(self.every)}
 
     def _policies(
-        self, base: "Generation", prompt: SinglePrompt, settings: Mapping[str, Any], logits: MaskedLogits,
+        self, base: "Generation", prompt: SinglePrompt, settings: Settings, logits: MaskedLogits,
         found: xr.Dataset,
     ) -> None:  # fmt: skip
         """Fill in what the policies cost, and the motion of the strongest keys under each."""
@@ -195,7 +196,7 @@ class Caching(Study):
         self,
         base: "Generation",
         prompt: SinglePrompt,
-        settings: Mapping[str, Any],
+        settings: Settings,
         members: Bool[Tensor, "run step pos"],
     ) -> Float[np.ndarray, "run step layer head pos"]:
         """Column sums of the exact run over some queries of each step."""
