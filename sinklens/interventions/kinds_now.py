@@ -25,7 +25,7 @@ def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "ba
     Raises:
         SettingError: the model has no tokenizer.
     """
-    ids, masked = (part.cpu().numpy()[:, None] for part in (canvas.ids, canvas.masked))
+    ids, masked = (part.cpu().numpy()[:, None] for part in (canvas.ids, canvas.undecided))
     real = run.real[:, : ids.shape[2]].cpu().numpy()
     tokens = np.unique(ids[real[:, None] & (ids >= 0)]).tolist()
     try:
@@ -38,7 +38,7 @@ def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "ba
 
 def states_now(run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch pos"]:
     """The `State` of each position; MISSING on padding and where nothing is decoded yet."""
-    ids, masked = canvas.ids, canvas.masked
+    ids, masked = canvas.ids, canvas.undecided
     length = ids.shape[1]
     prompt = torch.arange(length, device=ids.device) < run.prompt_length
     codes = torch.where(prompt, int(State.PROMPT), int(State.COMMITTED)).expand_as(ids)
