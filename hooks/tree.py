@@ -52,8 +52,8 @@ class HookTree(ModelWeights, HookFront):
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
-        check_modules(hf, architecture)
         self.cfg = sizes_of(hf, architecture)
+        check_modules(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self._switches = Switches()
         self.disconnected = False

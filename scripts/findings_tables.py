@@ -309,7 +309,7 @@ TABLES: dict[str, Table] = {
             ("groups", ((2, 9), (10, 12), (13, 20))), ("share", ((2, 9), (10, 12), (13, 20))),
         )
         for low, high in ranges
-    ), (*MODELS, "tiny-llada-skills", "tiny-llama-skills")),
+    ), (*MODELS, "tiny-llada-skills", "tiny-llama-skills", "tiny-sdar", "tiny-llada-moe", "tiny-canvas")),
     "seeds": Table("", (
         contrast("existence-detectors", "value norm at sinks ÷ median of the row, above 1", 1.0,
                  measure="value_ratio", detector=EQ3),

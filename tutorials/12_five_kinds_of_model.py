@@ -7,21 +7,13 @@
 # - how the same eight lines open a masked, a shifted, a block-causal, an expert and a canvas model,
 # - what each kind has in addition: blocks, routes, accepted and renoised positions,
 # - which numbers can be compared between kinds, and which follow from what a query can see.
-#
-# Not every kind ships with a trained checkpoint. For the others, `write_untrained` writes a model of the same format
-# with random weights: it shows the points and their shapes, but not how a trained model behaves.
 
 # %%
-from pathlib import Path
-from tempfile import mkdtemp
-
 import matplotlib.pyplot as plt
 import torch
 
 import sinklens
-from sinklens.checkpoints import shipped_names
 from sinklens.sinks import motion
-from sinklens.zoo import RECIPES, write_untrained
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -33,14 +25,6 @@ KINDS = {
     "canvas": "tiny-canvas",
 }
 
-
-def open_model(name):
-    """The shipped model of this name, or one of the same format with random weights."""
-    if name in shipped_names():
-        return sinklens.load(name)
-    return sinklens.load(write_untrained(RECIPES[name], Path(mkdtemp()) / f"{name}, untrained"))
-
-
 # %% [markdown]
 # ## The eight lines
 #
@@ -50,21 +34,21 @@ def open_model(name):
 # %%
 runs = {}
 for kind, name in KINDS.items():
-    model = open_model(name)
+    model = sinklens.load(name)
     with sinklens.trace(model, PROMPT) as t:
         for step in t.steps:
             pattern = t["blocks.1.attn.hook_pattern"].clone()  # [batch, head, query, key]
-            if step == 3:
+            if step == 1:
                 t["blocks.1.attn.hook_z"][:, :, 0] = 0  # head 0 of layer 1 writes nothing
     moves = float(motion.jumps(t.sinks)["share"].mean())
-    print(f"{kind}: {Path(model.name).name}, pattern {tuple(pattern.shape)}, {t.steps_run} steps, jumps {moves:.2f}")
+    print(f"{kind}: {name}, pattern {tuple(pattern.shape)}, {t.steps_run} steps, jumps {moves:.2f}")
     runs[kind] = t
 assert all(run.sinks is not None for run in runs.values())
 
 # %% [markdown]
 # The patterns differ in size, because the kinds differ in what a step computes. A masked and a shifted model compute
 # the complete canvas. A canvas model computes its canvas, whose queries see the text before it, so the map has more
-# keys than queries.
+# keys than queries. The trained canvas model is done after two steps: it is sure of nearly all tokens after the first.
 
 # %%
 figure, axes = plt.subplots(1, len(runs), figsize=(15, 2.8), layout="constrained")
@@ -99,8 +83,9 @@ assert runs["block-causal"].model.block_length == 8
 # 1. In a block-causal model, which of these patterns change while a block is decided: those of the queries in earlier
 #    blocks, or those of the block itself?
 #
-# 2. On a canvas, how many positions does each step accept, and how many of the accepted ones does the next step take
-#    back?
+# 2. On a canvas, how many positions does each step accept, and how many of the accepted ones are taken back? Make the
+#    model hesitate with a small `entropy_bound`, and without an early end (`confidence_threshold`,
+#    `stability_threshold`). Then take back a token of your choice with `Renoise`.
 #
 # ## Solutions
 #
@@ -122,12 +107,20 @@ print("earlier blocks:", float(change[:start].max()), "the block:", float(change
 assert change[:start].max() < 1e-5 < change[start : start + 8].max()
 
 # %% [markdown]
-# **2.** `track.renoised` marks positions that were decided before the last step and are undecided again.
+# **2.** `track.renoised` marks positions that were decided before the last step and are undecided again: their token no
+# longer passes the entropy bound. After a forced renoising, the model decides on the same answer.
 
 # %%
-track = runs["canvas"].sinks
-accepted = (track.decided & track.on_canvas).sum("pos").isel(batch=0).to_numpy()
-renoised = track.renoised.sum("pos").isel(batch=0).to_numpy()
-print("accepted:", accepted)
-print("renoised:", renoised)
-assert renoised[0] == 0
+model = runs["canvas"].model
+slow = {"entropy_bound": 1e-6, "confidence_threshold": 0.0, "stability_threshold": 24}
+alone = sinklens.generate(model, PROMPT, seed=0, record_sinks=True, **slow)
+decided = alone.sinks.decided & alone.sinks.on_canvas
+position = int(decided.isel(batch=0, step=10).to_numpy().nonzero()[0][0])
+renoise = sinklens.interventions.Renoise(steps=[10], positions=[position])
+forced = sinklens.generate(model, PROMPT, seed=0, record_sinks=True, hooks=renoise, **slow)
+for name, run in {"alone": alone, "forced": forced}.items():
+    accepted = (run.sinks.decided & run.sinks.on_canvas).sum("pos").isel(batch=0).to_numpy()
+    renoised = run.sinks.renoised.sum("pos").isel(batch=0).to_numpy()
+    print(f"{name}: accepted {accepted}, renoised {renoised}")
+assert forced.sinks.renoised.sum() > alone.sinks.renoised.sum()
+assert forced.text == alone.text
