@@ -193,7 +193,7 @@ def _blocks(
             q, k = query[row, head].float(), key[row, head].float().transpose(-2, -1)
             for begin in range(0, queries, step):
                 rows = slice(begin, begin + step)
-                shift = start[row, head, rows, None]
+                shift = start[row, head, rows, None].float()
                 scores = buffer[: shift.numel() * keys].view(*shift.shape[:2], keys)
                 torch.baddbmm(shift, q[:, rows], k, alpha=scale * unit, out=scores)
                 if full_mask is not None:

@@ -157,6 +157,8 @@ def prepare(
     hf.config.is_causal = None if family.class_attention else family.causal
     write(hf.config, blocks)
     hf.set_attn_implementation(attention.NAME)
+    if hf.dtype == torch.float64:
+        hf.set_experts_implementation("eager")  # torch has no grouped matrix products in float64
     for module in hf.modules():
         if hasattr(module, "is_causal") and not family.class_attention:
             module.is_causal = family.causal

@@ -17,7 +17,7 @@ PROMPTS = [
     "Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:",
     "Question: Ben has 9 eggs. How many eggs does Ben have?\nAnswer:",
 ]
-SHIPPED = ("tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada", "tiny-sdar", "tiny-llada-moe")
+SHIPPED = ("tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada", "tiny-sdar")
 VOCABULARY = 97
 
 

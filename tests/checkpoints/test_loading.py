@@ -440,6 +440,17 @@ def test_an_adapted_model_without_a_mask_token_is_rejected_before_weights_are_re
         sinklens.load(tmp_path, family="a2d-qwen3")
 
 
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-moe", "tiny-canvas"])
+def test_a_recorded_run_in_float64_equals_the_one_in_float32(name):
+    """For experts, torch lacks the grouped matrix products that transformers uses by default."""
+    exact, usual = (sinklens.load(name, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    prompt = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+    runs = [sinklens.generate(model, prompt, seed=0, record_sinks=True, progress=False) for model in (exact, usual)]
+    assert runs[0].text == runs[1].text
+    scores = [torch.from_numpy(run.sinks.scores().to_numpy()) for run in runs]
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8"}, "dtype 'float8' is not one of auto, float64, float32, float16, bfloat16, fp32, fp16, bf16"),
     ({"dtype": torch.int8}, r"dtype torch\.int8 is not one of auto"),
