@@ -24,6 +24,7 @@ ROWS = 24
 ALONE = "Estimates of a single prompt have no interval; give more prompts (--number or --prompts) for intervals."
 WIDE = 400  # columns when writing to a file or a pipe, where nothing should wrap
 INTERVAL = ("estimate", "low", "high")
+NUMBERS = (*INTERVAL, "p", "p_holm", "matched_share")  # columns that may have empty cells
 LEGEND = (
     "Brackets: 95 % intervals over prompts; score intervals for outcomes (right, changed, cost) and their differences, "
     "else bootstrap. p: two-sided, that the mean is 0 or the threshold (outcomes: McNemar's exact or the score test; "
@@ -49,16 +50,16 @@ def show(out: Path, manifest: Mapping[str, Any]) -> None:
     import pandas
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    meanings: dict[str, str] = {}
+    meanings: dict[tuple[str, str], None] = {}
     alone = False
     for name in _table_names(out, manifest):
         file = out / f"{manifest['study']}-{name}.csv"
-        frame = pandas.read_csv(file, keep_default_na=False, na_values={column: [""] for column in INTERVAL})
+        frame = pandas.read_csv(file, keep_default_na=False, na_values={column: [""] for column in NUMBERS})
         meanings |= _meanings(frame)
         alone |= "prompts" in frame and bool((frame["prompts"] == 1).any())
         for model in dict.fromkeys(frame["model"]) if "model" in frame else ():
             _show_one(console, f"{name}: {model}", frame[frame["model"] == model].drop(columns="model"), file)
-    for measure, meaning in meanings.items():
+    for measure, meaning in meanings:
         console.print(f"{measure}: {meaning}", markup=False, soft_wrap=not sys.stdout.isatty())
     console.print(LEGEND, markup=False)
     if alone:
@@ -72,10 +73,12 @@ def _table_names(out: Path, manifest: Mapping[str, Any]) -> list[str]:
     return [name for name in manifest.get("tables", found) if name in found]
 
 
-def _meanings(frame: "DataFrame") -> dict[str, str]:
+def _meanings(frame: "DataFrame") -> dict[tuple[str, str], None]:
+    """What each measure means; one that depends on its group has several meanings."""
     if not {"measure", "meaning"} <= set(frame.columns):
         return {}
-    return {str(measure): str(meaning) for measure, meaning in zip(frame["measure"], frame["meaning"], strict=True)}
+    pairs = zip(frame["measure"], frame["meaning"], strict=True)
+    return {(str(measure), str(meaning)): None for measure, meaning in pairs if meaning}
 
 
 def _show_one(console: Console, title: str, frame: "DataFrame", file: Path) -> None:
@@ -115,6 +118,8 @@ def _number(value: Any) -> str:
         number = float(value)
     except (TypeError, ValueError):
         return str(value)
+    if math.isnan(number):
+        return str(value) if isinstance(value, str) else ""
     if isinstance(value, str) or number.is_integer():
         return str(value).removesuffix(".0")
     return f"{number:.0e}" if abs(number) < 0.0005 else f"{number:.3f}" if abs(number) < 1e4 else f"{number:.3g}"

@@ -47,6 +47,19 @@ def test_missing_values_are_dashes_and_a_line_says_why_one_prompt_has_no_interva
     assert ALONE not in capsys.readouterr().out
 
 
+def test_numbers_beside_empty_cells_are_short_and_every_meaning_of_a_measure_is_printed(tmp_path, capsys):
+    rows = [
+        row(group="a", p=0.0012345678, meaning="of a"),
+        row(group="b", p=math.nan, meaning="of b"),
+        row(group="c", p=1.0, meaning=""),
+    ]
+    show(tmp_path, planted(tmp_path, one=rows))
+    printed = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed if "│ kl" in line]
+    assert [line[1:3] for line in cells] == [["a", "0.001"], ["b", ""], ["c", "1"]]
+    assert [line for line in printed if line.startswith("kl:")] == ["kl: of a", "kl: of b"]
+
+
 def test_tables_fit_80_columns_and_no_number_is_cut(tmp_path, capsys, monkeypatch):
     rows = [
         row(f"model-{model}", "a_measure_with_a_long_name", sign, -0.5, 0.5, way="strongest of the previous step",
