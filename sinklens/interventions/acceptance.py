@@ -67,8 +67,8 @@ class Acceptance(AtPositions):
         prompt = run.prompt_length
         if self.positions is not None and bool(place_mask(self.positions, run.real)[:, :prompt].any()):
             raise SettingError(
-                f"{type(self).__name__} takes positions of the canvas, -{run.real.shape[1] - prompt} to -1; got "
-                f"{list(self.positions)}."
+                f"{type(self).__name__} takes positions of the answer, {prompt} to {run.real.shape[1] - 1} or "
+                f"-{run.real.shape[1] - prompt} to -1, as the prompt is never renoised; got {list(self.positions)}."
             )
 
 
@@ -105,7 +105,8 @@ class Renoise(Acceptance):
 
     Attributes:
         positions, where: positions that are renoised; without both, all of the canvas. Positions that `where` finds in
-            several layers or heads count once, and those outside the canvas of the step stay as they are.
+            several layers or heads count once, and those outside the canvas of the step stay as they are: sinks of the
+            prompt, in particular, without a warning.
     """
 
     accepts: ClassVar[bool] = False

@@ -157,7 +157,7 @@ def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys
     capsys.readouterr()
     assert main(["table", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "map: tiny-llama (1 prompts)" in printed
+    assert "map: tiny-llama (1 prompt)" in printed
     assert "tiny-gsm: accuracy" in printed
 
 
