@@ -548,11 +548,15 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
 
 # Again at every look: a frame out of view does not draw, and a figure above that is drawn later moves it there.
 IN_VIEW = "document.getElementById('circuits').scrollIntoView();"
+SELECTED = "['step', 'layer'].map(part => document.getElementById('attention-' + part).value).join('/') + '/all'"
 
 
-def drawn(browser, label, large=""):
-    """Head names in CircuitsVis's frame once it shows `label`, and the head shown at full size, `large` if given."""
-    browser.wait(f"{IN_VIEW} return document.getElementById('circuits').dataset.shown === '{label}'")
+def drawn(browser, label=None, large=""):
+    """Head names in CircuitsVis's frame once it shows `label` (by default what is selected), and the head shown at full
+    size, `large` if given.
+    """
+    wanted = f"'{label}'" if label else SELECTED  # read at every look: the page may still be handling keys
+    browser.wait(f"{IN_VIEW} return document.getElementById('circuits').dataset.shown === {wanted}")
     assert len(browser.driver.find_elements("css selector", "#circuits iframe")) == 1
     browser.driver.switch_to.frame(browser.driver.find_element("css selector", "#circuits iframe"))
     names = browser.js("return [...document.querySelectorAll('#heads h4')].map(h => h.textContent)")
@@ -562,12 +566,6 @@ def drawn(browser, label, large=""):
     large = browser.wait(f"return {text}.startsWith('{large}') && {text}")
     browser.driver.switch_to.default_content()
     return names, large
-
-
-def label_of(browser):
-    return browser.js(
-        "return ['step', 'layer'].map(part => document.getElementById('attention-' + part).value).join('/') + '/all'"
-    )
 
 
 @pytest.mark.browser
@@ -602,7 +600,7 @@ def test_an_autoregressive_run_shows_positions_as_they_appear(browser, tiny_llam
         ]
         assert where(browser) == path[step]
     assert "autoregressive" in browser.text("facts")
-    names, _ = drawn(browser, label_of(browser))
+    names, _ = drawn(browser)
     assert len(names) == 6
     assert browser.complaints() == []
 
@@ -621,7 +619,7 @@ def test_hostile_text_is_shown_verbatim_and_not_executed(browser, tmp_path):
     )
     browser.point("heat", 5, 1)
     assert "<img src=x onerror='window.bad=1'>" in browser.text("heat-readout")
-    drawn(browser, label_of(browser))
+    drawn(browser)
     assert browser.js("return [window.bad, document.images.length]") == [None, 0]
     browser.driver.switch_to.frame(browser.driver.find_element("css selector", "#circuits iframe"))
     assert browser.js("return [window.bad, document.images.length]") == [None, 0]
@@ -644,7 +642,7 @@ def test_the_smallest_runs_have_a_page(browser, tmp_path, sizes):
     file = tmp_path / "small.html"
     file.write_text(build(planted(**sizes)))
     browser.open(file)
-    drawn(browser, label_of(browser))
+    drawn(browser)
     assert browser.js("return document.getElementById('play').disabled") is (sizes.get("steps") == 1)
     assert where(browser) >= 0
     assert browser.complaints() == []
@@ -684,7 +682,7 @@ def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path,
         "window.gap = 0; let last = performance.now();"
         "setInterval(() => { const now = performance.now(); gap = Math.max(gap, now - last); last = now; }, 5)"
     )
-    names, _ = drawn(browser, label_of(browser))
+    names, _ = drawn(browser)
     assert len(names) == 32
     assert browser.js("return gap") < 1000  # CircuitsVis draws in a separate frame, the page stays usable
     assert "Each cell covers" in browser.text("circuits-note")
@@ -707,7 +705,7 @@ def test_a_large_page_weighs_under_15_mb_and_draws_within_3_s(browser, tmp_path,
 def test_no_width_scrolls_sideways(browser, page, width):
     browser.open(page, width=width)
     browser.keys("step", Keys.HOME, *[Keys.ARROW_RIGHT] * 13)
-    drawn(browser, label_of(browser))
+    drawn(browser)
     assert browser.js("return document.documentElement.scrollWidth") <= width  # innerWidth grows with the page
     wide = "return [...document.querySelectorAll('main *')].filter(n => n.getBoundingClientRect().right > WIDTH + 1"
     wide = wide.replace("WIDTH", str(width))
