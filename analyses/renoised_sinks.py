@@ -188,7 +188,7 @@ def _kept(base: OwnRun, answer: slice) -> Bool[np.ndarray, "batch step pos"]:
 def _place(
     step: int, pos: int, sinks: Bool[np.ndarray, "layer head pos"], kept: Bool[np.ndarray, " pos"]
 ) -> Place | None:
-    """The place at a step and position, its control -1 if there is none; None if it is not a sink."""
+    """The place at a step and position, with -1 for a missing control; None if it is not a sink."""
     heads = sinks[..., pos]
     if not heads.any():
         return None

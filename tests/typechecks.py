@@ -62,22 +62,15 @@ def begin_test() -> None:
 
 def _checked(function: types.FunctionType) -> Callable[..., Any]:
     prepared: Callable[..., Any] | None = None
-    test, calls = 0, 0
 
-    @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        nonlocal prepared, test, calls
-        if test != _Current.test:
-            test, calls = _Current.test, 0
-        calls += 1
-        if calls & (calls - 1) or jaxtyping.config.jaxtyping_disable:  # not a power of two
-            return function(*args, **kwargs)
+        nonlocal prepared
         if prepared is None:
             prepared = _prepared(function)
         return prepared(*args, **kwargs)
 
-    return checked
+    return _sampled(function, checked)
 
 
 def _sampled(plain: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +79,14 @@ def _sampled(plain: Callable[..., Any], checked: Callable[..., Any]) -> Callable
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         nonlocal test, calls
         if test != _Current.test:
             test, calls = _Current.test, 0
         calls += 1
-        return (plain if calls & (calls - 1) else checked)(*args, **kwargs)
+        if calls & (calls - 1) or jaxtyping.config.jaxtyping_disable:  # not a power of two
+            return plain(*args, **kwargs)
+        return checked(*args, **kwargs)
 
     return call
 

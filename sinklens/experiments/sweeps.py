@@ -99,12 +99,8 @@ def sweep(
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    places, policy = _places(listed, metric, replay, out), as_policy(cache)
-    if policy is not None and metric is not None:
-        raise SettingError(
-            "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop "
-            "cache=."
-        )
+    policy = as_policy(cache)
+    places = _places(listed, metric, replay, out, policy)
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out), policy)
     limit = work.rows_within(prompts, memory_gb) if rows is None else rows
     if limit < 1:
@@ -121,7 +117,9 @@ def sweep(
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _places(listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool, out: Any) -> Places:
+def _places(
+    listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool, out: Any, policy: Policy | None
+) -> Places:
     """The names of the interventions; refuses what replay or a metric cannot be combined with."""
     longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
     if replay and longer:
@@ -130,6 +128,11 @@ def _places(listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool
         )
     if metric is not None and out is not None:
         raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
+    if metric is not None and policy is not None:
+        raise SettingError(
+            "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop "
+            "cache=."
+        )
     if metric is not None and longer:
         raise SettingError(f"{longer[0]} makes the canvas longer, so metric= cannot compare it; sweep it without.")
     return named_places(listed, metric is not None)

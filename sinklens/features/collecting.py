@@ -94,10 +94,8 @@ def collect(
     found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
-        **_place_settings(take, detector, layers), **_run_settings(model, listed, settings),
+        **_place_settings(take, detector, layers, record_sinks), **_run_settings(model, listed, settings, cache),
         "seed": seed, "chat_template": chat_template, "dtype": dtype,
-        "exact": None if record_sinks is None or record_sinks.exact else False,
-        **({} if (policy := as_policy(cache)) is None else {"cache": policy_name(policy)}),
     }  # fmt: skip
     batch = 1 if detector is not None and take.by_blocks and model.tree.attention_blocks is not None else batch
     store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
@@ -129,7 +127,9 @@ def _check(
         )
 
 
-def _place_settings(take: "_Take", detector: Detector | None, layers: Sequence[int] | None) -> dict[str, Any]:
+def _place_settings(
+    take: "_Take", detector: Detector | None, layers: Sequence[int] | None, record_sinks: Record | None
+) -> dict[str, Any]:
     """What a store records about which places it holds."""
     return {
         "point": take.point,
@@ -138,12 +138,17 @@ def _place_settings(take: "_Take", detector: Detector | None, layers: Sequence[i
         "positions": None if take.positions is None else list(take.positions),
         "detector": None if detector is None else fingerprint(detector),
         "layers": None if layers is None else list(layers),
+        "exact": None if record_sinks is None or record_sinks.exact else False,
     }
 
 
-def _run_settings(model: Model, prompts: list[Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """What a store records about the model, the prompts and the sampler."""
+def _run_settings(
+    model: Model, prompts: list[Any], settings: dict[str, Any], cache: Policy | str | None
+) -> dict[str, Any]:
+    """What a store records about the model, the prompts, the sampler and its cache policy."""
+    policy = as_policy(cache)
     return {
+        **({} if policy is None else {"cache": policy_name(policy)}),
         "model": model.name,
         "weights": model.fingerprint,
         "settings": json.loads(json.dumps(asdict(settings_for(model, dict(settings))))),

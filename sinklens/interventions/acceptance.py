@@ -13,13 +13,13 @@ where the canvases are given.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.places import Places
 from sinklens.interventions.where import AtPositions
-from sinklens.runs.intervention import Pairs, RunContext, place_mask, refuse
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -52,13 +52,15 @@ class Acceptance(AtPositions):
             )
         places = Places(self, model, run)
         self._refuse_prompt(run)
-        canvas = _Columns()
+        canvas = Canvas(run)
 
         def decide(value: Bool[Tensor, "batch pos"], hook: "Point") -> Tensor | None:
             found = places.in_any_head(hook.step or 0)
             if found is None:
                 return None
-            here = found[:, canvas.stop - value.shape[1] : canvas.stop].to(value.device)
+            assert canvas.now is not None
+            stop = canvas.now.ids.shape[1]
+            here = found[:, stop - value.shape[1] : stop].to(value.device)
             return value | here if self.accepts else value & ~here
 
         return [*places.first(), ("denoise.hook_canvas", canvas.hook), (POINT, decide), *places.last()]
@@ -70,16 +72,6 @@ class Acceptance(AtPositions):
                 f"{type(self).__name__} takes positions of the answer, {prompt} to {run.real.shape[1] - 1} or "
                 f"-{run.real.shape[1] - prompt} to -1, as the prompt is never renoised; got {list(self.positions)}."
             )
-
-
-class _Columns:
-    """Where the canvas of the current step ends in the text."""
-
-    stop = 0
-
-    def hook(self, value: Int[Tensor, "batch pos"], hook: "Point") -> None:
-        """The hook function of ``denoise.hook_canvas``."""
-        self.stop = value.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
