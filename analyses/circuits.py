@@ -133,6 +133,12 @@ class Circuits(Study):
             values["undone"] = mediated(run, found[: self.largest])
             values["local"], values["change"] = localized(run, found[: self.largest])
 
+    def contrasts(self, data: xr.Dataset) -> xr.Dataset:
+        """``difference`` [prompt, claim] of every claim; above 0 if it holds."""
+        pairs = _pairs(data)
+        values = [one.reset_coords(drop=True) for one in pairs.values()]
+        return xr.Dataset({"difference": xr.concat(values, dim="claim").assign_coords(claim=list(pairs))})
+
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``writers``: ``excess``; ``readers``: ``read``; ``edges``: ``undone``, ``local``, ``change`` and ``jumps``;
         ``claims``: paired differences.

@@ -123,6 +123,10 @@ class Content(Study):
             "value_random": AblateValues(**rest),
         }
 
+    def contrasts(self, data: xr.Dataset) -> xr.Dataset:
+        """The differences of costs that `claims` tests, by name; NaN for a model without a right answer."""
+        return xr.Dataset({claim: values.reset_coords(drop=True) for claim, values in _paired(data, self.kind).items()})
+
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs;
         ``controls``: how many control keys were found.
@@ -161,15 +165,17 @@ def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFra
 
     rows = []
     for model, data in measured.items():
-        cost = data["cost"] if bool((data["base"] > 0).any()) else data["cost"] * np.nan
-        for claim, values in _differences(cost, kind).items():
+        for claim, values in _paired(data, kind).items():
             part = xr.Dataset({"above": values.drop_vars(("kind", "part", "change"), errors="ignore")})
             table = interval_table({model: part}, ["above"], seed, {"above": (-1, 1)}, null=0.0)
             rows.append(table.assign(measure=claim))
     return judged(concat(rows, ignore_index=True))
 
 
-def _differences(cost: xr.DataArray, kind: str) -> dict[str, xr.DataArray]:
+def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
+    """The claims, and the differences of costs that are above 0 if they hold; NaN without a right answer."""
+    cost = data["cost"] if bool((data["base"] > 0).any()) else data["cost"] * np.nan
+
     def of(kind: str, part: str, change: str = "mask") -> xr.DataArray:
         return cost.sel(kind=kind, part=part, change=change)
 

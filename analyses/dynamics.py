@@ -21,7 +21,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.intervals import difference_table, interval_rows, interval_table, mean_interval, pooled
-from sinklens.analyses.nulls import NULLS, against_nulls, fixed_queries, null_table
+from sinklens.analyses.nulls import NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import settings_for
@@ -101,6 +101,10 @@ class Dynamics(Study):
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
         found = self.generate(model, [prompt], settings)
         return found.track.data.assign(final=(("batch", "pos"), found.run.tokens.numpy()))
+
+    def contrasts(self, data: xr.Dataset) -> xr.Dataset:
+        """Motion beyond the null (`beside_null`)."""
+        return beside_null(data).sel(source=[SOURCES[-1]])
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``motion``: means; ``null``: see `null_table`; ``differences``: each further model minus the first, paired by

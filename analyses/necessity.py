@@ -125,12 +125,22 @@ class Necessity(Study):
         before = track.isel(step=slice(0, -1))
         return float(StrongestKeys(part=part, sink=self.sink).detect(before).any("pos").mean())
 
+    def contrasts(self, data: xr.Dataset) -> xr.Dataset:
+        """`LESS` [prompt, part]: costs of masking the strongest key beyond those of a random key.
+
+        A model without a right answer has nothing to lose: its cost is NaN.
+        """
+        less = data[list(LESS)].sel(pick="strongest") - data[list(LESS)].sel(pick="random")
+        return less if bool((data["base"] > 0).any()) else less.assign(cost=less["cost"] * np.nan)
+
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``costs``: every measure by part and pick; ``shares``; ``claims``: strongest minus random key; and
         ``thresholds``: every key above ε masked, by ε.
         """
         costs = interval_table(measured, [*MEASURES, *BASE], self.seed)
-        shares, claims = interval_table(measured, list(SHARE), self.seed), _claims(measured, self.seed)
+        shares = interval_table(measured, list(SHARE), self.seed)
+        less = {name: self.contrasts(data) for name, data in measured.items()}
+        claims = judged(interval_table(less, list(LESS), self.seed, null=0.0))
         tables = {"costs": costs, "shares": shares, "claims": claims}
         meanings = {"costs": MEASURES | BASE, "shares": SHARE, "claims": LESS}
         thresholds = interval_table(measured, list(ABOVE), self.seed, ABOVE_RANGES)
@@ -150,15 +160,3 @@ class Necessity(Study):
             "costs": costs_by_part(costs, interval_table(measured, ["share"], self.seed), PARTS, PICKS, MEASURES),
             "thresholds": kinds_of_keys(lost, "epsilon", "pick", PICKS, ABOVE, "threshold ε (column sum)"),
         }
-
-
-def _claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """Cost of masking the strongest key minus that of a random key in the same heads and steps, paired by prompt.
-
-    A model without a right answer has nothing to lose: its cost is not measured.
-    """
-    excess = {}
-    for name, data in measured.items():
-        less = data[list(LESS)].sel(pick="strongest") - data[list(LESS)].sel(pick="random")
-        excess[name] = less if bool((data["base"] > 0).any()) else less.assign(cost=less["cost"] * np.nan)
-    return judged(interval_table(excess, list(LESS), seed, null=0.0))

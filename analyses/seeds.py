@@ -20,6 +20,7 @@ import xarray as xr
 from jaxtyping import Float
 
 from sinklens.analyses.results import Findings
+from sinklens.analyses.study import Study
 from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
 
@@ -125,18 +126,34 @@ def seeds_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], se
     return DataFrame(rows)
 
 
-def write_seeds(findings: Findings, out: Path, seed: int = 0) -> tuple["DataFrame", Path]:
-    """Write ``STUDY-seeds.csv``: `seeds_table` of every measurement with at most `ENTRIES` entries."""
-    first = next(iter(findings.measured.values()))
-    names = [
+def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> tuple["DataFrame", Path]:
+    """Write ``STUDY-seeds.csv``: `seeds_table` of a study's contrasts and of every measurement with at most `ENTRIES`
+    entries; the column ``compared`` is "difference" for the former and "measurement" for the latter.
+    """
+    from pandas import concat
+
+    parts = {
+        "difference": {name: study.contrasts(data) for name, data in findings.measured.items()},
+        "measurement": findings.measured,
+    }
+    tables = [
+        seeds_table(measured, _summarized(measured), seed).assign(compared=compared)
+        for compared, measured in parts.items()
+    ]
+    table, file = concat(tables, ignore_index=True), out / f"{study.name}-seeds.csv"
+    with atomic_write(file) as part:
+        table.to_csv(part, index=False)
+    return table, file
+
+
+def _summarized(measured: Mapping[str, xr.Dataset]) -> list[str]:
+    """The variables with the axis ``prompt`` and few other entries."""
+    first = next(iter(measured.values()))
+    return [
         str(name)
         for name, values in first.data_vars.items()
         if "prompt" in values.dims and values[{"prompt": 0}].size <= ENTRIES
     ]
-    table, file = seeds_table(findings.measured, names, seed), out / f"{findings.manifest['study']}-seeds.csv"
-    with atomic_write(file) as part:
-        table.to_csv(part, index=False)
-    return table, file
 
 
 def _resampled(

@@ -104,6 +104,12 @@ class Study(ABC):
         """Data of one prompt's run for `figures`; None if the figures need none."""
         return None
 
+    def contrasts(self, data: xr.Dataset) -> xr.Dataset:
+        """Differences between conditions of one model, paired by prompt, with the axis ``prompt``; `analyse --seeds`
+        compares them between training runs, beside the measurements. None by default.
+        """
+        return xr.Dataset()
+
     @abstractmethod
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """Tables by name."""

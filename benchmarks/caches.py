@@ -27,7 +27,7 @@ def caching(sizes: dict[str, int], pairs: int, gen_length: int = 256) -> Iterato
             progress=False,
         )  # fmt: skip
         what = f"exact ÷ {cache} cache, sinks recorded in both ({_size(sizes)}, {gen_length} tokens, {per_step} a step)"
-        yield compare(what, ours, partial(ours, cache=cache), pairs if per_step > 1 else 1)
+        yield compare(what, ours, partial(ours, cache=cache), pairs)
 
 
 def _size(sizes: dict[str, int]) -> str:

@@ -6,6 +6,7 @@ A table is what stands between ``<!-- table: NAME -->`` and ``<!-- end of table 
 numbers it holds. tests/test_findings.py fails if a table is not current, or if a number in the text of a section is in
 none of its tables. Results of further training runs, with other seeds, are in docs/results/seed-2 and seed-3, as models
 "NAME-seed-2" and "NAME-seed-3": they add columns beside those of the first, and `Contrast` compares them.
+docs/results/seeds holds what `analyse --seeds` writes for all runs of a recipe, under the name of the first.
 """
 
 import math
@@ -75,6 +76,25 @@ def columns(table: Table) -> list[str]:
     return [model + seed for model in table.models for seed in SEEDS if model + seed in measured]
 
 
+def over_seeds(row: Row, model: str) -> str:
+    """Mean over the training runs of a model and its interval over seeds and prompts; empty where not measured."""
+    path = RESULTS / "seeds" / f"{str(row.file).split('-')[0]}-seeds.csv"
+    if not path.is_file():
+        return ""
+    table = pandas.read_csv(path, keep_default_na=False, na_values=[""])
+    for column, value in {"model": model, **row.where}.items():
+        table = table[table[column] == value]
+    differences = table[table["compared"] == "difference"]
+    table = table if differences.empty else differences
+    if len(table) > 1:
+        raise ValueError(f"{row.label}, {model}: {len(table)} rows of {path.name} match {row.where}")
+    if table.empty:
+        return ""
+    one = table.iloc[0]
+    mean, low, high = (number(float(one[name]) * row.scale, row.digits) for name in ("estimate", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
 def lines_of(table: Table) -> list[list[str]]:
     """Header and rows, without rows that no model has."""
     models = columns(table)
@@ -92,9 +112,10 @@ def compared(table: Table) -> list[list[str]]:
             known = [value[:3] for value in values if value]
             if values[0] and len(known) > 1 and isinstance(row, Contrast):
                 cells = [cell(row, table.file, model + seed, counted=True) for seed in SEEDS]
-                lines.append([model, row.label, *cells, agreement(known, row.threshold)])
-    used = [0, 1, *(at for at in range(2, 2 + len(SEEDS)) if any(line[at] for line in lines)), -1]
-    return [[line[at] for at in used] for line in (["model", "measure", *SEEDS.values(), "they"], *lines)]
+                lines.append([model, row.label, *cells, over_seeds(row, model), agreement(known, row.threshold)])
+    used = [0, 1, *(at for at in range(2, 3 + len(SEEDS)) if any(line[at] for line in lines)), -1]
+    header = ["model", "measure", *SEEDS.values(), "mean of the seeds", "they"]
+    return [[line[at] for at in used] for line in (header, *lines)]
 
 
 def agreement(estimates: Sequence[tuple[float, ...]], threshold: float) -> str:
@@ -109,10 +130,12 @@ def agreement(estimates: Sequence[tuple[float, ...]], threshold: float) -> str:
 def tally(studies: Iterable[str]) -> str:
     """For the page's first table: how many contrasts of some studies agree between seeds; "1" without a second."""
     study = {row.label: str(row.file).split("-")[0] for row in TABLES["seeds"].rows}
-    lines = [line for line in compared(TABLES["seeds"])[1:] if study[line[1]] in set(studies)]
+    table = compared(TABLES["seeds"])
+    lines = [line for line in table[1:] if study[line[1]] in set(studies)]
     found = Counter(line[-1].strip("*") for line in lines)
     parts = [f"{found[name]} {name}" for name in ("agree", "disagree", "cannot tell") if found[name]]
-    seeds = sorted({sum(bool(text) for text in line[2:-1]) for line in lines})
+    runs = [at for at, name in enumerate(table[0]) if name in SEEDS.values()]
+    seeds = sorted({sum(bool(line[at]) for at in runs) for line in lines})
     return f"{' or '.join(map(str, seeds))}: {', '.join(parts)}" if parts else "1"
 
 

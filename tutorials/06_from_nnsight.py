@@ -100,8 +100,7 @@ assert list(masks) == [0, 1, 5, 9, 12, 23]
 # %% [markdown]
 # ### Stopping
 #
-# `t.stop()` ends the run. Here it ends as soon as "####" is on the canvas; the positions still masked are filled with
-# the proposals.
+# `t.stop()` ends the run, here as soon as "####" is on the canvas; positions still masked are filled with proposals.
 
 # %%
 mark = model.to_tokens("\n####")[0, -1]

@@ -60,8 +60,7 @@ print(f"without this head {changed} of {len(prompts)} answers change")
 # ### What is checked
 #
 # Names and shapes in the files are compared with what the config describes before any weight is read: transformers
-# alone would warn and continue with random weights. If transformers' class cannot express a config value, an error
-# names it.
+# alone would continue with random weights. An error names a config value that transformers' class cannot express.
 
 # %%
 file = mine / "config.json"
@@ -391,9 +390,8 @@ print(kept)
 assert kept["Eq. 3", "strongest"] < kept["Eq. 3", "random"] - 10
 
 # %% [markdown]
-# **2.** `tiny-llada` is unchanged, because all its queries see all keys. In `tiny-llama`, with the mean over the
-# queries that see a key, the share is 4.3 points above chance at the token written five steps ago, and 1.5 points below
-# chance at the newest.
+# **2.** `tiny-llada` is unchanged: all its queries see all keys. In `tiny-llama`, with the mean over the queries that
+# see a key, the share is 4.3 points above chance at the token written five steps ago, and 1.5 below at the newest.
 
 # %%
 visible = Recency(unit="visible").run(names, prompts).tables["lags"]

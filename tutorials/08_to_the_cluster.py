@@ -141,8 +141,7 @@ assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 #     sinklens table results/
 #
 # gsm8k and humaneval are downloaded too, or read from `--data`. Generated tasks (`tiny-gsm`, `tiny-code`, `skill-…`)
-# need no download; we use `tiny-gsm`, whose name is also a protocol: the task's own prompt and the checkpoint's own
-# settings.
+# need no download. `tiny-gsm` is also a protocol: the task's own prompt and the checkpoint's own settings.
 #
 # ## How long will it take?
 #

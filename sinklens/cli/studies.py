@@ -96,7 +96,7 @@ def run_analyse(options: argparse.Namespace) -> None:
             counts.stop(out, options.call)
     show(out, findings.manifest)
     if options.seeds:
-        table, file = write_seeds(findings, out, options.seed)
+        table, file = write_seeds(study, findings, out, options.seed)
         print(f"over {len(findings.measured)} seeds and {len(prompts)} prompts ({file}):")
         print(table.round(3).to_string(index=False))
     print(f"{kind.name}: {len(prompts)} prompt{'s' * (len(prompts) != 1)}, {', '.join(findings.measured)}. Written:")

@@ -139,7 +139,7 @@ def test_every_file_opens_and_seeds_are_summarized(tiny_llada, tiny_dream, tiny_
     assert claims["prompts"].max() == 2
     for file in findings.files:
         assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
-    seeds, _ = write_seeds(findings, tmp_path)
+    seeds, _ = write_seeds(study, findings, tmp_path)
     assert (seeds["seeds"] == 2).all()
     assert set(seeds["claim"].dropna()) == set(claims["claim"])
     with pytest.raises(

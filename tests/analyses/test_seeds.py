@@ -5,7 +5,10 @@ import pytest
 import xarray as xr
 
 from sinklens.analyses import seeds
-from sinklens.analyses.seeds import Seeds, hierarchical, seeds_table
+from sinklens.analyses.dynamics import Dynamics
+from sinklens.analyses.nulls import COMPARED
+from sinklens.analyses.results import Findings
+from sinklens.analyses.seeds import Seeds, hierarchical, seeds_table, write_seeds
 from sinklens.errors import SettingError
 
 NAN = float("nan")
@@ -87,6 +90,25 @@ def test_the_table_has_a_row_per_entry_with_every_seed():
     assert table.loc["one", "estimate"] == pytest.approx(2, abs=0.02)
     assert table["agree"].tolist() == [True, False]
     assert [float(value) for value in table.loc["one", "by_seed"].split()] == pytest.approx([1, 2, 3], abs=0.02)
+
+
+def test_differences_within_each_seed_are_summarized_beside_the_measurements(tmp_path):
+    """Motion beyond the null, which each seed has on the same prompts: its noise over prompts cancels."""
+    rng = np.random.default_rng(5)
+
+    def moving(beyond):
+        null = rng.random(20)
+        values = dict.fromkeys(COMPARED, ("prompt", null + beyond))
+        return xr.Dataset(values | {f"null_{name}": ("prompt", null) for name in COMPARED})
+
+    measured = {f"seed-{at}": moving(0.1 * at) for at in (1, 2, 3)}
+    table, file = write_seeds(Dynamics(), Findings(measured, {}, {}, {}), tmp_path)
+    assert file == tmp_path / "dynamics-seeds.csv"
+    differences = table[table["compared"] == "difference"].set_index("measure")
+    assert set(differences.index) == set(COMPARED)
+    assert differences["by_seed"].tolist() == ["0.1 0.2 0.3"] * 3
+    assert differences["estimate"].tolist() == pytest.approx([0.2] * 3)
+    assert set(table.loc[table["compared"] == "measurement", "measure"]) == set(measured["seed-1"])
 
 
 def test_impossible_seeds_are_refused():
