@@ -1,9 +1,9 @@
 """Refresh a cache after some steps, or when the keys have moved (after Elastic-Cache, Nguyen-Tri et al., 2510.14973).
 
-Between refreshes another policy decides. Where `drift` has a bound, each row also computes one *probe*: the position
-outside the inner policy's fresh ones that got the most attention in the step before, summed over layers and heads. The
-drift of its key, the relative change ‖k_t − k‖ / ‖k_t‖ against the entry it replaces, needs no second pass. If it
-exceeds the bound in any layer, the row computes everything in the next step.
+Between refreshes another policy decides. Where `drift` has a bound, each row also computes one *probe*: of the
+positions that it would not compute otherwise, the one that got the most attention in the step before, summed over
+layers and heads. The drift of its key, the relative change ‖k_t − k‖ / ‖k_t‖ against the entry it replaces, needs no
+second pass. If it exceeds the bound in any layer, the row computes everything in the next step.
 
 What it approximates: Elastic-Cache measures attention, not keys, and refreshes only the layers from the first one that
 drifts; here all layers are refreshed.
@@ -90,18 +90,19 @@ class Refresh(Policy):
                 f"hides keys or chooses by layer. Use every=."
             )
         inner = inner.expand_as(everything)
-        return inner | self._probe(history, inner) | self._moved(history, inner)[:, None]
+        computed = history.with_predictors(inner)
+        return inner | self._probe(history, computed) | self._moved(history, computed)[:, None]
 
-    def _probe(self, history: History, inner: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The most attended position of each row outside `inner`."""
+    def _probe(self, history: History, computed: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """The most attended position of each row outside `computed`."""
         assert history.scores is not None
-        total = history.scores.sum(dim=(1, 2)).masked_fill(inner | ~history.real, -torch.inf)
-        return torch.zeros_like(inner).scatter(1, total.argmax(dim=1, keepdim=True), True) & ~inner
+        total = history.scores.sum(dim=(1, 2)).masked_fill(computed | ~history.real, -torch.inf)
+        return torch.zeros_like(computed).scatter(1, total.argmax(dim=1, keepdim=True), True) & ~computed
 
-    def _moved(self, history: History, inner: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+    def _moved(self, history: History, computed: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """Rows whose probe drifted beyond the bound in the step before; not after a complete step."""
         assert history.drift is not None
         assert self.where is not None
-        outside = history.drift.masked_fill(inner[:, None], torch.nan)
+        outside = history.drift.masked_fill(computed[:, None], torch.nan)
         above = (outside > self.where.bound).flatten(1).any(dim=1)
         return above & ~history.complete[:, 0]

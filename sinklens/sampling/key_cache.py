@@ -61,6 +61,7 @@ class History:
         queries: mean rotated query of the block in the step before, by layer; None as for `scores`, and unless
             `Policy.reads_queries`.
         keys: layer -> rotated keys that are cached, [batch, kv_head, pos, d_head].
+        shift: whether logits at i predict the token at i + 1.
     """
 
     step: int
@@ -76,6 +77,14 @@ class History:
     drift: Float[Tensor, "batch layer pos"] | None
     queries: Float[Tensor, "batch layer head d_head"] | None
     keys: Callable[[int], Float[Tensor, "batch kv_head pos d_head"]]
+    shift: bool
+
+    def with_predictors(self, fresh: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """`fresh` with the positions that predict its undecided ones, which a step computes with them."""
+        found = fresh.clone()
+        if self.shift:
+            found[:, :-1] |= (fresh & self.undecided & self.real)[:, 1:] & self.real[:, :-1]
+        return found
 
     @property
     def in_block(self) -> Bool[Tensor, " pos"]:
@@ -201,7 +210,7 @@ class KeyCache:
         return History(
             self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self.gone,
             torch.where(undecided, -1, self._step - self._written), self.scores, self.drift, self.queries,
-            self._held.keys,
+            self._held.keys, self._shift,
         )  # fmt: skip
 
     def _checked(self, plan: object) -> Int[Tensor, "batch layer pos"]:
