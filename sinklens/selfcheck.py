@@ -19,7 +19,8 @@ layer whose output is zero also hides its edits, so a kind of point whose edit i
 in all layers before the model is rejected. `sinklens.load(..., check=False)` skips the check.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def check(tree: HookTree, causal: bool) -> None:
         plain = tree(ids)
         _check_finite(plain)
         seen, hooked = _watched_pass(tree, ids)
-        _check_change(tree, plain, hooked[:1])
+        _check_change(tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks))
         _check_points(tree, seen, tokens)
         _check_patterns(tree, seen, "", causal, blocks)
         _check_embedding(tree, ids)
@@ -88,7 +89,7 @@ def _check_with_encoder(tree: HookTree) -> None:
         seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
         _check_finite(plain)
         keep = (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1]))
-        _check_change(tree, plain, _canvas_logits(tree, 1, [keep]))
+        _check_change(tree, plain, _canvas_logits(tree, 1, [keep]), lambda hooks: _canvas_logits(tree, 1, hooks))
         _check_points(tree, seen, TOKENS)
         _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
         _check_patterns(tree, seen, "", causal=False, blocks=None)
@@ -126,9 +127,27 @@ def _check_finite(plain: Tensor) -> None:
         raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
 
 
-def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor) -> None:
-    change = (hooked - plain).abs().max().item() / max(1.0, plain.abs().max().item())
-    _require(change, TOLERANCE.get(tree.cfg.dtype, 1e-3), "watching every point changes the logits by")
+def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor, watched: Callable[[list[HookPair]], Tensor]) -> None:
+    """Check that watching changes nothing; else name the kinds of points that change the logits if watched alone.
+
+    Args:
+        watched: the logits of the same pass with some hooks.
+    """
+    limit, largest = TOLERANCE.get(tree.cfg.dtype, 1e-3), max(1.0, plain.abs().max().item())
+
+    def change(logits: Tensor) -> float:
+        return (logits - plain).abs().max().item() / largest
+
+    if change(hooked) <= limit:
+        return
+    alone: dict[str, list[HookPair]] = {}
+    for name in (name for name in tree.point_names() if not name.startswith("denoise.")):
+        alone.setdefault(re.sub(r"\d+", "*", name), []).append((name, lambda value, hook: None))
+    found = [kind for kind, hooks in alone.items() if not change(watched(hooks)) <= limit]
+    raise SelfCheckError(
+        f"watching every point changes the logits by {change(hooked):.3g}; at most {limit:.3g} is allowed. Watched "
+        f"alone, {', '.join(found) or 'no kind of point'} changes them as much. The hook points cannot be trusted."
+    )
 
 
 def _check_patterns(

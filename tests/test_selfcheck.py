@@ -163,7 +163,11 @@ def test_watching_that_changes_the_computation_is_rejected(monkeypatch, dtype):
         return lambda points, operands, sinks: honest(points, operands._replace(scale=10.0), sinks)
 
     explicit_with(monkeypatch, unscaled)
-    with pytest.raises(SelfCheckError, match=r"watching every point changes the logits by .*; at most .* is allowed"):
+    with pytest.raises(
+        SelfCheckError,
+        match=r"watching every point changes the logits by .*; at most .* is allowed\. Watched alone, "
+        r"blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern.* changes them as much",
+    ):
         check(unchecked(dtype=dtype).tree, causal=False)
 
 
