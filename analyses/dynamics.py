@@ -89,13 +89,14 @@ class Dynamics(Study):
     name: ClassVar[str] = "dynamics"
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`)."""
+        """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`), also of the null's."""
         given = settings_for(model, dict(settings))
         record, steps = fixed_queries(model, prompts, self.chat_template, given.gen_length), given.steps
         found = self.generate(model, prompts, settings, record_sinks=record)
-        ages = survival.life_table(found.track, ages=max(steps, found.track.steps))[["ended", "at_risk"]]
-        measured = motion_of(found.track).merge(against_nulls(found.track, found.run))
-        return measured.merge(ages.rename(batch="prompt").drop_vars("prompt"))
+        ages = max(steps, found.track.steps, found.run.canvas.shape[2] - found.run.prompt_length)
+        lives = survival.life_table(found.track, ages=ages)[["ended", "at_risk"]].rename(batch="prompt")
+        measured = motion_of(found.track).merge(against_nulls(found.track, found.run, ages))
+        return measured.merge(lives.drop_vars("prompt"))
 
     def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
@@ -164,7 +165,7 @@ def motion_of(track: SinkTrack) -> xr.Dataset:
 
 
 def lifetime_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """`LIFETIMES` of the lives of all prompts, with bootstrap intervals over prompts.
+    """`LIFETIMES` of the lives of all prompts, and of those of the null, with bootstrap intervals over prompts.
 
     A median is NaN where fewer than half of the sinks have ended at the largest age; its interval is over the resamples
     that have one.
@@ -173,15 +174,16 @@ def lifetime_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame"
 
     rows = []
     for name, data in measured.items():
-        ended, at_risk = (data[part].fillna(0).transpose("prompt", "age").to_numpy() for part in ("ended", "at_risk"))
         observed = mean_interval(data["lifetime"].to_numpy(), seed=seed)
-        found = {
-            "observed": observed,
-            "restricted_mean": pooled(survival.restricted_mean, [ended, at_risk], seed),
-            "median": pooled(survival.median_lifetime, [ended, at_risk], seed),
-        }
-        for measure, interval in found.items():
-            rows += interval_rows(name, measure, interval, {})
+        found = [("observed", SOURCES[0], observed)]
+        for source, prefix in zip(SOURCES[:2], ("", "null_"), strict=True):
+            lives = [data[f"{prefix}{part}"].transpose("prompt", "age") for part in ("ended", "at_risk")]
+            counts = [part.fillna(0).to_numpy() for part in lives if not bool(part.isnull().all())]
+            if counts:
+                found.append(("restricted_mean", source, pooled(survival.restricted_mean, counts, seed)))
+                found.append(("median", source, pooled(survival.median_lifetime, counts, seed)))
+        for measure, source, interval in found:
+            rows += [row | {"source": source} for row in interval_rows(name, measure, interval, {})]
     return DataFrame(rows)
 
 

@@ -1,9 +1,12 @@
 """The motion that a run would show if nothing moved, for the study `dynamics`.
 
 `NULLS` lists the measures; sinklens/sinks/nulls.py explains them. The null of a prompt uses the pattern that the model
-has on the finished canvas of its run, and ends at the first end token, as an autoregressive run does.
+has on the finished canvas of its run. It is as long as the run, since measures such as the share of static heads depend
+on the number of steps: it ends at the first end token only if the run does, which is an autoregressive one. (A run that
+decides several tokens in a step is shorter than its null, which reveals one a step.)
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,7 @@ from sinklens.prompts import SinglePrompt
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.detectors import bounded
 from sinklens.sinks.nulls import FixedQueries, causal_null
+from sinklens.sinks.survival import life_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -52,19 +56,30 @@ def fixed_queries(
     return Record([FixedQueries(real)])
 
 
-def against_nulls(track: SinkTrack, run: "Generation") -> xr.Dataset:
-    """`NULLS`, [prompt]. The null is NaN for a canvas model: its pattern has no queries before the canvas.
+def against_nulls(track: SinkTrack, run: "Generation", ages: int) -> xr.Dataset:
+    """`NULLS`, [prompt], and the lives of the null's sinks by age, ``null_ended`` and ``null_at_risk`` [prompt, age].
+
+    The null is NaN for a canvas model: its pattern has no queries before the canvas.
 
     Args:
         track: the run's active steps, with ``fixed_score``.
+        ages: number of ages, at least the number of steps of the run and of its null.
     """
+    rows = range(len(run.canvas))
+    nulls = [] if run.model.tree.architecture.encoder else [null_of(run, row) for row in rows]
     fixed = SinkTrack(track.data.assign(score=track["fixed_score"]))
-    values = {f"null_{name}": np.full(len(run.canvas), np.nan) for name in COMPARED}
-    if not run.model.tree.architecture.encoder:
-        nulls = [null_of(run, row) for row in range(len(run.canvas))]
-        values = {f"null_{name}": np.array([rates(one)[name][0] for one in nulls]) for name in COMPARED}
+    found = [rates(one) for one in nulls]
+    values = {f"null_{name}": np.array([one[name][0] for one in found] or [np.nan] * len(rows)) for name in COMPARED}
     values |= {f"fixed_{name}": rates(fixed)[name] for name in FIXED}
-    return xr.Dataset({name: ("prompt", values[name]) for name in NULLS})
+    tables = [life_table(one, ages=ages) for one in nulls]
+    lives = {
+        f"null_{name}": [table[name].to_numpy()[0] for table in tables] or np.full((len(rows), ages), np.nan)
+        for name in ("ended", "at_risk")
+    }
+    return xr.Dataset(
+        {name: ("prompt", values[name]) for name in NULLS}
+        | {name: (("prompt", "age"), np.array(counts, dtype=np.float64)) for name, counts in lives.items()}
+    )
 
 
 def rates(track: SinkTrack) -> dict[str, np.ndarray]:
@@ -88,7 +103,10 @@ def null_of(run: "Generation", row: int) -> SinkTrack:
     seen = model.tree.peek(ids.to(model.cfg.device), None, points)
     pattern = np.stack([seen[name][0].float().cpu().numpy() for name in points])
     start = int(run.real[row, : run.prompt_length].sum())
-    return causal_null(pattern, ids[0].cpu().numpy(), start, run.sinks.data.attrs, bounded(run.sinks))
+    attrs = run.sinks.data.attrs
+    if not run.sinks.causal:  # its run goes on after an end token
+        attrs = {**attrs, "special": json.dumps({**run.sinks.special, "end": []})}
+    return causal_null(pattern, ids[0].cpu().numpy(), start, attrs, bounded(run.sinks))
 
 
 def null_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":

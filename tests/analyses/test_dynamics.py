@@ -17,7 +17,7 @@ from sinklens.analyses.dynamics import (
     newest_queries,
     shortest_life,
 )
-from sinklens.analyses.nulls import COMPARED, null_of
+from sinklens.analyses.nulls import COMPARED, SOURCES, null_of
 from sinklens.sinks import SinkTrack, motion, survival
 from sinklens.tasks.word_problems import held_out
 
@@ -47,8 +47,10 @@ def test_lifetimes_of_all_prompts_are_pooled_and_count_censored_lives():
     """Head 0 stays on 2 to the end; head 1 stays two steps on 3, then two on 4, the last of which is cut off."""
     track = planted(with_sinks([[[2, 3]], [[2, 3]], [[2, 4]], [[2, 4]]]))
     ages = survival.life_table(track)[["ended", "at_risk"]].rename(batch="prompt").drop_vars("prompt")
-    data = motion_of(track).merge(ages)
-    table = lifetime_table({"m": xr.concat([data, data], dim="prompt")}, seed=0).set_index("measure")["estimate"]
+    data = motion_of(track).merge(ages).merge(ages.rename(ended="null_ended", at_risk="null_at_risk") * 2)
+    found = lifetime_table({"m": xr.concat([data, data], dim="prompt")}, seed=0)
+    table, null = (found[found["source"] == name].set_index("measure")["estimate"] for name in SOURCES[:2])
+    assert null.to_dict() == table.drop("observed").to_dict()  # the same lives, twice
     assert table["observed"] == pytest.approx((4 + 2 + 2) / 3)
     assert table["restricted_mean"] == pytest.approx(1 + 1 + 0.5 + 0.5)  # at age 2 one of two lives at risk ends
     assert table["median"] == 2
@@ -124,7 +126,7 @@ def test_positions_are_labelled_by_the_final_tokens(tiny_llada):
 def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held_fixed(tiny_llama):
     measured = Dynamics(settings={"gen_length": 12}).run([tiny_llama], PROMPTS)
     data = measured.measured["tiny-llama"]
-    for name in COMPARED:
+    for name in (*COMPARED, "ended", "at_risk"):
         np.testing.assert_allclose(data[f"null_{name}"], data[name], atol=1e-6)
     assert data["fixed_jump_share"].values.tolist() == [0, 0]
     assert data["fixed_static_share"].values.tolist() == [1, 1]
@@ -132,6 +134,14 @@ def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held
     assert table["static_share", "measured"] == table["static_share", "null model"] > 0.5
     assert table["static_share", "measured − null model"] == 0
     assert table["jump_share", "queries held fixed"] == 0
+
+
+def test_the_null_of_a_diffusion_run_goes_on_after_an_end_token_as_the_run_does(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS)
+    ends = tiny_llada.special_tokens["end"]
+    for row in range(len(PROMPTS)):
+        assert any(token in ends for token in run.tokens[row, run.prompt_length : -4].tolist())
+        assert (motion.jumps(null_of(run, row))["pairs"] == run.steps_run - 1).all()
 
 
 def test_the_null_of_a_diffusion_run_is_that_of_its_finished_canvas(tiny_llada):
