@@ -99,6 +99,8 @@ def hierarchical(values: Sequence[Float[np.ndarray, " _"]], paired: bool = True,
 def seeds_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
     """`hierarchical` of every variable and entry, all models being seeds that answered the same prompts.
 
+    Entries are those of any model, by label; an entry that a model lacks is NaN.
+
     Returns:
         One row per variable and entry along its axes other than ``prompt``: ``measure``, the entry's labels,
         ``estimate``, ``low``, ``high``, ``seeds`` (their number), ``agree`` (whether all are on the same side of 0) and
@@ -111,7 +113,8 @@ def seeds_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], se
 
     rows: list[dict[str, Any]] = []
     for name in variables:
-        parts = [data[name].transpose("prompt", ...) for data in measured.values()]
+        given = [data[name].transpose("prompt", ...) for data in measured.values()]
+        parts = xr.align(*given, join="outer", exclude={"prompt"})
         axes = parts[0].dims[1:]
         for place in np.ndindex(parts[0].shape[1:]):
             at = dict(zip(axes, place, strict=True))
@@ -147,12 +150,12 @@ def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> t
 
 
 def _summarized(measured: Mapping[str, xr.Dataset]) -> list[str]:
-    """The variables with the axis ``prompt`` and few other entries."""
+    """The variables with the axis ``prompt`` and few other entries in every model."""
     first = next(iter(measured.values()))
     return [
         str(name)
         for name, values in first.data_vars.items()
-        if "prompt" in values.dims and values[{"prompt": 0}].size <= ENTRIES
+        if "prompt" in values.dims and all(data[name][{"prompt": 0}].size <= ENTRIES for data in measured.values())
     ]
 
 

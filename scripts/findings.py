@@ -6,7 +6,7 @@ A table is what stands between ``<!-- table: NAME -->`` and ``<!-- end of table 
 numbers it holds. tests/test_findings.py fails if a table is not current, or if a number in the text of a section is in
 none of its tables. Results of further training runs, with other seeds, are in docs/results/seed-2 and seed-3, as models
 "NAME-seed-2" and "NAME-seed-3": they add columns beside those of the first, and `Contrast` compares them.
-docs/results/seeds holds what `analyse --seeds` writes for all runs of a recipe, under the name of the first.
+docs/results/seeds holds what `analyse --seeds` writes for all runs of a recipe, in its column "model".
 """
 
 import math
@@ -22,6 +22,7 @@ from findings_tables import TABLES, Contrast, Row, Table
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "findings.md"
 RESULTS = ROOT / "docs" / "results"
+COMPARABLE = 0.25  # a matched cell is empty if fewer of the sinks or landings have a place to compare with
 SEEDS = {"": "first seed", "-seed-2": "seed 2", "-seed-3": "seed 3"}  # end of a model's name -> its column
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -35,7 +36,7 @@ def stored(file: str) -> pandas.DataFrame:
 
 
 def found(row: Row, file: str, model: str) -> tuple[float, float, float, int] | None:
-    """Estimate, interval and number of prompts of one model; None where nothing was measured."""
+    """Estimate, interval and number of prompts of one model; None where nothing, or too little, was measured."""
     table = stored(row.file or file)
     for column, value in {"model": model, **row.where}.items():
         table = table[table[column] == value]
@@ -46,7 +47,8 @@ def found(row: Row, file: str, model: str) -> tuple[float, float, float, int] | 
     one = table.iloc[0]
     names = ("estimate", "low", "high") if "estimate" in one else ("share", "share_low", "share_high")
     estimate, low, high = (float(one[name]) for name in names)
-    return None if math.isnan(estimate) else (estimate, low, high, int(one.get("prompts", 0)))
+    too_few = float(one.get("matched_share", 1.0)) < COMPARABLE
+    return None if math.isnan(estimate) or too_few else (estimate, low, high, int(one.get("prompts", 0)))
 
 
 def cell(row: Row, file: str, model: str, counted: bool = False) -> str:
@@ -82,6 +84,8 @@ def over_seeds(row: Row, model: str) -> str:
     if not path.is_file():
         return ""
     table = pandas.read_csv(path, keep_default_na=False, na_values=[""])
+    if not set(row.where) <= set(table.columns):
+        return ""
     for column, value in {"model": model, **row.where}.items():
         table = table[table[column] == value]
     differences = table[table["compared"] == "difference"]
@@ -119,19 +123,21 @@ def compared(table: Table) -> list[list[str]]:
 
 
 def agreement(estimates: Sequence[tuple[float, ...]], threshold: float) -> str:
-    """Whether the estimates of several seeds, each with an interval, are on the same side of a threshold."""
-    signs = {(estimate > threshold) - (estimate < threshold) for estimate, _, _ in estimates}
-    if {-1, 1} <= signs:
+    """Whether the intervals of several seeds exclude a threshold, and on which sides."""
+    sides = [(low > threshold) - (high < threshold) for _, low, high in estimates]
+    if {-1, 1} <= set(sides):
         return "**disagree**"
-    clear = all(low > threshold or high < threshold for _, low, high in estimates)
-    return "agree" if clear else "cannot tell"
+    return "agree" if 0 not in sides else "cannot tell"
 
 
 def tally(studies: Iterable[str]) -> str:
-    """For the page's first table: how many contrasts of some studies agree between seeds; "1" without a second."""
-    study = {row.label: str(row.file).split("-")[0] for row in TABLES["seeds"].rows}
+    """For the page's first table: how many contrasts of some studies agree between seeds; "1" without a second.
+
+    Contrasts that do not test the claim of the row (`Contrast.tests`) are left out.
+    """
+    study = {row.label: str(row.file).split("-")[0] for row in TABLES["seeds"].rows if row.tests}
     table = compared(TABLES["seeds"])
-    lines = [line for line in table[1:] if study[line[1]] in set(studies)]
+    lines = [line for line in table[1:] if study.get(line[1]) in set(studies)]
     found = Counter(line[-1].strip("*") for line in lines)
     parts = [f"{found[name]} {name}" for name in ("agree", "disagree", "cannot tell") if found[name]]
     runs = [at for at, name in enumerate(table[0]) if name in SEEDS.values()]

@@ -27,9 +27,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Contrast(Row):
-    """A row of the table of seeds: a measure of each model that says something by being above or below a threshold."""
+    """A row of the table of seeds: a measure of each model that says something by being above or below a threshold.
+
+    Attributes:
+        threshold: what it is compared with.
+        tests: whether it tests the claim that the page's first table makes of its study.
+    """
 
     threshold: float = 0.0
+    tests: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,10 @@ def plain(label: str, digits: int = 2, **where: Any) -> Row:
 
 
 def contrast(
-    file: str, label: str, threshold: float = 0.0, scale: float = 1.0, digits: int = 2, **where: Any
+    file: str, label: str, threshold: float = 0.0, scale: float = 1.0, digits: int = 2, tests: bool = True, **where: Any
 ) -> Contrast:
     """A row of the table of seeds."""
-    return Contrast(label, where, scale, digits, file, threshold)
+    return Contrast(label, where, scale, digits, file, threshold, tests)
 
 
 DIFFUSION = MODELS[:3]
@@ -75,6 +81,8 @@ TABLES: dict[str, Table] = {
         (
             percent("positions that are sinks, %", 2, measure="found", detector=EQ3),
             percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
+            percent("… with ε = 3 as a percentage of the row's attention", measure="heads",
+                    detector="epsilon-over-mean (percent, 3)"),
             plain("value norm at sinks ÷ median of the row", measure="value_ratio", detector=EQ3),
             percent("positions that are no-op sinks, %", 2, measure="found", detector="no-op"),
         ),
@@ -88,7 +96,9 @@ TABLES: dict[str, Table] = {
         percent("heads whose strongest key never changes, %", measure="static_share", source="measured"),
         percent("… under the null", measure="static_share", source="null model"),
         percent("… with the queries held fixed", measure="static_share", source="queries held fixed"),
-        Row("steps that a sink lasts (at most 24)", {"measure": "restricted_mean"}, 1.0, 1, "dynamics-lifetimes"),
+        *(Row(label, {"measure": "restricted_mean", "source": source}, 1.0, 1, "dynamics-lifetimes")
+          for label, source in (("steps that a sink lasts (at most 24)", "measured"),
+                                ("… under the null", "null model"))),
     )),
     "kinds": Table("token_types-matched", tuple(
         plain(label, measure="ratio", by="kind", set=kind, matched=matched)
@@ -100,12 +110,14 @@ TABLES: dict[str, Table] = {
         tuple(
             Row(f"{label}, layer {layer}", {"measure": measure, "layer": layer}, scale, digits, file)
             for label, measure, scale, digits, file in (
-                ("lens names the final token: sinks − others, points", "named_difference", 100.0, 0, None),
-                ("value norm: sinks ÷ others", "value_ratio", 1.0, 2, "masked_sinks-layers"),
+                ("lens, same step: sinks − others, points", "named_difference", 100.0, 0, "masked_sinks-layers"),
+                ("lens, same step and place: sinks − others, points", "named_difference", 100.0, 0, None),
+                ("value norm, same step and head: sinks ÷ others", "value_ratio", 1.0, 2, "masked_sinks-layers"),
             )
             for layer in range(4)
         ),
         DIFFUSION,
+        counted=True,
     ),
     "order": Table("events-order", (
         plain("score against deciding step", measure="correlation"),
@@ -115,6 +127,8 @@ TABLES: dict[str, Table] = {
             {"measure": "ratio", "others": "all", "matched": "nothing"}, 1.0, 1, "events-landings"),
         Row("… same step and place",
             {"measure": "ratio", "others": "all", "matched": "step, position"}, 1.0, 1, "events-landings"),
+        Row("… before the decision: landings on tokens that the step decides ÷ others, same step and place",
+            {"measure": "ratio", "age": 0}, 1.0, 1, "events-ages"),
         Row("… ÷ tokens decided earlier, same step and place",
             {"measure": "ratio", "others": "decided earlier", "matched": "step, position"}, 1.0, 1, "events-landings"),
         Row("… ÷ the same token written over an earlier one, crude",
@@ -278,6 +292,13 @@ TABLES: dict[str, Table] = {
                 ("fresh", "sink", "all but sinks stale"),
             )
         ),
+        *(
+            Row(f"drift of stale keys, %: {label}", {"measure": "drift", "choice": choice}, 100.0, 1, "caching-sets")
+            for choice, label in (
+                ("sink", "sinks"), ("same_mass", "random keys with as much attention"),
+                ("same_kind", "random keys of their kinds"),
+            )
+        ),
     ), DIFFUSION),
     "stale-layers": Table("caching-costs", tuple(
         Row(f"layer {layer}: {label}, 10⁻⁶ nats",
@@ -311,6 +332,7 @@ TABLES: dict[str, Table] = {
         for low, high in ranges
     ), (*MODELS, "tiny-llada-skills", "tiny-llama-skills", "tiny-sdar", "tiny-llada-moe", "tiny-canvas")),
     "seeds": Table("", (
+        contrast("existence-detectors", "heads and steps with a sink, %", 0.0, 100.0, 1, measure="heads", detector=EQ3),
         contrast("existence-detectors", "value norm at sinks ÷ median of the row, above 1", 1.0,
                  measure="value_ratio", detector=EQ3),
         contrast("dynamics-null", "strongest key changes, % of steps, beyond the null", 0.0, 100.0, 1,
@@ -335,19 +357,33 @@ TABLES: dict[str, Table] = {
         *(contrast("events-landings", f"landings on just decided ÷ {label}, same step and place, above 1", 1.0, 1.0, 1,
                    measure="ratio", others=others, matched="step, position")
           for others, label in (("all", "all others"), ("decided earlier", "tokens decided earlier"))),
-        *(contrast("events-landings", f"landings on just decided ÷ the same token written over, {label}, above 1", 1.0,
-                   measure="ratio", others="written over", matched=matched)
-          for matched, label in (("nothing", "crude"), ("step, position", "same step and place"))),
-        *(contrast("circuits-claims", label, measure="difference", claim=claim) for label, claim in (
+        contrast("events-landings", "landings on just decided ÷ the same token written over, same step and place, "
+                 "above 1", 1.0, measure="ratio", others="written over", matched="step, position"),
+        *(contrast("circuits-claims", label, measure="difference", claim=text, tests=tests) for label, text, tests in (
             *((f"score of the {which} sink written by {writer}, beyond its control's",
-               f"the {role}: {writer} write more of its score than of its control's")
+               f"the {role}: {writer} write more of its score than of its control's", False)
               for which, role in (("strongest", "strongest sink"), ("most mobile head's", "most mobile head's sink"))
               for writer in ("heads", "MLPs")),
-            ("share of a jump undone through queries, beyond keys", "jumps go through queries more than through keys"),
+            ("share of a jump undone through queries, beyond keys",
+             "jumps go through queries more than through keys", True),
             ("… queries of just decided positions, beyond those nearby",
-             "queries of just decided positions move sinks more than those nearby"),
+             "queries of just decided positions move sinks more than those nearby", False),
             ("… beyond those of earlier tokens masked again",
-             "queries of just decided positions move sinks more than those of earlier tokens masked again"),
+             "queries of just decided positions move sinks more than those of earlier tokens masked again", True),
         )),
+        contrast("masked_sinks-matched", "lens at undecided sinks of layer 1, same step and place, points", 0.0, 100.0,
+                 0, measure="named_difference", layer=1),
+        *(contrast("caching-claims", label, 0.0, 1e6, 0, measure="difference", claim=claim) for label, claim in (
+            ("stale sinks, beyond random keys with as much attention, 10⁻⁶ nats",
+             "stale sinks change predictions more than random keys with as much attention"),
+            ("stale sinks, beyond random keys of the same kinds, 10⁻⁶ nats",
+             "stale sinks change predictions more than random keys of the same kinds of token"),
+        )),
+        contrast("caching-claims", "strongest key moves less under DualCache, points", 0.0, 100.0, 1,
+                 measure="difference", claim="strongest keys move less under DualCache"),
+        contrast("definitions-excess", "points lost, column sums, steady, 5 per head, beyond random keys", 0.0, 100.0,
+                 0, measure="cost", definition="columns_steady", reach="all", top_k=5),
+        contrast("interaction-interactions", "points lost with earlier keys only, beyond with all keys", 0.0, 100.0, 0,
+                 measure="cost", window="earlier", pick="excess"),
     ), DIFFUSION),
 }  # fmt: skip

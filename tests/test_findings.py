@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pandas
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,9 +68,30 @@ def test_the_seeds_of_a_verdict_are_those_of_the_stored_results(verdict, seeds, 
 def test_seeds_agree_if_all_intervals_are_on_one_side_of_the_threshold():
     above, below, across = (2.0, 1.5, 2.5), (0.5, 0.2, 0.9), (1.2, 0.8, 1.6)
     assert script.agreement([above, above], 1.0) == script.agreement([below, below, below], 1.0) == "agree"
-    assert script.agreement([above, below], 1.0) == script.agreement([below, below, across], 1.0) == "**disagree**"
-    assert script.agreement([above, across], 1.0) == script.agreement([above, above, across], 1.0) == "cannot tell"
+    assert script.agreement([above, below], 1.0) == script.agreement([above, below, across], 1.0) == "**disagree**"
+    assert script.agreement([above, across], 1.0) == script.agreement([below, below, across], 1.0) == "cannot tell"
     assert script.agreement([above, above], 1.8) == "cannot tell"
+
+
+def test_a_matched_ratio_that_compares_few_of_the_sinks_is_left_out(monkeypatch):
+    shares = {"model": ["one", "two"], "estimate": [0.0, 1.5], "low": [0.0, 1.2], "high": [0.0, 1.9]}
+    table = pandas.DataFrame({**shares, "matched_share": [0.0, 0.6], "prompts": 9})
+    monkeypatch.setattr(script, "stored", lambda file: table)
+    row = script.TABLES["kinds"].rows[0].__class__("ratio", {})
+    assert script.found(row, "any", "one") is None
+    assert script.found(row, "any", "two") == (1.5, 1.2, 1.9, 9)
+
+
+def test_the_mean_of_the_seeds_is_that_of_the_differences_within_each_seed(monkeypatch, tmp_path):
+    """Where a measure and a difference have the same labels, the difference is meant."""
+    (tmp_path / "seeds").mkdir()
+    rows = {"model": "m", "measure": "cost", "estimate": [0.5, 0.1], "low": [0.4, 0.05], "high": [0.6, 0.2]}
+    table = pandas.DataFrame({**rows, "compared": ["measurement", "difference"]})
+    table.to_csv(tmp_path / "seeds" / "study-seeds.csv", index=False)
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    row = script.TABLES["kinds"].rows[0].__class__("cost", {"measure": "cost"}, 100.0, 0, "study-claims")
+    assert script.over_seeds(row, "m") == "10 [5, 20]"
+    assert script.over_seeds(row, "other") == ""
 
 
 def test_a_number_that_no_table_holds_is_found():

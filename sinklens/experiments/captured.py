@@ -66,6 +66,7 @@ class _Collected:
         assert self._ids is not None
         active = not_ended(self._model, self._ids[:, self._real.shape[1] :]) if self._model.causal else working
         by_block = not self._model.causal and not self._model.tree.architecture.encoder  # a canvas has no padding
+        drawn: Tensor | None = None
         for layer, value in self._pass.items():
             if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
                 raise SettingError(
@@ -77,7 +78,9 @@ class _Collected:
             z = value[mask & active[:, None]].float().cpu()
             self._total[layer] = self._total[layer] + z.sum(dim=0)
             self._count[layer] += len(z)
-            self._kept[layer].append(z[torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]])
+            if drawn is None:  # the same places in all layers
+                drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
+            self._kept[layer].append(z[drawn])
         self._pass.clear()
 
     def mean(self) -> Float[Tensor, "layer head d_head"]:

@@ -51,7 +51,7 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
 
 
 def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:
-    """Run the prompts of `base` again with its settings and seed.
+    """Run the prompts of `base` again with its settings, seed and cache policy.
 
     Args:
         base: a run.
@@ -62,7 +62,7 @@ def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:
 
 
 def _run(base: Generation, ids: Int[Tensor, "batch pos"], **options: Any) -> Generation:
-    """A run of the prompts `ids`, left-padded as those of `base`, with the settings and seed of `base`."""
+    """A run of the prompts `ids`, left-padded as those of `base`, with its settings, seed and cache policy."""
     prompts = [row[keep].tolist() for row, keep in zip(ids, base.real[:, : base.prompt_length], strict=True)]
     settings = {name: value for name, value in _settings(base).items() if name not in options}
     run = generate(base.model, prompts, seed=base.seed, **settings, **options)
@@ -75,7 +75,7 @@ def _settings(base: Generation) -> dict[str, Any]:
     from sinklens.sampling import sampler_of
 
     given = {name: value for name, value in asdict(base.settings).items() if value is not None}
-    return {"sampler": sampler_of(base.settings).name, **given}
+    return {"sampler": sampler_of(base.settings).name, "cache": base.cache, **given}
 
 
 def _replaced(ids: Int[Tensor, "batch pos"], model: Model, old: str, new: str) -> Int[Tensor, "batch pos"]:

@@ -71,8 +71,8 @@ def path_across_steps(
         positions: positions at which the sender is patched, not counting padding.
 
     Raises:
-        SettingError: steps in the wrong order, an autoregressive run, whose later steps also read cached keys and
-            values, or a base run that cannot be repeated because it had hooks.
+        SettingError: steps in the wrong order, an autoregressive run or one under a cache policy, whose later steps
+            also read cached keys and values, or a base run that cannot be repeated because it had hooks.
     """
     first, last = (within("step", [one], base.steps_run)[0] for one in (step, receiver_step))
     if last <= first:
@@ -86,13 +86,16 @@ def path_across_steps(
             "steps of an autoregressive run share keys and values, not only the canvas; use PathPatch at the step of "
             "the sender, whose keys and values later steps read."
         )
+    if base.cache is not None:
+        raise SettingError(
+            "steps under a cache policy share keys and values, not only the canvas; make the base run without cache=."
+        )
+    if not torch.equal(again(base, record_sinks=False, progress=False).canvas, base.canvas):
+        raise SettingError(
+            "the base run cannot be repeated: its canvases differ without its hooks. Make it without hooks."
+        )
     patch = PathPatch(sender=sender, receiver="logits", source=source, steps=[first], positions=positions)
     moved = again(base, hooks=[patch], record_sinks=False, progress=False).canvas
-    if not torch.equal(moved[:, : first + 1], base.canvas[:, : first + 1]):
-        raise SettingError(
-            f"the base run cannot be repeated up to step {first}: its canvases differ without its hooks. Make it "
-            f"without hooks."
-        )
     canvas = _reached(moved, base.canvas, first, last, through)
     ids = canvas.to(base.model.cfg.device)
     embedded = {last: {"hook_embed": base.model.embed(ids).detach()}}

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.caching import Policy, as_policy, policy_name
+from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.experiments.captured import not_ended
 from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
@@ -76,7 +76,8 @@ def collect(
         layers: layers in which `detector` looks; None means all.
         record_sinks: what `detector` needs beyond the scores, e.g. ``Record(["values"])``.
         cache: a cache policy, as in `sinklens.generate`; the places are then those that the steps compute.
-        batch: prompts per run; the places do not depend on it. With a detector and cached blocks (``use_cache``), each
+        batch: prompts per run; the places do not depend on it. Copies of a prompt run in separate batches, since copies
+            in one batch would get different random numbers. With a detector and cached blocks (``use_cache``), each
             prompt runs alone, because the queries that a step sums over are those of all rows of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
         dtype: type of the activations on disk.
@@ -99,8 +100,8 @@ def collect(
     }  # fmt: skip
     batch = 1 if detector is not None and take.by_blocks and model.tree.attention_blocks is not None else batch
     store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
-    for start in range(store.prompts_done, len(listed), batch):
-        part = listed[start : start + batch]
+    while (start := store.prompts_done) < len(listed):
+        part = _without_copies(listed[start : start + batch])
         run = generate(
             model, part, seed=seed, chat_template=chat_template, hooks=take, progress=False, cache=cache,
             record_sinks=False if detector is None else record_sinks or True, **settings,
@@ -109,6 +110,12 @@ def collect(
         if report is not None:
             report(store.prompts_done, len(listed))
     return store
+
+
+def _without_copies(prompts: list[Any]) -> list[Any]:
+    """The prompts before the first that repeats an earlier one."""
+    repeated = (at for at, prompt in enumerate(prompts) if prompt in prompts[:at])
+    return prompts[: next(repeated, len(prompts))]
 
 
 def _check(
@@ -148,7 +155,7 @@ def _run_settings(
     """What a store records about the model, the prompts, the sampler and its cache policy."""
     policy = as_policy(cache)
     return {
-        **({} if policy is None else {"cache": policy_name(policy)}),
+        **({} if policy is None else {"cache": fingerprint(policy)}),
         "model": model.name,
         "weights": model.fingerprint,
         "settings": json.loads(json.dumps(asdict(settings_for(model, dict(settings))))),

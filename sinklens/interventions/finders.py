@@ -116,7 +116,8 @@ class InArray:
     def __init__(self, where: Any, sizes: Sizes, run: RunContext | None) -> None:
         self._steps: list[int] | None = None
         if isinstance(where, xr.DataArray):
-            if "step" in where.dims and "step" in where.coords and where.sizes["step"] > 1:
+            if "step" in where.coords:
+                where = where if "step" in where.dims else where.expand_dims("step")
                 self._steps = where["step"].to_numpy().tolist()
                 within("step", self._steps, sizes.step)
             where = _all_axes(where)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.caching import as_policy
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
 from sinklens.hooks.normalizers import normalizer_name
@@ -266,6 +267,7 @@ class Denoising:
             trajectory.canvas, trajectory.undecided, trajectory.unmask_step, real, self.state.prompt_length, answers,
             self.settings, self.request.seed, self._track(trajectory), isinstance(self.request.prompt, str), self.model,
             self._recorder.patterns if self._recorder else {}, self.controls.totals(self.rows),
+            as_policy(self.request.cache),
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:

@@ -14,6 +14,7 @@ from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlKeys
 from sinklens.sampling import SamplerSettings
+from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.track import SinkTrack
 
 
@@ -112,6 +113,7 @@ class Generation:
         single: whether the prompt was one string; `text` is then one string.
         model: the model that ran.
         control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
+        cache: the cache policy; None for an exact run.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -128,6 +130,7 @@ class Generation:
     model: Model = field(repr=False)
     patterns: dict[tuple[int, int], Float[Tensor, "batch head query key"]] = field(default_factory=dict, repr=False)
     control_keys: ControlKeys | None = field(default=None, repr=False)
+    cache: Policy | None = None
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:

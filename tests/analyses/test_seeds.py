@@ -92,6 +92,20 @@ def test_the_table_has_a_row_per_entry_with_every_seed():
     assert [float(value) for value in table.loc["one", "by_seed"].split()] == pytest.approx([1, 2, 3], abs=0.02)
 
 
+def test_entries_are_matched_by_label_although_models_have_different_ones():
+    values = {"1": (["a", "b"], [1.0, 2.0]), "2": (["9", "a", "b"], [5.0, 1.0, 3.0])}
+    models = {
+        name: xr.Dataset({"x": (("prompt", "token"), [numbers] * 4)}, {"token": labels})
+        for name, (labels, numbers) in values.items()
+    }
+    for given in (models, dict(reversed(models.items()))):
+        table = seeds_table(given, ["x"]).set_index("token")
+        assert sorted(table.index) == ["9", "a", "b"]
+        assert table.loc["a", "by_seed"] == "1 1"
+        assert table.loc["b", "estimate"] == 2.5
+        assert np.isnan(table.loc["9", "estimate"])
+
+
 def test_differences_within_each_seed_are_summarized_beside_the_measurements(tmp_path):
     """Motion beyond the null, which each seed has on the same prompts: its noise over prompts cancels."""
     rng = np.random.default_rng(5)

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import sinklens
+from sinklens.caching import DualCache
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import corrupted
+from sinklens.experiments.corruption import again
 from sinklens.interventions import ForceTokens
 
 QUESTION = "Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:"
@@ -61,3 +63,11 @@ def test_a_text_that_cannot_be_replaced_is_refused(base, changes, message):
 def test_a_prompt_of_another_length_cannot_replay_a_run(base, tiny_llada):
     with pytest.raises(SettingError, match="replay holds 2 rows of"):
         sinklens.generate(tiny_llada, [QUESTION, QUESTION], replay=base, **SETTINGS)
+
+
+def test_a_run_again_has_the_cache_policy_of_the_first(tiny_llada):
+    first = sinklens.generate(tiny_llada, [QUESTION], cache="dual", block_length=6, **SETTINGS)
+    repeated = again(first, record_sinks=True, progress=False)
+    assert (first.cache, repeated.cache) == (DualCache(), DualCache())
+    assert repeated.sinks["fresh"].sum() < repeated.sinks["fresh"].size
+    assert again(first, cache=None, progress=False).cache is None

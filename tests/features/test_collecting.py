@@ -9,6 +9,7 @@ from planted_saes import random_sae
 from watching import LONG, PADDED, SHORT, entered
 
 import sinklens
+from sinklens.caching import Planned
 from sinklens.errors import SettingError
 from sinklens.features import ActivationStore, collect
 from sinklens.features.places import STATES
@@ -160,6 +161,13 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
             worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
             record_sinks=Record(exact=False),
         )  # fmt: skip
+    every = torch.ones(1, 8, 1, worded().encode(PROMPTS[:1])[0].shape[1] + 8, dtype=torch.bool)
+    some = every.clone()
+    some[:, 3, :, :-8] = False
+    for number, plan in enumerate((every, some)):  # tables of one shape
+        collect(worded(), PROMPTS[:1], POINT, tmp_path / f"{number}.zarr", gen_length=8, cache=Planned(plan))
+    with pytest.raises(SettingError, match="collected with other cache; choose another path"):
+        collect(worded(), PROMPTS[:1], POINT, tmp_path / "0.zarr", gen_length=8, cache=Planned(some))
     (tmp_path / "b.zarr").mkdir()
     with pytest.raises(SettingError, match="is not a store of activations"):
         collect(worded(), PROMPTS[:2], POINT, tmp_path / "b.zarr", gen_length=8)
@@ -176,3 +184,11 @@ def test_arguments_that_belong_together_are_checked(worded, tmp_path):
     )  # fmt: skip
     assert store.finished
     assert random_sae().d_in == store.d_in
+
+
+def test_copies_of_a_prompt_get_the_same_random_numbers_in_every_batch(worded, tmp_path):
+    prompts, settings = [SHORT, LONG, SHORT, SHORT], {"gen_length": 8, "temperature": 5.0, "scope": "committed"}
+    single, together = (
+        collect(worded(), prompts, POINT, tmp_path / f"{batch}.zarr", batch=batch, **settings) for batch in (1, 4)
+    )
+    check_same(single, together)

@@ -210,6 +210,12 @@ def test_a_named_array_may_lack_axes_and_steps(worded):
     some = marked.copy()
     some[:, [0, 2]] = False
     assert torch.equal(outputs(model, named.sel(step=[3, 1])), outputs(model, some))
+    one = np.zeros_like(marked)
+    one[:, 2] = marked[:, 2]
+    assert torch.equal(outputs(model, named.sel(step=[2])), outputs(model, one))
+    assert torch.equal(outputs(model, named.sel(step=2)), outputs(model, one))
+    every = named.sel(step=2).drop_vars("step")  # without the coordinate: the same places in all steps
+    assert torch.equal(outputs(model, every), outputs(model, np.repeat(marked[:, 2:3], 4, axis=1)))
 
 
 @pytest.mark.fast_cases(2)
