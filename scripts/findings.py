@@ -22,6 +22,7 @@ from findings_tables import TABLES, Contrast, Row, Table
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "findings.md"
 RESULTS = ROOT / "docs" / "results"
+FEWEST = 10  # prompts of a run with something to compare; with fewer, the run is left out of the table of seeds
 COMPARABLE = 0.25  # a matched cell is empty if fewer of the sinks or landings have a place to compare with
 SEEDS = {"": "first seed", "-seed-2": "seed 2", "-seed-3": "seed 3"}  # end of a model's name -> its column
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -92,7 +93,7 @@ def over_seeds(row: Row, model: str) -> str:
     table = table if differences.empty else differences
     if len(table) > 1:
         raise ValueError(f"{row.label}, {model}: {len(table)} rows of {path.name} match {row.where}")
-    if table.empty:
+    if table.empty or math.isnan(table.iloc[0]["estimate"]):
         return ""
     one = table.iloc[0]
     mean, low, high = (number(float(one[name]) * row.scale, row.digits) for name in ("estimate", "low", "high"))
@@ -113,9 +114,11 @@ def compared(table: Table) -> list[list[str]]:
     for model in table.models:
         for row in table.rows:
             values = [found(row, table.file, model + seed) for seed in SEEDS]
+            values = [value if value and value[3] >= FEWEST else None for value in values]
             known = [value[:3] for value in values if value]
             if values[0] and len(known) > 1 and isinstance(row, Contrast):
-                cells = [cell(row, table.file, model + seed, counted=True) for seed in SEEDS]
+                runs = zip(SEEDS, values, strict=True)
+                cells = [cell(row, table.file, model + seed, counted=True) if value else "" for seed, value in runs]
                 lines.append([model, row.label, *cells, over_seeds(row, model), agreement(known, row.threshold)])
     used = [0, 1, *(at for at in range(2, 3 + len(SEEDS)) if any(line[at] for line in lines)), -1]
     header = ["model", "measure", *SEEDS.values(), "mean of the seeds", "they"]
