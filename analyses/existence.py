@@ -63,6 +63,7 @@ DETECTORS: dict[str, Detector] = {
     "no-op": NoOp(),
     "broadcast": Broadcast(),
 }
+NO_SINK = "share of positions that are not sinks; epsilon in the unit of the row"
 MEANINGS = {
     "found": "share of positions that are sinks",
     "heads": "share of heads and steps with a sink",
@@ -85,8 +86,10 @@ class Existence(Study):
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``thresholds``: the curves of Fig. 10; ``detectors``: what each detector finds."""
         detectors = interval_table(measured, list(MEANINGS), self.seed)
+        thresholds = interval_table(measured, ["no_sink"], self.seed)
+        in_unit = (thresholds["epsilon"] * thresholds["unit"].map(UNITS)).round(9)
         return {
-            "thresholds": interval_table(measured, ["no_sink"], self.seed),
+            "thresholds": thresholds.assign(epsilon=in_unit, meaning=NO_SINK),
             "detectors": detectors.assign(meaning=detectors["measure"].map(MEANINGS)),
         }
 

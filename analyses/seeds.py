@@ -103,8 +103,8 @@ def seeds_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], se
 
     Returns:
         One row per variable and entry along its axes other than ``prompt``: ``measure``, the entry's labels,
-        ``estimate``, ``low``, ``high``, ``seeds`` (their number), ``agree`` (whether all are on the same side of 0) and
-        ``by_seed``, their estimates in order of the models.
+        ``estimate``, ``low``, ``high``, ``seeds`` (their number), ``agree`` ("yes" if all are on the same side of 0,
+        else "no"; empty if all are 0 or one is NaN) and ``by_seed``, their estimates in order of the models.
 
     Raises:
         SettingError: as in `hierarchical`.
@@ -125,7 +125,9 @@ def seeds_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], se
             }
             numbers = {"estimate": found.estimate, "low": found.low, "high": found.high, "seeds": len(parts)}
             listed = " ".join(f"{value:.3g}" for value in found.by_seed)
-            rows.append({"measure": name, **labels, **numbers, "agree": found.agree(), "by_seed": listed})
+            empty = np.isnan(found.by_seed).any() or not any(found.by_seed)
+            agree = "" if empty else "yes" if found.agree() else "no"
+            rows.append({"measure": name, **labels, **numbers, "agree": agree, "by_seed": listed})
     return DataFrame(rows)
 
 
@@ -143,7 +145,7 @@ def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> t
         seeds_table(measured, _summarized(measured), seed).assign(compared=compared)
         for compared, measured in parts.items()
     ]
-    table, file = concat(tables, ignore_index=True), out / f"{study.name}-seeds.csv"
+    table, file = concat(tables, ignore_index=True).astype({"seeds": int}), out / f"{study.name}-seeds.csv"
     with atomic_write(file) as part:
         table.to_csv(part, index=False)
     return table, file

@@ -95,12 +95,19 @@ def run_analyse(options: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             counts.stop(out, options.call)
     show(out, findings.manifest)
+    files = findings.files
     if options.seeds:
         table, file = write_seeds(study, findings, out, options.seed)
-        print(f"over {len(findings.measured)} seeds and {len(prompts)} prompts ({file}):")
-        print(table.round(3).to_string(index=False))
+        print(f"over {len(findings.measured)} seeds and {len(prompts)} prompts:")
+        print(table.dropna(axis="columns", how="all").round(3).to_string(index=False, na_rep=""))
+        print(
+            "low, high: 95 % interval of the mean over seeds and prompts, widened for few seeds, so it may leave the "
+            "measure's range. agree: whether all seeds are on the same side of 0. compared: a measurement of each "
+            "seed, or a difference between two conditions within each seed."
+        )
+        files = (*files, file)
     print(f"{kind.name}: {len(prompts)} prompt{'s' * (len(prompts) != 1)}, {', '.join(findings.measured)}. Written:")
-    print("\n".join(f"  {file}" for file in findings.files))
+    print("\n".join(f"  {file}" for file in files))
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:

@@ -63,8 +63,13 @@ class ChoiceRule:
         Raises:
             SettingError: neither or both of `top_k` and `detector`, an unknown name, or a control without its scope.
         """
-        if (self.top_k is None) == (self.detector is None):
+        if self.top_k is not None and self.detector is not None:
             raise SettingError("pass either top_k, a number of keys per head, or detector, not both.")
+        if self.top_k is None and self.detector is None:
+            raise SettingError(
+                "no keys are named; pass top_k, a number of keys per head, detector, or where. positions= alone only "
+                "restricts which of them count."
+            )
         if self.detector is not None:
             require_detector(self.detector)
         if self.top_k is not None and not _is_count(self.top_k):

@@ -225,7 +225,7 @@ def _sample(tree: "HookTree", row_keys: Sequence[int]) -> QuerySample:
 
 
 def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
-    """Refuse quantities that compare steps where a step may compute other positions than the one before."""
+    """Refuse quantities that need queries, or positions of the step before, that a step may lack."""
     other = tree.causal or tree.architecture.encoder or tree.attention_blocks is not None
     for part in quantities:
         if part.compares and other:
@@ -233,7 +233,13 @@ def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial
                 f"quantity {part.name!r} compares the same positions in two steps; it is recorded for bidirectional "
                 f"models."
             )
-        if part.compares and partial and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}")):
+        lacking = partial and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}"))
+        if part.of_keys and lacking:
+            raise SettingError(
+                f"quantity {part.name!r} reads the queries of {part.point}, and under a cache policy a step has only "
+                f"some of them; leave cache= out."
+            )
+        if part.compares and lacking:
             raise SettingError(
                 f"quantity {part.name!r} compares the same positions in two steps, and under a cache policy a step has "
                 f"only some of {part.point}; leave cache= out, or compare attn.hook_k or attn.hook_v, which have all."

@@ -86,21 +86,22 @@ def test_the_table_has_a_row_per_entry_with_every_seed():
         for at in (1, 2, 3)
     }
     table = seeds_table(models, ["cost"]).set_index("pick")
-    assert table.loc["one", ["measure", "seeds", "agree"]].tolist() == ["cost", 3, True]
+    assert table.loc["one", ["measure", "seeds", "agree"]].tolist() == ["cost", 3, "yes"]
     assert table.loc["one", "estimate"] == pytest.approx(2, abs=0.02)
-    assert table["agree"].tolist() == [True, False]
+    assert table["agree"].tolist() == ["yes", "no"]
     assert [float(value) for value in table.loc["one", "by_seed"].split()] == pytest.approx([1, 2, 3], abs=0.02)
 
 
 def test_entries_are_matched_by_label_although_models_have_different_ones():
-    values = {"1": (["a", "b"], [1.0, 2.0]), "2": (["9", "a", "b"], [5.0, 1.0, 3.0])}
+    values = {"1": (["0", "a", "b"], [0.0, 1.0, 2.0]), "2": (["0", "9", "a", "b"], [0.0, 5.0, 1.0, 3.0])}
     models = {
         name: xr.Dataset({"x": (("prompt", "token"), [numbers] * 4)}, {"token": labels})
         for name, (labels, numbers) in values.items()
     }
     for given in (models, dict(reversed(models.items()))):
         table = seeds_table(given, ["x"]).set_index("token")
-        assert sorted(table.index) == ["9", "a", "b"]
+        assert sorted(table.index) == ["0", "9", "a", "b"]
+        assert table["agree"].to_dict() == {"0": "", "9": "", "a": "yes", "b": "yes"}
         assert table.loc["a", "by_seed"] == "1 1"
         assert table.loc["b", "estimate"] == 2.5
         assert np.isnan(table.loc["9", "estimate"])

@@ -11,6 +11,7 @@ import sinklens
 from sinklens.caching import DelayedCache, DualCache
 from sinklens.errors import SettingError
 from sinklens.sinks import Quantity, Record
+from sinklens.sinks.nulls import FixedQueries
 from sinklens.views import attention, pattern_at
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
@@ -66,3 +67,12 @@ def test_a_comparison_of_steps_at_a_point_of_the_window_is_refused(worded):
         SettingError, match=r"under a cache policy a step has only some of hook_resid_pre; leave cache="
     ):
         sinklens.generate(worded("llama"), "one", gen_length=4, cache=DualCache(), record_sinks=Record([Moved()]))
+
+
+def test_sums_over_fixed_queries_are_refused(worded):
+    model = worded("llama")
+    _, real = model.encode(PROMPTS)
+    with pytest.raises(
+        SettingError, match=r"'fixed queries' reads the queries of attn\.hook_pattern, and under a cache"
+    ):
+        sinklens.generate(model, PROMPTS, cache=DualCache(), record_sinks=Record([FixedQueries(real)]), **SETTINGS)
