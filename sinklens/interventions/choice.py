@@ -67,8 +67,8 @@ class ChoiceRule:
             raise SettingError("pass either top_k, a number of keys per head, or detector, not both.")
         if self.top_k is None and self.detector is None:
             raise SettingError(
-                "no keys are named; pass top_k, a number of keys per head, detector, or where. positions= alone only "
-                "restricts which of them count."
+                "no keys are named; pass top_k, a number of keys per head, or detector; an intervention also takes "
+                "where=. positions= alone only restricts which of them count."
             )
         if self.detector is not None:
             require_detector(self.detector)

@@ -154,7 +154,7 @@ def test_kinds_need_the_text_of_tokens():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"top_k": None}, "no keys are named; pass top_k, a number of keys per head, detector, or where"),
+        ({"top_k": None}, "no keys are named; pass top_k, a number of keys per head, or detector; an"),
         ({"detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector, not both"),
         ({"top_k": -1}, "top_k must be a number of keys, 0 or more; got -1"),
         ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),

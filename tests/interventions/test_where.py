@@ -416,7 +416,7 @@ def test_places_without_a_meaning_are_rejected(worded, unchecked):
         MaskSinks(where="prompt")
     with pytest.raises(SettingError, match="the settings scope, pick, only, same_step, source and persistent have no"):
         MaskSinks(top_k=None, where="prompt", pick="random")
-    with pytest.raises(SettingError, match="pass either top_k, a number of keys per head, or detector, not both"):
+    with pytest.raises(SettingError, match="no keys are named; pass top_k, a number of keys per head, or detector"):
         Where()
     with pytest.raises(SettingError, match=r"of must be a pair \(layer, head\); got \(1, 2, 3\)"):
         Where(top_k=1, of=(1, 2, 3))
