@@ -53,6 +53,8 @@ def test_the_curve_rises_with_the_threshold_and_figures_name_their_unit(tiny_lla
     found = study.run([tiny_llada], [problem.prompt for problem in held_out(2)])
     curve = found.tables["thresholds"].query("unit == 'sum'")["estimate"].to_numpy()
     assert (np.diff(curve) >= 0).all()
+    largest = found.tables["thresholds"].groupby("unit")["epsilon"].max()
+    assert largest.to_dict() == {"sum": 10, "percent": 10, "fraction": 0.1, "visible": 0.1}  # in the unit of the row
     figures = study.figures(found.measured, found.examples)
     assert [ax.get_title() for ax in figures["histogram"].axes] == [
         "unit: sum", "unit: percent", "unit: fraction", "unit: visible",
