@@ -136,8 +136,8 @@ class Circuits(Study):
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """``difference`` [prompt, claim] of every claim; above 0 if it holds."""
         pairs = _pairs(data)
-        values = [one.reset_coords(drop=True) for one in pairs.values()]
-        return xr.Dataset({"difference": xr.concat(values, dim="claim").assign_coords(claim=list(pairs))})
+        values = xr.concat(list(pairs.values()), dim="claim")
+        return xr.Dataset({"difference": values.assign_coords(claim=list(pairs))})
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``writers``: ``excess``; ``readers``: ``read``; ``edges``: ``undone``, ``local``, ``change`` and ``jumps``;
@@ -292,7 +292,7 @@ def claims(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
     rows = []
     for model, data in measured.items():
         for claim, values in _pairs(data).items():
-            part = xr.Dataset({"difference": values.reset_coords(drop=True)})
+            part = xr.Dataset({"difference": values})
             rows.append(interval_table({model: part}, ["difference"], seed, null=0.0).assign(claim=claim))
     return judged(concat(rows, ignore_index=True))
 
@@ -317,4 +317,4 @@ def _pairs(data: xr.Dataset) -> dict[str, xr.DataArray]:
     for where, name in {"nearby": "those nearby", "again": "those of earlier tokens masked again"}.items():
         beyond = local.sel(where="decided") - local.sel(where=where)
         found[f"queries of just decided positions move sinks more than {name}"] = beyond
-    return found
+    return {claim: values.reset_coords(drop=True) for claim, values in found.items()}

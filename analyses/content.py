@@ -125,7 +125,7 @@ class Content(Study):
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """The differences of costs that `claims` tests, by name; NaN for a model without a right answer."""
-        return xr.Dataset({claim: values.reset_coords(drop=True) for claim, values in _paired(data, self.kind).items()})
+        return xr.Dataset(_paired(data, self.kind))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs;
@@ -166,8 +166,9 @@ def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFra
     rows = []
     for model, data in measured.items():
         for claim, values in _paired(data, kind).items():
-            part = xr.Dataset({"above": values.drop_vars(("kind", "part", "change"), errors="ignore")})
-            table = interval_table({model: part}, ["above"], seed, {"above": (-1, 1)}, null=0.0)
+            table = interval_table(
+                {model: xr.Dataset({"above": values})}, ["above"], seed, {"above": (-1, 1)}, null=0.0
+            )
             rows.append(table.assign(measure=claim))
     return judged(concat(rows, ignore_index=True))
 
@@ -195,4 +196,4 @@ def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
                 of(name, part, "value") - of(name, part, "value_random"),
             f"{where}: masking costs more than replacing the value": of(name, part) - of(name, part, "value"),
         }  # fmt: skip
-    return found
+    return {claim: values.reset_coords(drop=True) for claim, values in found.items()}

@@ -36,16 +36,25 @@ def stored(file: str) -> pandas.DataFrame:
     return pandas.concat(parts)
 
 
-def found(row: Row, file: str, model: str) -> tuple[float, float, float, int] | None:
-    """Estimate, interval and number of prompts of one model; None where nothing, or too little, was measured."""
-    table = stored(row.file or file)
+def matching(table: pandas.DataFrame, row: Row, model: str) -> pandas.DataFrame:
+    """The rows of a stored table that belong to a row of the page and a model."""
     for column, value in {"model": model, **row.where}.items():
         table = table[table[column] == value]
+    return table
+
+
+def only(table: pandas.DataFrame, row: Row) -> pandas.Series | None:
+    """The only row of `table`; None if it is empty."""
     if len(table) > 1:
-        raise ValueError(f"{row.label}, {model}: {len(table)} rows of {row.file or file} match {row.where}")
-    if table.empty:
+        raise ValueError(f"{row.label}: {len(table)} stored rows match {row.where}")
+    return None if table.empty else table.iloc[0]
+
+
+def found(row: Row, file: str, model: str) -> tuple[float, float, float, int] | None:
+    """Estimate, interval and number of prompts of one model; None where nothing, or too little, was measured."""
+    one = only(matching(stored(row.file or file), row, model), row)
+    if one is None:
         return None
-    one = table.iloc[0]
     names = ("estimate", "low", "high") if "estimate" in one else ("share", "share_low", "share_high")
     estimate, low, high = (float(one[name]) for name in names)
     too_few = float(one.get("matched_share", 1.0)) < COMPARABLE
@@ -87,15 +96,11 @@ def over_seeds(row: Row, model: str) -> str:
     table = pandas.read_csv(path, keep_default_na=False, na_values=[""])
     if not set(row.where) <= set(table.columns):
         return ""
-    for column, value in {"model": model, **row.where}.items():
-        table = table[table[column] == value]
+    table = matching(table, row, model)
     differences = table[table["compared"] == "difference"]
-    table = table if differences.empty else differences
-    if len(table) > 1:
-        raise ValueError(f"{row.label}, {model}: {len(table)} rows of {path.name} match {row.where}")
-    if table.empty or math.isnan(table.iloc[0]["estimate"]):
+    one = only(table if differences.empty else differences, row)
+    if one is None or math.isnan(one["estimate"]):
         return ""
-    one = table.iloc[0]
     mean, low, high = (number(float(one[name]) * row.scale, row.digits) for name in ("estimate", "low", "high"))
     return f"{mean} [{low}, {high}]"
 
