@@ -233,10 +233,10 @@ def _llada_cached(folder: ReferenceFolder, number: int, given: dict[str, Any]) -
 def _dream_cached(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
     policy, stored = POLICIES[given["sampler"]], given["settings"] | {"top_k": 50}  # transformers' default
     by_threshold = stored["alg"] == "confidence_threshold"
-    if by_threshold and policy == NoCache():  # carries refused tokens over to the next step, which sinklens does not
-        return
     settings = {"gen_length": stored["max_new_tokens"], **{name: stored[name] for name in DREAM if name in stored}}
     settings |= {"alg": "maskgit_plus", "steps": stored["max_new_tokens"]} if by_threshold else {}
+    if by_threshold and policy == NoCache():
+        settings["tokens_per_step"] = stored["max_new_tokens"] // stored["steps"]
     settings |= {"cache": policy} if policy == NoCache() else {"cache": policy, "sampler": "dream-blocks"}
     prompt, canvas, result = _parts(folder, number)
     blocks = stored["max_new_tokens"] // stored.get("block_length", 1)

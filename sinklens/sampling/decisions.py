@@ -217,6 +217,14 @@ def above_or_best(
     return torch.where(enough[:, None], high, most_confident(confidence, counts, None))
 
 
+def confident_within(
+    confidence: Float[Tensor, "batch pos"], counts: Sequence[int], threshold: float
+) -> Bool[Tensor, "batch pos"]:
+    """True at the most confident position, and at those that reach `threshold` among each row's `counts` first."""
+    best = most_confident(confidence, [1] * len(counts), None)
+    return best | (most_confident(confidence, counts, None) & (confidence >= threshold))
+
+
 def by_rank(confidence: Float[Tensor, "batch pos"], factor: float) -> Bool[Tensor, "batch pos"]:
     """Fast-dLLM's factor rule: commit by falling confidence while rank r, from 1, has at least 1 − factor / (r + 1).
 

@@ -56,6 +56,10 @@ def _commit(
         share = 1 - times[step + 1] / times[step] if step < settings.steps - 1 else torch.tensor(1.0)
         drawn = state.noise.uniform(where, dtype=torch.float32) < share.to(where.device)
         return torch.zeros_like(where).masked_scatter(where, drawn)
+    if settings.tokens_per_step and settings.threshold is not None:
+        later = max(settings.gen_length // settings.tokens_per_step - 1 - step, 0) * settings.tokens_per_step
+        counts = [max(int(n) - later, 0) for n in masks.tolist()]
+        return decisions.confident_within(confidence, counts, settings.threshold)
     counts = decisions.dream_schedule(masks, times, step)
     if not settings.alg_temp:
         return decisions.most_confident(confidence, counts, settings.threshold)

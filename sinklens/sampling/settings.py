@@ -31,6 +31,7 @@ class Settings(TypedDict, total=False):
     threshold: float
     factor: float
     by_quota: bool
+    tokens_per_step: int
     logits_eos_inf: bool
     confidence_eos_eot_inf: bool
     stop_at_eos: bool
@@ -286,12 +287,16 @@ class DreamSettings(ConfidenceSettings):
         alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
         threshold: also commit every proposal of at least this confidence, in the unit of `alg`; None turns it off.
+        tokens_per_step: commit by `threshold` alone, the most confident proposal in any case, but in the first i steps
+            at most i times this many tokens; None follows the schedule. With `alg` "maskgit_plus" this is Fast-dLLM's
+            "confidence_threshold" without a cache, whose own `steps` are `gen_length` / `tokens_per_step`.
         stop_at_eos: end a row when its answer holds an end-of-text token and everything before it is decided; masks
             after it become that token. The reference code decides them too.
     """
 
     ALGS: ClassVar = ("origin", "maskgit_plus", "topk_margin", "entropy")
     threshold: float | None = None
+    tokens_per_step: int | None = None
     stop_at_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -303,6 +308,24 @@ class DreamSettings(ConfidenceSettings):
         require(
             self.threshold is None or is_finite(self.threshold),
             f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
+        )
+        if self.tokens_per_step is not None:
+            self._check_ceiling(self.tokens_per_step)
+
+    def _check_ceiling(self, tokens_per_step: int) -> None:
+        require_integer("tokens_per_step", tokens_per_step)
+        require(
+            self.threshold is not None and not self.alg_temp,
+            "tokens_per_step limits what threshold commits; set threshold, and leave alg_temp out.",
+        )
+        require(
+            self.gen_length % tokens_per_step == 0,
+            f"tokens_per_step {tokens_per_step} does not divide gen_length {self.gen_length}; choose one of "
+            f"{divisors(self.gen_length)}.",
+        )
+        require(
+            self.steps == self.gen_length,
+            "with tokens_per_step, a run ends when no position is masked; leave steps out.",
         )
 
 

@@ -21,7 +21,6 @@ POLICIES: dict[str, Policy] = {
     "generate": NoCache(), "generate_with_prefix_cache": PrefixCache(), "generate_with_dual_cache": DualCache(),
     "no_cache": NoCache(), "prefix_cache": PrefixCache(), "dual_cache": DualCache(),
 }  # fmt: skip
-OTHER_BUDGET = 1  # Dream without a cache, by a threshold: a rule that carries refused tokens over, which we do not have
 ONE_PASS = 13  # Dream with one pass per block: the reference computes another one and discards its result
 
 
@@ -46,8 +45,9 @@ def dream_settings(stored: dict[str, Any]) -> dict[str, Any]:
     given["gen_length"] = given.pop("max_new_tokens")
     if stored["sampler"] != "no_cache":
         given["sampler"] = "dream-blocks"
-    if given["alg"] == "confidence_threshold":  # `steps` then plays no part
-        given |= {"alg": "maskgit_plus", "steps": given["gen_length"]}
+    if given["alg"] == "confidence_threshold":  # `steps` counts only without a cache, as a limit per step
+        limit = {"tokens_per_step": given["gen_length"] // given["steps"]} if stored["sampler"] == "no_cache" else {}
+        given |= {"alg": "maskgit_plus", "steps": given["gen_length"]} | limit
     return {key: value for key, value in given.items() if key not in ("mask_token_id", "dual_cache")}
 
 
@@ -66,7 +66,7 @@ def run_of(model: sinklens.Model, reference: Reference, number: int) -> tuple[si
 
 @pytest.mark.parametrize(
     ("folder", "number"),
-    [("llada-cached", n) for n in range(20)] + [("dream-cached", n) for n in range(14) if n != OTHER_BUDGET],
+    [("llada-cached", n) for n in range(20)] + [("dream-cached", n) for n in range(14)],
 )
 def test_every_canvas_and_every_set_of_computed_positions_equals_the_references(shared, place, folder, number):
     model, reference = loaded(shared / "conformance" / folder, place)

@@ -8,8 +8,8 @@ from sinklens.devices.conformance import _single
 from sinklens.devices.parts import Setting
 from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_runs
 
-LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}, "dream-cached": {1}}
-"""Runs that depend on the batch or show a defect, or that are the reference's batched sampler or another rule."""
+LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}}
+"""Runs that depend on the batch or show a defect, or that are the reference's batched sampler."""
 QUICK = {
     "llada-cached": 19,
     "dream-cached": 13,

@@ -111,6 +111,15 @@ def test_a_threshold_commits_beyond_the_schedule():
     assert decisions.most_confident(confidence, [1], 0.99).tolist() == [[True, False, False, False]]
 
 
+def test_a_threshold_within_a_number_commits_the_best_and_none_beyond_the_number():
+    confidence = torch.tensor([[0.95, 0.2, 0.91, -torch.inf], [0.4, 0.3, 0.2, 0.1], [-torch.inf] * 4])
+    commit = decisions.confident_within(confidence, [1, 3, 0], 0.9)
+    assert commit.tolist() == [[True, False, False, False], [True, False, False, False], [False] * 4]
+    assert decisions.confident_within(confidence, [3, 3, 3], 0.25).tolist() == [
+        [True, False, True, False], [True, True, False, False], [False] * 4,
+    ]  # fmt: skip
+
+
 def test_sampling_by_confidence_commits_the_requested_number_and_prefers_the_confident():
     confidence = torch.tensor([[2.0, 0.0, -torch.inf, 1.0]])
     first = [0, 0, 0, 0]
