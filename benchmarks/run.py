@@ -24,7 +24,7 @@ from unittest import mock
 import nnsight
 import numpy as np
 import torch
-from caches import block_caching, block_ratios, caching, stopping
+from caches import against_fast_dllm, block_caching, block_ratios, cache_memory, caching, leaving, products, stopping
 from interventions import mapping, placing, sweeping
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -44,7 +44,18 @@ RESULTS = Path(__file__).with_name("results.json")
 STEPS = 8
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
-SLOW = ("others", "middle", "wide", "compile", "caches", "block", "regional", "estimated")  # left out by --quick
+SLOW = (
+    "others",
+    "middle",
+    "wide",
+    "compile",
+    "caches",
+    "fast-dllm",
+    "products",
+    "block",
+    "regional",
+    "estimated",
+)  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
 
@@ -314,11 +325,15 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),
         "compile": lambda: compiling(MIDDLE, lengths, pairs),
-        "caches": lambda: caching(SMALLEST, 1, gen_length=64) if quick else caching(MIDDLE, 3),
+        "caches": lambda: caching(SMALLEST, 1, gen_length=64) if quick else caching(MIDDLE, 5),
+        "cache-memory": lambda: cache_memory(SMALLEST if quick else MIDDLE),
+        "fast-dllm": lambda: against_fast_dllm(SMALLEST, 1, 64) if quick else against_fast_dllm(MIDDLE, 5),
+        "products": lambda: products(SMALLEST, 1) if quick else products(MIDDLE, 5),
         "block": lambda: block_ratios(SMALLEST, 1) if quick else block_ratios(MIDDLE, 3),
         "regional": lambda: regional(SMALLEST, 128, 1) if quick else regional(MIDDLE, 1024, 9),
         "estimated": lambda: estimating(SMALLEST, 256, 1) if quick else estimating(MIDDLE, 1024, 7),
         "stopping": lambda: stopping(2, 2, 1) if quick else stopping(20, 5, 3),
+        "leaving": lambda: leaving(2, 2, 1) if quick else leaving(100, 25, 5),
     }
 
 

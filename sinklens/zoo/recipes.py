@@ -135,17 +135,22 @@ _SKILLS: dict[str, Any] = {
     "skills": 110_000,
     "problems_first": 2,
 }
+_DREAM: dict[str, Any] = {"cycles": (2000,), "learning_rate": 1e-3}
+_MMADA: dict[str, Any] = {"cycles": (2000, 4000), "peaks": (1.0, 1.0), "learning_rate": 1e-3, "pictures": 150_000}
 _FIRST_FOUR: dict[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
 
 
 def _of_seed(seed: int) -> tuple[Recipe, ...]:
-    """tiny-llada, tiny-llama and tiny-dream with another seed; the last starts from the second."""
-    causal = Recipe(f"tiny-llama-seed-{seed}", "causal", seed=seed)
-    start = f"runs/{causal.name}/checkpoint"
-    return (
+    """tiny-llada, tiny-llama, and tiny-dream and tiny-mmada, which start from them, with another seed."""
+    masked, causal = (
         Recipe(f"tiny-llada-seed-{seed}", "masked", seed=seed),
+        Recipe(f"tiny-llama-seed-{seed}", "causal", seed=seed),
+    )
+    return (
+        masked,
         causal,
-        Recipe(f"tiny-dream-seed-{seed}", "shifted", seed=seed, cycles=(2000,), start_from=start, learning_rate=1e-3),
+        Recipe(f"tiny-dream-seed-{seed}", "shifted", seed=seed, start_from=f"runs/{causal.name}/checkpoint", **_DREAM),
+        Recipe(f"tiny-mmada-seed-{seed}", "masked", seed=seed, start_from=f"runs/{masked.name}/checkpoint", **_MMADA),
     )
 
 
@@ -156,16 +161,8 @@ RECIPES = {
         Recipe("tiny-llama", "causal"),
         Recipe("tiny-llada-skills", "masked", **_SKILLS),
         Recipe("tiny-llama-skills", "causal", **_SKILLS | _FIRST_FOUR),
-        Recipe("tiny-dream", "shifted", cycles=(2000,), start_from="tiny-llama", learning_rate=1e-3),
-        Recipe(
-            "tiny-mmada",
-            "masked",
-            cycles=(2000, 4000),
-            peaks=(1.0, 1.0),
-            start_from="tiny-llada",
-            learning_rate=1e-3,
-            pictures=150_000,
-        ),
+        Recipe("tiny-dream", "shifted", start_from="tiny-llama", **_DREAM),
+        Recipe("tiny-mmada", "masked", start_from="tiny-llada", **_MMADA),
         Recipe("tiny-sdar", "blocks", cycles=(800,), start_from="tiny-llama", learning_rate=1e-3, block_length=8),
         Recipe(
             "tiny-llada-moe",

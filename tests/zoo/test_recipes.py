@@ -85,8 +85,9 @@ def test_all_recipes_have_the_same_size_and_each_its_family():
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream"])
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
 def test_a_recipe_with_another_seed_is_otherwise_the_same(name, seed):
     recipe = RECIPES[f"{name}-seed-{seed}"]
-    start = f"runs/tiny-llama-seed-{seed}/checkpoint" if name == "tiny-dream" else None
+    begins = {"tiny-dream": "tiny-llama", "tiny-mmada": "tiny-llada"}.get(name)
+    start = begins and f"runs/{begins}-seed-{seed}/checkpoint"
     assert recipe == replace(RECIPES[name], name=recipe.name, seed=seed, start_from=start)
