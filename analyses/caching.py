@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
@@ -199,18 +198,14 @@ class Caching(Study):
         settings: Settings,
         members: Bool[Tensor, "run step pos"],
     ) -> Float[np.ndarray, "run step layer head pos"]:
-        """Column sums of the exact run over some queries of each step."""
-        cfg = base.model.cfg
-        sums = np.zeros((len(members), base.steps_run, cfg.n_layers, cfg.n_heads, base.canvas.shape[2]), np.float32)
-
-        def add(value: Float[Tensor, "batch head query key"], hook: "Point") -> None:
-            step, layer = int(hook.step or 0), int(str(hook.name).split(".")[1])
-            chosen = members[:, step].to(value.device, torch.float32)
-            sums[:, step, layer] = torch.einsum("hqk,rq->rhk", value[0].float(), chosen).cpu().numpy()
-
-        points = [(f"blocks.{layer}.attn.hook_pattern", add) for layer in range(cfg.n_layers)]
-        self.generate(base.model, [prompt], settings, hooks=points, record_sinks=False, replay=base)
-        return sums
+        """Column sums of the exact run over some queries of each step; a batch with a row for each choice."""
+        count = len(members)
+        run = self.generate(
+            base.model, [prompt] * count, settings, record_sinks=Record(queries=members),
+            replay=base.canvas.repeat(count, 1, 1),
+        ).run  # fmt: skip
+        assert run.sinks is not None
+        return run.sinks["score"].to_numpy()
 
     def _empty(self, model: "Model") -> xr.Dataset:
         """The measurements of a prompt, all NaN."""

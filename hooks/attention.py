@@ -194,7 +194,7 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
     else:
         mixed, lse = attended
     sample, inputs = points.hook_sink_scores.watch.sample, (operands.query, operands.key, lse, operands.scale)
-    mask, real = operands.additive(), operands.real_queries()  # without the triangle: one row serves all queries
+    mask, real = operands.additive(), _summed(points, operands)  # without the triangle: one row serves all queries
     if sample is None:
         scores = column_sums(*inputs, mask, real, operands.causal)
     else:
@@ -245,12 +245,21 @@ def _with_triangle(operands: Operands) -> tuple[Tensor | None, bool]:
 
 def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Tensor, "batch head query key"]) -> None:
     """Column sums of an explicit pattern, through ``hook_sink_scores``."""
-    real = operands.real_queries()
+    real = _summed(points, operands)
     counted = pattern.detach().float() if real is None else pattern.detach().float() * real[:, None, :, None]
     scores, sample = counted.sum(dim=2), points.hook_sink_scores.watch.sample
     if sample is not None:
         sample.error = torch.zeros_like(scores)  # summed over all queries
     _show_sinks(points, scores)
+
+
+def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batch query"] | None:
+    """The queries that sink scores sum over: real ones, of those that the run chose. None means all."""
+    real, chosen = operands.real_queries(), points.hook_sink_scores.watch.queries
+    if chosen is None:
+        return real
+    chosen = chosen.to(operands.query.device).repeat(len(operands.query) // len(chosen), 1)  # rows of guidance follow
+    return chosen if real is None else chosen & real
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:

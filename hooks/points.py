@@ -37,6 +37,7 @@ class Watch:
             and no hook or trace block is called. None otherwise.
         held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
         sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
+        queries: the queries that sink scores sum over, [batch, pos]; None for all. For passes over all positions.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Watch:
         self.handover: Handover | None = None
         self.held: Any = None
         self.sample: Any = None
+        self.queries: Tensor | None = None
 
     def parked_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""

@@ -33,6 +33,7 @@ from sinklens.runs.intervention import Intervention, within
 from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation
 from sinklens.sampling.key_cache import Policy
+from sinklens.sinks.record import Record
 from sinklens.tracing import generate
 
 
@@ -320,6 +321,8 @@ class Effect:
     Attributes:
         base, free, replayed: the run without it, with it, and with it on the base run's canvases.
         free_running, under_replay: `compare` of base with `free` and with `replayed`.
+        same_queries: the base run once more, with sink scores summed over the queries that `replayed` computed; None
+            without a cache policy, or without sinks.
     """
 
     base: Generation
@@ -327,6 +330,7 @@ class Effect:
     replayed: Generation
     free_running: xr.Dataset
     under_replay: xr.Dataset
+    same_queries: Generation | None = None
 
     def __repr__(self) -> str:
         same, kl = self.free_running["same_answer"], self.under_replay["kl"]
@@ -342,7 +346,9 @@ def effect(
     """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
 
     With `cache` the first run is exact and the others follow the policy: ``effect(model, prompt, cache="dual")``
-    reports what the policy changes. Both comparisons then also count sinks, as `sinks_compared` does.
+    reports what the policy changes. ``under_replay`` then also has the counts of `sinks_compared`. A step under a
+    policy computes fewer queries, and sums over fewer queries have other sinks even if no attention changed. So a
+    fourth run repeats the exact one with sums over the queries of the third, and these two are compared.
 
     Args:
         prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
@@ -360,7 +366,10 @@ def effect(
     compared_runs = [
         compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
     ]
-    if cache is not None and free.sinks is not None:
-        sinks = [sinks_compared(base, run) for run in (free, replayed)]
-        compared_runs = [xr.merge([data, more], join="outer") for data, more in zip(compared_runs, sinks, strict=True)]
-    return Effect(base, free, replayed, *compared_runs)
+    if cache is None or replayed.sinks is None:
+        return Effect(base, free, replayed, *compared_runs)
+    record = Record(queries=replayed.sinks["fresh"].any("layer") if "fresh" in replayed.sinks else None)
+    same = generate(base.model, prompt, replay=base, **settings | {"cache": None, "record_sinks": record})
+    free_running, under_replay = compared_runs
+    under_replay = xr.merge([under_replay, sinks_compared(same, replayed)], join="outer")
+    return Effect(base, free, replayed, free_running, under_replay, same)

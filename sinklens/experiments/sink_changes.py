@@ -2,8 +2,9 @@
 
 After two free runs diverge, the tokens at a position differ, too; a comparison under replay holds them fixed.
 
-Pitfall: a step under a cache policy counts only the queries that it computes. Keys that draw attention from the other
-queries alone count as lost, although no attention changed; under `DualCache` these are all queries outside the block.
+Pitfall: a step under a cache policy sums only over the queries that it computes. Compared with sums over all queries,
+keys that only the others attend to count as lost, although no attention changed. Compare runs with the same queries
+(`Record.queries`), as `effect` does.
 """
 
 import numpy as np

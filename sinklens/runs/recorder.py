@@ -62,6 +62,7 @@ class SinkRecorder:
     ) -> None:
         self._tree, self._real, self._rows = tree, real, real.shape[0]
         self._sample = None if record.exact else _sample(tree, row_keys)
+        self._queries = None if record.queries is None else _chosen_queries(record.queries, tree, real, partial)
         quantities, layers = record.chosen(self._sample), tree.cfg.n_layers
         _refuse_comparison(quantities, tree, partial)
         self._points = [  # resolved now, so a wrong name fails before the run
@@ -80,7 +81,7 @@ class SinkRecorder:
         self._rows_of: dict[int, Tensor] = {}
         self._watching: list[Any] = []
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
-        axes |= dict(more or {})
+        axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
         self.store: Store = MemoryStore(axes)
         if record.to is not None:
             self.store = ZarrStore(record.to, axes, steps, record.dtype, record.overwrite)
@@ -105,7 +106,7 @@ class SinkRecorder:
                 self.store.flush()
             raise
         finally:
-            self._tree.watch.sample = None
+            self._tree.watch.sample = self._tree.watch.queries = None
             for handle in [*handles, *self._watching]:
                 handle.remove()
             self._watching.clear()
@@ -127,7 +128,15 @@ class SinkRecorder:
         return keep
 
     def begin_step(self, step: int) -> None:
-        """Watch the patterns requested for this step; with a cache, later patterns need the rows of earlier steps."""
+        """Choose the step's queries and watch its patterns; with a cache, later patterns need rows of earlier steps.
+
+        Raises:
+            SettingError: the record names no queries for this step.
+        """
+        if self._queries is not None:
+            if step >= self._queries.shape[1]:
+                raise SettingError(f"Record(queries=...) has {step} steps, and the run goes on; give queries for more.")
+            self._tree.watch.queries = self._queries[:, step]
         causal = self._tree.causal
         for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
@@ -166,6 +175,8 @@ class SinkRecorder:
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
             for name, layers in variables.items()
         }
+        if self._queries is not None:
+            canvases = canvases | {"computed": self._queries[:, step].numpy()}
         self.latest = arrays | canvases
         self.store.append(self.latest)
 
@@ -222,6 +233,28 @@ def _sample(tree: "HookTree", row_keys: Sequence[int]) -> QuerySample:
     if tree.causal or tree.architecture.encoder or tree.attention_blocks is not None:
         raise SettingError("exact=False is for bidirectional models, whose passes compute every query; leave it out.")
     return QuerySample(row_keys)
+
+
+def _chosen_queries(
+    queries: Any, tree: "HookTree", real: Bool[Tensor, "batch pos"], partial: bool
+) -> Bool[Tensor, "batch step pos"]:
+    """The queries of `Record.queries` that are not padding.
+
+    Raises:
+        SettingError: they do not fit the run, or a step does not compute every query.
+    """
+    if partial or tree.causal or tree.architecture.encoder or tree.attention_blocks is not None:
+        raise SettingError(
+            "queries= is for bidirectional models without a cache policy, whose steps compute every query; leave it "
+            "out."
+        )
+    chosen = queries.cpu() if isinstance(queries, Tensor) else torch.from_numpy(np.asarray(queries).copy())
+    if (len(chosen), chosen.shape[2]) != tuple(real.shape):
+        raise SettingError(
+            f"queries has {len(chosen)} rows of {chosen.shape[2]} positions, this run {real.shape[0]} of "
+            f"{real.shape[1]}; give those of a run of the same prompts and gen_length."
+        )
+    return chosen & real[:, None]
 
 
 def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:

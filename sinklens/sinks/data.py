@@ -151,7 +151,10 @@ class TrackData:
 
     @property
     def _computed(self) -> xr.DataArray | None:
-        """Queries of a step under a cache policy, [batch, step, pos]: the positions fresh in any layer of the run."""
+        """The queries that scores sum over, [batch, step, pos]; None for all.
+
+        Those of `Record.queries`, or under a cache policy the positions that are fresh in any layer of the run.
+        """
         if "computed" in self.data:
             return self.data["computed"]
         return self.data["fresh"].any("layer") if "fresh" in self.data else None

@@ -4,10 +4,12 @@ Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from sinklens.errors import SettingError, nearest
 from sinklens.hooks.sampled_sums import QuerySample
@@ -35,12 +37,16 @@ class Record:
             faster on long texts. The track then also has ``score_error``, the standard error of each score. Logits do
             not change. Hooks and cache policies that read ``hook_sink_scores`` get the estimates, too. The draws follow
             from each row's prompt and do not depend on its batch. For bidirectional models.
+        queries: the scores of a step sum over these queries only, a boolean array [batch, step, pos]; None for all. For
+            sums over the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track
+            then has ``computed``, these queries, and units divide by their number. Hooks that read
+            ``hook_sink_scores`` get these sums, too. For bidirectional models, without a cache policy.
         overwrite: replace an earlier track at `to` when the run's first step ends. Tracks that were opened from there
             and not yet read are lost; call ``track.data.load()`` first to keep one.
 
     Raises:
         SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are not (step,
-            layer) pairs, or a `to` that is not a new ``*.zarr`` folder.
+            layer) pairs, queries that are not a boolean array, or a `to` that is not a new ``*.zarr`` folder.
     """
 
     quantities: Sequence[str | Quantity] = ()
@@ -49,6 +55,7 @@ class Record:
     dtype: str = "float32"
     overwrite: bool = False
     exact: bool = True
+    queries: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.quantities, str):
@@ -64,6 +71,9 @@ class Record:
         for number in (number for place in self.patterns for number in place):
             if isinstance(number, bool) or not isinstance(number, int | np.integer):
                 raise SettingError(f"patterns must hold (step, layer) pairs of integers; got {number!r}.")
+        shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
+        if self.queries is not None and (len(shape) != 3 or kind not in (np.dtype(bool), torch.bool)):
+            raise SettingError(f"queries must be a boolean array [batch, step, pos]; got {list(shape)} of {kind}.")
         if self.dtype not in ("float32", "float16"):
             raise SettingError(f"dtype of a recording must be 'float32' or 'float16'; got {self.dtype!r}.")
         if self.to is None and (self.overwrite or self.dtype != "float32"):

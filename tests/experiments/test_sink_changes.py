@@ -64,7 +64,21 @@ def test_sinks_that_were_lost_added_and_moved_are_counted(found):
             assert int(here["sinks_added"]) == len(sets[1] - sets[0])
             assert int(here["sinks_moved"]) == int((tops[0] != tops[1]).sum())
     assert int(data["sinks_moved"].sum()) > 0
-    assert (found.under_replay["sinks_lost"] == data["sinks_lost"]).all()
+
+
+def test_an_effect_compares_sums_over_the_queries_that_the_policy_computed(found):
+    queries = found.replayed.sinks["fresh"].any("layer")
+    assert (found.same_queries.sinks["computed"] == queries).all()
+    assert int(queries.isel(step=2).sum()) == 12  # the block of both rows
+    data = sinks_compared(found.same_queries, found.replayed)
+    for name in ("sinks", "sinks_lost", "sinks_added", "sinks_moved"):
+        assert (found.under_replay[name] == data[name]).all()
+        assert name not in found.free_running
+    complete = [0, 6]
+    assert int(data["sinks_moved"].isel(step=complete).sum()) == 0
+    everywhere = sinks_compared(found.base, found.replayed)
+    assert int(data["sinks_moved"].sum()) < int(everywhere["sinks_moved"].sum())
+    assert int(data["sinks_moved"].sum()) > 0
 
 
 def test_sinks_of_runs_without_them_are_refused(worded, found):
