@@ -2,7 +2,7 @@
 
 `STUDIES` lists the names that ``sinklens analyse NAME`` accepts and `questions` what each asks; `find` returns a
 study's class. To write your own study, subclass `Study` and build its tables with `interval_table` and
-`difference_table`. `accuracy` is a plain function.
+`difference_table`. `accuracy.measure` is a plain function.
 """
 
 from pathlib import Path

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinklens.analyses.intervals import known_mean
 from sinklens.sinks import SinkTrack
-from sinklens.sinks.quantities import Quantity, Variables
+from sinklens.sinks.quantities import Summed, Variables
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -38,7 +38,7 @@ BLOCK_MOTION = {
 Numbers = Int[np.ndarray, "batch pos"]
 
 
-class BlockSums(Quantity):
+class BlockSums(Summed):
     """Column sums over the queries of each block: ``block_sum`` [head, block, pos], Σ_{i in block} A[i, j].
 
     Args:
@@ -58,10 +58,6 @@ class BlockSums(Quantity):
         queries, keys = value.shape[-2:]
         chosen = self._members[..., keys - queries : keys].to(value.device)
         return torch.einsum("bhqk,bgq->bhgk", value.detach().float(), chosen.float())
-
-    def join(self, before: Float[Tensor, "batch head block earlier"], now: Tensor) -> Tensor:
-        """Earlier rows do not change, so the sums of new rows are added to theirs."""
-        return now + torch.nn.functional.pad(before, (0, now.shape[-1] - before.shape[-1]))
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """The sums, unchanged."""

@@ -12,8 +12,8 @@ Per prompt of a diffusion model, in layers that read other components (all but t
   mean (`read_attribution`): the KL divergence if only some later components read the change. Of the same sinks and
   controls.
 - ``undone``: share of a jump that is undone if paths into the head's queries or keys carry what their senders wrote one
-  step before. A jump is a change of the strongest key between two steps at which it is a sink. Its size is the rise of
-  the new key's score over the old one's. Over the largest jumps of a prompt: Σ undone / Σ size.
+  step before. A jump is a change of the strongest key between two steps, each a sink at its step. Its size is the rise
+  of the new key's score over the old one's. Over the largest jumps of a prompt: Σ undone / Σ size.
 - ``local``: the same for the queries at the positions that the step before decided, and at as many nearest others.
   These keep their token, so what is carried to them hardly differs. A control of equal size is ``again``: as many
   answer tokens that were decided earlier, each masked again in the canvas whose values are carried, with changes of

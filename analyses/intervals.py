@@ -213,11 +213,11 @@ def p_value(
     return float(score_p(counts, support.tolist(), null))
 
 
-def judged(table: "DataFrame", above: str = "holds", below: str = "no", threshold: float = 0.0) -> "DataFrame":
+def judged(table: "DataFrame", above: str = "holds", below: str = "no") -> "DataFrame":
     """A table of claims that has a column ``p``, with ``p_holm`` (`corrected`) and ``verdict`` (see `verdict`)."""
     table = corrected(table)
     table["verdict"] = [
-        verdict(row.estimate, row.low, row.high, threshold, above, below, row.p_holm) for row in table.itertuples()
+        verdict(row.estimate, row.low, row.high, 0.0, above, below, row.p_holm) for row in table.itertuples()
     ]
     return table
 

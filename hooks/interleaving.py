@@ -13,6 +13,8 @@ them and names the installed version of nnsight if one has changed.
 """
 
 import importlib.util
+import linecache
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from sinklens.errors import HookNameError, SinklensError, nearest
+from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest
 
 
 @contextmanager
@@ -54,7 +56,11 @@ from nnsight.intervention.batching import Batcher  # noqa: E402
 from nnsight.intervention.interleaver import Event, Interleaver, Mediator  # noqa: E402
 from nnsight.intervention.source import STATE, Controller  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer  # noqa: E402
+from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
 from nnsight.tracing.util import push  # noqa: E402
+
+_CHECKED: dict[str, tuple[int, int]] = {}
+"""Time of change and size of each file when its text was last that of nnsight's `SOURCES`."""
 
 
 class Handover:
@@ -155,8 +161,49 @@ def wait_for(location: str, visit: int) -> Any:
     return served
 
 
+def _refresh_source(code: CodeType) -> None:
+    """Let nnsight read the file of `code` again if it changed and now compiles to `code`.
+
+    nnsight reads each file once. After an edit and `importlib.reload` it would run the old block, or find no block at
+    the line. If the file was edited without a reload, the code that runs is the old one, and so must its source be.
+    """
+    filename = code.co_filename
+    if filename not in SOURCES or not os.path.isfile(filename):
+        return
+    stat = os.stat(filename)
+    if _CHECKED.get(filename) == (stat.st_mtime_ns, stat.st_size):
+        return
+    linecache.checkcache(filename)
+    source = "".join(linecache.getlines(filename))
+    if source != SOURCES[filename]:
+        if not _contains(source, code):
+            return
+        SOURCES[filename] = source
+        for site in [site for site in BLOCKS if site[0] == filename]:
+            del BLOCKS[site]
+    _CHECKED[filename] = stat.st_mtime_ns, stat.st_size
+
+
+def _contains(source: str, code: CodeType) -> bool:
+    """Whether `source` compiles to `code` or to a module that contains it."""
+    try:
+        parts = [compile(source, code.co_filename, "exec", dont_inherit=True)]
+    except SyntaxError:
+        return False
+    for part in parts:  # grows while it is read
+        parts += [value for value in part.co_consts if isinstance(value, CodeType)]
+    return code in parts
+
+
 class _CheckedCaches(InterleavingTracer):
-    """nnsight's tracer, with a ``cache(modules=)`` that refuses unknown paths; nnsight's silently records nothing."""
+    """nnsight's tracer, with current source and a ``cache(modules=)`` that refuses unknown paths.
+
+    nnsight's reads the source of a file once, and its ``cache`` silently records nothing at unknown paths.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _refresh_source(calling_frame().f_code)
 
     def cache(self, *args: Any, **options: Any) -> Any:
         """nnsight's ``cache``.

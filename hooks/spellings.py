@@ -64,11 +64,22 @@ class Spelling(Protocol):
 
 
 class HookCache(ActivationCache):
-    """TransformerLens's `ActivationCache` that accepts every spelling of a name."""
+    """TransformerLens's `ActivationCache` that accepts every spelling of a name.
+
+    Attributes:
+        windows: point -> the columns of its value, where a cache policy limited the pass to some.
+    """
 
     cache_dict: ByPoint[Tensor]
 
-    def __init__(self, cache_dict: Mapping[str, Tensor], model: Spelling, has_batch_dim: bool = True) -> None:
+    def __init__(
+        self,
+        cache_dict: Mapping[str, Tensor],
+        model: Spelling,
+        has_batch_dim: bool = True,
+        windows: Mapping[str, range] | None = None,
+    ) -> None:
+        self.windows = dict(windows or {})
         by_point = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)
         super().__init__(by_point, model, has_batch_dim)
 
@@ -85,4 +96,4 @@ class HookCache(ActivationCache):
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "HookCache":
         """A cache of some rows of the batch; an integer drops the batch axis."""
         cut = super().apply_slice_to_batch_dim(batch_slice)
-        return HookCache(ByPoint(self.cache_dict.resolve, cut.cache_dict), self.model, cut.has_batch_dim)  # type: ignore[arg-type]
+        return HookCache(ByPoint(self.cache_dict.resolve, cut.cache_dict), self.model, cut.has_batch_dim, self.windows)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
     python scripts/lab_pictures.py
 
-Writes docs/lab.png and docs/lab-1.png to docs/lab-4.png. Requires the extras `lab` and `test`, and Chromium with its
+Writes docs/lab.png and docs/lab-1.png to docs/lab-4.png. Requires the extras `lab` and `dev`, and Chromium with its
 driver (see tests/browser.py).
 """
 

@@ -57,6 +57,10 @@ class HookFunctionError(SinklensError, TypeError):
     """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape than it got."""
 
 
+class NotANumberError(SinklensError, ArithmeticError):
+    """The logits of a step hold NaN."""
+
+
 class HookOrderError(SinklensError, RuntimeError):
     """A hook point was requested after the run had passed it, or outside the trace block."""
 
@@ -91,10 +95,16 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     return f" Nearest: {', '.join(close)}." if close else ""
 
 
-def warn_caller(message: str, category: type[Warning]) -> None:
-    """Issue a warning, once for its text and the calling line, skipping the frames of `BETWEEN`."""
+def calling_frame() -> Any:
+    """The innermost frame outside `BETWEEN`."""
     frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame = frame.f_back
+    return frame
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Issue a warning, once for its text and the calling line, skipping the frames of `BETWEEN`."""
+    frame = calling_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

@@ -264,7 +264,7 @@ def test_a_model_without_mlps_passes():
     check(model.tree, causal=False)
 
 
-def test_the_check_takes_three_passes_of_one_row_and_the_start_of_another(monkeypatch):
+def test_the_check_takes_three_passes_of_one_row_and_the_start_of_another():
     model, rows = unchecked(), {"embedding": [], "layer 2": []}
     layers = model.tree.hf.model.layers
     model.tree.hf.model.embed_tokens.register_forward_pre_hook(lambda _, given: rows["embedding"].append(len(given[0])))

@@ -63,6 +63,8 @@ class Refresh(Policy):
     within: Policy = field(default_factory=DualCache)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.within, Policy):
+            raise SettingError(f"within must be a policy such as DualCache(); got {self.within!r}.")
         if self.every is not None:
             require_count("every", self.every)
         if self.where is not None and not isinstance(self.where, DriftAbove):

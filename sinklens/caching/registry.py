@@ -1,4 +1,4 @@
-"""The policies by name, and the parts of a run that a policy applies to.
+"""The policies by name.
 
 A name selects a policy where objects cannot be written, as on the command line: "dual", or "keep-sinks:4" with an
 argument. `register` adds a policy in this process.

@@ -1,10 +1,10 @@
 """The checkpoint families: one declarative record each.
 
-LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder, DiffuCoder) is
-Qwen2 without the causal mask, with logits that predict the *next* position, LLaDA-MoE is Qwen3-MoE without the causal
-mask, and DiffusionGemma is a class of transformers. A family record therefore says how to translate its config to a
-transformers config, how its weights are named and packed, and how to sample from it. Code that ships with a checkpoint
-never runs. `register` adds families from outside the package.
+For example, LLaDA is Llama without the causal mask, MMaDA is LLaDA with a larger vocabulary, Dream (and Dream-Coder,
+DiffuCoder) is Qwen2 without the causal mask, with logits that predict the *next* position, LLaDA-MoE is Qwen3-MoE
+without the causal mask, and DiffusionGemma is a class of transformers. A family record therefore says how to translate
+its config to a transformers config, how its weights are named and packed, and how to sample from it. Code that ships
+with a checkpoint never runs. `register` adds families from outside the package.
 
 Limitation: a config value that the translation cannot express raises an error that names it; see `Family.required`.
 """

@@ -1,6 +1,7 @@
 """Prints a ledger's results on a terminal: the paper's table, paired comparisons, answer statistics, and a legend.
 
-Limitation: a narrow terminal wraps the names of conditions. Numbers are never wrapped; in a file or a pipe, nothing is.
+Limitation: a narrow terminal wraps the names of conditions and, with several models, their accuracies. In a file or a
+pipe, nothing is wrapped.
 """
 
 import sys

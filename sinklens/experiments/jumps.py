@@ -1,9 +1,9 @@
 """Jumps of sinks, and which paths make them: causal mediation between two steps of a run.
 
-A *jump* is a change of a head's strongest key between two steps at which this key is a sink. The *lead* of the new key
-is its column sum minus that of the old one. The step before the jump and the step of the jump differ in their canvases.
-`jump_undone` gives one reader, the head's queries or keys at the step of the jump, what some components wrote one step
-before (`PathPatch`), and reports by how much the lead falls.
+A *jump* is a change of a head's strongest key between two steps, where each of the two keys is a sink at its step. The
+*lead* of the new key is its column sum minus that of the old one. The step before the jump and the step of the jump
+differ in their canvases. `jump_undone` gives one reader, the head's queries or keys at the step of the jump, what some
+components wrote one step before (`PathPatch`), and reports by how much the lead falls.
 
 Limitation: shares of single senders need not add up to 1, because norms and the softmax are nonlinear, and a column
 sum does not say which query looks where.

@@ -138,7 +138,9 @@ def _place_settings(
     take: "_Take", detector: Detector | None, layers: Sequence[int] | None, record_sinks: Record | None
 ) -> dict[str, Any]:
     """What a store records about which places it holds."""
+    queries = None if record_sinks is None else record_sinks.queries
     return {
+        **({} if queries is None else {"queries": fingerprint(queries)}),
         "point": take.point,
         "scope": list(take.scope),
         "only_steps": None if take.steps is None else list(take.steps),

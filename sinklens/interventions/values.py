@@ -110,7 +110,7 @@ class _Values:
         if by == "zero":
             return -lost
         if by == "mean":
-            means = self._means(values)
+            means = self._means(values, hook)
             means = means[:, -moved.shape[2] :] if means.shape[1] > 1 else means
             return moved.sum(dim=-1).transpose(1, 2)[..., None] * means - lost
         assert self._draws is not None
@@ -121,10 +121,13 @@ class _Values:
     def _of_heads(self, values: Float[Tensor, "batch key kv_head d_head"], heads: int) -> Tensor:
         return values.repeat_interleave(heads // values.shape[2], dim=2)
 
-    def _means(self, values: Float[Tensor, "batch key head d_head"]) -> Float[Tensor, "batch #key head d_head"]:
-        """The mean value of the keys that are not padding: of all, or of those that each query can see."""
-        real = self._run.real[:, : values.shape[1]].to(values.device)
-        weights = real[..., None, None].to(values)
+    def _means(
+        self, values: Float[Tensor, "batch key head d_head"], hook: Point
+    ) -> Float[Tensor, "batch #key head d_head"]:
+        """The mean value of the keys that each query can see; never of padding."""
+        real, held = self._run.real[:, : values.shape[1]].to(values.device), hook.watch.held
+        seen = real if held is None else real & ~held.gone[:, layer_of(hook)].to(real.device)
+        weights = seen[..., None, None].to(values)
         if self._block is None:
             return (values * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
         sums, counts = (values * weights).cumsum(dim=1), weights.cumsum(dim=1).clamp(min=1)

@@ -3,19 +3,12 @@
 Pitfall: the scores of a `Where` are those of the step before, so it finds nothing at step 0, unless it has a `source`.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import xarray as xr
-from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.choice import KeyChoice
 from sinklens.runs.intervention import Intervention
-from sinklens.sinks.detectors import Detector
-from sinklens.sinks.track import SinkTrack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +34,6 @@ class Where(KeyChoice):
         _ = self.track
         if self.of is not None and len(self.of) != 2:
             raise SettingError(f"of must be a pair (layer, head); got {self.of!r}.")
-
-
-WhereLike = (
-    Where | Detector | SinkTrack | str | Sequence[str] | Tensor | np.ndarray | xr.DataArray | Callable[[int], Any]
-)
-"""What ``where=`` accepts; see `AtPositions`."""
 
 
 @dataclass(frozen=True, kw_only=True)

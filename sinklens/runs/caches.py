@@ -29,17 +29,22 @@ class StepCaches(Mapping[int, "ActivationCache"]):
     def __init__(self, tree: "HookTree") -> None:
         self._tree = tree
         self._values: dict[int, dict[str, Tensor]] = {}
+        self._windows: dict[int, dict[str, range]] = {}
 
     def keep(self, value: Tensor, point: Point) -> None:
         """Keep a copy of the value at `point` in the current step."""
-        self._values.setdefault(point.step or 0, {})[str(point.name)] = value.detach().clone()
+        step, name = point.step or 0, str(point.name)
+        self._values.setdefault(step, {})[name] = value.detach().clone()
+        if point.watch.held is not None and not names.covers_all_columns(name):
+            window = point.watch.held.window
+            self._windows.setdefault(step, {})[name] = range(window.start, window.stop)
 
     def __getitem__(self, step: int) -> "ActivationCache":
         from sinklens.hooks.spellings import HookCache
 
         if step not in self._values:
             raise SettingError(f"step {step} was not cached; cached steps: {sorted(self._values) or 'none'}.")
-        return HookCache(self._values[step], self._tree)
+        return HookCache(self._values[step], self._tree, windows=self._windows.get(step))
 
     def __contains__(self, step: object) -> bool:
         return step in self._values

@@ -80,7 +80,22 @@ class Denoising:
             and replay.prompt_length == state.prompt_length
             and torch.equal(replay.real, state.real.cpu())
         )
+        self._refuse_other_steps(replay)
         return with_prompts(canvas, replay, state.canvas) if fits else canvas  # type: ignore[arg-type]
+
+    def _refuse_other_steps(self, replay: "Replayable | Tensor") -> None:
+        """Refuse a replay whose steps belong to other blocks than those of this run.
+
+        Raises:
+            SettingError: the sampler may leave masks, which an exact run decides in later blocks and a policy does not.
+        """
+        if getattr(self.settings, "by_quota", True) or not isinstance(replay, Generation):
+            return
+        if (replay.cache is None) != (self.state.keys is None):
+            raise SettingError(
+                "by_quota=False can leave masks that a run without a cache policy decides in later blocks and a run "
+                "with one does not, so their steps differ. Replay a run with the same cache=, or leave by_quota out."
+            )
 
     @property
     def rows(self) -> int:

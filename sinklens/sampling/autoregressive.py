@@ -73,7 +73,7 @@ def _decode(
 ) -> None:
     """Decode one token in the `running` rows; the others repeat their end token."""
     denoise_points = state.tree.denoise
-    logits = at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float()
+    logits = state.checked(at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float())
     kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)

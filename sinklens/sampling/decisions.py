@@ -2,7 +2,7 @@
 
 *Schedule*: how many tokens each step commits. *Candidates*: which token is proposed at each masked position.
 *Confidence*: how confident the model is of each proposal. *Commit*: which proposals are accepted. The samplers
-(llada.py, dream.py, autoregressive.py) are loops over these functions with a hook point after each, so an intervention
+(llada.py, dream.py and others) are loops over these functions with a hook point after each, so an intervention
 can act between any two.
 
 Confidence is computed in float64: in float32, many probabilities of a trained model round to 1, and the last bit would
@@ -193,16 +193,25 @@ def clamped_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tens
 
 
 def most_confident(
-    confidence: Float[Tensor, "batch pos"], counts: Sequence[int], threshold: float | None
+    confidence: Float[Tensor, "batch pos"],
+    counts: Sequence[int],
+    threshold: float | None,
+    padding: Sequence[int] | None = None,
 ) -> Bool[Tensor, "batch pos"]:
     """True at each row's `counts` most confident positions, and wherever confidence reaches `threshold`.
 
     Positions with confidence −inf are never committed.
+
+    Args:
+        padding: columns before the text of each row; None if there are none. `torch.topk` orders equal confidences by
+            where they stand, so a row is chosen from without these columns, as if it were alone.
     """
     commit = torch.zeros_like(confidence, dtype=torch.bool)
     for row, count in enumerate(counts):
         if count:
-            commit[row, confidence[row].topk(min(count, confidence.shape[1])).indices] = True
+            first = 0 if padding is None else padding[row]
+            part = confidence[row, first:]
+            commit[row, first + part.topk(min(count, len(part))).indices] = True
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)
@@ -218,11 +227,14 @@ def above_or_best(
 
 
 def confident_within(
-    confidence: Float[Tensor, "batch pos"], counts: Sequence[int], threshold: float
+    confidence: Float[Tensor, "batch pos"],
+    counts: Sequence[int],
+    threshold: float,
+    padding: Sequence[int] | None = None,
 ) -> Bool[Tensor, "batch pos"]:
     """True at the most confident position, and at those that reach `threshold` among each row's `counts` first."""
-    best = most_confident(confidence, [1] * len(counts), None)
-    return best | (most_confident(confidence, counts, None) & (confidence >= threshold))
+    best = most_confident(confidence, [1] * len(counts), None, padding)
+    return best | (most_confident(confidence, counts, None, padding) & (confidence >= threshold))
 
 
 def by_rank(confidence: Float[Tensor, "batch pos"], factor: float) -> Bool[Tensor, "batch pos"]:
@@ -262,9 +274,10 @@ def sampled_by_confidence(
 ) -> Bool[Tensor, "batch pos"]:
     """True at `counts` positions per row, sampled without replacement with weights softmax(confidence / alg_temp)."""
     commit = torch.zeros_like(confidence, dtype=torch.bool)
-    weights = (confidence / alg_temp).softmax(dim=-1).cpu()
     for row, (count, generator) in enumerate(zip(counts, noise.generators, strict=True)):
-        count = min(count, int((weights[row] > 0).sum()))
+        places = (confidence[row] > -torch.inf).nonzero()[:, 0]  # alone, so that the draw does not depend on padding
+        weights = (confidence[row, places] / alg_temp).softmax(dim=-1).cpu()
+        count = min(count, int((weights > 0).sum()))
         if count:
-            commit[row, torch.multinomial(weights[row], count, generator=generator).to(confidence.device)] = True
+            commit[row, places[torch.multinomial(weights, count, generator=generator).to(places.device)]] = True
     return commit

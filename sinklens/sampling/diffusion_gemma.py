@@ -94,7 +94,8 @@ class _Block:
         hidden = state.tree.canvas_pass.decode(
             canvas, state.real[:, : self._stop], prefix.cache(text[:, : self._start]), self._logits
         )
-        logits = at(state.tree.denoise.hook_logits, state.tree.head(hidden)) / self._settings.temperature(step)
+        logits = state.checked(at(state.tree.denoise.hook_logits, state.tree.head(hidden)))
+        logits = logits / self._settings.temperature(step)
         sampled = at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))
         entropy = at(state.tree.denoise.hook_entropy, entropies(logits))
         accepted = at(state.tree.denoise.hook_accepted, lowest_entropies(entropy, self._settings.entropy_bound))

@@ -59,9 +59,9 @@ def _commit(
     if settings.tokens_per_step and settings.threshold is not None:
         later = max(settings.gen_length // settings.tokens_per_step - 1 - step, 0) * settings.tokens_per_step
         counts = [max(int(n) - later, 0) for n in masks.tolist()]
-        return decisions.confident_within(confidence, counts, settings.threshold)
+        return decisions.confident_within(confidence, counts, settings.threshold, state.padding)
     counts = decisions.dream_schedule(masks, times, step)
     if not settings.alg_temp:
-        return decisions.most_confident(confidence, counts, settings.threshold)
+        return decisions.most_confident(confidence, counts, settings.threshold, state.padding)
     commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
     return commit if settings.threshold is None else commit | (confidence >= settings.threshold)

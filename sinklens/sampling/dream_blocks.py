@@ -48,7 +48,7 @@ def _step(state: State, settings: DreamBlockSettings, block: slice, times: Float
     confidence = state.spread_confidence(where, scores)
     counts = _counts(settings, masks.sum(dim=1), times, number)
     threshold = None if number == 0 else settings.threshold
-    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(confidence, counts, threshold))
+    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(confidence, counts, threshold, state.padding))
     state.end_step(torch.where(commit, drawn.canvas, canvas))
 
 

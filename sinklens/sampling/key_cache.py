@@ -52,7 +52,7 @@ class History:
         undecided: its undecided positions.
         real: False on padding.
         age: steps since each entry was computed, at least 1; -1 without a usable entry.
-        gone: keys that the step before hid.
+        gone: keys that the plan of the step before hid.
         decided: steps since each position's token was written or changed, at least 1; -1 while it is undecided. The
             prompt's tokens were there before step 0.
         scores: sink scores of the step before; None in step 0, and unless `Policy.reads_scores`.
@@ -115,7 +115,8 @@ class Policy(ABC):
         """What the next step does with each key.
 
         Returns:
-            Numbers of `Keys`, or booleans (True for fresh, False for stale), that broadcast to [batch, layer, pos].
+            Numbers of `Keys`, or booleans (True for fresh, False for stale), that broadcast to [batch, layer, pos]. Two
+            axes are [batch, pos], the same in every layer; one is [pos].
         """
 
 
@@ -144,7 +145,7 @@ class KeyCache:
         self._written = torch.full(real.shape, -1, dtype=torch.long, device=real.device)
         self._last: Tensor | None = None  # canvas of the step before
         self._step, self._step_in_block, self.block = -1, 0, slice(0, 0)
-        self.fresh = self.gone = torch.zeros(shape, dtype=torch.bool, device=real.device)
+        self.fresh = self.gone = self._hidden = torch.zeros(shape, dtype=torch.bool, device=real.device)
         self.decidable: Bool[Tensor, "batch pos"] = torch.zeros_like(real)
         self.window = slice(0, real.shape[1])
         self.scores: Tensor | None = None
@@ -177,7 +178,7 @@ class KeyCache:
         self.block = block
         self._forget(canvas, edited)
         plan = self._checked(self.policy.plan(self._history(canvas, undecided)))
-        self.gone = (plan == Keys.GONE) & self._real[:, None]
+        self.gone = self._hidden = (plan == Keys.GONE) & self._real[:, None]
         self.fresh = ((plan == Keys.FRESH) | ((self._computed < 0) & ~self.gone)) & self._real[:, None]
         self.decidable = self.computed
         if self._shift:
@@ -194,21 +195,21 @@ class KeyCache:
         """Compute the position before each undecided one that is computed; only with it can a position be decided."""
         ahead = (self.computed & undecided)[:, 1:]
         self.fresh[:, :, :-1] |= (ahead & self._real[:, :-1])[:, None]
-        self.gone &= ~self.fresh
+        self.gone = self.gone & ~self.fresh
         self.decidable[:, 1:] &= self.computed[:, :-1] | ~self._real[:, :-1]
 
     def _forget(self, canvas: Tensor, edited: Tensor) -> None:
-        """Drop entries whose token was replaced, other than an undecided one that the sampler decided."""
+        """Drop entries that a hook changed, or whose token was replaced by other than the sampler's decision."""
         last = canvas if self._last is None else self._last
         self._written = torch.where((canvas != last), self._step - 1, self._written)
         self._last = canvas.clone()
-        replaced = edited | ((last != canvas) & (last != self._mask))
+        replaced = edited | ((last != canvas) & (last != self._mask)) | self._held.edited
         self._computed.masked_fill_(replaced[:, None], -1)
 
     def _history(self, canvas: Tensor, undecided: Tensor) -> History:
         age = torch.where(self._computed >= 0, self._step - self._computed, -1)
         return History(
-            self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self.gone,
+            self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self._hidden,
             torch.where(undecided, -1, self._step - self._written), self.scores, self.drift, self.queries,
             self._held.keys, self._shift,
         )  # fmt: skip
@@ -219,7 +220,12 @@ class KeyCache:
         if not isinstance(plan, Tensor) or plan.is_floating_point():
             raise SettingError(f"{name}.plan must return a tensor of Keys or booleans; got {plan!r}.")
         plan = plan.to(self._real.device)
-        if plan.ndim == 2 and plan.shape[0] == shape[0]:
+        if plan.ndim == 2:
+            if plan.shape[0] not in (1, shape[0]):
+                raise SettingError(
+                    f"{name}.plan returned shape {list(plan.shape)}; two axes are [batch, pos] with {shape[0]} rows. "
+                    f"Return a plan by layer as plan[None], with the axes [batch, layer, pos]."
+                )
             plan = plan[:, None]
         try:
             plan = plan.expand(shape)
@@ -240,7 +246,6 @@ class KeyCache:
         if self.policy.reads_drift:
             self.drift = self._drift(before)
         self._computed.masked_fill_(self.fresh, self._step)
-        self._computed.masked_fill_(self._held.edited[:, None], -1)
         return hidden
 
     @property

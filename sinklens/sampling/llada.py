@@ -51,7 +51,7 @@ def _step(state: State, settings: LladaSettings, block: slice, counts: list[int]
     candidates = decisions.gumbel_candidates(logits, settings.temperature, noise)
     proposed, candidates = state.propose(where, candidates, canvas)
     confidence = state.spread_confidence(where, _confidence(state, settings, where, logits, candidates))
-    chosen = decisions.most_confident(confidence, counts, settings.threshold)
+    chosen = decisions.most_confident(confidence, counts, settings.threshold, state.padding)
     if settings.factor is not None:
         chosen = decisions.by_rank(confidence, settings.factor)
     commit = at(state.tree.denoise.hook_commit, chosen)

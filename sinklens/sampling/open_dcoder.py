@@ -45,7 +45,7 @@ def _step(state: State, settings: OpenDcoderSettings, times: Float[Tensor, " ste
     if settings.alg_temp:
         commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
     else:
-        commit = decisions.most_confident(confidence, counts, None)
+        commit = decisions.most_confident(confidence, counts, None, state.padding)
     commit = at(state.tree.denoise.hook_commit, commit)
     state.end_step(torch.where(commit, drawn.canvas, canvas))
 
@@ -57,7 +57,7 @@ def _plan(state: State, settings: OpenDcoderSettings, variable: Bool[Tensor, "ba
     drawn = _draw(state, settings, canvas, where)
     confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
     counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
-    least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None)
+    least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None, state.padding)
     commit = at(state.tree.denoise.hook_commit, (canvas == state.mask_id) & where & ~least)
     written = torch.where(commit, drawn.canvas, canvas)
     state.end_step(written.masked_fill(least & ~commit, state.mask_id))

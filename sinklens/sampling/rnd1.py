@@ -47,7 +47,8 @@ def _step(state: State, settings: Rnd1Settings, keep: list[int]) -> None:
         commit = _within_gamma(confidence, where, certainty, settings.eb_gamma or 0.0)
     else:
         masks = masked.sum(dim=1).tolist()
-        commit = decisions.most_confident(confidence, [max(0, n - k) for n, k in zip(masks, keep, strict=True)], None)
+        counts = [max(0, n - k) for n, k in zip(masks, keep, strict=True)]
+        commit = decisions.most_confident(confidence, counts, None, state.padding)
     commit = at(state.tree.denoise.hook_commit, commit)
     state.end_step(torch.where(commit, proposed, canvas))
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import NotANumberError, SettingError
 from sinklens.hooks.points import at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.block_cache import BlockCache
@@ -85,6 +85,11 @@ class State:
     def computed(self) -> Bool[Tensor, "batch pos"]:
         """The positions that the step computes, with what predicts them, and can therefore decide; never padding."""
         return self.real if self.keys is None else self.keys.decidable
+
+    @property
+    def padding(self) -> list[int]:
+        """Columns of padding before the text of each row."""
+        return [int(n) for n in self.real.long().argmax(dim=1).tolist()]
 
     def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Pass a copy through ``denoise.hook_canvas``, so that edits do not change the last step's result."""
@@ -173,8 +178,24 @@ class State:
             where = where[:, self.first : window.stop]
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
         if point.watched:
-            return point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float()
-        return _guided([self.tree.head(part[where]) for part in parts], cfg_scale).float()
+            return self.checked(point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float())
+        return self.checked(_guided([self.tree.head(part[where]) for part in parts], cfg_scale).float())
+
+    def checked(self, logits: Float[Tensor, "*positions vocab"]) -> Float[Tensor, "*positions vocab"]:
+        """`logits`, unless they hold NaN, which no sampler can decide by.
+
+        Raises:
+            NotANumberError: they do.
+        """
+        wrong = logits.isnan().any(dim=-1)
+        if bool(wrong.any()):
+            raise NotANumberError(
+                f"in step {self.steps_done}, the logits of {int(wrong.sum())} of {wrong.numel()} positions are NaN. A "
+                f"hook, a trace block or an intervention before them divided by zero, overflowed or wrote NaN: look "
+                f"for the first point where value.isnan().any() is True. Without any of these, the weights hold NaN "
+                f"or overflow in this dtype; load the model with another dtype=."
+            )
+        return logits
 
     def _running(self, where: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """The rows that the pass computes: all while anything is watched, else those that the step can decide."""

@@ -29,9 +29,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.sinks.data import TrackData, Unit
-
-AXES = ("batch", "step", "layer", "head", "pos")
+from sinklens.sinks.data import AXES, TrackData, Unit
 
 
 class Detector(ABC):

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
 from sinklens.sinks.active import running
+from sinklens.sinks.data import AXES
 from sinklens.sinks.track import SinkTrack, Unit
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from sinklens.sinks.detectors import Detector
 
-PLACES = ("batch", "step", "layer", "head", "pos")
 HEADS = ("layer", "head")
 
 
@@ -313,10 +313,10 @@ def _sinks(found: xr.DataArray, exists: xr.DataArray) -> xr.DataArray:
             raise TrackError(
                 f"{name} must be a DataArray, as track.detect(...) returns it; got {type(value).__name__}."
             )
-        if value.dims != PLACES or value.dtype != bool:
+        if value.dims != AXES or value.dtype != bool:
             raise TrackError(
                 f"{name} holds {value.dtype} over {', '.join(map(str, value.dims)) or 'nothing'}; it must hold bool "
-                f"over {', '.join(PLACES)}: track.detect(...) for found, existing(track) for exists. "
+                f"over {', '.join(AXES)}: track.detect(...) for found, existing(track) for exists. "
                 f"To select one head, keep its axis: found.isel(head=[3])."
             )
     try:

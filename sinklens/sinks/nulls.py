@@ -21,13 +21,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.sinks.quantities import Quantity, Variables
+from sinklens.sinks.quantities import Summed, Variables
 from sinklens.sinks.track import SinkTrack, build_track
 
 ROUNDING = 1e-4  # by how much the rows of a softmax may miss 1
 
 
-class FixedQueries(Quantity):
+class FixedQueries(Summed):
     """Column sums over fixed queries F: ``fixed_score`` [head, pos], Σ_{i∈F} A[i, j].
 
     ``Record([FixedQueries(members)])`` records them; ``SinkTrack(track.data.assign(score=track["fixed_score"]))`` is a
@@ -51,10 +51,6 @@ class FixedQueries(Quantity):
         members = torch.nn.functional.pad(self._members, (0, max(0, keys - self._members.shape[1])))
         chosen = members[:, keys - queries : keys].to(value.device)
         return torch.einsum("bhqk,bq->bhk", value.detach().float(), chosen.float())
-
-    def join(self, before: Float[Tensor, "batch head earlier"], now: Float[Tensor, "batch head key"]) -> Tensor:
-        """Earlier rows do not change, so the sums of new rows are added to theirs."""
-        return now + torch.nn.functional.pad(before, (0, now.shape[-1] - before.shape[-1]))
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """The sums, unchanged."""

@@ -65,7 +65,15 @@ class Quantity(ABC):
         """
 
 
-class Scores(Quantity):
+class Summed(Quantity):
+    """Base class of sums over queries, whose last axis is the keys."""
+
+    def join(self, before: Float[Tensor, "... earlier"], now: Float[Tensor, "... key"]) -> Tensor:
+        """Rows of a causal pattern never change, so the sums of new rows are added to the earlier ones."""
+        return now + torch.nn.functional.pad(before, (0, now.shape[-1] - before.shape[-1]))
+
+
+class Scores(Summed):
     """The sink scores Σ_i A[i, j]: ``score`` [head, pos]. Always recorded.
 
     They are the values of ``hook_sink_scores``: a trace block that reads this point before it edits the pattern of the
@@ -75,10 +83,6 @@ class Scores(Quantity):
     name = "scores"
     point = "attn.hook_sink_scores"
     variables: ClassVar[Variables] = {"score": ("head", "pos")}
-
-    def join(self, before: Float[Tensor, "batch head earlier"], now: Float[Tensor, "batch head key"]) -> Tensor:
-        """Rows of a causal pattern never change, so the column sums of new rows are added to the earlier ones."""
-        return now + torch.nn.functional.pad(before, (0, now.shape[-1] - before.shape[-1]))
 
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """The scores, unchanged."""

@@ -4,7 +4,7 @@ Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Record:
     dtype: str = "float32"
     overwrite: bool = False
     exact: bool = True
-    queries: Any = field(default=None, compare=False)
+    queries: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.quantities, str):

@@ -27,6 +27,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError, SinklensError
+from sinklens.sinks.data import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +36,6 @@ CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
 WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # above float16's 65,504 in some models
 FORMAT = "sinklens sink track 2"
 FORMATS = ("sinklens sink track 1", FORMAT)  # formats that can be opened; 1 calls is_real "real"
-PLACES = ("batch", "step", "layer", "head", "pos")  # axes whose coordinates are their indices
 WRITTEN = "steps_written"  # attribute of a Zarr store: number of complete steps
 FINISHED = "finished"  # attribute: 0 until the run has ended
 
@@ -203,7 +203,7 @@ class ZarrStore(Store):
         found = dict(sizes)
         for name, value in step.items():
             found |= dict(zip(("batch", *self._axes[name]), value.shape, strict=True))
-        for axis in PLACES:
+        for axis in AXES:  # their coordinates are their indices
             if axis in found and axis not in self._arrays:
                 numbers = np.arange(found[axis])
                 self._create(axis, (axis,), numbers)

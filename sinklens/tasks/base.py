@@ -90,9 +90,12 @@ class Task(ABC):
     def extract(self, text: str) -> str | None:
         """The part of `text` that a verdict compares; None if there is no such part."""
 
-    @abstractmethod
     def verdict(self, sample: Sample, text: str) -> bool | None:
-        """Whether `text` answers `sample` correctly; None if a program has to run to decide."""
+        """Whether `text` answers `sample` correctly; None if a program has to run to decide.
+
+        By default, whether `extract` finds in it what it finds in the reference.
+        """
+        return self.extract(text) == self.extract(sample.reference)
 
     def malformed(self, sample: Sample, text: str) -> bool | None:
         """Whether `text` lacks the required form of an answer, right or wrong; None if the task requires no form.

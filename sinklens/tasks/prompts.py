@@ -79,9 +79,6 @@ class Prompts(Task):
     def extract(self, text: str) -> str | None:
         return text.strip() or None
 
-    def verdict(self, sample: Sample, text: str) -> bool:
-        return self.extract(text) == self.extract(sample.reference)
-
     def malformed(self, sample: Sample, text: str) -> None:
         """Always None: an expected answer of free text or ids has no required form."""
 

@@ -215,9 +215,6 @@ class Skill(Task):
             return len(words) != 1 or words[0] not in _alternatives(sample)
         return not words or not set(words) <= {*ITEMS, *PEOPLE}
 
-    def verdict(self, sample: Sample, text: str) -> bool:
-        return self.extract(text) == self.extract(sample.reference)
-
 
 def _alternatives(sample: Sample) -> set[str]:
     """The answers that a question of the skill "compare" offers: yes and no, or the people in it."""

@@ -27,6 +27,3 @@ class TinyGsm(Task):
     def extract(self, text: str) -> str | None:
         number = read_answer(text)
         return None if number is None else str(number)
-
-    def verdict(self, sample: Sample, text: str) -> bool:
-        return self.extract(text) == self.extract(sample.reference)

@@ -1,7 +1,7 @@
 """Figures of measured numbers, one function each: the results of studies over several models.
 
-Tables have one row per model and entry, with ``estimate``, ``low`` and ``high``. Every function takes ``ax=`` and
-returns it; none shows or saves anything.
+Tables have one row per model and entry, with ``estimate``, ``low`` and ``high``. Functions that draw one panel take
+``ax=`` and return it; none shows or saves anything.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Figures of sink tracks, one function each; figures of measured numbers are in charts.py.
 
-Every function takes ``ax=`` and returns it, so figures can be combined; none shows or saves anything. Positions are
-labelled by their tokens if the track has them.
+Functions that draw one panel take ``ax=`` and return it, so figures can be combined; none shows or saves anything.
+Positions are labelled by their tokens if the track has them.
 """
 
 from collections.abc import Sequence

@@ -126,7 +126,7 @@ def _page(material: Material, numbers: Numbers, scores: Scores, patterns: Patter
         "settings": _settings(attributes),
         "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
         "answer": spelled(material.answer, keep="\n\t\u200c\u200d"),
-        "notes": _notes(material, numbers, scores, patterns),
+        "notes": _notes(numbers, scores, patterns),
         "held": scores.layers,
         "peaks": scores.peaks,
         "start": numbers.most_moving(scores.layers),
@@ -168,7 +168,7 @@ def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, spelled(str(value))) for name, value in settings.items()]
 
 
-def _notes(material: Material, numbers: Numbers, scores: Scores, patterns: Patterns) -> list[str]:
+def _notes(numbers: Numbers, scores: Scores, patterns: Patterns) -> list[str]:
     """How to read the page, and what it leaves out."""
     layers = len({layer for _, layer in patterns.sides})
     cells = f"each cell covers {patterns.block} × {patterns.block} positions and shows the largest value"

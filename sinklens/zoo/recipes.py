@@ -4,9 +4,9 @@ tiny-llada and tiny-llama are twins: they differ only in the objective and are t
 ``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
 so their checkpoints answer every generated task. tiny-dream and tiny-sdar start from tiny-llama, and tiny-mmada from
 tiny-llada. tiny-llada-moe has experts, and tiny-canvas has noise instead of a mask token; both start from scratch. The
-``-seed-`` recipes repeat tiny-llada, tiny-llama and tiny-dream with another seed. Each remaining recipe changes one
-setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle, ``weights-2800.pt``:
-batches, masks and learning rates are the same up to there.
+``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream and tiny-mmada with another seed. Each remaining recipe
+changes one setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle,
+``weights-2800.pt``: batches, masks and learning rates are the same up to there.
 
 Pitfall: `Recipe.start_from` names a checkpoint, so retraining that checkpoint changes the recipes that start from it.
 """

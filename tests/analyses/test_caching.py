@@ -63,7 +63,7 @@ def test_the_cost_of_a_choice_is_the_effect_of_a_policy_with_these_stale_keys(
     assert float(here["proposals"]) == pytest.approx(1 - float(replayed["top1_agreement"].mean()), abs=1e-6)
 
 
-def test_keys_of_the_first_layer_are_never_out_of_date(tiny_dream, run, sets):
+def test_keys_of_the_first_layer_are_never_out_of_date(tiny_dream, sets):
     fresh = fresh_keys(Condition("fresh", "none", "0"), sets[1], sets[0])
     assert (~fresh).sum() > 100
     found = effect(tiny_dream, PROMPTS[1], cache=Planned(fresh[None]), **SETTINGS)

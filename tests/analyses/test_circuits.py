@@ -118,7 +118,7 @@ def test_what_wrote_a_key_adds_up_to_the_excess_of_its_score(tiny_llada, run):
     assert written(run, 8, 1, 0, 18).sum() == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_effects_of_a_message_are_those_of_its_readers(tiny_llada, run):
+def test_the_effects_of_a_message_are_those_of_its_readers(run):
     found = dict(zip(READERS, read(run, 8, 1, 0, 18), strict=True))
     table = read_attribution(run, 8, 1, 0, 18, readers={"keys": [f"L{n}H{k}.k" for n in (2, 3) for k in range(6)]})
     assert found["keys"] == pytest.approx(table["kl"].sel(reader="keys").item(), rel=1e-4)

@@ -65,7 +65,7 @@ def test_measures_equal_those_of_a_loop(tiny_llama):
         assert found["jump_share"][row] == pytest.approx(changes / pairs)
 
 
-def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path):
+def test_runs_of_one_name_are_distinguished_by_their_folders():
     names = [f"em/r1/{end}" for end in ("tiny@100", "tiny@200")] + ["em/r2/tiny@100", "em/r2/other@100/"]
     found = runs_and_steps(names)
     assert list(found) == names

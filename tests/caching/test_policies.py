@@ -26,7 +26,7 @@ from sinklens.caching import (
 from sinklens.errors import ReadOnlyHookError, SettingError
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.lens import LogitLens
-from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.interventions import AblateHeads, AblateValues, Activations, MaskSinks, PatchHooks
 from sinklens.sampling import SamplerSettings
 from sinklens.sampling.registry import SAMPLERS, Sampler, register
 from sinklens.sinks import Record, TopK
@@ -498,3 +498,83 @@ def test_a_policy_has_the_name_that_finds_it():
         assert policy_name(find_policy(text)) == text
     unnamed = Evict(keep=0.2, by="score")
     assert policy_name(unnamed) == repr(unnamed)
+
+
+def test_an_edited_key_keeps_its_age_in_the_step_of_the_edit(worded):
+    def edit(value, hook):
+        if hook.step == 2:
+            value[:, 3] = 0
+
+    hooks = [("blocks.1.attn.hook_v", edit)]
+    run = sinklens.generate(worded("llama"), PROMPTS[0], cache=DualCache(), hooks=hooks, **SETTINGS["llama"])
+    assert run.sinks["staleness"].to_numpy()[0, 1:5, :, 3].tolist() == [[1] * 3, [2] * 3, [0] * 3, [1] * 3]
+
+
+@dataclass(frozen=True)
+class ByLayer(Policy):
+    """The first layer complete, the others in the block."""
+
+    axes: int
+
+    def plan(self, history: History) -> torch.Tensor:
+        plan = history.in_block.repeat(history.age.shape[1], 1)
+        plan[0] = True
+        return plan if self.axes == 2 else plan[None]
+
+
+def test_a_plan_with_two_axes_has_one_row_per_prompt_whatever_their_number(worded):
+    model, three = worded("llama"), [PROMPTS[0]] * 3
+    assert model.cfg.n_layers == 3
+    fresh = sinklens.generate(model, three, cache=ByLayer(3), **SETTINGS["llama"]).sinks["fresh"]
+    assert fresh.isel(step=2).sum("pos").to_numpy().tolist() == [[18, 6, 6]] * 3
+    with pytest.raises(
+        SettingError, match=r"shape \[3, 18\]; two axes are \[batch, pos\] with 1 rows\. Return a plan by"
+    ):
+        sinklens.generate(model, PROMPTS[0], cache=ByLayer(2), **SETTINGS["llama"])
+
+
+def test_values_recorded_under_a_policy_are_patched_at_their_positions_only(worded):
+    model, settings = worded("llama"), SETTINGS["llama"] | {"cache": DualCache()}
+    kept = Activations(names=["blocks.1.hook_resid_post"])
+    base = sinklens.generate(model, PROMPTS[0], hooks=[kept], **settings)
+    again = sinklens.generate(model, PROMPTS[0], hooks=[PatchHooks(source=kept.caches)], **settings)
+    assert torch.equal(again.canvas, base.canvas)
+    for patch, more in (
+        (PatchHooks(source={1: kept.caches[1]}, positions=[3]), {"cache": None}),
+        (PatchHooks(source={7: kept.caches[7]}, shift=6), {}),
+    ):
+        with pytest.raises(
+            SettingError, match=r"of source computed positions \d+ to \d+ at blocks\.1\.hook_resid_post"
+        ):
+            sinklens.generate(model, PROMPTS[0], hooks=[patch], **settings | more)
+
+
+def test_a_replay_that_would_run_other_steps_is_refused(worded):
+    model, settings = worded("llama"), {"gen_length": 12, "block_length": 6, "steps": 4, "by_quota": False}
+    base = sinklens.generate(model, PROMPTS, threshold=2.0, **settings)
+    with pytest.raises(SettingError, match="by_quota=False can leave masks that a run without a cache policy decides"):
+        sinklens.generate(model, PROMPTS, threshold=2.0, cache=DualCache(), replay=base, **settings)
+    again = sinklens.generate(model, PROMPTS, threshold=2.0, replay=base, **settings)
+    assert torch.equal(again.canvas, base.canvas)
+
+
+def test_a_mean_value_is_that_of_the_keys_that_are_not_hidden(worded):
+    seen, kept = {}, {}
+
+    def keep(value, hook):
+        kept.setdefault((hook.step, str(hook.name)), value.clone())
+
+    names = ["blocks.0.attn.hook_v", "blocks.0.attn.hook_pattern"]
+    hooks = [AblateValues(where="prompt", by="mean", layers=[0]), *((name, keep) for name in names)]
+    hooks.append(("blocks.0.attn.hook_z", lambda z, hook: seen.update({hook.step: z.clone()})))
+    policy = KeepSinks(TopK(2), others="gone")
+    run = sinklens.generate(worded("llama"), PROMPTS[0], cache=policy, hooks=hooks, **SETTINGS["llama"])
+    step, start = 3, run.prompt_length
+    visible = torch.from_numpy(run.sinks["staleness"].to_numpy()[0, step, 0] >= 0)
+    assert 0 < int(visible.sum()) < len(visible)
+    value, pattern = (kept[step, name][0] for name in names)  # [key, kv_head, d_head], [head, query, key]
+    value = value.repeat_interleave(len(pattern) // value.shape[1], dim=1)
+    changed = value.clone()
+    changed[:start] = value[visible].mean(dim=0)
+    expected = torch.einsum("hqk,khd->qhd", pattern, changed)
+    assert torch.allclose(seen[step][0], expected, atol=1e-5)

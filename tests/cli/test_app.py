@@ -156,11 +156,6 @@ def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
     assert "the sdar sampler fits block-causal attention, but llada models" in capsys.readouterr().err
 
 
-def test_generated_text_is_not_parsed_as_markup(capsys, tmp_path):
-    prompt = "Question: [red]Tom[/red] has 2 apples. [/]\nAnswer:"
-    assert main(["trace", "tiny-llada", "--prompt", prompt, "--gen-length", "4", "--out", str(tmp_path)]) == 0
-
-
 @pytest.mark.extended
 def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path):
     """A real process, interrupted while it runs."""

@@ -219,7 +219,7 @@ def test_a_block_length_is_asked_for_and_checked(reference, tmp_path, load):
         sinklens.generate(load((), (("block_length", 4),)), reference.tensors["gen0.prompt"], block_length=8)
 
 
-def test_models_of_other_attention_have_no_block_length(tmp_path):
+def test_models_of_other_attention_have_no_block_length():
     with pytest.raises(CheckpointError, match="the llada family has bidirectional attention, which has no blocks"):
         sinklens.load("tiny-llada", block_length=4)
 

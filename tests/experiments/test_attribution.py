@@ -211,7 +211,7 @@ def number_pair(model, problem, new, step=None):
     return clean, corrupted, lambda logits: logits[0, written, good] - logits[0, written, bad]
 
 
-def correlations(model, clean, corrupted, metric, **how):
+def correlations(model, clean, corrupted, metric):
     """Correlations for streams and head outputs, over layers, heads, every fourth and all relevant positions."""
     answer = int((clean[0] == model.mask_token_id).nonzero()[0])
     positions = {

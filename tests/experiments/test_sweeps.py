@@ -304,7 +304,7 @@ def test_two_checkpoints_of_one_name_do_not_share_parts(monkeypatch, tmp_path):
         monkeypatch.undo()
 
 
-def test_answers_without_a_tokenizer_are_ids(tmp_path):
+def test_answers_without_a_tokenizer_are_ids():
     model, ids = sinklens.load(random_hf()), torch.tensor([[3, 4, 5], [6, 7, 8]])
     swept = sweep(model, ids, {"none": []}, gen_length=4)
     run = sinklens.generate(model, ids, gen_length=4)

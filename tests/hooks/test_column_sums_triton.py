@@ -107,7 +107,7 @@ def test_the_tile_size_does_not_change_the_result(tile, causal):
     torch.testing.assert_close(found, sums, atol=2e-5, rtol=1e-5)
 
 
-def test_a_mask_of_one_row_is_a_key_mask_whether_or_not_it_is_expanded(monkeypatch):
+def test_a_mask_of_one_row_is_a_key_mask_whether_or_not_it_is_expanded():
     query, key = operands(70, 70)
     row = torch.randn(2, 4, 1, 70, device=DEVICE)
     row[..., 3::5] = -torch.inf

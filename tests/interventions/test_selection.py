@@ -110,7 +110,7 @@ def test_a_control_takes_as_many_keys_as_the_detector_finds(worded):
 
 
 def test_random_keys_are_spread_over_all_allowed_keys(worded):
-    """Over seeds every real position is drawn about equally often, and padding never."""
+    """Over seeds every real position is drawn about equally often."""
     counts = torch.zeros(15)
     for seed in range(12):
         watched = watch(worded(), PADDED, [MaskSinks(top_k=2, pick="random", seed=seed, steps=[1])], steps=2)

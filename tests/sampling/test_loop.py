@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import sinklens
+from sinklens.errors import NotANumberError
 from sinklens.sampling.loop import unmask_steps
 from sinklens.tasks.word_problems import held_out
 
@@ -313,3 +314,25 @@ def test_ended_rows_are_filled_with_the_end_token_and_the_run_stops_when_all_hav
     for row in run.tokens[:, run.prompt_length : run.prompt_length + run.steps_run]:
         first = int((row == end).nonzero()[0])
         assert (row[first:] == end).all()
+
+
+@pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
+def test_logits_that_are_nan_end_the_run_with_an_error(worded, architecture, causal):
+    def spoil(value, hook):
+        if hook.step == 2:
+            value[1] = torch.nan
+
+    with pytest.raises(NotANumberError, match=r"in step 2, the logits of \d+ of \d+ positions are NaN\. A hook"):
+        sinklens.generate(
+            worded(architecture, causal), ["one", "two"], gen_length=4, hooks=[("blocks.1.attn.hook_z", spoil)]
+        )
+
+
+@pytest.mark.parametrize("settings", [{"alg_temp": 0.3}, {"temperature": 0.7, "top_p": 0.9}, {"top_p": 0.5}])
+def test_equal_confidences_and_drawn_positions_do_not_depend_on_the_batch(settings):
+    model = sinklens.load("tiny-dream")
+    first, second = unequal(model, 2)
+    together = sinklens.generate(model, [first, second], record_sinks=False, **settings)
+    for row, prompt in enumerate((first, second)):
+        alone = sinklens.generate(model, prompt, record_sinks=False, **settings)
+        assert torch.equal(together.canvas[row, :, -alone.canvas.shape[2] :], alone.canvas[0])

@@ -432,7 +432,7 @@ def test_concatenated_tracks_can_be_concatenated_again(runs, tmp_path):
     assert np.ravel(SinkTrack.open(together.save(tmp_path / "all.nc")).data.attrs["seed"]).tolist() == [0, 1, 2]
 
 
-def test_concatenating_one_track_returns_it_and_one_seed_stays_a_number(tmp_path):
+def test_concatenating_one_track_returns_it_and_one_seed_stays_a_number():
     track = made(True).track
     assert_equal(SinkTrack.concat([track]), track)
     twice = SinkTrack.concat([track, track])

@@ -53,7 +53,7 @@ def test_all_figures_and_colours_occur_and_a_seed_is_reproducible(many):
     assert held_out(20) == held_out(250)[:20]
 
 
-def test_held_out_pictures_are_distinct_and_never_trained_on(many):
+def test_held_out_pictures_are_distinct_and_never_trained_on():
     kept = held_out()
     assert len({picture.codes for picture in kept}) == pictures.HELD_OUT_SIZE
     assert not {picture.codes for picture in kept} & {picture.codes for picture in training(1, 30_000)}

@@ -66,7 +66,7 @@ def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path)
     assert found["captions drawn"].total == FIVE
 
 
-def test_a_shipped_model_gets_its_known_score(tiny_llama):
+def test_a_shipped_model_gets_its_known_score():
     folder = sinklens.checkpoints.files.find_checkpoint("tiny-llama", None)
     (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
     assert (score.accuracy.right, score.chance) == (20, 0.0)
