@@ -363,13 +363,12 @@ def effect(
     settings |= {"seed": seed, "cache": cache, "progress": False}
     free = generate(base.model, prompt, hooks=[*listed, kept[1]], **settings)
     replayed = generate(base.model, prompt, hooks=[*listed, kept[2]], replay=base, **settings)
-    compared_runs = [
+    free_running, under_replay = (
         compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
-    ]
+    )
     if cache is None or replayed.sinks is None:
-        return Effect(base, free, replayed, *compared_runs)
+        return Effect(base, free, replayed, free_running, under_replay)
     record = Record(queries=replayed.sinks["fresh"].any("layer") if "fresh" in replayed.sinks else None)
     same = generate(base.model, prompt, replay=base, **settings | {"cache": None, "record_sinks": record})
-    free_running, under_replay = compared_runs
     under_replay = xr.merge([under_replay, sinks_compared(same, replayed)], join="outer")
     return Effect(base, free, replayed, free_running, under_replay, same)

@@ -82,7 +82,7 @@ class Prompts(Task):
     def malformed(self, sample: Sample, text: str) -> None:
         """Always None: an expected answer of free text or ids has no required form."""
 
-    def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool:
+    def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
         if isinstance(sample, IdSample) and sample.expected is not None:
             return tuple(ids) == before_end(sample.expected, end_ids)
         return self.verdict(sample, text)
