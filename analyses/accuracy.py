@@ -27,40 +27,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class ProblemAccuracy(statistics.Accuracy):
     """Exact-match accuracy of one model.
 
     Attributes:
-        right, total: number of problems.
         empty: answers without any text.
         masked: answers with positions still masked.
         by_kind: problem kind -> (right, total).
     """
 
-    right: int
-    total: int
     empty: int
     masked: int
     by_kind: dict[str, tuple[int, int]]
 
-    @property
-    def share(self) -> float:
-        """Right answers, in [0, 1]."""
-        return self.right / self.total
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of `share`."""
-        return statistics.Accuracy(self.right, self.total).interval
-
-    @property
-    def summary(self) -> str:
-        """Share, interval and number of problems."""
-        low, high = self.interval
-        return f"{self.share:.3f} [{low:.3f}, {high:.3f}] of {self.total}"
-
-
-def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> Accuracy:
+def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> ProblemAccuracy:
     """Let `model` answer `problems` with its default settings (one token committed per step), or with `settings`.
 
     Raises:
@@ -79,7 +60,7 @@ def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **setting
             right, total = tally.get(problem.kind, (0, 0))
             tally[problem.kind] = (right + (read_answer(answer.text or "") == problem.result), total + 1)
             empty, masked = empty + answer.empty, masked + (answer.masks > 0)
-    return Accuracy(sum(r for r, _ in tally.values()), len(ordered), empty, masked, dict(sorted(tally.items())))
+    return ProblemAccuracy(sum(r for r, _ in tally.values()), len(ordered), empty, masked, dict(sorted(tally.items())))
 
 
 def by_range(models: Sequence[Any], size: int = 50) -> "DataFrame":
@@ -139,7 +120,7 @@ def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
         raise SettingError("accuracy needs at least one problem; give --problems of 1 or more.")
     for name in models:
         result = measure(name, problems)
-        print(f"{name}: {result.summary} ({result.empty} empty, {result.masked} with leftover masks)")
+        print(f"{name}: {result} ({result.empty} empty, {result.masked} with leftover masks)")
         for kind, (right, total) in result.by_kind.items():
             print(f"  {kind:18s} {right}/{total}")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import largest_difference
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,11 +61,6 @@ def _runs(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "expected.json").read_text())["generate"]
 
 
-def _max_difference(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return (found - expected).abs().max().item()
-
-
 @pytest.fixture(params=RUNS)
 def folder(request: pytest.FixtureRequest, shared: Path) -> Path:
     return shared / "conformance" / request.param
@@ -78,7 +74,7 @@ def test_logits_equal_the_references(folder):
     expected = _expected(folder)
     with torch.no_grad():
         logits = _model(folder)(expected["input_ids"])
-    assert _max_difference(logits, expected["logits"]) < TOLERANCE
+    assert largest_difference(logits, expected["logits"]) < TOLERANCE
 
 
 def test_patterns_equal_the_references(folder):
@@ -86,8 +82,8 @@ def test_patterns_equal_the_references(folder):
     with torch.no_grad():
         logits, cache = model.run_with_cache(expected["input_ids"], names_filter=lambda name: "hook_pattern" in name)
     patterns = torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)], dim=1)
-    assert _max_difference(patterns, expected["pattern"]) < TOLERANCE
-    assert _max_difference(logits, expected["logits"]) < TOLERANCE  # from the pass with explicit attention maps
+    assert largest_difference(patterns, expected["pattern"]) < TOLERANCE
+    assert largest_difference(logits, expected["logits"]) < TOLERANCE  # from the pass with explicit attention maps
 
 
 def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder):
@@ -95,7 +91,7 @@ def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder):
     with torch.no_grad():
         _, cache = model.run_with_cache(expected["input_ids"], names_filter=lambda name: "sink_scores" in name)
     scores = torch.stack([cache[f"blocks.{layer}.attn.hook_sink_scores"] for layer in range(model.cfg.n_layers)], dim=1)
-    assert _max_difference(scores, expected["pattern"].sum(dim=3)) < TOLERANCE
+    assert largest_difference(scores, expected["pattern"].sum(dim=3)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -110,9 +106,9 @@ def test_the_routing_equals_the_references(shared, name):
         logits, weights, experts = (expected[f"router.{layer}.{what}"] for what in ("logits", "weights", "experts"))
         found, order = cache[f"blocks.{layer}.mlp.hook_expert_indices"].sort(dim=-1)  # the reference's are ascending
         assert torch.equal(found, experts.long())
-        assert _max_difference(cache[f"blocks.{layer}.mlp.hook_router_logits"], logits) < TOLERANCE
+        assert largest_difference(cache[f"blocks.{layer}.mlp.hook_router_logits"], logits) < TOLERANCE
         weighed = cache[f"blocks.{layer}.mlp.hook_expert_weights"].gather(-1, order)
-        assert _max_difference(weighed, weights) < TOLERANCE
+        assert largest_difference(weighed, weights) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llada-mha", "llada-gqa", "llada-moe"])
@@ -124,7 +120,7 @@ def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(shared, na
     with torch.no_grad():
         logits = _model(folder)(expected["input_ids"], attention_mask=mask)
     real = mask.bool()
-    assert _max_difference(logits[real], expected["padded_logits"][real]) < TOLERANCE
+    assert largest_difference(logits[real], expected["padded_logits"][real]) < TOLERANCE
 
 
 @pytest.mark.fast_cases(21)

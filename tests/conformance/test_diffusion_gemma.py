@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import largest_difference
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -34,11 +35,6 @@ def folder(shared: Path) -> Path:
     return shared / "conformance" / "diffusion-gemma"
 
 
-def _max_difference(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return (found - expected).abs().max().item()
-
-
 def _text(expected: dict[str, Tensor], number: int, *parts: str) -> tuple[Tensor, Tensor]:
     """Prompt and canvas of a stored pass, and its attention mask."""
     ids = expected[f"fwd{number}.input_ids"]
@@ -56,8 +52,8 @@ def test_logits_equal_the_references(folder, number):
     with torch.no_grad():
         plain = model(text, attention_mask=mask)
         conditioned = model(text, attention_mask=mask, self_conditioning=expected[f"fwd{number}.sc_logits"])
-    assert _max_difference(plain, expected[f"fwd{number}.decoder.logits"]) < TOLERANCE
-    assert _max_difference(conditioned, expected[f"fwd{number}.decoder_sc.logits"]) < TOLERANCE
+    assert largest_difference(plain, expected[f"fwd{number}.decoder.logits"]) < TOLERANCE
+    assert largest_difference(conditioned, expected[f"fwd{number}.decoder_sc.logits"]) < TOLERANCE
 
 
 def test_a_longer_text_gives_the_logits_of_an_extended_cache(folder):
@@ -68,7 +64,7 @@ def test_a_longer_text_gives_the_logits_of_an_extended_cache(folder):
         text, mask = _text(expected, number, "ext.tokens", "ext.canvas")
         with torch.no_grad():
             logits = _model(folder)(text, attention_mask=mask)
-        assert _max_difference(logits, expected[f"fwd{number}.ext.decoder.logits"]) < TOLERANCE
+        assert largest_difference(logits, expected[f"fwd{number}.ext.decoder.logits"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("number", PASSES)
@@ -83,15 +79,15 @@ def test_patterns_streams_and_routing_equal_the_references(folder, number, part)
     real = mask[:, :-canvas].bool() if part == "encoder" else mask[:, -canvas:].bool()
     for layer in range(model.cfg.n_layers):
         pattern = cache[f"{prefix}blocks.{layer}.attn.hook_pattern"].transpose(1, 2)[real]
-        assert _max_difference(pattern, expected[f"fwd{number}.{part}.pattern.{layer}"].transpose(1, 2)[real]) < 1e-4
+        assert largest_difference(pattern, expected[f"fwd{number}.{part}.pattern.{layer}"].transpose(1, 2)[real]) < 1e-4
         stream = cache[f"{prefix}blocks.{layer}.hook_resid_post"][real]
-        assert _max_difference(stream, expected[f"fwd{number}.{part}.hidden"][layer + 1][real]) < TOLERANCE
+        assert largest_difference(stream, expected[f"fwd{number}.{part}.hidden"][layer + 1][real]) < TOLERANCE
         experts = cache[f"{prefix}blocks.{layer}.mlp.hook_expert_indices"][real]
         assert torch.equal(experts, expected[f"fwd{number}.{part}.router_index"][layer][real])
         weights = cache[f"{prefix}blocks.{layer}.mlp.hook_expert_weights"][real]
-        assert _max_difference(weights, expected[f"fwd{number}.{part}.router_weight"][layer][real]) < TOLERANCE
+        assert largest_difference(weights, expected[f"fwd{number}.{part}.router_weight"][layer][real]) < TOLERANCE
         logits = cache[f"{prefix}blocks.{layer}.mlp.hook_router_logits"][real]
-        assert _max_difference(logits.softmax(-1), expected[f"fwd{number}.{part}.router_probs"][layer][real]) < 1e-4
+        assert largest_difference(logits.softmax(-1), expected[f"fwd{number}.{part}.router_probs"][layer][real]) < 1e-4
 
 
 @pytest.mark.parametrize("number", PASSES)
@@ -102,7 +98,7 @@ def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder, numb
         _, cache = model.run_with_cache(text, attention_mask=mask, names_filter=lambda name: "sink_scores" in name)
     for layer in range(model.cfg.n_layers):
         sums = expected[f"fwd{number}.decoder.pattern.{layer}"].sum(dim=2)
-        assert _max_difference(cache[f"blocks.{layer}.attn.hook_sink_scores"], sums) < TOLERANCE
+        assert largest_difference(cache[f"blocks.{layer}.attn.hook_sink_scores"], sums) < TOLERANCE
 
 
 def _settings(run: dict[str, Any], prompt_length: int) -> dict[str, Any]:

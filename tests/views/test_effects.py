@@ -1,17 +1,9 @@
 """Figures of effects: their labels, their scales, and what they show without data."""
 
 import numpy as np
-import pytest
-from matplotlib import pyplot
 from pandas import DataFrame
 
 from sinklens.views import effects
-
-
-@pytest.fixture(autouse=True)
-def _close():
-    yield
-    pyplot.close("all")
 
 
 def table(**columns):

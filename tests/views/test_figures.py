@@ -6,7 +6,6 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib import pyplot
 from planting import planted as planted_track
 from planting import with_sinks
 from rich.console import Console
@@ -28,12 +27,6 @@ from sinklens.views.charts import (
 )
 from sinklens.views.figures import group_profiles, grouped_pattern, panels, sink_life, stillest_head
 from sinklens.views.labels import plain, short, token_label, token_labels, token_ticks
-
-
-@pytest.fixture(autouse=True)
-def _closed():
-    yield
-    pyplot.close("all")
 
 
 @pytest.fixture
