@@ -161,6 +161,12 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
             worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
             record_sinks=Record(exact=False),
         )  # fmt: skip
+    queries = torch.ones(2, 8, worded().encode(PROMPTS[:2])[0].shape[1] + 8, dtype=torch.bool)
+    with pytest.raises(SettingError, match="collected with other queries, detector; choose another path"):
+        collect(
+            worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
+            record_sinks=Record(queries=queries),
+        )  # fmt: skip
     every = torch.ones(1, 8, 1, worded().encode(PROMPTS[:1])[0].shape[1] + 8, dtype=torch.bool)
     some = every.clone()
     some[:, 3, :, :-8] = False
