@@ -73,6 +73,7 @@ def contrast(
 
 
 DIFFUSION = MODELS[:3]
+CACHED = (*DIFFUSION, "tiny-llada-moe")
 WINDOWS = {"none": "all keys", "earlier": "earlier keys only", "later": "later keys only", "near": "near keys only"}
 EQ3 = "epsilon-over-mean (sum, 3)"
 TABLES: dict[str, Table] = {
@@ -299,7 +300,7 @@ TABLES: dict[str, Table] = {
                 ("same_kind", "random keys of their kinds"),
             )
         ),
-    ), DIFFUSION),
+    ), CACHED),
     "stale-layers": Table("caching-costs", tuple(
         Row(f"layer {layer}: {label}, 10⁻⁶ nats",
             {"measure": "kl", "change": change, "choice": choice, "layer": str(layer)}, 1e6, 0)
@@ -310,7 +311,7 @@ TABLES: dict[str, Table] = {
             ("fresh", "none", "everything decided stale"),
             ("fresh", "sink", "… but the sinks"),
         )
-    ), DIFFUSION),
+    ), CACHED),
     "stale-motion": Table("caching-motion", tuple(
         percent(f"{name}: {label}", measure="jump_share", policy=policy, source=source)
         for policy, name in (
@@ -322,7 +323,7 @@ TABLES: dict[str, Table] = {
             ("exact", "… in the exact run, all queries"),
         )
         if source != "exact" or policy == "dual"
-    ), DIFFUSION),
+    ), CACHED),
     "ranges": Table("ranges", tuple(
         Row(f"{kind}, {low} to {high}", {"kind": kind, "low": low, "high": high})
         for kind, ranges in (
