@@ -57,7 +57,7 @@ class HookFunctionError(SinklensError, TypeError):
     """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape than it got."""
 
 
-class NotANumberError(SinklensError, ArithmeticError):
+class NotANumberError(SinklensError, ValueError):
     """The logits of a step hold NaN."""
 
 
