@@ -205,6 +205,17 @@ def test_a_tracer_knows_its_frame_its_block_and_reads_its_source():
         assert not InterleavingTracer.source("<nowhere>")
 
 
+def test_sources_and_blocks_are_kept_by_file_and_site(root):
+    from nnsight.tracing.globals import BLOCKS, SOURCES
+
+    with root.trace(ONES):
+        doubled = root.first.output.save()
+    assert doubled.shape == ONES.shape
+    with nnsight("tracing.globals: SOURCES by file name, and BLOCKS by site, a tuple that begins with it"):
+        assert "test_sources_and_blocks_are_kept" in SOURCES[__file__]
+        assert any(site[0] == __file__ for site in BLOCKS)
+
+
 def test_a_root_asks_its_class_how_invokes_make_a_batch():
     class Joining(NNsight):
         def _batch_size(self, *inputs, **kwargs):
