@@ -195,7 +195,7 @@ def _contains(source: str, code: CodeType) -> bool:
     return code in parts
 
 
-class _CheckedCaches(InterleavingTracer):
+class _CheckedTracer(InterleavingTracer):
     """nnsight's tracer, with current source and a ``cache(modules=)`` that refuses unknown paths.
 
     nnsight's reads the source of a file once, and its ``cache`` silently records nothing at unknown paths.
@@ -268,7 +268,7 @@ class Root(NNsight):
 
     def trace(self, *args: Any, tracer_cls: Any = None, **kwargs: Any) -> Any:
         """nnsight's ``trace``: a trace block over one pass."""
-        return super().trace(*args, tracer_cls=tracer_cls or _CheckedCaches, **kwargs)
+        return super().trace(*args, tracer_cls=tracer_cls or _CheckedTracer, **kwargs)
 
     def count_rows(self, *inputs: Any, **kwargs: Any) -> int:
         """Number of batch rows in the inputs of an invoke; 0 without inputs."""
@@ -285,7 +285,7 @@ class Root(NNsight):
         return self.join(invokes)
 
 
-class BlockTracer(_CheckedCaches):
+class BlockTracer(_CheckedTracer):
     """A trace block whose body runs in step with `carry_out`."""
 
     def __init__(self, root: Root) -> None:

@@ -38,11 +38,9 @@ class Planned(Policy):
 
     def __post_init__(self) -> None:
         values = self.table if isinstance(self.table, Tensor) else np.array(self.table)
-        if values.ndim == 4 and not isinstance(values, Tensor):
-            values = torch.from_numpy(values)
         if values.ndim != 4:
             raise SettingError(f"Planned takes a table [batch, step, layer, pos]; got shape {list(values.shape)}.")
-        object.__setattr__(self, "table", values)
+        object.__setattr__(self, "table", torch.as_tensor(values))
 
     def __repr__(self) -> str:
         return f"Planned({list(self.table.shape)})"

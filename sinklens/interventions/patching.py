@@ -23,7 +23,7 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
 from sinklens.interventions.where import AtPositions
-from sinklens.runs.caches import StepCaches, chosen_points
+from sinklens.runs.caches import StepCaches, chosen_points, require_columns
 from sinklens.runs.intervention import (
     Intervention,
     Pairs,
@@ -158,7 +158,8 @@ class PatchHooks(AtPositions):
                 if limited and mask is None:
                     continue
                 here = value.narrow(axis, part.start, part.stop - part.start)
-                self._check_window(part.step, name, first + part.start, here.shape[axis])
+                columns_here = range(first + part.start, first + part.stop)
+                require_columns(self.source[part.step + self.shift], name, part.step, columns_here)
                 new = self._of_step(part.step, here, name, axis, run)
                 shifted = None if columns is None else columns.to(value.device) - first - part.start
                 new = self._chosen_of(here, new, name, axis, shifted, mask)
@@ -194,20 +195,6 @@ class PatchHooks(AtPositions):
                 f"change steps= or shift=."
             )
         return frozenset(steps)
-
-    def _check_window(self, step: int, name: str, first: int, length: int) -> None:
-        """Refuse values of a source under a cache policy that belong to other columns than those of this pass.
-
-        Raises:
-            SettingError: they do.
-        """
-        there = getattr(self.source[step + self.shift], "windows", {}).get(name)
-        if there is not None and there != range(first, first + length):
-            raise SettingError(
-                f"step {step + self.shift} of source computed positions {there.start} to {there.stop - 1} at {name}, "
-                f"and step {step} computes {first} to {first + length - 1}: its run had a cache policy. Record the "
-                f"source without cache=, or patch steps that compute the same positions."
-            )
 
     def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext | None) -> Tensor:
         """The source's values for the queries `here`, which belong to `step`."""

@@ -60,6 +60,21 @@ class StepCaches(Mapping[int, "ActivationCache"]):
         return f"StepCaches(steps {sorted(self._values)}, points {points})"
 
 
+def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
+    """Refuse a cached value that a cache policy limited to other columns than `columns` of `step`.
+
+    Raises:
+        SettingError: it belongs to other columns.
+    """
+    there = getattr(cache, "windows", {}).get(name, columns)
+    if there != columns:
+        raise SettingError(
+            f"source has positions {there.start} to {there.stop - 1} of {name}, and step {step} computes "
+            f"{columns.start} to {columns.stop - 1}: its run had a cache policy. Record the source without cache=, or "
+            f"patch steps that compute the same positions."
+        )
+
+
 def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> list[str]:
     """Points selected by a name, a list of names or a predicate; of points inside blocks, only those in `layers`.
 

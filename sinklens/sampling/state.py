@@ -6,6 +6,7 @@ the last step it knows that the run has ended.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -86,7 +87,7 @@ class State:
         """The positions that the step computes, with what predicts them, and can therefore decide; never padding."""
         return self.real if self.keys is None else self.keys.decidable
 
-    @property
+    @cached_property
     def padding(self) -> list[int]:
         """Columns of padding before the text of each row."""
         return [int(n) for n in self.real.long().argmax(dim=1).tolist()]
@@ -187,7 +188,7 @@ class State:
         Raises:
             NotANumberError: they do.
         """
-        wrong = logits.isnan().any(dim=-1)
+        wrong = logits.amax(dim=-1).isnan()  # the largest of some numbers and NaN is NaN
         if bool(wrong.any()):
             raise NotANumberError(
                 f"in step {self.steps_done}, the logits of {int(wrong.sum())} of {wrong.numel()} positions are NaN. A "

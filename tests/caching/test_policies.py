@@ -543,9 +543,7 @@ def test_values_recorded_under_a_policy_are_patched_at_their_positions_only(word
         (PatchHooks(source={1: kept.caches[1]}, positions=[3]), {"cache": None}),
         (PatchHooks(source={7: kept.caches[7]}, shift=6), {}),
     ):
-        with pytest.raises(
-            SettingError, match=r"of source computed positions \d+ to \d+ at blocks\.1\.hook_resid_post"
-        ):
+        with pytest.raises(SettingError, match=r"source has positions \d+ to \d+ of blocks\.1\.hook_resid_post"):
             sinklens.generate(model, PROMPTS[0], hooks=[patch], **settings | more)
 
 
