@@ -4,7 +4,8 @@ tiny-llada and tiny-llama are twins: they differ only in the objective and are t
 ``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
 so their checkpoints answer every generated task. tiny-dream and tiny-sdar start from tiny-llama, and tiny-mmada from
 tiny-llada. tiny-llada-moe has experts, and tiny-canvas has noise instead of a mask token; both start from scratch. The
-``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream and tiny-mmada with another seed. Each remaining recipe
+``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream and tiny-mmada with another seed. The ``tiny-text`` recipes
+are twins, masked and causal, trained on English text (text.py) instead of problems. Each remaining recipe
 changes one setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle,
 ``weights-2800.pt``: batches, masks and learning rates are the same up to there.
 
@@ -53,6 +54,8 @@ class Recipe:
         d_expert: hidden size of an expert.
         balance_weight: weight of the load-balancing loss of "masked" models with experts (Switch Transformers,
             2101.03961), which counts the tokens of all layers together.
+        windows: tokens per row of English text (text_windows.py), which replaces the word problems. 0 means none.
+        vocabulary: size of the tokenizer of English text; 0 for the tokenizer of the word problems.
     """
 
     name: str
@@ -84,6 +87,8 @@ class Recipe:
     experts_per_token: int = 0
     d_expert: int = 0
     balance_weight: float = 0.0
+    windows: int = 0
+    vocabulary: int = 0
 
     @property
     def steps(self) -> int:
@@ -154,6 +159,25 @@ def _of_seed(seed: int) -> tuple[Recipe, ...]:
     )
 
 
+_TEXT: dict[str, Any] = {
+    "cycles": (1200, 2500),
+    "batch": 64,
+    "problems": 0,
+    "prompt_weight": 1.0,
+    "windows": 128,
+    "vocabulary": 4096,
+}
+
+
+def _text_pair(seed: int) -> tuple[Recipe, Recipe]:
+    """A masked and a causal model of English with the same network, data order and initial weights."""
+    ending = "" if seed == 1 else f"-seed-{seed}"
+    return (
+        Recipe(f"tiny-text{ending}", "masked", seed=seed, **_TEXT),
+        Recipe(f"tiny-text-causal{ending}", "causal", seed=seed, **_TEXT),
+    )
+
+
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -193,5 +217,6 @@ RECIPES = {
         Recipe("seed-2", "masked", cycles=_FIRST_CYCLE, seed=2),
         Recipe("seed-3", "masked", cycles=_FIRST_CYCLE, seed=3),
         *(recipe for seed in (2, 3) for recipe in _of_seed(seed)),
+        *(recipe for seed in (1, 2, 3) for recipe in _text_pair(seed)),
     )
 }

@@ -31,8 +31,7 @@ def train_tokenizer(
         start: put `START` before every prompt; the token is in the vocabulary in either case.
         with_pictures: add the tokens of `sinklens.zoo.pictures`; the ids of all others stay the same.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,6 +47,18 @@ def train_tokenizer(
     tokenizer.train_from_iterator([*texts, *numbers], trainer)
     if with_pictures:
         _add_pictures(tokenizer)
+    return wrap_tokenizer(tokenizer, start=start)
+
+
+def wrap_tokenizer(tokenizer: "Tokenizer", *, start: bool) -> "PreTrainedTokenizerFast":
+    """transformers' class around a tokenizer that has the three special tokens.
+
+    Args:
+        start: put `START` before every prompt.
+    """
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
     if start:
         special = [(START, tokenizer.token_to_id(START))]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=special)

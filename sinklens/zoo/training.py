@@ -29,10 +29,11 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.zoo.block_loss import block_loss
 from sinklens.zoo.canvas_loss import canvas_loss
-from sinklens.zoo.corpus import ANSWER_LENGTH, Corpus, build_corpus
+from sinklens.zoo.corpus import Corpus, build_corpus
 from sinklens.zoo.initial import build_model, fit_norms
 from sinklens.zoo.recipes import DEFAULTS, Recipe
 from sinklens.zoo.run_files import append_record, read_tensors, write_tensors
+from sinklens.zoo.text_windows import TextCorpus, text_corpus, text_tokenizer
 from sinklens.zoo.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _masked_loss(
     row_weight = torch.ones(len(ids), 1)
     row_weight[::8] = recipe.prompt_weight
     weight = (masked * row_weight / t).to(model.device)
-    loss = (loss * weight).sum() / (len(ids) * ANSWER_LENGTH)
+    loss = (loss * weight).sum() / (len(ids) * (ids.shape[1] - prompt_length))
     return loss + recipe.balance_weight * outputs.aux_loss if recipe.experts else loss
 
 
@@ -81,7 +82,7 @@ def _causal_loss(
     logits = model(input_ids=ids, use_cache=False).logits.float()
     loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     weight = torch.where(torch.arange(1, ids.shape[1]) >= prompt_length, 1.0, recipe.prompt_weight / 8)
-    return (loss * weight.to(model.device)).sum() / (len(ids) * ANSWER_LENGTH)
+    return (loss * weight.to(model.device)).sum() / (len(ids) * (ids.shape[1] - prompt_length))
 
 
 LOSSES = {
@@ -95,6 +96,8 @@ LOSSES = {
 
 def make_tokenizer(recipe: Recipe) -> "PreTrainedTokenizerFast":
     """The tokenizer of the recipe's training rows and of its checkpoint."""
+    if recipe.windows:
+        return text_tokenizer(recipe)
     return train_tokenizer(start=recipe.start_token != "absent", with_pictures=recipe.pictures > 0)
 
 
@@ -124,7 +127,8 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
         recipe: what to train.
         out: folder of `state.pt` (to resume from), `log.jsonl` and `weights-<step>.pt` (kept for later study).
         save_every: steps between two writes of the state.
-        keep_every: steps between two kept copies of the weights, in bfloat16.
+        keep_every: steps between two kept copies of the weights, in bfloat16. Text models also keep the weights of
+            steps 1, 2, 4, 8 and so on.
 
     Raises:
         SettingError: `out` contains a run whose steps differ from those of this recipe.
@@ -135,11 +139,11 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
     state_file = out / "state.pt"
     state = _read_state(state_file, recipe, device)  # before making the rows, which takes minutes
     tokenizer = make_tokenizer(recipe)
-    corpus = build_corpus(tokenizer, recipe)
+    corpus = text_corpus(tokenizer, recipe) if recipe.windows else build_corpus(tokenizer, recipe)
     model = build_model(recipe, tokenizer).to(device)
     if device == "cpu" and recipe.attention == "softmax":
         model.set_attn_implementation("eager")  # for rows this short, 1.6 times as fast as the fused attention
-    if state is None:
+    if state is None and isinstance(corpus, Corpus):
         fit_norms(model, recipe, tokenizer, corpus)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
@@ -152,7 +156,7 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
             record = {"step": done, "loss": loss, "seconds": time.perf_counter() - started}
             append_record(out / "log.jsonl", record)
             yield record
-        if done % keep_every == 0:
+        if done % keep_every == 0 or (recipe.windows and done.bit_count() == 1):
             weights = {name: value.bfloat16() for name, value in model.state_dict().items()}
             write_tensors(weights, out / f"weights-{done}.pt")
         if done % save_every == 0 or done == recipe.steps:
@@ -191,7 +195,12 @@ def _resume(state: dict[str, Any] | None, model: "PreTrainedModel", optimizer: t
 
 
 def _update(
-    recipe: Recipe, corpus: Corpus, model: "PreTrainedModel", optimizer: torch.optim.Optimizer, mask_id: int, step: int
+    recipe: Recipe,
+    corpus: Corpus | TextCorpus,
+    model: "PreTrainedModel",
+    optimizer: torch.optim.Optimizer,
+    mask_id: int,
+    step: int,
 ) -> float:
     """Do one optimizer step and return its loss."""
     problems_only = recipe.cycle(step) < recipe.problems_first

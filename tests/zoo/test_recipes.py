@@ -77,6 +77,7 @@ def test_all_recipes_have_the_same_size_and_each_its_family():
     assert named == {
         "tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada",
         "tiny-sdar": "sdar", "tiny-llada-moe": "llada-moe", "tiny-canvas": "diffusion-gemma",
+        "tiny-text": "llada", "tiny-text-causal": "llama",
     }  # fmt: skip
     others = {
         r.family for name, r in RECIPES.items() if name not in (*named, "tiny-llama-skills") and "-seed-" not in name

@@ -1,0 +1,133 @@
+"""The loss of a text model on documents that it never saw, in nats per token.
+
+A held-out document is cut into consecutive windows of the recipe's length. For a causal model the loss of a window is
+its mean next-token cross-entropy. For a masked model it is an unbiased estimate of the bound on it: the number of
+masked tokens k is drawn uniformly from 1 to L, k random tokens are masked, and the cross-entropy is averaged over them
+(LLaDA, 2502.09992, Eq. 6). A bound is at least the true loss, so only differences between models of one kind compare.
+
+Windows of a document resemble each other, and documents of a source too. The interval is therefore a bootstrap over
+documents; it says nothing about other sources.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinklens.errors import SinklensError
+from sinklens.zoo.recipes import Recipe
+from sinklens.zoo.text import read_documents
+from sinklens.zoo.text_windows import DOCUMENTS, document_ids
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of held-out documents.
+
+    Attributes:
+        ids: tokens, start token first.
+        document: the document of each window.
+        source: the source of each document, by document.
+    """
+
+    ids: Int[Tensor, "window pos"]
+    document: Sequence[str]
+    source: dict[str, str]
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Mean loss over windows.
+
+    Attributes:
+        nats: per token.
+        low: lower end of the 95 % interval, from a bootstrap over documents.
+        high: its upper end.
+        windows: how many windows.
+        documents: how many documents.
+    """
+
+    nats: float
+    low: float
+    high: float
+    windows: int
+    documents: int
+
+    def __str__(self) -> str:
+        counts = f"{self.windows} windows of {self.documents} documents"
+        return f"{self.nats:.3f} [{self.low:.3f}, {self.high:.3f}] nats per token, {counts}"
+
+
+def held_out(model: "Model", recipe: Recipe, documents: Path = DOCUMENTS, per_document: int = 4) -> HeldOut:
+    """The first `per_document` windows of every held-out document; rests shorter than a window are left out.
+
+    Raises:
+        SinklensError: there is no file of documents, or none of its documents is held out and long enough.
+    """
+    tokenizer = model.tokenizer
+    windows, names, sources = [], [], {}
+    for document in read_documents(documents):
+        if not document.held_out:
+            continue
+        ids = torch.from_numpy(document_ids(tokenizer, document.text)).long()
+        for part in (
+            ids.unfold(0, recipe.windows - 1, recipe.windows - 1)[:per_document] if len(ids) >= recipe.windows else ()
+        ):
+            windows.append(torch.cat([torch.tensor([tokenizer.bos_token_id]), part]))
+            names.append(f"{document.source}/{document.name}")
+            sources[names[-1]] = document.source
+    if not windows:
+        raise SinklensError(f"{documents} has no held-out document of {recipe.windows} tokens; gather the text again.")
+    return HeldOut(torch.stack(windows), names, sources)
+
+
+@torch.no_grad()
+def window_losses(
+    model: "Model", ids: Int[Tensor, "window pos"], seed: int = 0, batch: int = 32
+) -> Float[Tensor, " window"]:
+    """The loss of each window in nats per token: exact for a causal model, estimated for a masked one."""
+    return torch.cat(list(_losses(model, ids, torch.Generator().manual_seed(seed), batch)))
+
+
+def _losses(
+    model: "Model", ids: Int[Tensor, "window pos"], generator: torch.Generator, batch: int
+) -> Iterator[Float[Tensor, " batch"]]:
+    for part in ids.split(batch):
+        if model.mask_token_id is None:
+            logits, targets = model(part).float()[:, :-1], part[:, 1:]
+            yield F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1)
+            continue
+        masked = random_masks(part, generator)
+        logits = model(part.masked_fill(masked, model.mask_token_id)).float()
+        losses = F.cross_entropy(logits.transpose(1, 2), part, reduction="none")
+        yield (losses * masked).sum(dim=1) / masked.sum(dim=1)
+
+
+def random_masks(ids: Int[Tensor, "batch pos"], generator: torch.Generator) -> Tensor:
+    """k random positions of each row, k uniform from 1 to the row's length without the start token, which stays."""
+    rows, length = ids.shape[0], ids.shape[1] - 1
+    counts = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    ranks = torch.rand(rows, length, generator=generator).argsort(dim=1).argsort(dim=1)
+    return F.pad(ranks < counts, (1, 0), value=False)
+
+
+def score(losses: Float[Tensor, " window"], document: Sequence[str], seed: int = 0) -> TextScore:
+    """The mean over windows and its interval over documents."""
+    names, where = np.unique(np.array(document), return_inverse=True)
+    sums = np.bincount(where, weights=losses.double().numpy())
+    counts = np.bincount(where)
+    draws = np.random.default_rng(seed).integers(len(names), size=(RESAMPLES, len(names)))
+    means = sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return TextScore(losses.mean().item(), float(low), float(high), len(losses), len(names))
