@@ -1,7 +1,7 @@
 """Print the differences between sinklens and the models' reference code as a Markdown table.
 
-The reference outputs are read from the folder given as argument, by default ``../shared/conformance`` next to the
-checkout. Differences are the largest absolute ones in float32. Sink scores are computed from the log-sum-exp of fused
+The reference outputs are read from the folder given as argument, by default from the archives in tests/reference_data.
+Differences are the largest absolute ones in float32. Sink scores are computed from the log-sum-exp of fused
 attention and compared with the column sums of the explicit pattern of the same model. A run counts as equal if all of
 its canvases, and its result, equal the reference's token for token. docs/models.md names the stored runs that are not
 repeated because they show a defect of a reference.
@@ -10,6 +10,7 @@ repeated because they show a defect of a reference.
 import sys
 from math import isnan, nan
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import sinklens
 from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_pass, stored_runs
 
-DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "conformance"
+TESTS = Path(__file__).resolve().parents[1] / "tests"
 HEAD = "| checkpoint | logits | patterns | sink scores | runs equal | canvases equal |\n|---|---|---|---|---|---|"
 
 
@@ -84,7 +85,18 @@ def _equal_canvases(folder: ReferenceFolder, stored: StoredRun) -> list[bool]:
 
 def main() -> None:
     """Print the table."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
+    if len(sys.argv) > 1:
+        print_table(Path(sys.argv[1]))
+        return
+    sys.path.append(str(TESTS))
+    from references import unpack
+
+    with TemporaryDirectory() as folder:
+        print_table(unpack(Path(folder)))
+
+
+def print_table(root: Path) -> None:
+    """One row per folder of references in `root`."""
     if not root.is_dir():
         sys.exit(f"{root} is not a folder; give the folder that contains {', '.join(FOLDERS)}.")
     print(HEAD)

@@ -89,6 +89,14 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture(scope="session")
+def conformance(request: pytest.FixtureRequest) -> Path:
+    """The folders of reference data, unpacked once and kept between test runs."""
+    from references import unpack
+
+    return unpack(request.config.cache.mkdir("references"))
+
+
 @pytest.fixture(autouse=True)
 def _begin() -> None:
     """The same random numbers and type checks whichever tests run, and in whatever order."""

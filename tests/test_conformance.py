@@ -62,8 +62,8 @@ def _runs(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(params=RUNS)
-def folder(request: pytest.FixtureRequest, shared: Path) -> Path:
-    return shared / "conformance" / request.param
+def folder(request: pytest.FixtureRequest, conformance: Path) -> Path:
+    return conformance / request.param
 
 
 def test_every_run_of_the_reference_is_compared(folder):
@@ -95,8 +95,8 @@ def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder):
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_the_routing_equals_the_references(shared, name):
-    folder = shared / "conformance" / name
+def test_the_routing_equals_the_references(conformance, name):
+    folder = conformance / name
     expected, model = _expected(folder), _model(folder)
     with torch.no_grad():
         _, cache = model.run_with_cache(expected["input_ids"], names_filter=lambda name: ".mlp." in name)
@@ -112,8 +112,8 @@ def test_the_routing_equals_the_references(shared, name):
 
 
 @pytest.mark.parametrize("name", ["llada-mha", "llada-gqa", "llada-moe"])
-def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(shared, name):
-    folder = shared / "conformance" / name
+def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(conformance, name):
+    folder = conformance / name
     expected = _expected(folder)
     mask = expected["padded_attention_mask"]
     assert (mask == 0).any()
@@ -126,8 +126,8 @@ def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(shared, na
 @pytest.mark.fast_cases(21)
 @pytest.mark.parametrize("watching", WATCHING)
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_every_canvas_equals_the_references_token_for_token(shared, name, number, watching):
-    folder = shared / "conformance" / name
+def test_every_canvas_equals_the_references_token_for_token(conformance, name, number, watching):
+    folder = conformance / name
     expected, settings = _expected(folder), _settings(_model(folder), _runs(folder)[number])
     run = sinklens.generate(_model(folder), expected[f"gen{number}.prompt"], **settings, **WATCHING[watching])
     if f"gen{number}.history" in expected:  # Dream's reference keeps the canvas after each step

@@ -33,14 +33,14 @@ LENGTH = 8
 
 
 @cache
-def model_of(name: str, folder: Path, shared: Path) -> sinklens.Model:
+def model_of(name: str, folder: Path, conformance: Path) -> sinklens.Model:
     place = folder / name
     if name != "diffusion-gemma":
         write_family(place, name)
         return sinklens.load(write_tokenizer(place), **arguments(name))
     write_tokenizer(place)
     for file in ("config.json", "generation_config.json", "model.safetensors"):
-        (place / file).symlink_to(shared / "conformance" / name / file)
+        (place / file).symlink_to(conformance / name / file)
     return sinklens.load(place, family="diffusion_gemma")
 
 
@@ -55,8 +55,8 @@ def family(request):
 
 
 @pytest.fixture
-def model(family, folder, shared):
-    return model_of(family, folder, shared)
+def model(family, folder, conformance):
+    return model_of(family, folder, conformance)
 
 
 @cache

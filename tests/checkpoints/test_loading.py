@@ -95,8 +95,8 @@ def test_sharded_weights_give_the_same_model(tmp_path, family):
     assert torch.equal(_logits(sharded, ids), _logits(whole, ids))
 
 
-def test_a_sharded_reference_checkpoint_gives_the_reference_logits(tmp_path, shared):
-    folder = shared / "conformance" / "llada-gqa"
+def test_a_sharded_reference_checkpoint_gives_the_reference_logits(tmp_path, conformance):
+    folder = conformance / "llada-gqa"
     config = json.loads((folder / "config.json").read_text())
     write_checkpoint(tmp_path, config, load_file(folder / "model.safetensors"), shards=4)
     expected = load_file(folder / "expected.safetensors")

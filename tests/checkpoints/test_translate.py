@@ -71,8 +71,8 @@ def _translated(config: dict[str, Any], family: str | None = None) -> Any:
 
 
 @pytest.fixture(params=FULL_SIZE)
-def full_size(request: pytest.FixtureRequest, shared: Any) -> dict[str, Any]:
-    return json.loads((shared / "conformance" / "configs" / f"{request.param}.json").read_text())
+def full_size(request: pytest.FixtureRequest, conformance: Any) -> dict[str, Any]:
+    return json.loads((conformance / "configs" / f"{request.param}.json").read_text())
 
 
 def _count(config: dict[str, Any]) -> int:
@@ -114,11 +114,11 @@ def test_a_full_size_model_has_a_parameter_for_every_public_name(full_size):
     assert sorted(rename(name, family) for name in public) == sorted(parameters)
 
 
-def test_the_rotation_of_llama_3_1_is_scaled_as_published(shared):
+def test_the_rotation_of_llama_3_1_is_scaled_as_published(conformance):
     """Frequencies below 1/8192 are divided by eight, those above 4/8192 kept, and the rest interpolated."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = _translated(json.loads((shared / "conformance/configs/llama-3.1-8b.json").read_text()))
+    config = _translated(json.loads((conformance / "configs/llama-3.1-8b.json").read_text()))
     assert config.rope_parameters["rope_type"] == "llama3"
     wanted = []
     for i in range(64):

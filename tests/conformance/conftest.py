@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(request, shared):
-    return Reference(shared / "conformance" / request.module.FOLDER)
+def reference(request, conformance):
+    return Reference(conformance / request.module.FOLDER)
 
 
 @pytest.fixture(scope="module")

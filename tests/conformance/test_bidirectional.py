@@ -48,13 +48,13 @@ def name(request):
 
 
 @pytest.fixture
-def reference(shared, name):
-    return reference_of(shared / "conformance" / name)
+def reference(conformance, name):
+    return reference_of(conformance / name)
 
 
 @pytest.fixture
-def model(shared, name, place):
-    return model_of(shared / "conformance" / name, place)
+def model(conformance, name, place):
+    return model_of(conformance / name, place)
 
 
 def test_every_run_of_the_reference_is_compared(reference, name):
@@ -139,8 +139,8 @@ def test_every_canvas_equals_the_references_token_for_token(reference, model, na
         assert torch.equal(run.tokens[0], result[row])
 
 
-def test_path_planning_takes_decisions_back(shared, place):
-    folder = shared / "conformance" / "open-dcoder"
+def test_path_planning_takes_decisions_back(conformance, place):
+    folder = conformance / "open-dcoder"
     model, reference = model_of(folder, place), reference_of(folder)
     run = sinklens.generate(model, reference.tensors["gen4.prompt"], **settings_of("open-dcoder", reference.runs[4]))
     again = ~run.undecided[:, :-1] & run.undecided[:, 1:]
@@ -270,8 +270,8 @@ def test_an_expert_is_ablated_in_every_step_of_a_run(reference, model, name):
         assert largest_difference(logits[step], plain) < 1e-3
 
 
-def test_open_dcoder_and_qwen2_are_told_apart_by_the_caller_alone(shared, tmp_path):
-    reference = reference_of(shared / "conformance" / "open-dcoder")
+def test_open_dcoder_and_qwen2_are_told_apart_by_the_caller_alone(conformance, tmp_path):
+    reference = reference_of(conformance / "open-dcoder")
     folder = reference.write(tmp_path)
     with pytest.raises(CheckpointError, match=r"Pass family='open-dcoder' or family='qwen2', as the model card says"):
         sinklens.load(folder)
@@ -280,16 +280,16 @@ def test_open_dcoder_and_qwen2_are_told_apart_by_the_caller_alone(shared, tmp_pa
 
 
 @pytest.mark.parametrize("closing", ["pad", "eos", "none"])
-def test_rnd1_ends_its_canvas_with_the_closing_token(shared, place, closing):
-    folder = shared / "conformance" / "rnd1"
+def test_rnd1_ends_its_canvas_with_the_closing_token(conformance, place, closing):
+    folder = conformance / "rnd1"
     model = model_of(folder, place)
     run = sinklens.generate(model, prompts_of(reference_of(folder))[:1], gen_length=4, closing=closing)
     assert run.tokens[0, 13:].tolist() == {"pad": [310], "eos": [312], "none": []}[closing]
     assert (run.unmask_step[0, 13:] == -1).all()
 
 
-def test_rnd1_commits_at_least_one_token_and_everything_within_the_bound(shared, place):
-    folder = shared / "conformance" / "rnd1"
+def test_rnd1_commits_at_least_one_token_and_everything_within_the_bound(conformance, place):
+    folder = conformance / "rnd1"
     model, prompt = model_of(folder, place), prompts_of(reference_of(folder))[:1]
     one = sinklens.generate(model, prompt, gen_length=6, eb_gamma=0.0)
     assert (one.undecided.sum(dim=2)[0].diff() <= -1).all()
@@ -306,8 +306,8 @@ def test_a_suffix_is_refused_where_the_answer_does_not_see_it(tiny_llama, tiny_l
     assert tiny_llada.tokenizer.decode(run.tokens[0, -3:]).endswith("left?")
 
 
-def test_a_folder_with_a_tokenizer_loads_without_the_checkpoints_code(shared, tmp_path):
-    folder = reference_of(shared / "conformance" / "llada-moe").write(tmp_path)
+def test_a_folder_with_a_tokenizer_loads_without_the_checkpoints_code(conformance, tmp_path):
+    folder = reference_of(conformance / "llada-moe").write(tmp_path)
     word_tokenizer(folder)
     assert (folder / "tokenizer.json").is_file()
     run = sinklens.generate(sinklens.load(folder), "w7 w8", gen_length=4)

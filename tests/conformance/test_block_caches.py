@@ -24,8 +24,8 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def references(shared):
-    return {name: Reference(shared / "conformance" / name) for name in FOLDERS}
+def references(conformance):
+    return {name: Reference(conformance / name) for name in FOLDERS}
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ def _expected(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def folder(shared: Path) -> Path:
-    return shared / "conformance" / "diffusion-gemma"
+def folder(conformance: Path) -> Path:
+    return conformance / "diffusion-gemma"
 
 
 def _text(expected: dict[str, Tensor], number: int, *parts: str) -> tuple[Tensor, Tensor]:

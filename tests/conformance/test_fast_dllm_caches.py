@@ -68,8 +68,8 @@ def run_of(model: sinklens.Model, reference: Reference, number: int) -> tuple[si
     ("folder", "number"),
     [("llada-cached", n) for n in range(20)] + [("dream-cached", n) for n in range(14)],
 )
-def test_every_canvas_and_every_set_of_computed_positions_equals_the_references(shared, place, folder, number):
-    model, reference = loaded(shared / "conformance" / folder, place)
+def test_every_canvas_and_every_set_of_computed_positions_equals_the_references(conformance, place, folder, number):
+    model, reference = loaded(conformance / folder, place)
     run, fresh, logits = run_of(model, reference, number)
     canvas, stored = reference.tensors[f"gen{number}.canvas"], reference.tensors[f"gen{number}.fresh"].bool()
     if (folder, number) == ("dream-cached", ONE_PASS):
@@ -83,16 +83,16 @@ def test_every_canvas_and_every_set_of_computed_positions_equals_the_references(
             assert largest_difference(value, kept) < 1e-4
 
 
-def test_every_run_of_the_references_is_compared(shared, place):
-    counts = [len(loaded(shared / "conformance" / f"{name}-cached", place)[1].runs) for name in ("llada", "dream")]
+def test_every_run_of_the_references_is_compared(conformance, place):
+    counts = [len(loaded(conformance / f"{name}-cached", place)[1].runs) for name in ("llada", "dream")]
     assert counts == [20, 14]
 
 
 @pytest.mark.parametrize(("folder", "rows"), [("llada-cached", 2), ("dream-cached", 1)])
 @pytest.mark.parametrize(("name", "window"), [("prefix", slice(13, 35)), ("dual", slice(13, 21))])
-def test_one_cached_step_has_the_references_logits(shared, place, folder, rows, name, window):
+def test_one_cached_step_has_the_references_logits(conformance, place, folder, rows, name, window):
     """A full pass, then one token is changed and a window computed over the cached keys."""
-    model, reference = loaded(shared / "conformance" / folder, place)
+    model, reference = loaded(conformance / folder, place)
     ids, changed = reference.tensors["input_ids"][:rows], reference.tensors["step.input_ids"]
     everything = torch.ones(rows, model.cfg.n_layers, 35, dtype=torch.bool)
     inside = torch.zeros_like(everything)

@@ -24,22 +24,22 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_every_stored_run_is_repeated_or_known_to_be_left_out(shared, name):
-    folder = open_folder(shared / "conformance" / name)
+def test_every_stored_run_is_repeated_or_known_to_be_left_out(conformance, name):
+    folder = open_folder(conformance / name)
     found = {run.number for run in stored_runs(folder)}
     assert found == set(range(len(folder.facts["generate"]))) - LEFT_OUT.get(name, set())
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_stored_pass_of_every_folder_is_compared(shared, name):
-    folder = open_folder(shared / "conformance" / name)
+def test_the_stored_pass_of_every_folder_is_compared(conformance, name):
+    folder = open_folder(conformance / name)
     found = _single(folder, Setting(torch.device("cpu"), 0.0))
     assert found.endswith("patterns of the last layer: not stored") == name.endswith("-cached")
 
 
 @pytest.mark.parametrize(("name", "number"), QUICK.items())
-def test_a_run_equals_the_stored_one_and_another_token_is_noticed(shared, name, number):
-    folder = open_folder(shared / "conformance" / name)
+def test_a_run_equals_the_stored_one_and_another_token_is_noticed(conformance, name, number):
+    folder = open_folder(conformance / name)
     for stored in (run for run in stored_runs(folder) if run.number == number):
         model = folder.load("cpu", stored.changes, stored.block_length or folder.pass_block_length)
         run = sinklens.generate(model, stored.prompt, record_sinks=False, **stored.settings)

@@ -108,10 +108,10 @@ def test_layers_of_different_shape_are_not_stacked():
     assert model.blocks[2].attn.W_Q.shape == (2 * HEADS, SIZES["hidden_size"], D_HEAD)
 
 
-def test_the_weights_of_an_encoder_and_its_canvas_are_read_layer_by_layer(shared):
+def test_the_weights_of_an_encoder_and_its_canvas_are_read_layer_by_layer(conformance):
     import sinklens
 
-    folder = shared / "conformance" / "diffusion-gemma"
+    folder = conformance / "diffusion-gemma"
     if not folder.exists():
         pytest.skip("the reference data is absent")
     model = sinklens.load(folder)

@@ -1,4 +1,4 @@
-"""Positions that a step is made to accept or to renoise, on the tiny DiffusionGemma of ../shared."""
+"""Positions that a step is made to accept or to renoise, on the tiny DiffusionGemma."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ POINTS = ("hook_candidates", "hook_accepted", "hook_renoise")
 
 
 @pytest.fixture(scope="module")
-def gemma(shared):
-    return sinklens.load(shared / "conformance" / "diffusion-gemma")
+def gemma(conformance):
+    return sinklens.load(conformance / "diffusion-gemma")
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ LAYERS = 6
 
 
 @pytest.fixture(scope="module")
-def gemma(shared: Path) -> sinklens.Model:
-    return sinklens.load(shared / "conformance" / "diffusion-gemma")
+def gemma(conformance: Path) -> sinklens.Model:
+    return sinklens.load(conformance / "diffusion-gemma")
 
 
 @pytest.fixture

@@ -100,9 +100,9 @@ def untrained(recipe, folder):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_config_has_the_keys_of_the_public_checkpoint(name, small, shared, tmp_path):
+def test_the_config_has_the_keys_of_the_public_checkpoint(name, small, conformance, tmp_path):
     config = json.loads((untrained(small(name), tmp_path) / "config.json").read_text())
-    public = json.loads((shared / "conformance" / "configs" / f"{PUBLIC[name]}.json").read_text())
+    public = json.loads((conformance / "configs" / f"{PUBLIC[name]}.json").read_text())
     assert set(config) - {"torch_dtype"} <= set(public)  # MMaDA-8B's config has no element type
     assert config["model_type"] == public["model_type"]
     assert config["architectures"] == public["architectures"]

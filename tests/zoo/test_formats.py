@@ -71,9 +71,9 @@ def names(file):
         return {re.sub(r"\.\d+\.", ".N.", name) for name in stored.keys() if "vision" not in name}  # noqa: SIM118
 
 
-def test_weights_and_config_have_the_names_of_the_public_checkpoints(written, shared):
+def test_weights_and_config_have_the_names_of_the_public_checkpoints(written, conformance):
     recipe, _, folder = written
-    reference = shared / "conformance" / REFERENCES[recipe.name]
+    reference = conformance / REFERENCES[recipe.name]
     assert names(folder / "model.safetensors") == names(reference / "model.safetensors")
     ours, theirs = (json.loads((place / "config.json").read_text()) for place in (folder, reference))
     assert set(ours) - set(theirs) <= ADDED.get(recipe.name, set())
