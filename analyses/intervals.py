@@ -232,20 +232,20 @@ def corrected(table: "DataFrame") -> "DataFrame":
 
 
 def verdict(estimate: float, low: float, high: float, threshold: float, above: str, below: str, p: float = 0.0) -> str:
-    """`above` or `below` if the entire interval lies on that side of `threshold`, else "undecided".
+    """`above` or `below` if the entire interval lies on that side of `threshold`, else "cannot tell".
 
-    "not measured" without an estimate; "undecided" without an interval.
+    "not measured" without an estimate; "cannot tell" without an interval.
 
     Args:
-        p: corrected p value; above 0.05 the verdict is "undecided".
+        p: corrected p value; above 0.05 the verdict is "cannot tell".
     """
     if np.isnan(estimate):
         return "not measured"
     if p > LEVEL:
-        return "undecided"
+        return "cannot tell"
     if low > threshold:
         return above
-    return below if high <= threshold else "undecided"
+    return below if high <= threshold else "cannot tell"
 
 
 def _are_outcomes(values: np.ndarray, possible: tuple[int, int] | None) -> bool:

@@ -83,6 +83,6 @@ def test_claims_are_paired_differences_of_costs():
     costs = table.loc["digit, where it is a sink: masking costs more than replacing the value"]
     assert (costs["estimate"], costs["verdict"]) == (pytest.approx(0.4), "holds")
     assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.8)
-    assert table.loc["another token that is a sink costs more than one that is not", "verdict"] == "undecided"
+    assert table.loc["another token that is a sink costs more than one that is not", "verdict"] == "cannot tell"
     data["base"] = ("prompt", np.zeros(40))
     assert set(claims({"planted": data}, "digit", 0)["verdict"]) == {"not measured"}

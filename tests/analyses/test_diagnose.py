@@ -146,7 +146,7 @@ def test_verdicts_follow_threshold_and_interval():
     signs = Diagnose().tables({"planted": data})["signs"].set_index("measure")
     assert signs.loc["first_always", "verdict"] == "warns"
     assert signs.loc["first_four", "verdict"] == "clear"
-    assert signs.loc["cut_static", "verdict"] == "undecided"
+    assert signs.loc["cut_static", "verdict"] == "cannot tell"
     assert signs.loc["cut_changed", "verdict"] == ""
     assert signs.loc["masking_cost", ["threshold", "source"]].tolist() == [0.05, "paper"]
     decisive = signs[signs["threshold"].notna() & (signs.index != "masking_cost")]
@@ -158,7 +158,7 @@ def test_a_prompt_without_a_known_answer_has_no_accuracy(tiny_llada):
     signs = found.tables["signs"].set_index("measure")
     assert signs.loc["masking_cost", "verdict"] == "not measured"
     assert signs.loc["masking_changed", "prompts"] == 1
-    assert "undecided" in signs["verdict"].tolist()  # one prompt has no interval
+    assert "cannot tell" in signs["verdict"].tolist()  # one prompt has no interval
 
 
 def test_the_page_has_a_row_of_panels_per_sign(tiny_llada, tiny_llama):

@@ -111,8 +111,8 @@ def test_rows_are_labelled_on_every_axis():
     [
         ((0.9, 0.8, 1.0), "above"),
         ((0.1, 0.0, 0.2), "below"),
-        ((0.6, 0.4, 0.8), "undecided"),
-        ((0.9, NAN, NAN), "undecided"),
+        ((0.6, 0.4, 0.8), "cannot tell"),
+        ((0.9, NAN, NAN), "cannot tell"),
         ((NAN, NAN, NAN), "not measured"),
         ((0.5, 0.5, 0.5), "below"),
     ],
@@ -170,4 +170,4 @@ def test_claims_are_corrected_over_each_models_own_claims():
     table = pd.DataFrame([{"model": m, "p": p, "estimate": low, "low": low, "high": high} for m, p, low, high in rows])
     found = judged(pd.concat([table, table.iloc[:1].assign(p=0.03)], ignore_index=True))
     assert found["p_holm"].tolist()[:3] == pytest.approx([0.06, 0.03, 0.04])
-    assert found["verdict"].tolist() == ["undecided", "holds", "holds", "not measured", "undecided"]
+    assert found["verdict"].tolist() == ["cannot tell", "holds", "holds", "not measured", "cannot tell"]

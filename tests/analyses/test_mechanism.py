@@ -145,20 +145,20 @@ def test_verdicts_match_the_planted_effects():
     assert rows.loc[(further, "strongest"), "verdict"].tolist() == ["no"] * len(TOP_K)
     assert rows.loc[("masking costs more in random order than by confidence", "steady"), "estimate"].tolist() == [0, 0]
     assert rows.loc[("masking costs more in random order than by confidence", "steady"), "verdict"].tolist() == [
-        "undecided"
+        "cannot tell"
     ] * len(TOP_K)
     assert rows.loc[("… in random order", "steady"), "estimate"].tolist() == pytest.approx([-0.2, -0.2])
 
 
 def test_the_claims_on_a_model_are_one_family():
-    """One claim alone would hold with p = 0.0156; among the others, corrected by Holm, it is undecided."""
+    """One claim alone would hold with p = 0.0156; among the others, corrected by Holm, we cannot tell."""
     cost = [[0.0, 0.0, 0.0], [0.0, 0.175, 0.0], [0.0, 0.0, 0.0]]  # 7 of 40 prompts lost
     table = claims({"planted": planted([0.0, 0.0, 0.0], cost)}, seed=0)
     further = table[(table["measure"] == "… from left to right") & (table["pick"] == "steady")]
     assert further["p"].tolist() == pytest.approx([2 * 0.5**7] * len(TOP_K))
     assert (further["low"] > 0).all()
     assert further["p_holm"].min() > 0.05
-    assert set(further["verdict"]) == {"undecided"}
+    assert set(further["verdict"]) == {"cannot tell"}
     tested = table[table["p"].notna()]
     np.testing.assert_allclose(tested["p_holm"], holm(tested["p"].tolist()))
 

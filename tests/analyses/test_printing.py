@@ -63,7 +63,7 @@ def test_numbers_beside_empty_cells_are_short_and_every_meaning_of_a_measure_is_
 def test_tables_fit_80_columns_and_no_number_is_cut(tmp_path, capsys, monkeypatch):
     rows = [
         row(f"model-{model}", "a_measure_with_a_long_name", sign, -0.5, 0.5, way="strongest of the previous step",
-            where="in every head and step", verdict="undecided", meaning=LONG)
+            where="in every head and step", verdict="cannot tell", meaning=LONG)
         for model in "ab" for sign in (-0.123456, 0.123456)
     ]  # fmt: skip
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
