@@ -1,9 +1,9 @@
 """Write the table of names at the top of each docs/api page, so that the pages are readable without building the site.
 
 The names come from the page's mkdocstrings directives (``::: sinklens.sinks`` with its ``members``): the listed
-members, all public functions and classes of a module without listed members, or the single object named. Next to each
-name is the first line of its docstring, read from the sources without importing them. `make docs` runs this before the
-build; tests/test_docs.py compares the result.
+members, all public functions and classes of a module without listed members, or the single object named. Each
+name links to its entry below the table; next to it is the first line of its docstring, read from the sources without
+importing them. `make docs` runs this before the build; tests/test_docs.py compares the result.
 
 Limitation: a name that no directive mentions does not appear in any table.
 """
@@ -21,6 +21,7 @@ from check_types import ROOT, link_tree
 
 PAGES = ROOT / "docs" / "api"
 BEGIN, END = "<!-- names: written by scripts/api_tables.py -->", "<!-- end of names -->"
+DIV = '<div class="names" markdown>'  # on a narrow screen, docs/assets/sinklens.css sets the cells below each other
 SHAPES = {"{": "dict", "[": "list", "(": "tuple"}
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", flags=re.MULTILINE)
 
@@ -38,20 +39,20 @@ def with_table(text: str, package: Any) -> str:
     first = DIRECTIVE.search(bare)
     if first is None:
         return bare
-    lines = [f"| `{name}` | {summary_line} |" for name, summary_line in _rows(bare, package)]
-    table = "\n".join([BEGIN, "", "| name | what it is |", "|---|---|", *lines, "", END])
+    lines = [f"| [`{name.removeprefix('sinklens.')}`][{name}] | {what} |" for name, what in _rows(bare, package)]
+    table = "\n".join([BEGIN, "", DIV, "", "| name | what it is |", "|---|---|", *lines, "", "</div>", "", END])
     return f"{bare[: first.start()]}{table}\n\n{bare[first.start() :]}"
 
 
 def _rows(text: str, package: Any) -> Iterator[tuple[str, str]]:
-    """Names without the prefix `sinklens.`, and the first lines of their docstrings, in the page's order."""
+    """Full names and the first lines of their docstrings, in the page's order."""
     for target, options in DIRECTIVE.findall(text):
         members = (yaml.safe_load(options) or {}).get("options", {}).get("members") if options else None
         found = _object(package, target)
         if members is None and found.is_module:
             members = [name for name, one in found.members.items() if _is_public(name, one)]
         names = [target] if not members else [f"{target}.{name}" for name in members]
-        yield from ((name.removeprefix("sinklens."), summary(_object(package, name))) for name in names)
+        yield from ((name, summary(_object(package, name))) for name in names)
 
 
 def _object(package: Any, path: str) -> Any:

@@ -102,18 +102,44 @@ def test_no_page_loads_anything_from_the_network(site):
         assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet.name
 
 
-@pytest.mark.browser
-def test_the_site_opens_from_a_folder_and_its_search_works(site, browser):
-    browser.driver.get_log("browser"), browser.driver.get_log("performance")
+def search(site: Path, browser, words: str, found: str) -> None:
+    """Open the site from its folder, type into the search field, and wait for a result whose address holds `found`."""
     browser.size(1440)
     browser.driver.get((site / "index.html").as_uri())
     browser.js("document.getElementById('__search').click()")
-    browser.driver.find_element("css selector", ".md-search__input").send_keys("MaskSinks")
-    browser.wait(
-        "return [...document.querySelectorAll('.md-search-result__link')].some(link => link.href.includes('MaskSinks'))"
-    )
+    browser.driver.find_element("css selector", ".md-search__input").send_keys(words)
+    links = "[...document.querySelectorAll('.md-search-result__link')]"
+    browser.wait(f"return {links}.slice(0, 3).some(link => link.href.includes('{found}'))")
+
+
+@pytest.mark.browser
+def test_the_site_opens_from_a_folder_and_its_search_works(site, browser):
+    browser.driver.get_log("browser"), browser.driver.get_log("performance")
+    search(site, browser, "MaskSinks", "MaskSinks")
     assert [address for address in browser.requests() if not address.startswith("file:")] == []
     assert browser.complaints() == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("words", "page"), [
+    ("chat template", "concepts/steps.html"),
+    ("probe", "concepts/features.html"),
+    ("logit difference", "concepts/interventions.html"),
+])  # fmt: skip
+def test_the_search_finds_the_words_of_the_field(site, browser, words, page):
+    search(site, browser, words, page)
+
+
+@pytest.mark.browser
+def test_the_tables_of_names_fit_a_phone(site, browser):
+    browser.size(360)
+    for page in sorted((site / "api").glob("*.html")):
+        browser.driver.get(page.as_uri())
+        widths = browser.js(
+            "const table = document.querySelector('.names .md-typeset__scrollwrap');"
+            "return [table.clientWidth, table.scrollWidth, document.documentElement.scrollWidth]"
+        )
+        assert widths == [360, 360, 360], page.name
 
 
 def test_the_navigation_lists_every_page_once():
@@ -165,6 +191,17 @@ def test_the_table_of_each_reference_page_agrees_with_the_code(monkeypatch):
         missing = set(_exported(exported)) - elsewhere - set(documented)
         assert missing == set(), f"list these under members: of docs/api/{file}.md, then run scripts/api_tables.py"
         assert all(documented.values())
+
+
+def test_each_name_of_the_reference_links_to_its_entry(site):
+    for page in sorted((site / "api").glob("*.html")):
+        table = re.search(r'<div class="names">(.*?)</div>', page.read_text(), flags=re.DOTALL)
+        assert table, page.name
+        names = re.findall(r"<td>(.*?)</td>\s*<td>", table[1], flags=re.DOTALL)
+        links = re.findall(r'<td><a [^>]*href="([^"#]*)#([^"]+)"', table[1])
+        assert len(links) == len(names) > 0, page.name
+        for file, entry in links:
+            assert f'id="{entry}"' in (page.parent / (file or page.name)).read_text(), entry
 
 
 def test_the_reference_shows_the_first_line_of_each_docstring():
