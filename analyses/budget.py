@@ -5,9 +5,9 @@
 From step 1 on, every query sees itself and a fixed number of further keys (the *budget*), chosen in one of these ways:
 
 - *strongest*: the keys with the highest scores at the previous step of the unchanged run, head by head (`KeepKeys`);
-- *strongest and near* (``mixed``): half of them chosen so, the other half the query's neighbours (StreamingLLM's
+- *strongest and near* (``mixed``): half of them chosen so, the other half the query's neighbors (StreamingLLM's
   recipe, 2309.17453, with the measured sinks in place of the first tokens);
-- *near*: only the query's neighbours, on both sides, or before it in an autoregressive model;
+- *near*: only the query's neighbors, on both sides, or before it in an autoregressive model;
 - *own*: the strongest keys by the scores of the restricted run. A key not kept at a step receives no attention and is
   not kept at the next, so this keeps its first choice;
 - *random*, *weakest*: controls, with as many keys at random, and those with the lowest scores.

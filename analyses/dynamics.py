@@ -6,7 +6,7 @@ The motion table: every measure of `sinklens.sinks.motion` with its interval, an
 the same prompts, e.g. a diffusion model and its autoregressive twin. The figures show one prompt's run (Rulli et al.,
 2510.15731, Figs. 1, 6b, 7 and 8).
 
-Caveat: each step of an autoregressive run adds one query to the earlier ones, so the column sums of neighbouring steps
+Caveat: each step of an autoregressive run adds one query to the earlier ones, so the column sums of neighboring steps
 share all other rows, and much of the stillness of its sinks is bookkeeping. Do not compare its rates with those of a
 diffusion model. Compare each with its null (`NULLS`, nulls.py): a pattern that does not change, revealed row by row.
 The measures ``fixed_…`` sum over the prompt's queries alone, ``newest_…`` use the newest query; one query's strongest

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 RESAMPLES = 2000
-ENTRIES = 100  # maps of layers and heads or of steps are not summarised
+ENTRIES = 100  # maps of layers and heads or of steps are not summarized
 Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 
 
 class Seeds(NamedTuple):
-    """An estimate over seeds.
+    """A mean over training seeds and prompts, with its interval and the mean of each seed.
 
     Attributes:
         estimate: mean over seeds of each seed's mean over prompts; NaN if a seed has no value.

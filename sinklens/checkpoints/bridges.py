@@ -4,7 +4,7 @@ A bridge replaces modules inside its model, so the weights go into a fresh shell
 
 - over a transformers model they are shared, not copied;
 - over LLaDA's own code they are shared too, under the family's renames, and its config is translated;
-- a `boot_native` model of the Llama kind becomes a Llama. Its rotary embedding turns neighbouring dimensions where
+- a `boot_native` model of the Llama kind becomes a Llama. Its rotary embedding turns neighboring dimensions where
   Llama's turns halves, so the rows of its queries and keys are reordered, and these are copies.
 
 One way this fails: in a model taken over from `boot_native`, dimension 2i of ``hook_q`` or ``hook_k`` in the bridge is

@@ -1,7 +1,7 @@
 """Translates a checkpoint's config.json into the transformers config that it is loaded with.
 
 The family's record defines the translation: keys are renamed, and a value that cannot be expressed raises an error that
-names it. Keys that neither the record nor transformers knows (training settings, initialisation) do not affect the
+names it. Keys that neither the record nor transformers knows (training settings, initialization) do not affect the
 forward pass and are dropped.
 """
 

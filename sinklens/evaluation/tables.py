@@ -53,7 +53,7 @@ PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
 
 @dataclass(frozen=True)
 class Line:
-    """One condition of one group.
+    """A line of the results table: one condition, and how it compares with the others of its group.
 
     Attributes:
         task, protocol, model: names; `model` includes what distinguishes groups that would share a name.

@@ -20,7 +20,7 @@ from sinklens.runs.result import Generation
 
 
 class Stacked(Intervention):
-    """Several interventions in one run, each on its rows: the first on the first ``rows / count``, and so on.
+    """Divides the rows of a batch among interventions: the first acts on the first ``rows / count``, and so on.
 
     Args:
         listed: for each part of the batch, its interventions and (name, function) pairs.

@@ -72,13 +72,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainedSAE:
-    """The result of a training.
+    """A trained autoencoder, and how well it reconstructs.
 
     Attributes:
         sae: the autoencoder.
         unexplained: share of the variance that each step's reconstruction missed, [step].
-        explained_variance: 1 − the same on the held-out places, or on the first chunk without any.
-        dead: share of the features that fire at none of them.
+        explained_variance: 1 − the same share on the held-out places, or on the first chunk if there are none.
+        dead: share of the features that fire at none of the places of `explained_variance`.
     """
 
     sae: SparseAutoencoder

@@ -156,15 +156,15 @@ def _alike(known: Bool[Tensor, "batch layer pos"], layers: Sequence[int]) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class KeepKeys(AtKeys):
-    """Keep only attention to the strongest keys of step t − 1 and to neighbours: can sinks stand in for the context?
+    """Keep only attention to the strongest keys of step t − 1 and to neighbors: can sinks stand in for the context?
 
     Query i sees key j if j is one of the kept keys, or |i − j| ≤ window. Everything else is as in `MaskSinks`; nothing
     is masked at step 0. A head whose pattern was all zero at step t − 1 has no strongest key and keeps only its
-    neighbours.
+    neighbors.
 
     Attributes:
         top_k: number of keys kept per head.
-        window: distance up to which every query sees its neighbours; 0 is the query itself.
+        window: distance up to which every query sees its neighbors; 0 is the query itself.
         pick: "strongest"; or other keys as a control, as in `MaskSinks`.
         detector, scope, only, same_step, source, seed, persistent, where: as in `MaskSinks`.
         positions: keys that may be kept because of their score.

@@ -22,7 +22,7 @@ LARGE = 64_000_000  # bytes of scores above which they are kept in float16
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row of a run.
+    """What the lab keeps of a run: canvases, decisions, sink scores and the answer.
 
     Attributes:
         canvas: the ids that each step worked on, and those after the last, [step + 1, pos]; -1 where an autoregressive

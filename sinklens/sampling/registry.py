@@ -37,7 +37,7 @@ Steps = Callable[[Any, Any], Iterator[None]]
 
 @dataclass(frozen=True)
 class Sampler:
-    """One sampler.
+    """What makes a sampler: its name, its settings and the function that runs its steps.
 
     Attributes:
         name: its name, for `Family.sampler` and ``sampler=``.
@@ -171,7 +171,7 @@ def setting_help(name: str) -> str:
 
 
 def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplerSettings:
-    """The settings of a run.
+    """Validate the given settings and fill in the defaults of the checkpoint, then of the sampler.
 
     Args:
         sampler: name of the sampler.

@@ -6,7 +6,7 @@ a separate frame. CircuitsVis's built-in display would contact an outside server
 content-delivery network.
 
 Limitation: CircuitsVis creates an object for every cell of every head, about 40 µs each, and again whenever the pointer
-enters a head. Above `CELLS` cells, neighbouring positions are merged into blocks that show their largest value; the
+enters a head. Above `CELLS` cells, neighboring positions are merged into blocks that show their largest value; the
 view says so.
 """
 
@@ -36,7 +36,7 @@ def attention(
     """CircuitsVis's view of the attention heads of one step and layer.
 
     A notebook displays the result; ``.save("heads.html")`` writes it to a file. The upper triangle is hidden only for
-    causal models. If heads × positions² exceeds `CELLS`, blocks of neighbouring positions show their largest value;
+    causal models. If heads × positions² exceeds `CELLS`, blocks of neighboring positions show their largest value;
     fewer `heads` give smaller blocks.
 
     Args:

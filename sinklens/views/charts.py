@@ -101,7 +101,7 @@ def interval_dots(
     names: Mapping[str, str] | None = None,
     line: float | None = None,
 ) -> "Axes":
-    """Estimates as dots with their intervals: one line of the figure per value of the column `by`, a colour per model.
+    """Estimates as dots with their intervals: one line of the figure per value of the column `by`, a color per model.
 
     Args:
         names: labels for values of `by`; values without one are shown verbatim.
@@ -170,7 +170,7 @@ SHARED = 3  # models per panel, and panels per row
 
 
 def accuracy_curves(table: "DataFrame") -> "Figure":
-    """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and a colour per model.
+    """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and a color per model.
 
     If a protocol has more than `SHARED` models, each gets a panel.
 
@@ -199,7 +199,7 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
 
 
 def accuracy_by_speed(table: "DataFrame") -> "Figure":
-    """Accuracy against speed under each cache policy, with intervals: a panel per protocol and a colour per model.
+    """Accuracy against speed under each cache policy, with intervals: a panel per protocol and a color per model.
 
     Speed is the time of the exact run over the time of the policy, on the same samples; the exact run is at 1. A line
     shows its accuracy.

@@ -31,12 +31,12 @@ def effect_map(
     bounds: tuple[float, float] | None = None,
     label: str = "",
 ) -> "Axes":
-    """A map of numbers; missing ones are grey, and small maps also show the numbers as text.
+    """A map of numbers; missing ones are gray, and small maps also show the numbers as text.
 
     Args:
         rows, columns: name of the axis, and the labels along it.
-        bounds: range of the colours; a range with both signs goes from blue through white to red.
-        label: label of the colour bar; without a label there is no colour bar.
+        bounds: range of the colors; a range with both signs goes from blue through white to red.
+        label: label of the color bar; without a label there is no color bar.
     """
     from matplotlib import colormaps
 
@@ -187,7 +187,7 @@ def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[
 
 
 def _by_pick(rows: "DataFrame", along: str, ax: "Axes", names: Mapping[Any, str], picks: Mapping[str, str]) -> None:
-    """Costs along a column, a colour per pick; without a legend, which the figure draws."""
+    """Costs along a column, a color per pick; without a legend, which the figure draws."""
     interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), along, ax, names=names, line=0.0)
     ax.legend().remove()
 
@@ -246,7 +246,7 @@ def start_curves(table: "DataFrame") -> "Figure":
 def costs_by_cell(
     table: "DataFrame", panel: str, along: str, by: str, names: Mapping[Any, str], series: Mapping[str, str], label: str
 ) -> "Figure":
-    """Costs of a table with three axes: a row per model, a panel per value of `panel`, a colour per value of `by`.
+    """Costs of a table with three axes: a row per model, a panel per value of `panel`, a color per value of `by`.
 
     Args:
         names: names of the values of `along`.

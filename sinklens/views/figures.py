@@ -317,7 +317,7 @@ def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]
 
 
 def _dark() -> "Colormap":
-    """Colours from dark to light; grey for missing values."""
+    """Colours from dark to light; gray for missing values."""
     from matplotlib import colormaps
 
     return colormaps["magma"].with_extremes(bad="0.85")

@@ -18,7 +18,7 @@ from sinklens.sinks.track import SinkTrack
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, colour-blind safe
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, color-blind safe
 UNITS = {
     "sum": "attention received, column sum (uniform = 1)",
     "percent": "attention received, % of all",

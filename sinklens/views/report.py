@@ -5,7 +5,7 @@ is computed in Python (report_data.py): the strongest key of every step and head
 page only draws it.
 
 A page has a size budget. Attention patterns are stored in eight bits; for the chosen steps, as many layers are included
-as fit, beginning with the layer of the most moving head. If even that layer does not fit, neighbouring positions are
+as fit, beginning with the layer of the most moving head. If even that layer does not fit, neighboring positions are
 merged into blocks that show their largest value. Scores of a long run of a large model are cut as well, first by
 layers, then by steps. The page says what was left out.
 

@@ -138,7 +138,7 @@ class Patterns:
     """Attention patterns in the page.
 
     Attributes:
-        block: number of neighbouring positions merged; 1 means no merging.
+        block: number of neighboring positions merged; 1 means no merging.
         sides: number of positions or blocks along an edge, by place.
         blocks: HTML blocks of the page, by place.
         left_out: number of wanted layers that did not fit.

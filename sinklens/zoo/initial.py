@@ -143,7 +143,7 @@ def _start_from(name: str, model: "PreTrainedModel") -> None:
     """Copy the weights of a checkpoint into `model`.
 
     Weights that the checkpoint lacks keep their initial values: the biases of Qwen2, which Llama lacks and which are
-    initialised to zero, the norms of Qwen3's queries and keys, which are initialised to one (`fit_norms` improves on
+    initialized to zero, the norms of Qwen3's queries and keys, which are initialized to one (`fit_norms` improves on
     that), and the embeddings and head of tokens beyond the checkpoint's vocabulary.
 
     Raises:

@@ -1,11 +1,11 @@
 """Small captioned pictures: the second modality of tiny-mmada.
 
-A *picture* is a grid of 4 × 4 cells with one colour code each: a background and one or two figures in other colours.
+A *picture* is a grid of 4 × 4 cells with one color code each: a background and one or two figures in other colors.
 Its *caption* names the figures in reading order of their first cells, with rows and columns counted from 1:
 `` red square at 2 3 and blue dot at 1 1 on white``. Caption and picture determine each other. MMaDA's task tokens
 distinguish the two directions: `T2I` requests the picture of a caption, `MMU` the caption of a picture.
 
-Pitfall: two figures of the same colour could touch and form another figure, so all colours in a picture differ.
+Pitfall: two figures of the same color could touch and form another figure, so all colors in a picture differ.
 """
 
 import random
@@ -39,7 +39,7 @@ class Picture:
 
     Attributes:
         caption: the text, with a space before every word.
-        codes: the colour code (index into `COLOURS`) of every cell, row by row.
+        codes: the color code (index into `COLOURS`) of every cell, row by row.
     """
 
     caption: str

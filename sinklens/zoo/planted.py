@@ -51,7 +51,7 @@ token per step the sinks of *frontier* and *edge* move by one position per step.
 
 Limitations: in the start token, START outweighs whatever layer 0 adds, so the token is not an edge if masks follow it
 immediately, and *edge* is then nearly uniform. The first token must not be masked. AWAY differs little between
-neighbours, in bfloat16 often not at all, so decode one token per step there. Interventions on layer 0 change the input
+neighbors, in bfloat16 often not at all, so decode one token per step there. Interventions on layer 0 change the input
 of layer 1.
 """
 

@@ -1,7 +1,7 @@
 """The files of a training run: records, one line of JSON each, and tensors.
 
 A kill can leave an incomplete last line, without a line feed. `read_records` ignores it and `append_record` removes it.
-Files of tensors are written to a temporary neighbour and then moved into place.
+Files of tensors are written to a temporary neighbor and then moved into place.
 
 Limitation: two processes that append to one file remove each other's lines. A run has one process.
 """
