@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of a study.
+    """What a study found: its tables, and the files that it wrote.
 
     Attributes:
         measured: model name -> every prompt's measurements, with the axis ``prompt``.

@@ -31,7 +31,7 @@ HookName = str | Callable[[str], bool]
 
 
 class PointSpec(NamedTuple):
-    """One row of the table of hook points.
+    """A hook point in the table of points: its name, axes and meaning.
 
     Attributes:
         name: the name within its part of the tree, without a layer prefix.

@@ -34,7 +34,7 @@ from sinklens.hooks.blocks import Start
 
 @dataclass(frozen=True)
 class Family:
-    """One checkpoint family.
+    """How checkpoints of one kind are recognized, translated, loaded and sampled.
 
     Attributes:
         name: short name, as in `Model.family`.

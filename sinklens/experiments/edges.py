@@ -267,7 +267,7 @@ def _table(
 
 
 class Edge(NamedTuple):
-    """An edge of the graph.
+    """A direct path from one component to another, with its effect.
 
     Attributes:
         sender, receiver: labels.

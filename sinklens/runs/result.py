@@ -96,7 +96,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of a run.
+    """A finished run: its answers, canvases, decisions, settings and sinks.
 
     Attributes:
         canvas: the input ids of each step, and the ids after the last, [batch, steps + 1, pos]; undecided positions

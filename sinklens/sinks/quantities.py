@@ -21,7 +21,7 @@ Variables = dict[str, tuple[str, ...]]
 
 
 class Quantity(ABC):
-    """One quantity of every layer and step.
+    """A value that a run records at every layer and step, beside the sink scores.
 
     Attributes:
         name: its name in `Record`.
