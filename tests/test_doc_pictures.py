@@ -1,0 +1,58 @@
+"""The pictures of the concept pages: drawn from runs, as stored, and each on a page with an alternative text."""
+
+import importlib.util
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sinklens
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = importlib.util.spec_from_file_location("doc_pictures", ROOT / "scripts" / "doc_pictures.py")
+script = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(script)
+NAMES = {"draw_masks": "masks", "draw_canvas": "canvas", "draw_replay": "replay", "draw_policies": "policies"}
+
+
+def test_cells_are_drawn_where_a_map_is_true(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    picture = script.Picture(40, 30, "<a map>")
+    picture.cells(5, 5, np.array([[1, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=bool), (10, 8), "blue")
+    picture.save("map")
+    path = ET.parse(tmp_path / "map.svg").find("{http://www.w3.org/2000/svg}path")
+    starts = re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path.get("d"))
+    assert starts == [("5", "5", "20"), ("5", "21", "10"), ("25", "21", "10")]  # neighbors are one rectangle
+
+
+@pytest.mark.parametrize(("name", "rule"), [
+    ("tiny-llada", lambda query, key: key >= 0),
+    ("tiny-sdar", lambda query, key: key // 8 <= query // 8),
+    ("tiny-canvas", lambda query, key: (key <= query) | (query >= 8)),
+    ("tiny-llama", lambda query, key: key <= query),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*is a diffusion model")
+def test_the_masks_that_are_drawn_are_those_of_the_kinds(name, rule):
+    model = sinklens.load(name)
+    ids = model.to_tokens(script.PROMPT).repeat(1, 2)[:, :32]
+    query, key = np.indices((32, 32))
+    np.testing.assert_array_equal(script.seen(model, ids), rule(query, key))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("draw", NAMES)
+@pytest.mark.filterwarnings("ignore:.*is a diffusion model")
+def test_the_stored_picture_is_that_of_the_run(draw, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    getattr(script, draw)()
+    stored = (ROOT / "docs" / "pictures" / f"{NAMES[draw]}.svg").read_text()
+    assert (tmp_path / f"{NAMES[draw]}.svg").read_text() == stored, "run python scripts/doc_pictures.py"
+
+
+def test_every_picture_is_on_a_page_with_a_text():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "concepts").glob("*.md"))
+    shown = dict(re.findall(r"!\[([^\]]+)\]\(\.\./pictures/(\w+)\.svg\)", pages))
+    assert sorted(shown.values()) == sorted(NAMES.values())
+    assert min(map(len, shown)) > 60
