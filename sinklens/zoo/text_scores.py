@@ -81,9 +81,9 @@ def held_out(model: "Model", recipe: Recipe, documents: Path = DOCUMENTS, per_do
         if not document.held_out:
             continue
         ids = torch.from_numpy(document_ids(tokenizer, document.text)).long()
-        for part in (
-            ids.unfold(0, recipe.windows - 1, recipe.windows - 1)[:per_document] if len(ids) >= recipe.windows else ()
-        ):
+        if len(ids) < recipe.windows:
+            continue
+        for part in ids.unfold(0, recipe.windows - 1, recipe.windows - 1)[:per_document]:
             windows.append(torch.cat([torch.tensor([tokenizer.bos_token_id]), part]))
             names.append(f"{document.source}/{document.name}")
             sources[names[-1]] = document.source
