@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.sampling.state import State
 
+CONFIDENCE = "denoise.hook_confidence"
 STRONGEST = 3  # keys of each head that a step reports
 Report = Callable[..., None]
 
@@ -245,7 +246,8 @@ def repeat(
     again = denoising(spec, model, extra=extra, record=record, changes=changes, copies=copies)
     frames = (outcome.steps if steps is None else steps) + 1
     canvases = torch.from_numpy(outcome.canvas[None, :frames].astype(np.int64)).repeat(copies, 1, 1)
-    canvases[:, 0] = again.state.canvas.cpu()  # a token forced at step 0 is on the recorded canvas; it is forced again
+    begun = again.state.canvas.cpu()  # without tokens forced at step 0, which are on the recorded canvas
+    canvases[:, 0] = torch.where(begun >= 0, begun, canvases[:, 0])  # the sampler draws the others itself
     again.state.replay = canvases
     again.state.replay_undecided = torch.from_numpy(outcome.undecided[None, :frames].copy()).repeat(copies, 1, 1)
     again.carry_out(listeners)
@@ -262,10 +264,10 @@ def snapshot(live: LiveRun) -> Mapping[str, Any]:
     }
 
 
-def confidence_hook(kept: dict[int, Tensor]) -> tuple[str, Callable[..., None]]:
-    """A hook that keeps the confidence of every position by step."""
+def confidence_hooks(model: "Model", kept: dict[int, Tensor]) -> list[tuple[str, Callable[..., None]]]:
+    """The hook that keeps the confidence of every position by step; none if the model's sampler computes none."""
 
     def keep(value: Tensor, hook: Point) -> None:
         kept[hook.step or 0] = value[0].detach().float().cpu()
 
-    return "denoise.hook_confidence", keep
+    return [(CONFIDENCE, keep)] if CONFIDENCE in model.tree.hook_dict else []

@@ -1,7 +1,8 @@
 """What a finished run did not keep, computed again when the page asks for it: patterns and proposals of one step.
 
 A run without changes is read by one pass of its model over the step's canvas. A run with chips is repeated on its own
-canvases up to the step, with the chips, since some of them depend on earlier steps.
+canvases up to the step, with the chips, since some of them depend on earlier steps; so is a run of a model with an
+encoder, whose steps depend on the logits of the step before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.interventions import MaskedLogits
-from sinklens.lab.execution import confidence_hook, repeat, texts
+from sinklens.lab.execution import confidence_hooks, repeat, texts
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import require
 from sinklens.lab.spec import RunSpec
@@ -34,7 +35,7 @@ def patterns(
         TrackError: no such step or layer.
     """
     run = outcome.generation(model)
-    if spec.changes:
+    if spec.changes or model.tree.architecture.encoder:
         wanted = Record(patterns=[(step, layer) for layer in layers])
         run.patterns.update(repeat(spec, model, outcome, steps=step + 1, record=wanted).patterns)
     return patterns_at(run, step, layers)
@@ -47,7 +48,7 @@ def proposals(spec: RunSpec, outcome: Outcome, model: "Model", step: int) -> dic
         SettingError: the sampler computes only some of the undecided positions.
     """
     kept, confidence = MaskedLogits(steps=[step]), dict[int, Tensor]()
-    run = repeat(spec, model, outcome, steps=step + 1, extra=[confidence_hook(confidence), kept])
+    run = repeat(spec, model, outcome, steps=step + 1, extra=[*confidence_hooks(model, confidence), kept])
     require(step in kept.kept, f"step {step} made no proposals.", 404)
     probabilities = kept.kept[step].softmax(dim=-1)
     places = _places(outcome, run.model.tree.causal, step)

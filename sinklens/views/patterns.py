@@ -48,9 +48,10 @@ def generation_of(t: "Generation | Trace") -> "Generation":
 def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
     """Attention pattern of one step and layer, on the real positions of row `row`; rows of a softmax sum to 1.
 
-    Left padding is excluded, and so are positions that an autoregressive run had not reached. In a pattern that was
-    recorded under a cache policy, rows of queries that the step did not compute are NaN. Query i and key i are
-    position ``first + i`` of the run's canvas, with ``first`` the length of the row's padding.
+    Left padding is excluded, and so are positions that an autoregressive run had not reached. In a recorded pattern,
+    rows of queries that the step did not compute are NaN: those that a cache policy left out, and the text before the
+    canvas of a model with an encoder. Query i and key i are position ``first + i`` of the run's canvas, with ``first``
+    the length of the row's padding.
 
     Args:
         t: a run with sink scores. Its model recomputes the pattern unless ``run.patterns`` has it.
@@ -77,10 +78,16 @@ def patterns_at(
     missing = sorted({layer for layer in wanted.values() if (step, layer) not in run.patterns})
     found = _computed(run, step, missing, row, exists) if missing else {}
     for layer in set(wanted.values()) - set(missing):
-        pattern = run.patterns[step, layer][row].float().cpu()
+        pattern = _square(run.patterns[step, layer][row].float().cpu())
         length = pattern.shape[-1]
         found[layer] = pattern[:, exists[:length]][:, :, exists[:length]]
     return {name: found[layer] for name, layer in wanted.items()}
+
+
+def _square(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key key"]:
+    """`pattern` with NaN for the queries before those of the pass, which are the text that an encoder has read."""
+    heads, queries, keys = pattern.shape
+    return torch.cat([pattern.new_full((heads, keys - queries, keys), torch.nan), pattern], dim=1)
 
 
 def recorded(run: "Generation") -> Any:
