@@ -94,6 +94,10 @@ class LiveRun:
         )  # fmt: skip
         with suppress(Stopped):
             self.denoising.carry_out([self])
+        return self.finished()
+
+    def finished(self) -> Outcome | None:
+        """The steps that are finished; None if none is."""
         run = self.denoising.result()
         return None if run.sinks is None else Outcome.of(run)
 

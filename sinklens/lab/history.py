@@ -3,29 +3,43 @@
 A run is ``runs/ID.npz`` with its arrays and, as JSON, its record: what was requested, what came out, and the provenance
 that a sink track has. What a tab showed is ``states/LINK.json``. Without ``--keep``, the folder is a temporary one.
 
-Names of files are made here and never come from a request: a request's id is looked up among those that exist.
+Names of files are made here and never come from a request: a request's id is looked up among those that exist. What the
+files contain is checked like a request, since it may be damaged or forged: a run that cannot be read is listed with the
+reason, and the lab opens.
+
+A run that cannot be written, e.g. to a full disk, is held in memory.
 
 Limitation: two labs may write to one folder, but each lists only the runs that were there when it started.
 """
 
 import json
+import math
+import re
 import secrets
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 
 from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
 from sinklens.lab.outcome import ARRAYS, Outcome
-from sinklens.lab.refusal import Refused, require
+from sinklens.lab.refusal import Refused, read_json, require
+from sinklens.lab.spec import RunSpec
 
 IN_MEMORY = 4  # outcomes that are not read again
+MOST_UNWRITTEN = 64  # outcomes that are held because they could not be written
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ENDED = ("done", "cancelled", "failed")
+FACTS: Mapping[str, tuple[type, ...]] = {  # of a summary: what the run came to
+    "sampler": (str,), "gen_length": (int,), "steps": (int,), "steps_run": (int,), "seconds": (int, float),
+    "text": (str,), "right": (bool,), "error": (str,), "weights": (str,),
+}  # fmt: skip
 MOST_STATES = 2_000
 STATE_CHARACTERS = 64_000
 
@@ -35,15 +49,17 @@ class Kept(NamedTuple):
 
     Attributes:
         id: its id.
-        summary: the line of the history.
-        spec: what was requested, as JSON.
-        created: when, in seconds since 1970.
+        created: when, in seconds since 1970; 0 if its file cannot be read.
+        status: how it ended.
+        spec: what was requested; None if its file cannot be read.
+        facts: those of `FACTS` that its summary has; of a file that cannot be read, ``error``.
     """
 
     id: str
-    summary: dict[str, Any]
-    spec: dict[str, Any]
     created: float
+    status: str
+    spec: RunSpec | None
+    facts: dict[str, Any]
 
 
 class History:
@@ -64,6 +80,7 @@ class History:
         self.kept = folder is not None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".").absolute()
         self._recent: OrderedDict[str, Outcome] = OrderedDict()
+        self._unwritten: OrderedDict[str, Outcome] = OrderedDict()
         try:
             for part in ("runs", "states"):
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
@@ -73,31 +90,24 @@ class History:
             ) from error
         self._states = {file.stem for file in (self.folder / "states").glob("*.json")}
 
-    def runs(self) -> Iterator[Kept]:
-        """The runs in the folder, oldest first; files that cannot be read are skipped with a warning."""
-        found = []
-        for file in (self.folder / "runs").glob("*.npz"):
-            if file.name.startswith("."):  # being written, or left by a kill
-                continue
-            try:
-                with np.load(file, allow_pickle=False) as arrays:
-                    record = json.loads(str(arrays["record"]))
-                found.append(Kept(file.stem, record["summary"], record["spec"], float(record["summary"]["created"])))
-            except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
-                warnings.warn(f"{file} is not a run of the lab and was skipped: {error}", stacklevel=2)
-        yield from sorted(found, key=lambda run: run.created)
+    def runs(self) -> list[Kept]:
+        """The runs in the folder, oldest first, with those that cannot be read."""
+        files = (self.folder / "runs").glob("*.npz")  # one with a dot is being written, or was left by a kill
+        return sorted((_found(file) for file in files if ID.fullmatch(file.stem)), key=lambda run: run.created)
 
     def save(self, run: str, summary: dict[str, Any], spec: dict[str, Any], outcome: Outcome) -> None:
-        """Write a run.
+        """Write a run, or hold it in memory if that fails.
 
         Raises:
             SinklensError: the file cannot be written.
         """
+        _limited(self._unwritten, run, outcome, MOST_UNWRITTEN)
         record = json.dumps({"summary": summary, "spec": spec, "outcome": outcome.record()})
         arrays = {name: getattr(outcome, name) for name in ARRAYS}
         with atomic_write(self._file(run)) as part, part.open("wb") as file:
             np.savez(file, allow_pickle=False, record=np.array(record), **arrays)
-        self._remember(run, outcome)
+        del self._unwritten[run]
+        _limited(self._recent, run, outcome, IN_MEMORY)
 
     def load(self, run: str) -> Outcome:
         """The outcome of a run.
@@ -105,21 +115,21 @@ class History:
         Raises:
             Refused: its file is gone or damaged.
         """
-        known = self._recent.get(run)
+        known = self._recent.get(run) or self._unwritten.get(run)
         if known is not None:
             return known
         try:
-            with np.load(self._file(run), allow_pickle=False) as arrays:
-                record = json.loads(str(arrays["record"]))
-                outcome = Outcome.from_record(record["outcome"], {name: arrays[name] for name in ARRAYS})
-        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            record, arrays = _read(self._file(run), ARRAYS)
+            outcome = Outcome.from_record(record["outcome"], arrays)
+        except Exception as error:  # NumPy may raise anything for a damaged or forged file
             raise Refused(f"the run's file can no longer be read: {error}. Run it again.", 410) from error
-        self._remember(run, outcome)
+        _limited(self._recent, run, outcome, IN_MEMORY)
         return outcome
 
     def remove(self, run: str) -> None:
         """Delete a run's file."""
         self._recent.pop(run, None)
+        self._unwritten.pop(run, None)
         self._file(run).unlink(missing_ok=True)
 
     def add_state(self, state: Any) -> str:
@@ -141,10 +151,13 @@ class History:
         """What a tab showed.
 
         Raises:
-            Refused: there is no such link.
+            Refused: there is no such link, or its file is gone or damaged.
         """
         require(link in self._states, "no such link; it was made by another lab, or without --keep.", 404)
-        return json.loads((self.folder / "states" / f"{link}.json").read_text())
+        try:
+            return read_json((self.folder / "states" / f"{link}.json").read_bytes(), "the link's file")
+        except (OSError, Refused) as error:
+            raise Refused(f"the link can no longer be read: {error}", 410) from error
 
     def close(self) -> None:
         """Delete the folder if it is a temporary one."""
@@ -154,7 +167,38 @@ class History:
     def _file(self, run: str) -> Path:
         return self.folder / "runs" / f"{run}.npz"
 
-    def _remember(self, run: str, outcome: Outcome) -> None:
-        self._recent[run] = outcome
-        while len(self._recent) > IN_MEMORY:
-            self._recent.popitem(last=False)
+
+def _limited(kept: OrderedDict[str, Outcome], run: str, outcome: Outcome, most: int) -> None:
+    """Add an outcome; of more than `most`, the oldest is dropped."""
+    kept[run] = outcome
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
+def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The record of a run's file, and some of its arrays."""
+    with ZipFile(file) as archive:  # so that a small file cannot fill the memory
+        require(all(part.compress_type == ZIP_STORED for part in archive.infolist()), "its arrays are compressed.")
+    with np.load(file, allow_pickle=False) as arrays:
+        record = read_json(str(arrays["record"]), "its record")
+        require(isinstance(record, dict), "its record is not an object.")
+        return record, {name: arrays[name] for name in names}
+
+
+def _found(file: Path) -> Kept:
+    """The run in a file, or why it cannot be read."""
+    try:
+        record, _ = _read(file)
+        summary = record["summary"]
+        status, created = summary["status"], summary["created"]
+        require(status in ENDED, "its status is unknown.")
+        require(type(created) in (int, float) and 0 <= created < math.inf, "its time is not a number.")
+        facts = {name: summary.get(name) for name in FACTS}
+        for name, value in facts.items():
+            require(value is None or type(value) in FACTS[name], f"{name} of its summary has the wrong type.")
+        return Kept(file.stem, created, status, RunSpec.from_json(record["spec"]), facts)
+    except Exception as error:  # noqa: BLE001 — NumPy may raise anything for a damaged or forged file
+        reason = str(error) if isinstance(error, Refused | SinklensError) else f"{type(error).__name__}: {error}"
+        text = f"{file.name} is damaged, or not a run of this version of the lab: {reason:.300}"
+        warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
+        return Kept(file.stem, 0.0, "failed", None, {"error": text.encode("utf-8", "replace").decode()})

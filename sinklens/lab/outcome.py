@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from sinklens.lab.chips import is_index
+from sinklens.lab.refusal import require
 from sinklens.runs.result import Answer, Generation
 from sinklens.sampling.registry import find_sampler, sampler_of
 from sinklens.sinks.track import SinkTrack, build_track
@@ -116,7 +118,12 @@ class Outcome:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Outcome":
-        """The outcome with this record and these arrays."""
+        """The outcome with this record and these arrays, which may be damaged or forged.
+
+        Raises:
+            Refused: they do not fit together.
+        """
+        _check(record, arrays)
         parts: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
         parts |= {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
         return cls(answer=Answer(**record["answer"]), **parts)
@@ -125,3 +132,27 @@ class Outcome:
 def _plain(value: Any) -> Any:
     """A NumPy number as a Python number."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _check(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse arrays of other kinds or shapes than a run has, and a record of other types."""
+    frames, pos = arrays["canvas"].shape
+    shapes = {
+        "canvas": ("i", (frames, pos)), "undecided": ("b", (frames, pos)), "committed": ("b", (frames - 1, pos)),
+        "unmask_step": ("i", (pos,)), "real": ("b", (pos,)),
+        "score": ("f", (frames - 1, *arrays["score"].shape[1:3], pos)),
+    }  # fmt: skip
+    for name, (kind, shape) in shapes.items():
+        array = arrays[name]
+        fits = (array.dtype.kind, array.shape) == (kind, shape) and array.dtype.isnative
+        require(fits, f"its array {name} has another type or shape.")
+    require(is_index(record["prompt_length"]) and record["prompt_length"] <= pos, "its prompt length is wrong.")
+    require(
+        all(isinstance(record[name], dict) for name in ("settings", "attrs", "answer")), "its record is incomplete."
+    )
+    require(isinstance(record["sampler"], str), "its sampler is not a name.")
+    words = json.loads(record["attrs"].get("vocabulary", "{}"))
+    require(all(token.lstrip("-").isdigit() for token in words), "its vocabulary is not one of token ids.")
+    types = {"text": (str, type(None)), "ended": (bool,), "tokens": (int,), "masks": (int,)}
+    answer = record["answer"]
+    require(all(type(answer.get(name)) in allowed for name, allowed in types.items()), "its answer is incomplete.")

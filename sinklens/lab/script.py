@@ -1,15 +1,18 @@
 """A run of the lab as a Python script that repeats it.
 
 The script contains what the run executed: the interventions of chips.py, the settings that were given, and the run that
-it replays. Texts from the page appear only as Python literals, so none of them is ever executed.
+it replays. Values appear only as literals that Python reads back as the same value, and names only where `RunSpec`
+checked them, so nothing that comes from the page or from a kept record is ever executed.
 
 Caveat: a model that was passed to `sinklens.lab` as an object is loaded by its name; where that is not the checkpoint
 it came from, edit the script's ``sinklens.load``.
 """
 
+import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sinklens.lab.refusal import require
 from sinklens.lab.spec import RunSpec
 
 WIDTH = 100  # characters of a call above which it is spread over lines
@@ -21,6 +24,9 @@ def script(runs: Mapping[str, RunSpec], loading: Mapping[str, str]) -> str:
     Args:
         runs: the runs by the names of their variables.
         loading: for each model of the lab, the expression that loads it.
+
+    Raises:
+        Refused: a run, or one that it replays, is of a model that the lab lacks.
     """
     writer = _Writer(loading)
     names = [writer.run(spec, name) for name, spec in runs.items()]
@@ -58,13 +64,14 @@ class _Writer:
             return self._names[self.specs.index(spec)]
         replayed = None if spec.replayed is None else self.run(spec.replayed, f"base_of_{name}")
         model = self._model(spec.model)
-        arguments = [model, ascii(spec.prompt), f"seed={spec.seed}"]
+        given = {key: value for key, value in spec.given.items() if value is not None}
+        arguments = [model, _literal(spec.prompt), f"seed={_literal(spec.seed)}"]
         arguments += ["chat_template=True"] if spec.chat_template else []
-        arguments += [f"{key}={value!a}" for key, value in spec.given.items() if value is not None]
+        arguments += [f"{key}={_literal(value)}" for key, value in given.items()]
         arguments += [_listed(spec)] if spec.changes else []
         arguments += [] if replayed is None else [f"replay={replayed}"]
         if spec.task is not None:
-            self.lines.append(f"# problem {spec.task[1]} of {spec.task[0]}")
+            self.lines.append(f"# problem {_literal(spec.task[1])} of {_literal(spec.task[0])[1:-1]}")
         self.lines.append(_call(f"{name} = sinklens.generate", arguments))
         self.specs.append(spec)
         self._names.append(name)
@@ -72,10 +79,19 @@ class _Writer:
 
     def _model(self, model: str) -> str:
         if model not in self._models:
+            unknown = f"the script needs the model {model!r:.80}, which this lab lacks; add it with --compare."
+            require(model in self._loading, unknown, 404)
             name = "model" if not self._models else f"model_{len(self._models) + 1}"
             self.lines.append(f"{name} = {self._loading[model]}")
             self._models[model] = name
         return self._models[model]
+
+
+def _literal(value: Any) -> str:
+    """`value` as a Python literal."""
+    text = ascii(value)
+    assert ast.literal_eval(text) == value
+    return text
 
 
 def _listed(spec: RunSpec) -> str:

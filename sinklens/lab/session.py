@@ -3,8 +3,8 @@
 The page's requests arrive in the server's thread, runs happen in the model thread, and both find the runs here. Every
 change is an event that all tabs get.
 
-Status of a run: queued → running → done, failed or cancelled. A cancelled run keeps the steps that it finished. A
-failed one has an error instead; the model remains usable, after running out of memory too.
+Status of a run: queued → running → done, failed or cancelled. A cancelled or failed run keeps the steps that it
+finished; a failed one also has an error. The model remains usable, after running out of memory too.
 """
 
 import secrets
@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from sinklens.errors import SinklensError
 from sinklens.lab import problems
 from sinklens.lab.events import EventLog
 from sinklens.lab.execution import LiveRun, check_start
-from sinklens.lab.history import History, Kept
+from sinklens.lab.history import ENDED, History
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.spec import CanvasEdit, LabRequest, RunSpec, read_request
@@ -77,7 +77,7 @@ class Run:
     @property
     def readable(self) -> bool:
         """Whether it has an outcome."""
-        return self.status in ("done", "cancelled") and self.facts.get("steps_run", 0) > 0
+        return self.status in ENDED and (self.facts.get("steps_run") or 0) > 0
 
     def stop(self) -> None:
         """Stop it before its next step, or before its first one."""
@@ -120,10 +120,8 @@ class Session:
         self._runs: dict[str, Run] = {}
         self._weights: dict[str, str] = {}
         for found in self.history.runs():
-            try:
-                self._runs[found.id] = _known(found)
-            except (KeyError, TypeError, ValueError) as error:
-                warnings.warn(f"the run {found.id} in {keep} is incomplete and was skipped: {error!r}", stacklevel=2)
+            spec = found.spec or RunSpec(next(iter(self.models)), "")
+            self._runs[found.id] = Run(found.id, spec, found.status, found.created, found.facts)
 
     # Runs
 
@@ -300,32 +298,39 @@ class Session:
             run.facts |= {"steps": live.denoising.settings.steps, "gen_length": live.denoising.settings.gen_length}
         outcome = live.carry_out()
         status = "cancelled" if live.stopped and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
-        run.facts |= {"seconds": round(live.seconds, 3), "steps_run": 0 if outcome is None else outcome.steps}
+        _note(run, live, outcome)
         if self.history.kept:
             run.facts["weights"] = self._weights_of(run.spec.model)
         if outcome is not None:
-            run.facts |= {"sampler": outcome.sampler, "text": (outcome.answer.text or "")[:SHOWN]}
             run.facts["right"] = self._right(run.spec, outcome)
         self._finish(run, status, outcome)
 
+    def _fail(self, run: Run, text: str) -> None:
+        """End a run with an error and the steps that it finished."""
+        outcome = None
+        if run.live is not None:
+            with suppress(Exception):  # what is reported is the error that ended the run
+                outcome = run.live.finished()
+            _note(run, run.live, outcome)
+        run.facts["error"] = text
+        print(f"sinklens lab: run {run.id} failed: {text}", file=sys.stderr)
+        self._finish(run, "failed", outcome)
+
     def _finish(self, run: Run, status: str, outcome: Outcome | None) -> None:
-        """Write the run, then announce it: what a tab has seen finished is never lost."""
+        """Write the run, then announce it: what a tab has seen finished is never lost, unless it says so."""
         if outcome is not None and not run.removed:
-            self.history.save(run.id, run.summary() | {"status": status}, run.spec.to_json(), outcome)
+            try:
+                self.history.save(run.id, run.summary() | {"status": status}, run.spec.to_json(), outcome)
+            except SinklensError as error:
+                before = f"{run.facts['error']} " if run.facts.get("error") else ""
+                run.facts["error"] = f"{before}{error} The run is lost when the lab closes."
         with self._lock:
             run.status = status
             if run.removed:
                 self.history.remove(run.id)
                 return
-        self.events.add(status, run=run.id, summary=run.summary())
-
-    def _fail(self, run: Run, text: str) -> None:
-        with self._lock:
-            run.status = "failed"
-            run.facts["error"] = text
-        print(f"sinklens lab: run {run.id} failed: {text}", file=sys.stderr)
-        if not run.removed:
-            self.events.add("failed", run=run.id, error=text, summary=run.summary())
+        said = {"error": run.facts["error"]} if run.facts.get("error") else {}
+        self.events.add(status, run=run.id, summary=run.summary(), **said)
 
     def _right(self, spec: RunSpec, outcome: Outcome) -> bool | None:
         if spec.task is None:
@@ -349,11 +354,8 @@ class Session:
         return {name: entry.loading for name, entry in self.models.items()}
 
 
-def _known(found: Kept) -> Run:
-    """A run that was found on disk."""
-    known = Run(found.id, RunSpec.from_json(found.spec), found.summary["status"], found.summary["created"])
-    known.facts = {name: found.summary[name] for name in _LATER} | {"weights": found.summary.get("weights")}
-    return known
-
-
-_LATER = ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error")
+def _note(run: Run, live: LiveRun, outcome: Outcome | None) -> None:
+    """Note in the summary what a run came to."""
+    run.facts |= {"seconds": round(live.seconds, 3), "steps_run": 0 if outcome is None else outcome.steps}
+    if outcome is not None:
+        run.facts |= {"sampler": outcome.sampler, "text": (outcome.answer.text or "")[:SHOWN]}

@@ -2,18 +2,24 @@
 
 A `RunSpec` contains the specification of the run that it replays, and the canvas that it continues from, so it can be
 repeated and printed as Python even after those runs were removed.
+
+A record is read with the checks of a request, since anyone who can write to the folder of ``--keep`` can forge one.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sinklens.lab.chips import Expression, expressions, is_index, read_chips
+from sinklens.lab.problems import SHIPPED
 from sinklens.lab.refusal import require
+from sinklens.sampling.registry import SAMPLERS, find_sampler
 
 MOST_CHARACTERS = 20_000  # of a prompt
 MOST_SEED = 2**63 - 1
 MOST_SETTING = 1_000_000
+MOST_REPLAYS = 32  # runs in a chain in which each replays the next
 FIELDS = (
     "model", "prompt", "ids", "problem", "settings", "sampler", "seed", "chat_template", "chips", "replay", "canvas",
     "compare_to",
@@ -93,19 +99,46 @@ class RunSpec:
             "compare_to": self.compare_to,
         }
 
+    @property
+    def replays(self) -> int:
+        """Number of runs in the chain of replays below this one."""
+        return 0 if self.replayed is None else 1 + self.replayed.replays
+
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "RunSpec":
-        """The specification that `to_json` wrote."""
-        edit, task = found["canvas"], found["task"]
-        tokens = {} if edit is None else {int(place): token for place, token in edit["tokens"].items()}
+    def from_json(cls, found: Any, depth: int = 0) -> "RunSpec":
+        """The specification that `to_json` wrote.
+
+        Args:
+            found: the record.
+            depth: number of runs that replay this one.
+
+        Raises:
+            Refused: it is not one; a record can be damaged or forged.
+        """
+        names = {entry.name for entry in fields(cls)}
+        require(isinstance(found, dict) and set(found) == names, "the record of a run lacks fields, or has others.")
+        require(depth <= MOST_REPLAYS, f"a record holds at most {MOST_REPLAYS} replays.")
+        prompt, task, edit = found["prompt"], found["task"], found["canvas"]
+        read = read_request(
+            {name: found[name] for name in FIELDS if name in names - {"prompt", "canvas"}}
+            | {"ids" if isinstance(prompt, list) else "prompt": prompt}
+        )
+        require(read.model is not None, "model must be a short text.")
+        require((found["replay"] is None) == (found["replayed"] is None), "a replay needs the run that it replays.")
+        _known_settings(read)
         return cls(
-            **{name: found[name] for name in ("model", "prompt", "sampler", "seed", "chat_template", "replay")},
-            task=None if task is None else (task[0], task[1]),
-            settings=found["settings"],
-            chips=tuple(found["chips"]),
-            replayed=None if found["replayed"] is None else cls.from_json(found["replayed"]),
-            canvas=None if edit is None else CanvasEdit(edit["run"], edit["step"], tokens),
-            compare_to=found["compare_to"],
+            model=read.model or "",
+            prompt=read.prompt or prompt,
+            task=None if task is None else _task(task),
+            settings=read.settings,
+            sampler=read.sampler,
+            seed=read.seed,
+            chat_template=read.chat_template,
+            chips=read.chips,
+            replay=read.replay,
+            replayed=None if found["replayed"] is None else cls.from_json(found["replayed"], depth + 1),
+            canvas=None if edit is None else _edit(edit),
+            compare_to=read.compare_to,
         )
 
 
@@ -157,8 +190,11 @@ def read_request(body: Any) -> LabRequest:
         all(value is None or isinstance(value, str | int | float) for value in settings.values()),
         "a setting must be a number, a word, true, false or null.",
     )
+    require("sampler" not in settings, "the sampler is a field of the run, not a setting.")
+    endless = [name for name, value in settings.items() if isinstance(value, float) and not math.isfinite(value)]
+    require(not endless, f"{str(endless[:1])[1:-1]:.40} must be a finite number.")
     large = [name for name, value in settings.items() if isinstance(value, int) and abs(value) > MOST_SETTING]
-    require(not large, f"{large[:1]} is too large; a setting is at most {MOST_SETTING:,}.")
+    require(not large, f"{str(large[:1])[1:-1]:.40} is too large; a setting is at most {MOST_SETTING:,}.")
     problem = _problem(body.get("problem"))
     return LabRequest(
         model=_text(body, "model"),
@@ -202,6 +238,37 @@ def _problem(given: Any) -> tuple[str, int] | None:
     valid = isinstance(given, dict) and isinstance(given.get("task"), str) and is_index(given.get("index"))
     require(valid, "problem must be {task: name, index: number}.")
     return given["task"], given["index"]
+
+
+def _known_settings(read: LabRequest) -> None:
+    """Refuse names that are not settings of the sampler, or of any if the record does not name it.
+
+    Raises:
+        Refused: a setting is unknown.
+        SettingError: the sampler is.
+    """
+    samplers = list(SAMPLERS.values()) if read.sampler is None else [find_sampler(read.sampler)]
+    unknown = set(read.settings).difference(*(one.setting_names() for one in samplers))
+    require(not unknown, f"no such setting: {str(sorted(unknown)[:1])[1:-1]:.40}.")
+
+
+def _task(given: Any) -> tuple[str, int]:
+    """Task and index of a record."""
+    valid = isinstance(given, list) and len(given) == 2 and given[0] in SHIPPED and is_index(given[1])
+    require(valid, "task must be [name, index] of a task of the lab.")
+    return given[0], given[1]
+
+
+def _edit(given: Any) -> CanvasEdit:
+    """The canvas of a record."""
+    valid = isinstance(given, dict) and isinstance(given.get("run"), str) and is_index(given.get("step"))
+    tokens = given.get("tokens") if valid else None
+    require(isinstance(tokens, dict), "canvas must be {run, step, tokens: {position: token}}.")
+    assert isinstance(tokens, dict)
+    pairs = [[int(place), token] for place, token in tokens.items() if place.isascii() and place.isdigit()]
+    whole = len(pairs) == len(tokens) and all(map(is_index, [value for pair in pairs for value in pair]))
+    require(whole, "canvas.tokens must map positions to tokens.")
+    return CanvasEdit(given["run"], given["step"], dict(pairs))
 
 
 def _canvas(given: Any) -> CanvasEdit | None:

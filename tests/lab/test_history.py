@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +22,10 @@ from sinklens.lab import session
 from sinklens.lab.execution import LiveRun
 from sinklens.lab.history import History
 from sinklens.lab.loading import lab_models
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import ARRAYS, Outcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.session import LabModel, Session
+from sinklens.lab.spec import RunSpec
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 
@@ -36,7 +39,7 @@ def run(tiny_llada):
 def test_an_outcome_is_the_run_it_came_from(run, tiny_llada, tmp_path):
     """Written, read and turned back into a `Generation`."""
     history = History(tmp_path)
-    history.save("a", {"created": 0.0}, {}, Outcome.of(run))
+    history.save("a", {}, {}, Outcome.of(run))
     found = History(tmp_path).load("a").generation(tiny_llada)
     for name in ("canvas", "undecided", "unmask_step", "real"):
         assert (getattr(found, name) == getattr(run, name)).all(), name
@@ -46,14 +49,103 @@ def test_an_outcome_is_the_run_it_came_from(run, tiny_llada, tmp_path):
         np.testing.assert_array_equal(found.sinks.data[name], run.sinks.data[name], err_msg=str(name))
 
 
-def test_damaged_and_unfinished_files_are_skipped(run, tmp_path):
+SUMMARY = {"created": 1.0, "status": "done", "steps_run": 4, "text": "a"}
+SPEC = RunSpec("tiny-llada", PROMPT).to_json()
+
+
+def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
     history = History(tmp_path)
-    history.save("good", {"created": 0.0}, {}, Outcome.of(run))
+    history.save("good", SUMMARY, SPEC, Outcome.of(run))
     complete = (tmp_path / "runs" / "good.npz").read_bytes()
     (tmp_path / "runs" / "cut.npz").write_bytes(complete[: len(complete) // 2])
     (tmp_path / "runs" / ".good.123.part.npz").write_bytes(b"")
-    with pytest.warns(UserWarning, match=r"cut\.npz is not a run of the lab and was skipped"):
-        assert [kept.id for kept in History(tmp_path).runs()] == ["good"]
+    (tmp_path / "runs" / "ends with a space .npz").write_bytes(complete)
+    with pytest.warns(UserWarning, match=r"cut\.npz is damaged, or not a run of this version of the lab: BadZipFile"):
+        cut, good = History(tmp_path).runs()
+    assert (cut.id, cut.status, cut.spec, good.id) == ("cut", "failed", None, "good")
+    assert good.spec == RunSpec.from_json(SPEC)
+    assert good.facts["text"] == "a"
+
+
+DAMAGED = {  # name: (what differs in the summary, what differs in the record, text)
+    "a summary with NaN": ({"seconds": float("nan")}, {}, "its record is not valid JSON"),
+    "a time without end": ({"created": float("inf")}, {}, "its record is not valid JSON"),
+    "a time that is text": ({"created": "1"}, {}, "its time is not a number"),
+    "a text with half a surrogate pair": ({"text": "\ud800"}, {}, "its record is not valid JSON"),
+    "a text that is an object": ({"text": {"a": 1}}, {}, "text of its summary has the wrong type"),
+    "a status that is code": ({"status": "<script>"}, {}, "its status is unknown"),
+    "steps that are text": ({"steps_run": "4"}, {}, "steps_run of its summary has the wrong type"),
+    "a seed that is code": ({}, {"spec": SPEC | {"seed": "1); exit("}}, "seed must be an integer"),
+    "no specification": ({}, {"spec": {}}, "the record of a run lacks fields"),
+    "a summary that is a list": ({}, {"summary": [1]}, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_forged_record_is_listed_as_damaged(run, tmp_path, name):
+    summary, record, text = DAMAGED[name]
+    forged = {"summary": SUMMARY | summary, "spec": SPEC, "outcome": Outcome.of(run).record()} | record
+    History(tmp_path)
+    np.savez(tmp_path / "runs" / "forged.npz", record=np.array(json.dumps(forged)))
+    with pytest.warns(UserWarning, match=text):
+        (found,) = History(tmp_path).runs()
+    assert text in found.facts["error"]
+    json.dumps(found.facts, allow_nan=False).encode()
+
+
+BROKEN = {  # array -> what a forged file has instead
+    "canvas": np.zeros((3, 2)), "score": np.zeros((1, 2, 3, 4), dtype=np.float32), "real": np.zeros(3, dtype=bool),
+    "committed": np.array([["a"]]), "unmask_step": np.zeros((2, 2), dtype=np.int64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_forged_arrays_are_refused_when_they_are_read(run, tmp_path, name):
+    outcome, history = Outcome.of(run), History(tmp_path)
+    arrays = {entry: getattr(outcome, entry) for entry in ARRAYS} | {name: BROKEN[name]}
+    record = json.dumps({"summary": SUMMARY, "spec": SPEC, "outcome": outcome.record()})
+    np.savez(tmp_path / "runs" / "forged.npz", record=np.array(record), **arrays)
+    with pytest.raises(Refused, match=r"the run's file can no longer be read: .* Run it again\."):
+        history.load("forged")
+
+
+def test_a_run_that_cannot_be_written_is_held_until_the_lab_closes(tiny_llada, tmp_path):
+    opened = Session(lab_models([tiny_llada]), tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "runs").write_text("in the way, like a full disk")
+    kept = opened.submit({"prompt": PROMPT, "settings": {"gen_length": 4}})
+    assert finished(opened, kept) == "done"
+    assert opened.outcome(kept)[1].steps == 4
+    assert re.match(r"could not write .* The run is lost when the lab closes\.", opened.runs()[0]["error"])
+    opened.close()
+
+
+def test_a_late_error_keeps_the_finished_steps(tiny_llada, tmp_path, monkeypatch):
+    """In step 3 of 8, and after the last step."""
+    opened, before = Session(lab_models([tiny_llada]), tmp_path), LiveRun.before
+    body = {"prompt": PROMPT, "settings": {"gen_length": 8}}
+
+    def fail(*given):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LiveRun, "before", lambda self, step, state: fail() if step == 3 else before(self, step, state))
+        halted = opened.submit(body)
+        assert finished(opened, halted) == "failed"
+    with monkeypatch.context() as broken:
+        broken.setattr(Session, "_right", fail)
+        late = opened.submit(body)
+        assert finished(opened, late) == "failed"
+    whole = opened.submit(body)
+    assert finished(opened, whole) == "done"
+    canvas = opened.outcome(whole)[1].canvas
+    np.testing.assert_array_equal(opened.outcome(halted)[1].canvas, canvas[:4])
+    np.testing.assert_array_equal(opened.outcome(late)[1].canvas, canvas)
+    opened.close()
+    again = Session(lab_models([tiny_llada]), tmp_path)
+    assert {run["id"]: run["steps_run"] for run in again.runs()} == {halted: 3, late: 8, whole: 8}
+    assert "the run crashed with OSError: the disk is gone" in again.run(halted).facts["error"]
+    again.close()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -113,12 +205,14 @@ def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
     assert finished(opened, kept) == "done"
     opened.close()
     History(tmp_path).save("empty", {"created": 0.0}, {}, Outcome.of(run))
-    with pytest.warns(UserWarning, match=r"the run empty in .* is incomplete and was skipped: KeyError"):
+    with pytest.warns(UserWarning, match=r"empty\.npz is damaged, or not a run of this version of the lab: KeyError"):
         same = Session([LabModel("mine", first, "")], tmp_path)
     assert same.model_of(kept) is first
+    with pytest.raises(Refused, match="the run is failed and has no finished steps to read"):
+        same.outcome("empty")
+    same.remove("empty")
     same.close()
-    with pytest.warns(UserWarning, match="is incomplete"):
-        changed = Session([LabModel("mine", other, "")], tmp_path)
+    changed = Session([LabModel("mine", other, "")], tmp_path)
     with pytest.raises(Refused, match=r"the run was made by other weights called 'mine'; open the lab with these"):
         changed.model_of(kept)
     changed.close()

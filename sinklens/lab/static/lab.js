@@ -225,7 +225,7 @@ function ended(event, status) {
   lab.live.delete(event.run);
   if (event.run !== lab.A && event.run !== lab.B) return;
   if (event.error) fail(new Error(event.error));
-  if (status === "failed" && event.run === lab.B) { lab.B = null; lab.shown = "A"; }
+  if (status === "failed" && !summaryOf(event.run).steps_run && event.run === lab.B) { lab.B = null; lab.shown = "A"; }
   if (event.run === lab.A) runAgain();
   present();
 }
