@@ -53,7 +53,7 @@ def run_lab(options: argparse.Namespace) -> None:
     """`sinklens lab`."""
     from sinklens.lab.public import read_public
     from sinklens.lab.security import is_local
-    from sinklens.lab.server import Lab, bound, require_extra, warning_of
+    from sinklens.lab.server import Lab, bound, link_file, require_extra, warning_of
 
     require_extra()
     if not is_local(options.host) and not options.allow_network:
@@ -72,9 +72,13 @@ def run_lab(options: argparse.Namespace) -> None:
         models, keep=options.keep, host=options.host, listener=listener, framed=False, public_url=options.public_url
     )
     print(warning_of(options.host), end="\n" if warning_of(options.host) else "")
-    print(f"The lab is open. Anyone with this link can use it:\n  {lab.url}\nCtrl+C closes it.", flush=True)
-    if not options.no_browser:
-        webbrowser.open(lab.url)
-    with suppress(KeyboardInterrupt):  # depending on when Ctrl+C comes, the server returns or raises
-        lab.serve()
+    with link_file(lab.url) as file:
+
+        def opened() -> None:
+            print(f"The lab is open. Anyone with this link can use it:\n  {lab.url}\nCtrl+C closes it.", flush=True)
+            if not options.no_browser:
+                webbrowser.open(file.as_uri())
+
+        with suppress(KeyboardInterrupt):  # depending on when Ctrl+C comes, the server returns or raises
+            lab.serve(opened)
     print("\nThe lab is closed." + (f" Its runs are in {options.keep}." if options.keep else ""))

@@ -5,7 +5,7 @@ addresses are looked up among what exists and are never part of a file's path.
 """
 
 import asyncio
-import json
+import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -19,13 +19,14 @@ from starlette.routing import Route
 from sinklens.errors import SinklensError
 from sinklens.lab import comparing, forms, page, problems, reading, saving
 from sinklens.lab.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
-from sinklens.lab.refusal import Refused, require
+from sinklens.lab.refusal import Refused, read_json, require
 from sinklens.lab.script import script
 from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded, framing
 from sinklens.lab.session import Session
 from sinklens.lab.trials import Trials
 from sinklens.versions import version_of
 
+PATIENCE = 30  # seconds that the body of a request may take
 REMEMBERED = 64  # results that are not computed again
 MOST_STREAMS = 32  # tabs that follow the events at once
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,7 +52,7 @@ class LabApp:
             ("GET", "/static/{name}", self.file),
             ("GET", "/frame", self.frame),
             ("GET", "/api/session", self.describe),
-            ("GET", "/api/tasks/{task}/{index:int}", self.problem),
+            ("GET", "/api/tasks/{task}/{index}", self.problem),
             ("GET", "/api/token", self.token),
             ("GET", "/api/events", self.events),
             ("POST", "/api/runs", self.submit),
@@ -84,7 +85,7 @@ class LabApp:
             response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
             public = self._guard.public  # without a path, the cookie belongs to the page's own path on the proxy's host
             response.set_cookie(
-                self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path=None,
+                self._guard.cookie, self._guard.session, httponly=True, samesite="strict", path=None,
                 secure=public is not None and public.encrypted,
             )  # fmt: skip
             return response
@@ -120,7 +121,7 @@ class LabApp:
 
     async def problem(self, request: Request) -> Response:
         """A problem of a task."""
-        task, index = request.path_params["task"], request.path_params["index"]
+        task, index = request.path_params["task"], _integer(request.path_params["index"], "a problem's index")
         found = problems.problem(task, index)
         return JSONResponse({"prompt": found.prompt, "reference": found.reference, "size": len(problems.samples(task))})
 
@@ -135,8 +136,7 @@ class LabApp:
             self._streams < MOST_STREAMS, f"{MOST_STREAMS} tabs follow this lab, which is the most; close one.", 429
         )
         last = request.headers.get("last-event-id") or request.query_params.get("since")
-        require(last is None or (last.isdigit() and len(last) < 20), "an event's number must be a number.")
-        number = self._session.events.newest if last is None else int(last)
+        number = self._session.events.newest if last is None else _integer(last, "an event's number", 19)
 
         async def follow() -> Any:
             self._streams += 1
@@ -203,7 +203,7 @@ class LabApp:
 
         def compute() -> dict[str, Any]:
             found = reading.patterns(spec, outcome, self._session.model_of(run), step, [layer])[layer]
-            return packed(found.numpy()) | {"step": step, "layer": layer}
+            return packed(found.nan_to_num().numpy()) | {"step": step, "layer": layer}
 
         return JSONResponse(await self._computed(("pattern", run, step, layer), compute))
 
@@ -261,7 +261,8 @@ class LabApp:
                 saving.page(spec, outcome, model, saving.BUDGET / len(runs))
                 for (spec, outcome), model in zip(runs, models, strict=True)
             ]
-            return pages[0] if len(pages) == 1 else saving.pair(pages)
+            specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
+            return pages[0] if len(pages) == 1 else saving.pair(pages, specs, outcomes, models[0])
 
         text = await asyncio.wrap_future(self._session.thread.compute(compute))
         name = "-".join(["sinklens", *ids])
@@ -302,6 +303,9 @@ def _sentences(handler: Handler) -> Handler:
             return JSONResponse({"error": str(error)}, 400)
         except ClientDisconnect:
             return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001 — the page says what happened; the traceback is printed
+            traceback.print_exc()
+            return JSONResponse({"error": f"the lab crashed with {type(error).__name__}; see the terminal."}, 500)
 
     return handle
 
@@ -310,25 +314,30 @@ async def _body(request: Request) -> Any:
     """The JSON of a request.
 
     Raises:
-        Refused: it is too large, or not JSON.
+        Refused: it is too large, too slow, or not JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     require(kind == "application/json", "the request must be application/json.", 415)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        require(size <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes.", 413)
-        parts.append(part)
     try:
-        return json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as error:
-        raise Refused("the request is not valid JSON.") from error
+        async with asyncio.timeout(PATIENCE):
+            async for part in request.stream():
+                size += len(part)
+                require(size <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes.", 413)
+                parts.append(part)
+    except TimeoutError as error:
+        raise Refused(f"the request was not complete after {PATIENCE} s.", 408) from error
+    return read_json(b"".join(parts))
 
 
 def _number(request: Request, name: str) -> int:
     """An index in the query."""
-    text = request.query_params.get(name, "")
-    require(text.isascii() and text.isdigit() and len(text) < 10, f"{name}= must be a number.")
+    return _integer(request.query_params.get(name, ""), f"{name}=")
+
+
+def _integer(text: str, what: str, most: int = 9) -> int:
+    """A number of at most `most` digits."""
+    require(text.isascii() and text.isdigit() and len(text) <= most, f"{what} must be a number.")
     return int(text)
 
 

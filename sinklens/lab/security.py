@@ -6,12 +6,14 @@ The lab runs a model for whoever can reach it, so it is protected as a notebook 
   own name resolve to 127.0.0.1 (DNS rebinding) sends its own name.
 - *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
   something need a matching Origin, or the token as a header, which another site's page cannot send.
-- *Token*: 256 random bits, in a cookie that scripts cannot read and other sites' pages do not send, or in a header. It
-  is compared in constant time.
+- *Token*: 256 random bits, in the link or in a header. The link sets a cookie with a random value of its own, which
+  scripts cannot read and other sites' pages do not send. Both are compared in constant time.
 - *Frame*: a notebook at localhost is another site than 127.0.0.1, so its frame gets no cookie. A page that is framed is
   sent only for an address with the token, never for the cookie; it sends the token as a header. Its files, for which a
   browser sends no header, have a key in their address that is derived from the token and opens nothing else.
-- *Size*: a body has at most `MOST_BYTES`.
+- *Size*: a body has at most `MOST_BYTES`, and one length.
+
+Connections that send no request are closed (connections.py).
 
 Every response forbids scripts and requests other than the lab's own files and API, framing, caching and referrers.
 
@@ -21,9 +23,10 @@ Limitation: the connection is not encrypted. On a network that others can read, 
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
@@ -68,6 +71,8 @@ class Guard:
         framed: whether a page of this machine, or of the public URL's host, may show the lab in a frame, as a notebook
             does.
         public: where a reverse proxy shows the lab; None without one.
+        session: value of the cookie, which is not the token: cookies ignore ports, so a server at another port of this
+            host sees it.
     """
 
     token: str
@@ -75,10 +80,11 @@ class Guard:
     port: int
     framed: bool = False
     public: PublicUrl | None = None
+    session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie; cookies do not distinguish ports."""
+        """Name of the cookie, in which the port distinguishes labs."""
         return f"sinklens-lab-{self.port}"
 
     @property
@@ -132,7 +138,8 @@ class Guard:
             return self.accepts(next(iter(query.get("token", ())), ""))
         if scope["path"].startswith(FILES) and "key" in query:
             return self.accepts(query["key"][0], self.key)
-        return self.accepts(given.one(TOKEN_HEADER) or given.cookie(self.cookie) or "")
+        header = given.one(TOKEN_HEADER)
+        return self.accepts(given.cookie(self.cookie) or "", self.session) if header is None else self.accepts(header)
 
     def accepts(self, offered: str, expected: str | None = None) -> bool:
         """Whether `offered` is the token, or `expected`, compared in constant time."""
@@ -216,7 +223,7 @@ class Guarded:
         sender, scope = _with_headers(send, self._guard.headers()), _below(scope, self._guard.public)
         try:
             self._guard.check(scope)
-            _check_length(_Headers(scope).one("content-length"))
+            _check_length(_Headers(scope))
         except Refused as refusal:
             await refuse(refusal)(scope, receive, sender)
             return
@@ -230,10 +237,15 @@ def _below(scope: Scope, public: PublicUrl | None) -> Scope:
     return {**scope, "path": "/" + scope["path"].removeprefix(public.prefix)}
 
 
-def _check_length(length: str | None) -> None:
-    """Refuse a body that says it is too large; one that does not say is counted while it is read."""
+def _check_length(given: _Headers) -> None:
+    """Refuse a body that says it is too large, or gives its length twice, since a proxy may read the other one.
+
+    A body that does not say its length is counted while it is read.
+    """
+    length, encoding = given.one("content-length"), given.one("transfer-encoding")
+    require(length is None or encoding is None, "a request has Content-Length or Transfer-Encoding, not both.")
     if length is not None:
-        require(length.isdigit() and len(length) < 20, "Content-Length is not a number.")
+        require(length.isascii() and length.isdigit() and len(length) < 20, "Content-Length is not a number.")
         require(int(length) <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes; got {int(length):,}.", 413)
 
 
@@ -251,7 +263,7 @@ def _with_headers(send: Send, extra: dict[str, str]) -> Send:
 
 
 def refuse(refusal: Refused) -> App:
-    """The response to a refused request."""
+    """The response to a refused request; it closes the connection, so that the body is not read."""
     from starlette.responses import JSONResponse
 
-    return JSONResponse(refusal.body, refusal.status)
+    return JSONResponse(refusal.body, refusal.status, {"Connection": "close"})

@@ -1,13 +1,20 @@
 """Starts a lab: binds the socket, makes the token, and serves until it is closed.
 
 The socket is bound before the server starts, so the printed link is right even where the port was chosen by the system,
-and a port in use is an error before any model is loaded.
+and a port in use is an error before any model is loaded. The link is printed and opened once the server listens.
+
+All users of a machine see the arguments of its processes. So the browser is given a file that only this user can read,
+and which leads to the link (`link_file`); the token is in no argument.
 """
 
+import os
 import secrets
 import socket
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +31,6 @@ EXTRA = (
     'pip install "sinklens[lab]" (or pip install starlette uvicorn).'
 )
 GRACE = 2  # seconds that open connections get when the lab closes
-CONNECTIONS = 128
 
 
 def require_extra() -> None:
@@ -68,6 +74,19 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
+@contextmanager
+def link_file(url: str) -> Iterator[Path]:
+    """A page that leads to `url` and that only this user can read; it is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="sinklens-lab-link-") as folder:  # readable by this user only
+        file = Path(folder) / "open.html"
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(
+                f'<!doctype html><title>sinklens lab</title><meta name="referrer" content="no-referrer">'
+                f'<meta http-equiv="refresh" content="0; url={escape(url)}"><a href="{escape(url)}">Open the lab</a>'
+            )
+        yield file
+
+
 class Lab:
     """A running lab. In a notebook it shows itself; ``with`` closes it.
 
@@ -88,6 +107,7 @@ class Lab:
         import uvicorn
 
         from sinklens.lab.app import build_app
+        from sinklens.lab.connections import MOST, Connection
         from sinklens.lab.session import Session
 
         port = listener.getsockname()[1]
@@ -100,11 +120,15 @@ class Lab:
         config = uvicorn.Config(
             build_app(self._session, self._guard), log_level="warning", access_log=False, lifespan="off",
             server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=GRACE,
-            limit_concurrency=CONNECTIONS, proxy_headers=False,
+            limit_concurrency=MOST, proxy_headers=False, http=Connection,
         )  # fmt: skip
 
         class Server(uvicorn.Server):
-            """Ends the streams of events first; else the server would wait for them and then break them off."""
+            """Says when it listens, and at its end closes the streams of events before it waits for connections."""
+
+            async def startup(server, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                self._listens.set()
 
             async def shutdown(server, sockets: list[socket.socket] | None = None) -> None:
                 self._session.events.close()
@@ -112,19 +136,33 @@ class Lab:
 
         self._server = Server(config)
         self._thread: threading.Thread | None = None
+        self._listens = threading.Event()
 
-    def serve(self) -> None:
-        """Serve in this thread until it is interrupted."""
+    def serve(self, opened: Callable[[], None] | None = None) -> None:
+        """Serve in this thread until it is interrupted.
+
+        Args:
+            opened: called in another thread once the server listens.
+        """
+
+        def wait() -> None:
+            self._listens.wait()
+            if opened is not None and not self._server.should_exit:
+                opened()
+
+        threading.Thread(target=wait, name="sinklens-lab-opened", daemon=True).start()
         try:
             self._server.run(sockets=[self._listener])
         finally:
+            self._listens.set()
             self._session.close()
             self._listener.close()
 
     def start(self) -> "Lab":
-        """Serve in a thread."""
+        """Serve in a thread; returns once the server listens."""
         self._thread = threading.Thread(target=self.serve, name="sinklens-lab", daemon=True)
         self._thread.start()
+        self._listens.wait()
         return self
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def _page(material: Material, numbers: Numbers, scores: Scores, patterns: Patter
     info = {
         **numbers.info(scores.steps),
         "model": _name(attributes),
-        "facts": _facts(material.track, numbers),
+        "facts": [*_facts(material.track, numbers), *material.facts],
         "settings": _settings(attributes),
         "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
         "answer": spelled(material.answer, keep="\n\t\u200c\u200d"),

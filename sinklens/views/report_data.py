@@ -32,6 +32,7 @@ class Material:
         patterns: returns attention patterns of a step by layer, on the positions that are real and exist at the step;
             None if none are available.
         kept: (step, layer) places whose patterns the run itself recorded.
+        facts: further facts about the run, each a name and a text, e.g. what changed it.
     """
 
     track: SinkTrack
@@ -40,6 +41,7 @@ class Material:
     answer: str
     patterns: Callable[[int, Sequence[int]], Mapping[int, Float[Tensor, "head query key"]]] | None = None
     kept: Sequence[tuple[int, int]] = ()
+    facts: Sequence[tuple[str, str]] = ()
 
 
 class Maps(NamedTuple):

@@ -3,12 +3,15 @@
 import json
 import re
 import socket
+import time
+from contextlib import suppress
 
 import httpx
 import pytest
 from lab_client import Client
 
 from sinklens.errors import SinklensError
+from sinklens.lab import app, connections
 from sinklens.lab.chips import MOST_CHIPS
 from sinklens.lab.security import MOST_BYTES, Guard, is_local
 from sinklens.lab.server import bound, warning_of
@@ -80,6 +83,18 @@ REFUSED = {  # name: (method, path, headers that differ from those of the page, 
     "an unknown task": ("GET", "/api/tasks/humaneval/0", {}, 404, "no task of the lab is called 'humaneval'"),
     "an unknown problem": ("GET", "/api/tasks/tiny-gsm/500", {}, 404, "tiny-gsm has problems 0 to 499; got 500"),
     "an event that is no number": ("GET", "/api/events?since=x", {}, 400, "an event's number must be a number"),
+    "an event that is a superscript": ("GET", "/api/events?since=%C2%B2", {}, 400, "an event's number must be"),
+    "an event of another script": ("GET", "/api/events?since=%D9%A1", {}, 400, "an event's number must be a number"),
+    "an event of many digits": ("GET", f"/api/events?since={'9' * 5000}", {}, 400, "an event's number must be"),
+    "a problem of many digits": ("GET", f"/api/tasks/tiny-gsm/{'9' * 5000}", {}, 400, "a problem's index must be"),
+    "the token as a cookie": ("GET", "/api/session", {"Cookie": "{name}={token}"}, 403, "missing or wrong"),
+    "the cookie as a token": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "{session}"}, 403, "wrong"),
+    "the cookie of another port": ("GET", "/api/session", {"Cookie": "sinklens-lab-1={session}"}, 403, "wrong"),
+    "the cookie of another lab": ("GET", "/api/session", {"Cookie": f"{{name}}={'x' * 43}"}, 403, "missing or wrong"),
+    "a body with two lengths": (
+        "POST", "/api/runs", {"Content-Length": "1", "Transfer-Encoding": "chunked"}, 400,
+        "Content-Length or Transfer-Encoding, not both",
+    ),
     "a body that says it is too large": (
         "POST", "/api/runs", {"Content-Length": str(MOST_BYTES + 1)}, 413, "a request has at most 1,000,000 bytes",
     ),
@@ -93,7 +108,10 @@ def test_a_request_is_refused(entered, lab, name):
     headers = {key: value for key, value in (given | changed).items() if value is not None}
     key = lab._guard.key
     path, port = path.replace("{key}", key), lab.address.rpartition(":")[2][:-1]
-    headers = {name: value.replace("{port}", port).replace("{key}", key) for name, value in headers.items()}
+    guard = lab._guard
+    made = {"port": port, "key": key, "token": guard.token, "session": guard.session, "name": guard.cookie}
+    for name, value in made.items():
+        headers = {header: text.replace(f"{{{name}}}", value) for header, text in headers.items()}
     content = json.dumps(RUN).encode() if method == "POST" else None
     if "Content-Length" in headers:
         answer = _sent(entered, lab, path, headers)
@@ -152,6 +170,12 @@ BODIES = {  # name: (body, status, text)
     "not JSON": (b"{", 400, "not valid JSON"),
     "deep JSON": (b"[" * 100_000, 400, "not valid JSON"),
     "a list": (b"[]", 400, "must be a JSON object; got list"),
+    "half a surrogate pair": (b'{"prompt": "a\\ud800"}', 400, "without half surrogate pairs"),
+    "half a surrogate pair as a name": (b'{"prompt": "a", "settings": {"\\udc00": 1}}', 400, "half surrogate pairs"),
+    "NaN": (b'{"prompt": "a", "settings": {"temperature": NaN}}', 400, "numbers must be finite"),
+    "an infinite number": (b'{"prompt": "a", "settings": {"temperature": 1e999}}', 400, "numbers must be finite"),
+    "many digits": (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), 400, "with at most 4,300 digits"),
+    "a sampler among the settings": (RUN | {"settings": {"sampler": "llada"}}, 400, "the sampler is a field"),
     "an unknown field": ({"prompt": "a", "code": "1"}, 400, "unknown field 'code'"),
     "no prompt": ({}, 400, "exactly one of prompt, ids and problem; got 0"),
     "two prompts": ({"prompt": "a", "ids": [1]}, 400, "exactly one of prompt, ids and problem; got 2"),
@@ -227,6 +251,63 @@ def test_hostile_texts_survive_as_data(client, lab):
     assert page.headers["content-disposition"] == f'attachment; filename="sinklens-{run}.html"'
     link = client.http.post("/api/state", json={"text": HOSTILE}).json()["link"]
     assert client.get(f"/api/state/{link}") == {"text": HOSTILE}
+
+
+@pytest.mark.parametrize("state", [b"NaN", b'{"a": -Infinity}', b'["\\ud800"]', b'{"\\ud800": 1}'])
+def test_a_state_that_cannot_be_written_back_is_refused(client, state):
+    answer = client.http.post("/api/state", content=state, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"][:32]) == (400, "the request is not valid JSON; n")
+
+
+def test_the_cookie_is_not_the_token(entered, lab):
+    (cookie,) = entered.cookies.jar
+    assert cookie.name == f"sinklens-lab-{lab._guard.port}"
+    assert cookie.value not in (lab._guard.token, "")
+    assert entered.get("/api/session").status_code == 200
+    assert Guard("t", "h", 1).session != Guard("t", "h", 1).session
+
+
+def test_silent_connections_shut_nobody_out_and_are_closed(client, lab, monkeypatch):
+    """Twice as many as the lab takes: some send nothing, some a byte of a head at a time."""
+    monkeypatch.setattr(connections, "PATIENCE", 1.0)
+    silent = [socket.create_connection(("127.0.0.1", lab._guard.port), timeout=30) for _ in range(2 * connections.MOST)]
+    for one in silent[::2]:
+        with suppress(OSError):  # displaced by a later one
+            one.sendall(b"G")
+    assert Client(lab.url).get("/api/session")["models"]
+    for byte in b"ET / HTTP/1.1\r\nHost: 127.0.0.1":
+        time.sleep(0.1)
+        try:
+            silent[-2].sendall(bytes([byte]))
+        except OSError:
+            break
+    else:
+        pytest.fail("a connection that sends its head slowly stays open")
+    assert silent[-1].recv(1) == b""
+    for one in silent:
+        one.close()
+
+
+def test_a_refused_request_closes_its_connection_without_its_body(lab):
+    host = f"127.0.0.1:{lab._guard.port}"
+    with socket.create_connection(("127.0.0.1", lab._guard.port), timeout=30) as plain:
+        plain.sendall(f"POST /api/runs HTTP/1.1\r\nHost: {host}\r\nContent-Length: 900000\r\n\r\n".encode())
+        answer = b""
+        while part := plain.recv(65_536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 403")
+
+
+def test_a_slow_body_is_refused(client, lab, monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.2)
+
+    def parts():
+        yield b'{"prompt":'
+        time.sleep(1)
+        yield b'"a"}'
+
+    answer = client.http.post("/api/runs", content=parts(), headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]) == (408, "the request was not complete after 0.2 s.")
 
 
 def test_states_are_limited(client, lab, monkeypatch):

@@ -1,7 +1,7 @@
 // Requests to the lab's server, the stream of its events, and the numbers in its answers.
 //
-// In a tab the token is a cookie. In the frame of a notebook, which gets no cookie, it is in the page's address and goes
-// with every request as a header; files have a key in their address instead.
+// In a tab a cookie stands for the token. In the frame of a notebook, which gets no cookie, the token is in the page's
+// address and goes with every request as a header; files have a key in their address instead.
 
 const TOKEN = new URLSearchParams(location.search).get("token");
 const KEY = new URL(document.currentScript.src).search;
