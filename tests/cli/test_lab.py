@@ -1,9 +1,14 @@
 """`sinklens lab` on the command line, and the lab of a notebook."""
 
+import re
+import stat
 import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import pytest
+import uvicorn
 
 import sinklens
 from sinklens.cli import main
@@ -43,3 +48,37 @@ def test_the_lab_of_a_notebook_shows_itself_and_closes(tiny_llada):
     lab.close()
     with pytest.raises(httpx.ConnectError, match="refused"):
         httpx.get(lab.address)
+
+
+def test_the_browser_gets_a_private_file_that_leads_to_the_link(monkeypatch, capsys):
+    """It is opened when the server answers, no argument holds the token, and the file is deleted in the end."""
+    seen = {}
+
+    def opened(address):
+        file = Path(unquote(urlsplit(address).path))
+        link = re.search(r'url=([^"]*)', file.read_text())[1]
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
+        seen.update(address=address, file=file, link=link, modes=modes, status=httpx.get(link).status_code)
+        server.should_exit = True
+
+    startup = uvicorn.Server.startup
+
+    async def kept(self, sockets=None):
+        nonlocal server
+        server = self
+        await startup(self, sockets)
+
+    server = None
+    monkeypatch.setattr(uvicorn.Server, "startup", kept)
+    monkeypatch.setattr("webbrowser.open", opened)
+    assert main(["lab", "tiny-llada"]) == 0
+    token = seen["link"].partition("?token=")[2]
+    assert (len(token), seen["modes"], seen["status"]) == (43, [0o600, 0o700], 303)
+    assert token not in seen["address"]
+    assert not seen["file"].exists()
+    assert f"  {seen['link']}\n" in capsys.readouterr().out
+
+
+def test_a_lab_of_a_notebook_answers_as_soon_as_it_is_shown(tiny_llada):
+    with sinklens.lab(tiny_llada) as lab:
+        assert httpx.get(lab.url, headers={"Sec-Fetch-Dest": "iframe"}).status_code == 200

@@ -33,4 +33,23 @@ def test_the_saved_page_is_the_report_of_the_run_and_of_the_pair(client, tiny_ll
     pages = [html.unescape(text) for text in re.findall(r'srcdoc="(.*?)"', pair, flags=re.DOTALL)]
     assert len(pages) == 2
     assert info(pages[1])["answer"] == changed["text"]
+    assert ["changes", "AblateHeads(layers=[0], heads=[2], by='zero')"] in info(pages[1])["facts"]
+    assert "changes" not in dict(info(pages[0])["facts"])
     assert info(pages[1])["attention"]["places"] == expected["attention"]["places"], "patterns of a run with a chip"
+
+
+def test_a_saved_pair_records_its_changes_and_the_comparison(client):
+    plain = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    chips = [{"kind": "ablate_head", "layer": 0, "head": 2}, {"kind": "force_token", "pos": 25, "step": 0, "token": 40}]
+    changed = client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"]
+    pair = client.http.get(f"/api/runs/{plain}/page?other={changed}").text
+    found = json.loads(re.search(r'id="comparison">(.*?)</script>', pair, flags=re.DOTALL)[1])
+    compared = client.get("/api/compare", a=plain, b=changed)
+    for name in ("cells", "first_difference", "sinks_moved", "texts", "kl", "kl_why"):
+        assert found[name] == compared[name], name
+    assert found["cells"]
+    assert max(found["kl"]) > 0
+    assert [len(run["chips"]) for run in found["runs"]] == [0, 2]
+    head = html.unescape(pair.partition("<iframe")[0])
+    assert "<td>none</td><td>AblateHeads(layers=[0], heads=[2], by='zero'); ForceTokens(tokens={25: 40}" in head
+    assert f"The canvases differ from step {found['first_difference']} on." in head
