@@ -1,6 +1,7 @@
 """Private names of other libraries: each behaves as sinklens expects, and the design page lists them all."""
 
 import ast
+import asyncio
 import re
 from functools import cache
 from pathlib import Path
@@ -75,6 +76,41 @@ def test_accelerate_keeps_its_hook_on_the_module():
     with relied_on("accelerate", "_hf_hook, which names the device where a module computes"):
         assert module.__dict__["_hf_hook"].execution_device == "cpu"
     remove_hook_from_module(module)
+
+
+def test_uvicorn_says_whether_a_request_of_a_connection_is_under_way():
+    from uvicorn import Config
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.server import ServerState
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    class Silent(asyncio.Transport):
+        def write(self, data):
+            """Send nothing."""
+
+        def is_closing(self):
+            return False
+
+        def resume_reading(self):
+            """Nothing was paused."""
+
+    async def served():
+        state, transport = ServerState(), Silent()
+        connection = H11Protocol(Config(app, lifespan="off"), state, {})
+        connection.connection_made(transport)
+        assert (connection.cycle, connection.connections) == (None, {connection})
+        assert connection.connections is state.connections
+        connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert connection.cycle.response_complete is False
+        await asyncio.gather(*state.tasks)
+        assert connection.cycle.response_complete is True
+        connection.timeout_keep_alive_task.cancel()
+
+    with relied_on("uvicorn", "H11Protocol.cycle, its response_complete, and H11Protocol.connections"):
+        asyncio.run(served())
 
 
 def test_the_fused_operators_of_a_gpu_return_a_log_sum_exp():

@@ -245,7 +245,7 @@ class LabApp:
         """The script that repeats a run, or two."""
         ids = [request.path_params["run"], *request.query_params.getlist("other")[:1]]
         names = ("run",) if len(ids) == 1 else ("first", "second")
-        specs = {name: self._session.run(run).spec for name, run in zip(names, ids, strict=True)}
+        specs = {name: self._session.spec(run) for name, run in zip(names, ids, strict=True)}
         for spec in specs.values():
             self._session.model(spec.model)
         return PlainTextResponse(script(specs, self._session.loading))

@@ -25,7 +25,7 @@ from sinklens.lab.execution import LiveRun, check_start
 from sinklens.lab.history import ENDED, History
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused, require
-from sinklens.lab.spec import CanvasEdit, LabRequest, RunSpec, read_request
+from sinklens.lab.spec import MOST_REPLAYS, CanvasEdit, LabRequest, RunSpec, read_request
 from sinklens.lab.thread import ModelThread
 from sinklens.runs.result import Generation
 
@@ -63,6 +63,7 @@ class Run:
         live: the run under way.
         removed: whether it was removed while it was running.
         stopped: whether it was cancelled, perhaps before `live` existed.
+        damaged: whether its file cannot be read; `spec` then says nothing.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Run:
     live: LiveRun | None = None
     removed: bool = False
     stopped: bool = False
+    damaged: bool = False
 
     @property
     def readable(self) -> bool:
@@ -121,7 +123,7 @@ class Session:
         self._weights: dict[str, str] = {}
         for found in self.history.runs():
             spec = found.spec or RunSpec(next(iter(self.models)), "")
-            self._runs[found.id] = Run(found.id, spec, found.status, found.created, found.facts)
+            self._runs[found.id] = Run(found.id, spec, found.status, found.created, found.facts, damaged=not found.spec)
 
     # Runs
 
@@ -172,6 +174,16 @@ class Session:
         if found is None:
             raise Refused("no such run; it was removed, or it belongs to another lab.", 404)
         return found
+
+    def spec(self, run_id: str) -> RunSpec:
+        """The specification of a run.
+
+        Raises:
+            Refused: no such run exists, or its file is damaged.
+        """
+        run = self.run(run_id)
+        require(not run.damaged, str(run.facts.get("error")), 410)
+        return run.spec
 
     def runs(self) -> list[dict[str, Any]]:
         """Summaries of all runs, oldest first."""
@@ -234,7 +246,9 @@ class Session:
         if request.problem is not None:
             prompt = problems.problem(*request.problem).prompt
         assert prompt is not None, "read_request requires a prompt or a problem"
-        replayed = None if request.replay is None else self.run(request.replay).spec
+        replayed = None if request.replay is None else self.spec(request.replay)
+        deep = f"at most {MOST_REPLAYS} runs replay one another; run it without the replay first."
+        require(replayed is None or replayed.replays < MOST_REPLAYS, deep)
         if request.compare_to is not None:
             self.run(request.compare_to)
         require(

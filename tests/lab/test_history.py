@@ -210,6 +210,8 @@ def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
     assert same.model_of(kept) is first
     with pytest.raises(Refused, match="the run is failed and has no finished steps to read"):
         same.outcome("empty")
+    with pytest.raises(Refused, match=r"empty\.npz is damaged, or not a run of this version of the lab"):
+        same.spec("empty")
     same.remove("empty")
     same.close()
     changed = Session([LabModel("mine", other, "")], tmp_path)

@@ -7,6 +7,7 @@ import pytest
 from sinklens.lab.chips import read_chips
 from sinklens.lab.refusal import Refused
 from sinklens.lab.script import script
+from sinklens.lab.session import LabModel, Run, Session
 from sinklens.lab.spec import MOST_REPLAYS, CanvasEdit, RunSpec
 
 CODE = "1); __import__('os').system('true') #"
@@ -65,13 +66,19 @@ def test_a_forged_record_is_refused(name):
         RunSpec.from_json(written(RunSpec("m", "a")) | changed)
 
 
-def test_replays_do_not_nest_without_end():
+def test_replays_do_not_nest_without_end(tiny_llada):
     spec = RunSpec("m", "a")
     for _ in range(MOST_REPLAYS):
         spec = RunSpec("m", "a", replay="x", replayed=spec)
     assert RunSpec.from_json(written(spec)) == spec
+    deeper = RunSpec("m", "a", replay="x", replayed=spec)
     with pytest.raises(Refused, match="a record holds at most 32 replays"):
-        RunSpec.from_json(written(RunSpec("m", "a", replay="x", replayed=spec)))
+        RunSpec.from_json(written(deeper))
+    opened = Session([LabModel("m", tiny_llada, "")])
+    opened._runs["x"] = Run("x", spec)
+    with pytest.raises(Refused, match="at most 32 runs replay one another"):
+        opened.submit({"prompt": "a", "replay": "x"})
+    opened.close()
 
 
 def test_a_script_needs_the_model_of_a_replayed_run():
