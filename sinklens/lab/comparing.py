@@ -66,12 +66,18 @@ def _moved(first: Outcome, second: Outcome, starts: tuple[int, int], steps: int)
 def why_not(specs: Sequence[RunSpec], outcomes: Sequence[Outcome]) -> str | None:
     """Why the KL divergence of two runs is undefined; None if it is defined."""
     first, second = outcomes
+    lengths = [outcome.settings["gen_length"] for outcome in outcomes]
     if specs[0].model != specs[1].model:
         return "KL is defined for two runs of one model; these are of two."
     if first.prompt_length != second.prompt_length or first.canvas.shape[1] != second.canvas.shape[1]:
         return "KL compares the same positions; these prompts or answers have different lengths."
     if any(outcome.settings.get("use_cache") for outcome in outcomes) and not outcomes[0].attrs.get("causal"):
         return "KL needs the logits of all undecided positions; run with use_cache off."
+    if any(
+        outcome.settings.get("canvas_length", length) < length
+        for outcome, length in zip(outcomes, lengths, strict=True)
+    ):
+        return "KL compares complete answers; run with a gen_length of one canvas."
     return None
 
 

@@ -75,7 +75,7 @@ def pair(pages: Sequence[str], specs: Sequence[RunSpec], outcomes: Sequence[Outc
     """
     found, why = differences(*outcomes), why_not(specs, outcomes)
     found |= {"kl": None if why else divergence(specs, outcomes, model), "kl_why": why}
-    facts = [("model", "prompt", "seed", "settings", "changes", "answer")]
+    facts: list[Sequence[Any]] = [("model", "prompt", "seed", "settings", "changes", "answer")]
     facts += [
         (spec.model, spec.prompt, spec.seed, outcome.settings, changed(spec), outcome.answer.text or "")
         for spec, outcome in zip(specs, outcomes, strict=True)

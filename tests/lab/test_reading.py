@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.lab import comparing, reading
+from sinklens.lab import comparing, reading, saving
 from sinklens.lab.execution import denoising
 from sinklens.lab.heads import HeadTrial, Stop
 from sinklens.lab.outcome import Outcome
@@ -69,3 +69,14 @@ def test_two_runs_are_compared_and_every_head_is_tried(canvas_model):
     assert comparing.divergence(specs, outcomes, canvas_model)[0] > 1e-5
     (effect,) = HeadTrial(specs[0], outcomes[0], canvas_model, "zero", Stop()).measure([(0, 0)])
     assert effect["kl"] == pytest.approx(np.nanmean([comparing.divergence(specs, outcomes, canvas_model)[0]]), rel=0.2)
+
+
+def test_answers_of_several_canvases_are_tried_without_kl(canvas_model):
+    spec = RunSpec("tiny-canvas", PROMPT, settings={"gen_length": 48})
+    outcome = outcome_of(spec, canvas_model)
+    trial = HeadTrial(spec, outcome, canvas_model, "zero", Stop())
+    assert trial.why == "KL compares complete answers; run with a gen_length of one canvas."
+    (effect,) = trial.measure([(0, 0)])
+    assert (effect["kl"], effect["same"]) == (None, True)
+    page = saving.pair(["", ""], [spec] * 2, [outcome] * 2, canvas_model)
+    assert "The canvases are the same. No KL: KL compares complete answers" in page
