@@ -31,6 +31,10 @@ class Accuracy:
     right: int
     total: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.right <= self.total:
+            raise SettingError(f"{self.right} of {self.total} samples cannot be right.")
+
     @property
     def share(self) -> float:
         """Share of right answers, in [0, 1]; NaN without samples."""
@@ -74,11 +78,18 @@ class Paired:
 
 
 def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]) -> Paired:
-    """Compare the verdicts of two runs on the same samples, in the same order.
+    """Compare the verdicts of two runs, arrays or lists, on the same samples in the same order.
 
     Raises:
-        SettingError: there is no sample, or the numbers of samples differ.
+        SettingError: they are not verdicts, True or False; there is no sample, or the numbers of samples differ.
     """
+    base, changed = np.asarray(base), np.asarray(changed)
+    for verdicts in (base, changed):
+        if verdicts.ndim != 1 or not (verdicts.dtype == bool or not len(verdicts)):
+            raise SettingError(
+                f"paired verdicts are lists of True and False; got {verdicts.dtype} values of shape "
+                f"{list(verdicts.shape)}."
+            )
     if len(base) != len(changed) or not len(base):
         raise SettingError(f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.")
     lost, gained, total = int((base & ~changed).sum()), int((~base & changed).sum()), len(base)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.integers import check_seed_of
 from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Places, on_heads
@@ -75,6 +76,7 @@ class AblateHeads(AtPositions):
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
         if self.by == "zero" and self.reference is not None:
             raise SettingError("by='zero' does not use reference=; pass by='mean' or by='resample', or omit it.")
+        check_seed_of(self)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

@@ -13,6 +13,7 @@ import torch
 
 from sinklens.errors import SettingError, nearest
 from sinklens.hooks.sampled_sums import QuerySample
+from sinklens.integers import as_integer
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
 
@@ -69,7 +70,7 @@ class Record:
         if not all(isinstance(place, Sequence) and len(place) == 2 for place in self.patterns):
             raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         for number in (number for place in self.patterns for number in place):
-            if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            if as_integer(number) is None:
                 raise SettingError(f"patterns must hold (step, layer) pairs of integers; got {number!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         if self.queries is not None and (len(shape) != 3 or kind not in (np.dtype(bool), torch.bool)):
