@@ -254,6 +254,8 @@ def _prompts(given: SinglePrompt | Sequence[SinglePrompt] | Tensor) -> list[Sing
     """Each prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
     if isinstance(given, str):
         return [given]
+    if not isinstance(given, Iterable):
+        raise SettingError(f"prompts must be a text, a list of texts, or token ids; got {given!r:.60}.")
     listed: list[Any] = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
     return [listed] if listed and all(isinstance(prompt, int) for prompt in listed) else listed
 

@@ -1,7 +1,8 @@
 """The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``.
 
-Exit codes: 0 success; 1 an error explained by the message; 2 incorrect usage, i.e. options that cannot be read without
-knowing models and files; 130 interrupted. Files are written atomically: an interrupted command leaves no partial file.
+Exit codes: 0 success; 1 an error explained by the message; 2 a call that cannot be read, with an unknown or missing
+option or a value of the wrong form; 130 interrupted. Files are written atomically: an interrupted command leaves no
+partial file.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 Caveat: scores are those of the step before, so nothing is chosen at step 0; `same_step` and `source` change this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -135,5 +135,11 @@ class KeyChoice(ChoiceRule):
 
 
 def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
-    """`only` as a tuple, from one name or several."""
+    """`only` as a tuple, from one name or several.
+
+    Raises:
+        SettingError: it is neither.
+    """
+    if not isinstance(only, Iterable):
+        raise SettingError(f"give a name or a list of names; got {only!r}.")
     return (only,) if isinstance(only, str) else tuple(only)

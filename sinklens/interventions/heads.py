@@ -72,6 +72,8 @@ class AblateHeads(AtPositions):
         refuse_empty(self)
         if self.by not in ("zero", "mean", "resample"):
             raise SettingError(f"by must be 'zero', 'mean' or 'resample'; got {self.by!r}.")
+        if not isinstance(self.reference, HeadOutputs | None):
+            raise SettingError(f"reference must be what head_outputs(model, prompts) returns; got {self.reference!r}.")
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
         if self.by == "zero" and self.reference is not None:

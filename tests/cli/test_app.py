@@ -259,11 +259,21 @@ def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_output_is_one_message_and_an_interrupt_during_imports_another(capsys, monkeypatch):
-    with Path("/dev/full").open("w") as full:
-        called = [sys.executable, "-m", "sinklens.cli", "models"]
-        done = subprocess.run(called, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "sinklens: [Errno 28] No space left on device.\n")
+def test_output_that_cannot_be_written_is_one_message(tmp_path):
+    """A real limit: standard output is a file that cannot grow beyond 100 bytes."""
+    code = """
+import resource, signal, sys
+from sinklens.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+sys.exit(main(["models"]))
+"""
+    with (tmp_path / "printed").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "sinklens: [Errno 27] File too large.\n")
+
+
+def test_an_interrupt_during_imports_is_one_message(capsys, monkeypatch):
     monkeypatch.setattr("sinklens.cli.app._parser", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["models"]) == 130
     assert capsys.readouterr().err == "sinklens: interrupted; unfinished files were discarded.\n"

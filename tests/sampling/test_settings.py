@@ -74,7 +74,7 @@ def test_an_autoregressive_step_decodes_one_token():
         ("llada2", {"gen_length": 8, "minimal_topk": 9}, r"minimal_topk 9 is more than gen_length 8, .* at most 8"),
         ("llada2", {"eos_early_stop": True, "stop": False}, r"eos_early_stop=True ends rows .* stop=False forbids"),
         ("llada2.1", {"max_post_steps": -1}, r"max_post_steps must be an integer of at least 0; got -1"),
-        ("llada2.1", {"editing_threshold": math.nan}, r"editing_threshold must be a finite number of at least 0"),
+        ("llada2.1", {"editing_threshold": math.nan}, r"editing_threshold must be a number from 0 to 1"),
     ],
 )  # fmt: skip
 def test_a_bad_setting_raises_an_error_that_says_what_is_allowed(sampler, given, text):
