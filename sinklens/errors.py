@@ -54,8 +54,7 @@ class HookNameError(SinklensError, KeyError):
 
 
 class HookFunctionError(SinklensError, TypeError):
-    """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape, dtype or device
-    than it got."""
+    """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape, dtype or device."""
 
 
 class NotANumberError(SinklensError, ValueError):
