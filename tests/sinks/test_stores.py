@@ -442,3 +442,14 @@ def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, mo
     with pytest.raises(SettingError, match=r"run\.zarr already exists"):
         record(2)
     assert SinkTrack.open(tmp_path / "run.zarr").data.attrs["seed"] == 0
+
+
+def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_keeps_its_steps(tmp_path):
+    """Both find the path free before either writes to it."""
+    first, second = (ZarrStore(tmp_path / "run.zarr", AXES, 2, "float32") for _ in range(2))
+    first.append(small_step(0)), first.flush()
+    with pytest.raises(SettingError, match=r"another run began to record at .*run\.zarr in the meantime"):
+        second.append(small_step(1)), second.flush()
+    first.append(small_step(1)), first.flush()
+    assert first.dataset().sizes["step"] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
