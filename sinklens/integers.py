@@ -18,8 +18,9 @@ def as_integer(given: Any) -> int | None:
     >>> as_integer(3), as_integer(True), as_integer(3.0)
     (3, None, None)
     """
-    if isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool") or getattr(given, "ndim", 0):
-        return None  # a tensor of one value is a list of values
+    kind, axes = str(getattr(given, "dtype", "")), int(getattr(given, "ndim", 0))
+    if isinstance(given, bool) or kind.endswith("bool") or axes > 0:  # a tensor of one value is a list of values
+        return None
     try:
         return operator.index(given)
     except (TypeError, RuntimeError):

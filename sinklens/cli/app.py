@@ -31,7 +31,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SinklensError as error:
         print(f"sinklens: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # files have errors of their own, so this is the output
+    except OSError as error:  # results have errors of their own, so this is the output, or a connection
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         if isinstance(error, BrokenPipeError):  # `sinklens demo | head`: all files are written before printing
             return 0

@@ -98,7 +98,7 @@ class SamplerSettings:
         Raises:
             SettingError: a value is outside its range, or not a number.
         """
-        for entry in fields(self):  # type: ignore[arg-type]
+        for entry in fields(self):
             value, limits = getattr(self, entry.name), entry.metadata.get("range")
             if limits is not None and value is not None:
                 low, high = limits
