@@ -191,7 +191,7 @@ def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, given, tex
 
 
 @pytest.mark.parametrize(("steps", "shift"), [([99], 0), ([0, 99], 0), ([0], -7)])
-def test_a_step_that_the_run_never_reaches_is_refused(tiny_llada, steps, shift):
+def test_a_step_that_the_run_never_reaches_is_refused(tiny_llada, steps, shift, unchecked):
     kept = Activations(names=["blocks.1.hook_resid_post"])
     settings = {"gen_length": 4, "steps": 2}
     sinklens.generate(tiny_llada, "Question: 1", hooks=kept, **settings)
