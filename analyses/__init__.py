@@ -57,12 +57,15 @@ def find(name: str) -> "type[Study]":
     """The study called `name`, or the study that a file defines (`name` ends in ``.py``).
 
     Raises:
-        SettingError: no study has this name (the nearest names are listed), or the file does not define exactly one.
+        SettingError: no study has this name (the nearest names are listed), or the file cannot be run or does not
+            define exactly one.
     """
     import importlib
 
     from sinklens.errors import SettingError, nearest
 
+    if not isinstance(name, str):
+        raise SettingError(f"a study is found by its name or file, such as 'existence' or 'study.py'; got {name!r}.")
     if name.endswith(".py"):
         return _in_file(Path(name))
     if name not in STUDIES:
@@ -76,6 +79,7 @@ def _in_file(path: Path) -> "type[Study]":
     import importlib.util
     import inspect
     import sys
+    import traceback
 
     from sinklens.analyses.study import Study
     from sinklens.errors import SettingError
@@ -87,7 +91,11 @@ def _in_file(path: Path) -> "type[Study]":
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and the hash of the source look it up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the file is the user's program
+        line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
+        raise SettingError(f"{path} could not be run ({type(error).__name__}: {error}; line {line}).") from error
     defined = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == spec.name]
     studies = [kind for kind in defined if issubclass(kind, Study) and not inspect.isabstract(kind)]
     if len(studies) != 1:

@@ -34,6 +34,8 @@ from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units, batches, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
+from sinklens.folders import check_folder
+from sinklens.integers import as_integer, check_seed_of
 from sinklens.model import load
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
@@ -69,7 +71,7 @@ class Study(ABC):
         shown: index of the prompt whose run the figures show.
 
     Raises:
-        SettingError: `batch` is below 1, or `seed` below 0.
+        SettingError: `batch` is not an integer of at least 1, or `seed` is invalid.
     """
 
     name: ClassVar[str]
@@ -82,10 +84,10 @@ class Study(ABC):
     shown: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch}.")
-        if self.seed < 0:
-            raise SettingError(f"seed must be 0 or more; got {self.seed}.")
+        batch = as_integer(self.batch)
+        if batch is None or batch < 1:
+            raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch!r}.")
+        check_seed_of(self)
 
     def refusal(self, model: "Model") -> str:
         """Why the study cannot measure `model`, to follow its name; empty if it can."""
@@ -156,6 +158,7 @@ class Study(ABC):
             SettingError: there are no models or no prompts, two models have the same name, no model has a given
                 setting, `shown` is out of range, token ids come with a chat template, a model has no mask token and the
                 study needs one, or `begin` rejects the input.
+            SinklensError: `out` cannot be written, or holds results of another kind.
             LedgerError: another process is running the same measurements in `out`, or its units are damaged.
 
         Warns:
@@ -170,8 +173,9 @@ class Study(ABC):
         names = _names(loaded)
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
-        if not 0 <= self.shown < len(prompts):
-            raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown}.")
+        shown = as_integer(self.shown)
+        if shown is None or not 0 <= shown < len(prompts):
+            raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown!r}.")
         _check_prompts(prompts, self.chat_template)
         for model in loaded:
             if why := self.refusal(model):
@@ -180,6 +184,8 @@ class Study(ABC):
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given)
         folder = None if out is None else Path(out)
+        if folder is not None:
+            check_folder(folder, "a study")
         identities = {model["name"]: _identity(manifest, model) for model in manifest["models"]}
         if folder is not None and not warn_of_others(folder / f"{self.name}.json", manifest):
             _warn_of_unused(folder, identities.values())
@@ -248,6 +254,8 @@ def _prompts(given: SinglePrompt | Sequence[SinglePrompt] | Tensor) -> list[Sing
     """Each prompt as a text or a list of token ids; one text, or one row of ids, is one prompt."""
     if isinstance(given, str):
         return [given]
+    if not isinstance(given, Iterable):
+        raise SettingError(f"prompts must be a text, a list of texts, or token ids; got {given!r:.60}.")
     listed: list[Any] = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in given]
     return [listed] if listed and all(isinstance(prompt, int) for prompt in listed) else listed
 

@@ -228,6 +228,8 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         HookNameError: no such point; the message names the existing layers, or the nearest names.
         SettingError: the point is off; the message names the setter.
     """
+    if not isinstance(name, str):
+        raise HookNameError(f"a hook point is named by a text, such as 'blocks.0.hook_resid_pre'; got {name!r}.")
     match = re.match(rf"((?:{re.escape(ENCODER)})?)blocks\.(-?\d+)\.(.+)$", name)
     if match:
         layer, rest = int(match.group(2)), match.group(3)

@@ -39,7 +39,7 @@ class PromptWarning(UserWarning):
 
 
 class ControlWarning(UserWarning):
-    """A control has fewer keys than it controls for at some steps."""
+    """A control has fewer keys than it controls for at some steps, or controls for nothing that was evaluated."""
 
 
 class SettingError(SinklensError, ValueError):
@@ -54,7 +54,7 @@ class HookNameError(SinklensError, KeyError):
 
 
 class HookFunctionError(SinklensError, TypeError):
-    """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape than it got."""
+    """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape, dtype or device."""
 
 
 class NotANumberError(SinklensError, ValueError):

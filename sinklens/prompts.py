@@ -8,7 +8,7 @@ Silent failure: ids alone do not show which of them are padding. An array whose 
 as `Model.to_tokens` returns for several texts, is rejected unless it comes with an attention mask.
 """
 
-import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, nearest
+from sinklens.integers import as_integer
 
 
 class Encoded(NamedTuple):
@@ -194,6 +195,11 @@ class PromptReader:
             )
         if not text:
             raise PromptError("the prompt is empty; pass at least one character.")
+        if broken := re.search("[\ud800-\udfff]", text):
+            raise PromptError(
+                f"character {broken.start()} of the prompt is {broken.group()!r}, half of a surrogate pair, which is "
+                f"not text. Was it read with another encoding than UTF-8?"
+            )
         if chat_template is False:
             ids = self._with_start(text, prepend_bos)
         elif prepend_bos is not None:
@@ -220,16 +226,26 @@ class PromptReader:
         """Token ids of `text` as one user turn."""
         template = self.tokenizer.chat_template if chat_template is True else chat_template
         if template is None and chat_template is True:
-            raise PromptError(f"chat_template=True, but the tokenizer of {self.name} has none; pass one as a string.")
+            raise PromptError(
+                f"the tokenizer of {self.name} has no chat template. Leave chat_template (--chat) out; in Python you "
+                f"can also pass a template as a string."
+            )
         if not isinstance(chat_template, bool | str) or (isinstance(template, str) and "{{" not in template):
             raise PromptError(
                 f"chat_template must be True, False, or a template string that contains {{{{ messages }}}}; "
                 f"got {chat_template!r}."
             )
         turns = [{"role": "user", "content": text}]
-        encoded = self.tokenizer.apply_chat_template(
-            turns, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                turns, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program, so it can fail in any manner
+            raise PromptError(
+                f"the chat template{f' of {self.name}' * (chat_template is True)} failed on a user turn "
+                f"({type(error).__name__}: {error}). Pass another template as a string, or leave chat_template "
+                f"(--chat) out."
+            ) from error
         return list(encoded["input_ids"])
 
 
@@ -314,20 +330,8 @@ def _row_of(given: Any) -> list[int] | None:
         return ids.tolist() if ids.ndim == 1 and _is_integer(ids.dtype) else None
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
         return None
-    row = [token_id(entry) for entry in given]
+    row = [as_integer(entry) for entry in given]
     return None if None in row else [token for token in row if token is not None]
-
-
-def token_id(given: Any) -> int | None:
-    """One token id; None if `given` is not one. True and False are not."""
-    if isinstance(given, bool | np.bool_) or getattr(given, "ndim", 0) > 0:  # a tensor of one value is a row
-        return None
-    if isinstance(given, Tensor) and not _is_integer(given.dtype):
-        return None
-    try:
-        return operator.index(given)
-    except (TypeError, RuntimeError):
-        return None
 
 
 def _array(given: Tensor | np.ndarray) -> Int[Tensor, "batch pos"]:

@@ -17,7 +17,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.prompts import Encoded, Prompt, PromptReader, token_id
+from sinklens.integers import as_integer
+from sinklens.prompts import Encoded, Prompt, PromptReader
 from sinklens.sampling import settings_for
 
 Self = TypeVar("Self", bound="ModuleMethods")
@@ -95,7 +96,7 @@ class TokenMethods:
         self._mask_token()
         if gen_length is None:
             gen_length = settings_for(self, {}).gen_length
-        if token_id(gen_length) is None or gen_length < 1:
+        if as_integer(gen_length) is None or gen_length < 1:
             raise SettingError(f"gen_length must be a number of positions, at least 1; got {gen_length!r}.")
         return self.encode(prompt, chat_template, gen_length=gen_length).ids
 
@@ -166,7 +167,7 @@ class TokenMethods:
         if isinstance(prompt, str):
             rows = [self.to_tokens(prompt, prepend_bos)[0].tolist()]
         else:
-            rows = self.reader.id_rows(prompt if token_id(prompt) is None else [int(prompt)])
+            rows = self.reader.id_rows(prompt if as_integer(prompt) is None else [int(prompt)])
         tokenizer = self._require_tokenizer("to_str_tokens")
         if len(rows) != 1:
             raise PromptError(f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.")
@@ -180,11 +181,11 @@ class TokenMethods:
         Raises:
             PromptError: `tokens` are not token ids, or the model has no tokenizer.
         """
-        if token_id(tokens) is not None:
+        if as_integer(tokens) is not None:
             tokens = [int(tokens)]  # type: ignore[arg-type]
         rows, tokenizer = self.reader.id_rows(tokens), self._require_tokenizer("to_string")
         texts = [_text_of(tokenizer, row) for row in rows]
-        return texts[0] if token_id(tokens[0]) is not None else texts  # type: ignore[index]
+        return texts[0] if as_integer(tokens[0]) is not None else texts  # type: ignore[index]
 
     def to_single_token(self, text: str) -> int:
         """The id of a text that is a single token.

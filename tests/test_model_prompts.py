@@ -72,7 +72,11 @@ def test_a_chat_template_wraps_the_text_as_one_turn(with_tokenizer):
         ("", {}, "the prompt is empty; pass at least one character"),
         ([SHORT, ""], {}, "the prompt is empty"),
         ([], {}, "the list of prompts is empty; pass at least one"),
-        (SHORT, {"chat_template": True}, "the tokenizer of .* has none; pass one as a string"),
+        (SHORT, {"chat_template": True}, r"has no chat template\. Leave chat_template \(--chat\) out"),
+        (SHORT, {"chat_template": "{{ messages[0] | no_filter }}"}, r"template failed .*No filter named 'no_filter'"),
+        (SHORT, {"chat_template": "{{ messages[0]['content'] / 0 }}"}, r"template failed on a user turn \(TypeError: "),
+        (SHORT, {"chat_template": "{{ messages"}, r"template failed on a user turn \(TemplateSyntaxError: "),
+        ("a\ud800", {}, r"character 1 of the prompt is '\\ud800', half of a surrogate pair, which is not text"),
         (torch.ones(1, 3), {}, r"got torch\.float32 of shape \[1, 3\]"),
         (torch.ones(1, 3, dtype=torch.bool), {}, r"got torch\.bool of shape \[1, 3\]"),
         (

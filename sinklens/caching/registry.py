@@ -6,6 +6,7 @@ argument. `register` adds a policy in this process.
 Pitfall: a name selects a policy with its default arguments but one; write the object to set others.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,12 +93,35 @@ def find_policy(text: str) -> Policy:
     Raises:
         SettingError: no policy has this name, or its argument is not a number that it takes.
     """
+    if not isinstance(text, str):
+        raise SettingError(f"a cache policy is found by its name, such as 'dual'; got {text!r}.")
     name, colon, argument = text.partition(":")
     if name not in POLICIES:
         raise SettingError(
             f"no cache policy is called {name!r}; known: {', '.join(POLICIES)}.{nearest(name, POLICIES)}"
         )
+    if not colon:
+        return POLICIES[name]()
+    if not _takes_number(POLICIES[name]):
+        raise SettingError(f"{text!r} is not a cache policy: {name!r} takes no number. Write {name!r} alone.")
     try:
-        return POLICIES[name](float(argument) if "." in argument else int(argument)) if colon else POLICIES[name]()
+        number = float(argument) if "." in argument else int(argument)
+    except ValueError:
+        raise SettingError(
+            f"{text!r} is not a cache policy: {argument!r} is not a number. Write a number after the colon, or "
+            f"{name!r} alone."
+        ) from None
+    try:
+        return POLICIES[name](number)
     except (TypeError, ValueError) as error:
-        raise SettingError(f"{text!r} is not a cache policy: {error}. Write {name!r} without an argument.") from error
+        raise SettingError(
+            f"{text!r} is not a cache policy: {error} Write another number after the colon, or {name!r} alone."
+        ) from error
+
+
+def _takes_number(make: Maker) -> bool:
+    try:
+        inspect.signature(make).bind(1)
+    except TypeError:
+        return False
+    return True

@@ -270,6 +270,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError as error:
         raise CheckpointError(f"torch does not know the device {device!r}; pass 'cpu', 'cuda' or 'cuda:1'.") from error
+    if found.type == "meta":
+        raise CheckpointError("the device 'meta' holds no values, so a model on it cannot run; pass 'cpu' or 'cuda'.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise CheckpointError(f"device {str(found)!r} is not available: torch sees {torch.cuda.device_count()} GPUs.")
     return found

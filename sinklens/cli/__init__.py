@@ -1,5 +1,18 @@
 """The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``."""
 
-from sinklens.cli.app import main
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code, see `app.run`; 130 after Ctrl+C, even while Python imports modules."""
+    try:
+        from sinklens.cli.app import run
+
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("sinklens: interrupted; unfinished files were discarded.", file=sys.stderr)
+        return 130
+
 
 __all__ = ["main"]

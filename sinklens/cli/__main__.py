@@ -2,7 +2,7 @@
 
 import sys
 
-from sinklens.cli.app import main
+from sinklens.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,8 @@
 """The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``.
 
-Exit codes: 0 success; 1 an error explained by the message; 2 incorrect usage; 130 interrupted. Files are written
-atomically: an interrupted command leaves no partial file.
+Exit codes: 0 success; 1 an error explained by the message; 2 a call that cannot be read, with an unknown or missing
+option or a value of the wrong form; 130 interrupted. Files are written atomically: an interrupted command leaves no
+partial file.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_cache, add_settings, natural, settings_given
+from sinklens.cli.options import add_cache, add_chat, add_loading, add_seed, add_settings, loading, settings_given
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -21,25 +22,31 @@ if TYPE_CHECKING:
 DEMO_PROBLEM = 14
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        options = _read(arguments)
+        options.command(options)
+        sys.stdout.flush()
+    except SinklensError as error:
+        print(f"sinklens: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # results have errors of their own, so this is the output, or a connection
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        if isinstance(error, BrokenPipeError):  # `sinklens demo | head`: all files are written before printing
+            return 0
+        print(f"sinklens: {error}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = _parser().parse_known_args(arguments)
     options.call = sys.argv[1:] if arguments is None else list(arguments)
     if unknown:
         known = re.findall(r"--[a-z0-9-]+", options.parser.format_usage())
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0], known)}")
-    try:
-        options.command(options)
-    except SinklensError as error:
-        print(f"sinklens: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("sinklens: interrupted; unfinished files were discarded.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `sinklens demo | head`: all files are written before anything is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return 0
+    return options
 
 
 class _ExactParser(argparse.ArgumentParser):
@@ -102,14 +109,13 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument(
         "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
     )
-    trace.add_argument("--seed", type=natural, default=0, help="random seed (default: %(default)s)")
-    trace.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template (default: no)")
-    trace.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
-    trace.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
+    add_seed(trace, "random seed")
+    add_chat(trace)
+    add_loading(trace)
     trace.add_argument("--family", help="family of the checkpoint (default: the one that its config.json names)")
     trace.add_argument(
         "--model-block-length",
-        type=natural,
+        type=int,
         metavar="N",
         help="block length of a block-causal checkpoint (default: the one that its config.json names)",
     )
@@ -159,6 +165,7 @@ def run_demo(options: argparse.Namespace) -> None:
     """`sinklens demo`: both twins on one held-out problem."""
     from rich.console import Console
 
+    from sinklens.folders import check_folder
     from sinklens.model import load
     from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
     from sinklens.tracing import trace
@@ -166,6 +173,7 @@ def run_demo(options: argparse.Namespace) -> None:
 
     if not 0 <= options.problem < HELD_OUT_SIZE:
         raise SinklensError(f"--problem must be between 0 and {HELD_OUT_SIZE - 1}; got {options.problem}.")
+    check_folder(options.out, "a demo")
     problem = held_out()[options.problem]
     runs = []
     for name in ("tiny-llada", "tiny-llama"):
@@ -197,18 +205,14 @@ def run_trace(options: argparse.Namespace) -> None:
     """`sinklens trace`."""
     from rich.console import Console
 
+    from sinklens.folders import check_folder
     from sinklens.model import load
     from sinklens.tracing import generate
     from sinklens.views import most_moving_head, report, sink_path, terminal
 
     prompt = _prompt(options.prompt)
-    model = load(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        family=options.family,
-        block_length=options.model_block_length,
-    )
+    check_folder(options.out, "a trace")
+    model = load(options.model, family=options.family, block_length=options.model_block_length, **loading(options))
     given = settings_given(options)
     run = generate(model, prompt, seed=options.seed, chat_template=options.chat, cache=options.cache, **given)
     assert run.sinks is not None
@@ -305,6 +309,7 @@ def run_train(options: argparse.Namespace) -> None:
     """`sinklens train`."""
     import dataclasses
 
+    from sinklens.folders import check_folder, require_writable
     from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
     from sinklens.zoo.export import export, write_card
     from sinklens.zoo.scores import scores, training_score
@@ -313,7 +318,9 @@ def run_train(options: argparse.Namespace) -> None:
         raise SinklensError(f"--steps must be at least 1; got {options.steps}.")
     if options.name == "planted":
         _refuse_with_planted(options)
-        out = planted_checkpoint(options.out or Path("runs/planted/checkpoint"))
+        folder = options.out or Path("runs/planted/checkpoint")
+        check_folder(folder, "a checkpoint")
+        out = planted_checkpoint(folder)
         print(f"Checkpoint in {out}; its weights were set by hand, without training.")
         return
     if options.name not in RECIPES:
@@ -326,15 +333,20 @@ def run_train(options: argparse.Namespace) -> None:
         recipe = dataclasses.replace(recipe, cycles=(options.steps,))
     folder = options.run or Path("runs") / recipe.name
     if options.checkpoints is not None:
+        require_writable(options.checkpoints)
         for checkpoint in curve.write_checkpoints(recipe, folder, options.checkpoints):
             print(checkpoint)
         return
+    checkpoint_folder = options.out or folder / "checkpoint"
+    if checkpoint_folder.resolve() == folder.resolve():
+        raise SinklensError(f"--out and --run are both {folder}; a checkpoint needs a folder of its own.")
+    check_folder(checkpoint_folder, "a checkpoint")
     for record in train(recipe, folder):
         print(
             f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s",
             flush=True,
         )
-    out = export(recipe, folder, options.out or folder / "checkpoint")
+    out = export(recipe, folder, checkpoint_folder)
     for record in curve.accuracy_curve(recipe, folder, training_score):
         print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
     found = []

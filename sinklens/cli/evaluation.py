@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_cache, add_settings, natural, refuse_caches, settings_given
+from sinklens.cli.options import add_cache, add_loading, add_seed, add_settings, loading, refuse_caches, settings_given
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ def _add_execution(command: Any) -> None:
         metavar="N",
         help="samples that are run and recorded together (default: %(default)s)",
     )
-    work.add_argument(
-        "--seed", type=natural, default=0, help="seed of sampling and of random keys (default: %(default)s)"
-    )
+    add_seed(work, "seed of sampling and of random keys")
     work.add_argument(
         "--shard",
         default="0/1",
@@ -132,8 +130,7 @@ def _add_execution(command: Any) -> None:
     work.add_argument(
         "--dry-run", action="store_true", help="run a few samples and estimate the total time (default: no)"
     )
-    work.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
-    work.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
+    add_loading(work)
 
 
 def _add_score(commands: Any) -> None:
@@ -177,7 +174,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     shared: Options = {
         "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard), "cache": options.cache,
-        "load": {"dtype": options.dtype, "device": options.device},
+        "load": loading(options),
     }  # fmt: skip
     for name in options.models:
         if options.dry_run:
@@ -282,7 +279,7 @@ def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], querie
 
 def _shard(text: str) -> tuple[int, int]:
     number, slash, parts = text.partition("/")
-    if not slash or not number.isdigit() or not parts.isdigit() or int(parts) < 1:
+    if not slash or not (number + parts).isdecimal() or not number or not parts or int(parts) < 1:
         raise SinklensError(f"--shard must be I/N, e.g. 0/4 for the first of four shards; got {text}.")
     return int(number), int(parts)
 
@@ -366,8 +363,10 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     from sinklens.atomic import atomic_write
     from sinklens.cli.printing import show
     from sinklens.evaluation.tables import frame, read_lines
+    from sinklens.folders import require_writable
     from sinklens.views import accuracy_by_speed, accuracy_curves
 
+    require_writable(out)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lines = read_lines(ledger, mixed_devices=mixed_devices)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sinklens.cli.options import add_loading, loading
 from sinklens.errors import SettingError
 
 MORE = """\
@@ -44,8 +45,7 @@ def add_lab(commands: Any) -> None:
         help="address of the lab in a browser behind a reverse proxy, e.g. "
         "https://hub.example.org/user/ann/proxy/{port}/ (default: it is reached directly)",
     )  # fmt: skip
-    lab.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
-    lab.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
+    add_loading(lab)
     lab.set_defaults(command=run_lab)
 
 
@@ -67,7 +67,7 @@ def run_lab(options: argparse.Namespace) -> None:
     read_public(options.public_url, listener.getsockname()[1])  # before a model is loaded
     from sinklens.lab.loading import lab_models
 
-    models = lab_models([options.model, *options.compare], dtype=options.dtype, device=options.device)
+    models = lab_models([options.model, *options.compare], **loading(options))
     lab = Lab(
         models, keep=options.keep, host=options.host, listener=listener, framed=False, public_url=options.public_url
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
 from sinklens.errors import SinklensError
+from sinklens.integers import as_seed
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
@@ -27,6 +28,27 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     for name, kind in Settings.__annotations__.items():
         text = f"{setting_help(name)}{_default(name)}".replace("%", "%%")
         group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", help=text, **_flag(kind))
+
+
+def add_seed(command: Any, help: str) -> None:
+    """Add ``--seed``."""
+    command.add_argument("--seed", type=_seed, default=0, help=f"{help} (default: %(default)s)")
+
+
+def add_chat(command: Any) -> None:
+    """Add ``--chat``."""
+    command.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template (default: no)")
+
+
+def add_loading(command: Any) -> None:
+    """Add the options of `sinklens.load` that `loading` returns."""
+    command.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: %(default)s)")
+    command.add_argument("--device", help="e.g. cpu or cuda:1 (default: a GPU if available, else cpu)")
+
+
+def loading(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_loading` read, as keyword arguments of `sinklens.load`."""
+    return {"dtype": options.dtype, "device": options.device}
 
 
 def add_cache(command: Any, help: str, **more: Any) -> None:
@@ -80,9 +102,8 @@ def _flag(kind: Any) -> dict[str, Any]:
     return {"type": kind, "default": None, "metavar": kind.__name__.upper()}
 
 
-def natural(text: str) -> int:
-    """An integer of at least 0, as the ``type`` of a flag."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is negative; give 0 or more")
-    return number
+def _seed(text: str) -> int:
+    try:
+        return as_seed(int(text) if text.isdecimal() else text)
+    except ValueError as error:  # also more digits than Python reads
+        raise argparse.ArgumentTypeError(str(error)) from error

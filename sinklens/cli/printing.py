@@ -19,7 +19,8 @@ WIDE = 400  # columns of a table written to a file or a pipe, where nothing shou
 LEGEND = (
     "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
     "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
-    "many random keys masked, on the samples that both have. Shares of answers: malformed, "
+    "many random keys masked, or minus that of the condition's own control (control_of), on the samples that both "
+    "have. Shares of answers: malformed, "
     "i.e. not of the required form (right of formed: accuracy over the others); empty; with masks left; without an end "
     "token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
 )
@@ -93,7 +94,10 @@ def _second_table(model: str, lines: Sequence["Line"]) -> Table:
     columns = ("samples", "vs unmasked", "vs random", *["speed"] * timed)
     table = _table(f"{model}: compared on the same samples", columns, _heading(lines))
     for line in lines:
-        differences = (_difference(line.against_unmasked), _difference(line.against_random))
+        differences = (
+            _difference(line.against_unmasked) or line.no_unmasked,
+            _difference(line.against_random) or line.no_random,
+        )
         speed = [f"{line.speed:.2f} x" if line.against_unmasked else ""] * timed
         table.add_row(_masked(line), str(line.accuracy.total), *differences, *speed)
     return table

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sinklens.cli.options import add_settings, natural, settings_given
+from sinklens.cli.options import add_chat, add_loading, add_seed, add_settings, loading, settings_given
 from sinklens.errors import SettingError, SinklensError
 
 
@@ -45,14 +45,14 @@ def add_analyse(commands: Any) -> None:
         "--batch", type=int, default=10, metavar="N",
         help="prompts run together, where the study supports it; does not affect the results (default: %(default)s)",
     )  # fmt: skip
-    analyse.add_argument(
-        "--seed", type=natural, default=0, help="seed of the runs and of the intervals (default: %(default)s)"
-    )
+    add_seed(analyse, "seed of the runs and of the intervals")
     analyse.add_argument(
         "--seeds", action="store_true",
         help="the models are training runs that differ in their seed: also print and write every measure over all of "
         "them, with an interval over seeds and prompts, and whether they agree in sign (default: no)",
     )  # fmt: skip
+    add_chat(analyse)
+    add_loading(analyse)
     add_settings(analyse)
     analyse.set_defaults(command=run_analyse)
 
@@ -80,6 +80,8 @@ def run_analyse(options: argparse.Namespace) -> None:
     from sinklens.analyses.printing import show
     from sinklens.analyses.seeds import write_seeds
     from sinklens.evaluation.counting import Counts
+    from sinklens.folders import check_folder
+    from sinklens.model import load
 
     kind = find(options.name)
     out = options.out or Path(f"analyses-{kind.name}")
@@ -88,10 +90,14 @@ def run_analyse(options: argparse.Namespace) -> None:
         raise SettingError(
             f"--seeds compares training runs of one recipe; give at least two models, not {options.models[0]} alone."
         )
-    study = kind(seed=options.seed, batch=options.batch, settings=settings_given(options))
+    study = kind(
+        seed=options.seed, batch=options.batch, settings=settings_given(options), chat_template=options.chat
+    )  # fmt: skip
+    check_folder(out, "a study")
+    models = [load(name, **loading(options)) for name in options.models]
     with Counts("prompts") as counts:
         try:
-            findings = study.run(options.models, prompts, out, progress=counts)
+            findings = study.run(models, prompts, out, progress=counts)
         except KeyboardInterrupt:
             counts.stop(out, options.call)
     show(out, findings.manifest)

@@ -10,17 +10,20 @@ that of a detector, the ledger also stores a hash of its source, but not of the 
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sinklens.caching import Policy, as_policy, policy_name
 from sinklens.errors import SettingError, nearest
+from sinklens.integers import as_seed
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.choice import Scope, as_tuple
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.key_places import Reach
 from sinklens.interventions.masking import OnSinks
+from sinklens.runs.intervention import whole_numbers
+from sinklens.runs.request import hook_list
 from sinklens.sinks.strongest import Part, StrongestKeys
 
 if TYPE_CHECKING:
@@ -49,10 +52,13 @@ class Condition:
         pick: how those keys are chosen; "" if no keys are masked.
         of_unmasked: run each batch unmasked first, and let `MaskSinks` and `AblateValues` take keys from that run.
         cache: the cache policy of these runs; None computes every position in every step.
+        control_of: the name of the condition that this one is a control of; tables compare the two on the same samples.
+            "" for a condition that is not a control, and for those of `masking`, which tables pair by their settings.
 
     Raises:
-        SettingError: an intervention or the policy holds a value that its repr does not fully describe, such as a
-            recorded run, or keeps state outside its dataclass fields.
+        SettingError: `hooks` are not interventions; an intervention or the policy holds a value that its repr does not
+            fully describe, such as a recorded run, or keeps state outside its dataclass fields; or the condition is a
+            control of itself.
     """
 
     name: str
@@ -61,9 +67,12 @@ class Condition:
     pick: str = ""
     of_unmasked: bool = False
     cache: Policy | None = None
+    control_of: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", as_policy(self.cache))
+        object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
+        self._check_names()
         for part in reversed(self._parts()):  # an inner policy before the one around it
             _check_state_in_fields(part)
             for entry in fields(part):
@@ -73,6 +82,19 @@ class Condition:
                         f"{type(part).__name__}({entry.name}=...) is a {type(getattr(part, entry.name)).__name__}, "
                         f"which the ledger cannot distinguish from another one; use {kind} with plain settings."
                     )
+
+    def _check_names(self) -> None:
+        for what, name in (("name", self.name), ("control_of", self.control_of)):
+            if not isinstance(name, str) or (what == "name" and not name):
+                raise SettingError(f"the {what} of a condition must be a text; got {name!r}.")
+        if self.control_of == self.name:
+            raise SettingError(f"{self.name!r} cannot be a control of itself; name the condition it is a control of.")
+        for hook in self.hooks:
+            if not isinstance(hook, Intervention):
+                raise SettingError(
+                    f"the hooks of a condition are interventions, whose settings the ledger records; got {hook!r:.80}. "
+                    f"For a function of your own, write a subclass of Intervention."
+                )
 
     def _parts(self) -> tuple[Any, ...]:
         """The interventions, the policy, and the policies inside it."""
@@ -89,6 +111,7 @@ class Condition:
         classes = [kind for part in self._parts() for kind in _classes(part)]
         code = [_code_hash(kind) for kind in dict.fromkeys(classes) if not kind.__module__.startswith("sinklens.")]
         entry |= {"of_unmasked": True} if self.of_unmasked else {}
+        entry |= {"control_of": self.control_of} if self.control_of else {}
         return entry | ({} if self.cache is None else {"cache": repr(self.cache)}) | ({"code": code} if code else {})
 
     def hooks_for(self, unmasked: "Callable[[], SinkTrack]") -> list[Intervention]:
@@ -180,17 +203,19 @@ def masking(
         seed: for random keys.
 
     Raises:
-        SettingError: a negative count, or an unknown control, kind or part.
+        SettingError: a count that is not an integer of at least 0; an unknown control, kind or part; an invalid seed.
     """
-    if any(count < 0 for count in counts):
+    numbers = whole_numbers("count", counts)
+    if any(count < 0 for count in numbers):
         raise SettingError(f"counts of masked sinks must be 0 or more; got {', '.join(map(str, counts))}.")
+    seed, controls = as_seed(seed), as_tuple(controls)
     for control in controls:
         if control not in CONTROLS:
             raise SettingError(
                 f"a control is one of {', '.join(CONTROLS)}; got {control!r}.{nearest(control, CONTROLS)}"
             )
     found = [UNMASKED]
-    for count in sorted(set(counts) - {0}):
+    for count in sorted(set(numbers) - {0}):
         plain: dict[str, Any] = {"top_k": count}
         if kind or part != "all":
             plain = {"top_k": None, "detector": StrongestKeys(count, as_tuple(kind), part)}
@@ -213,7 +238,8 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
     Raises:
         SettingError: an unknown policy, a policy that is listed twice, or a condition that has a policy already.
     """
-    listed = [caches] if isinstance(caches, str | Policy) else list(caches)
+    conditions = _checked(conditions)
+    listed = [caches] if isinstance(caches, str | Policy) or not isinstance(caches, Iterable) else list(caches)
     policies = [policy for policy in map(as_policy, listed) if policy is not None]
     names = [policy_name(policy) for policy in policies]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -223,9 +249,34 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
     if policies and given is not None:
         raise SettingError(f"the condition {given!r} has a cache policy already; drop cache=, or that policy.")
     return [*conditions, *(
-        replace(one, name=f"cache {name}" if one == UNMASKED else f"{one.name}, cache {name}", cache=policy)
+        replace(one, name=f"cache {name}" if one == UNMASKED else f"{one.name}, cache {name}", cache=policy,
+                control_of=one.control_of and f"{one.control_of}, cache {name}")
         for name, policy in zip(names, policies, strict=True) for one in conditions
     )]  # fmt: skip
+
+
+def _checked(conditions: Sequence[Condition]) -> list[Condition]:
+    """Raises SettingError unless `conditions` is a list of conditions."""
+    listed = list(conditions) if isinstance(conditions, Iterable) else [conditions]
+    if not isinstance(conditions, Iterable) or not all(isinstance(one, Condition) for one in listed):
+        kinds = ", ".join(sorted({type(one).__name__ for one in listed}))
+        raise SettingError(
+            f"conditions must be a list of Condition, such as masking([1]) or [UNMASKED, Condition('mine', hooks)]; "
+            f"got {kinds}."
+        )
+    return listed
+
+
+def unpaired(controls: Mapping[str, str], names: Collection[str]) -> str:
+    """A warning about controls, name -> `Condition.control_of`, of conditions that are not among `names`; "" if none
+    is.
+    """
+    texts = [
+        f"{name!r} is a control of {of!r}, which is not evaluated, so it is compared with nothing.{nearest(of, names)}"
+        for name, of in controls.items()
+        if of and of not in names
+    ]
+    return " ".join(texts)
 
 
 def _control(count: int, control: str, strongest: MaskSinks, of_unmasked: bool, seed: int) -> Condition:

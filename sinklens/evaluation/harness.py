@@ -25,12 +25,14 @@ from typing import Any, NoReturn
 
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import PromptError, SettingError, SinklensError
-from sinklens.interventions import Intervention, MaskSinks
+from sinklens.integers import as_seed
+from sinklens.interventions import MaskSinks
 from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.key_places import Reach
 from sinklens.model import load
 from sinklens.runs.policies import check_policy
+from sinklens.runs.request import hook_list
 from sinklens.sampling import settings_for
 from sinklens.tasks.base import cut
 from sinklens.tracing import generate
@@ -96,11 +98,12 @@ class SinklensLM(LM):
         **settings: Any,
     ) -> None:
         super().__init__()
+        self.seed = as_seed(seed)  # before the model is loaded
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise SettingError(
                 f"batch_size must be a number of at least 1 ('auto' is not supported); got {batch_size!r}."
             )
-        self.hooks = [hooks] if isinstance(hooks, Intervention) else list(hooks)
+        self.hooks = hook_list(hooks)
         if mask_sinks is not None and self.hooks:
             raise SettingError(f"give hooks or mask_sinks, not both; got {self.hooks} and {mask_sinks}.")
         if mask_sinks:
@@ -113,7 +116,7 @@ class SinklensLM(LM):
             "dtype": None if dtype == "auto" else dtype,
         }
         self.model = load(pretrained, **{name: value for name, value in given.items() if value is not None})
-        self.batch_size, self.seed, self.settings = int(batch_size), seed, settings
+        self.batch_size, self.settings = int(batch_size), settings
         self._device = self.model.cfg.device
         self.cache = as_policy(cache)
         self._settings({})

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 from sinklens.caching import Policy
-from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.conditions import Condition, under_caches
+from sinklens.errors import ControlWarning, LedgerError, SettingError, nearest, warn_caller
+from sinklens.evaluation.conditions import Condition, under_caches, unpaired
 from sinklens.evaluation.ledger import LedgerRun, Record, Writer
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity, prompt_hash, reference_hash
+from sinklens.folders import check_folder
+from sinklens.integers import as_integer, check_seed_of
 from sinklens.model import load
 from sinklens.tasks import Sample, Task
 
@@ -136,14 +138,20 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "conditions", under_caches(self.conditions, self.cache))
+        check_seed_of(self)
 
     def job(self) -> Job:
         """What an engine needs.
 
         Raises:
-            SettingError: the task is not the protocol's.
+            SettingError: the task is not the protocol's, or one of them is something else.
         """
         protocol = find_protocol(self.protocol) if isinstance(self.protocol, str) else self.protocol
+        if not isinstance(protocol, EvalProtocol) or not isinstance(self.task, Task | None):
+            raise SettingError(
+                f"an evaluation takes a protocol, or the name of a protocol or task, and task= takes a Task, such as "
+                f"find_task('gsm8k', path='data'); got {protocol!r:.60} and {self.task!r:.60}."
+            )
         task = self.task or protocol.make_task()
         if task.name != protocol.task:
             raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
@@ -155,13 +163,16 @@ class Evaluation:
         Raises:
             SettingError: one of them.
         """
+        if not isinstance(self.shard, tuple | list) or len(self.shard) != 2 or None in map(as_integer, self.shard):
+            raise SettingError(f"shard must be two integers, (0, 4) for the first of four; got {self.shard!r}.")
         number, parts = self.shard
         if parts < 1:
             raise SettingError(f"the number of shards must be at least 1; got {parts}.")
         if not 0 <= number < parts:
             raise SettingError(f"{parts} shards are numbered 0 to {parts - 1}; got {number}.")
-        if self.batch < 1:
-            raise SettingError(f"batch must be at least 1 sample; got {self.batch}.")
+        batch = as_integer(self.batch)
+        if batch is None or batch < 1:
+            raise SettingError(f"batch must be at least 1 sample; got {self.batch!r}.")
         names = [condition.name for condition in self.conditions]
         if not names or len(set(names)) < len(names):
             raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
@@ -212,13 +223,20 @@ def evaluate(
         The ledger's run of each condition.
 
     Raises:
+        SinklensError: `ledger` cannot be written, or holds results of another kind.
         LedgerError: another process is writing the same shard, the disk is full, or the ledger was started with other
             data; finished samples are kept.
-        SettingError: there is no sample or no condition, the shard does not exist, or the model cannot run under a
-            cache policy.
+        SettingError: there is no sample or no condition, the shard does not exist, the model cannot run under a cache
+            policy, or an option is unknown.
+
+    Warns:
+        ControlWarning: a condition is a control of one that neither these nor the ledger's conditions include.
     """
     engine = engine or InProcess()
-    plan = _plan(Evaluation(model, protocol, conditions, ledger, **options), engine)
+    check_folder(ledger, "an evaluation")
+    plan = _plan(_request(model, protocol, conditions, ledger, options), engine)
+    if note := unpaired(plan.controls(), plan.names()):
+        warn_caller(note, ControlWarning)
     with ExitStack() as stack:
         writers = [stack.enter_context(Writer(run.begin(), plan.request.shard[0])) for run in plan.runs]
         work = plan.missing()  # after locking: no other process is writing these shards
@@ -236,6 +254,17 @@ def evaluate(
             _report(plan, plan.finished(), progress)
             raise
     return plan.runs
+
+
+def _request(
+    model: Any, protocol: EvalProtocol | str, conditions: Sequence[Condition], ledger: str | Path, options: Options
+) -> Evaluation:
+    """The request; an option that does not exist is an error."""
+    for name in options:
+        if name not in Options.__annotations__:
+            known = list(Options.__annotations__)
+            raise SettingError(f"{name} is not an option; the options are {', '.join(known)}.{nearest(name, known)}")
+    return Evaluation(model, protocol, conditions, ledger, **options)
 
 
 @dataclass(frozen=True)
@@ -269,7 +298,7 @@ def estimate(
     The batches run under the first and the last condition that have units left, each after a one-row warm-up run.
     """
     engine = InProcess()
-    plan = _plan(Evaluation(model, protocol, conditions, ledger, **options), engine)
+    plan = _plan(_request(model, protocol, conditions, ledger, options), engine)
     work = plan.missing()
     if not work:
         return Estimate(0, 0, 0, 0.0, 0)
@@ -303,6 +332,16 @@ class _Plan:
     job: Job
     samples: list[Sample]
     runs: list[LedgerRun]
+
+    def controls(self) -> dict[str, str]:
+        """The conditions, each with the name of the one that it is a control of, or ""."""
+        return {condition.name: condition.control_of for condition in self.request.conditions}
+
+    def names(self) -> set[str]:
+        """The names of these conditions, and of those in the ledger."""
+        notes = Path(self.request.ledger).glob("run-*/run.json")
+        earlier = LedgerRun.all(Path(self.request.ledger)) if any(notes) else []
+        return {*self.controls(), *(run.what["condition"]["name"] for run in earlier)}
 
     def place(self, condition: Condition) -> int:
         return next(place for place, planned in enumerate(self.request.conditions) if planned == condition)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
 from sinklens.errors import SettingError
+from sinklens.integers import as_integer
 
 Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 HALVINGS = 45  # of a range of at most 4: the limits are exact to 1e-13
@@ -30,6 +31,10 @@ class Accuracy:
 
     right: int
     total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.right <= self.total:
+            raise SettingError(f"{self.right} of {self.total} samples cannot be right.")
 
     @property
     def share(self) -> float:
@@ -74,11 +79,18 @@ class Paired:
 
 
 def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]) -> Paired:
-    """Compare the verdicts of two runs on the same samples, in the same order.
+    """Compare the verdicts of two runs, arrays or lists, on the same samples in the same order.
 
     Raises:
-        SettingError: there is no sample, or the numbers of samples differ.
+        SettingError: they are not verdicts, True or False; there is no sample, or the numbers of samples differ.
     """
+    base, changed = np.asarray(base), np.asarray(changed)
+    for verdicts in (base, changed):
+        if verdicts.ndim != 1 or not (verdicts.dtype == bool or not len(verdicts)):
+            raise SettingError(
+                f"paired verdicts are lists of True and False; got {verdicts.dtype} values of shape "
+                f"{list(verdicts.shape)}."
+            )
     if len(base) != len(changed) or not len(base):
         raise SettingError(f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.")
     lost, gained, total = int((base & ~changed).sum()), int((~base & changed).sum()), len(base)
@@ -87,8 +99,15 @@ def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """McNemar's exact test, two-sided: the sign test of the discordant samples; 1 without any."""
+    """McNemar's exact test, two-sided: the sign test of the discordant samples; 1 without any.
+
+    Raises:
+        SettingError: a count is not an integer of at least 0.
+    """
     from scipy.stats import binomtest
+
+    if any(as_integer(count) is None or count < 0 for count in (lost, gained)):
+        raise SettingError(f"lost and gained must be counts of samples, 0 or more; got {lost!r} and {gained!r}.")
 
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
 
@@ -146,6 +165,8 @@ def _shares(
     counts: np.ndarray, values: Sequence[int]
 ) -> tuple[Float[np.ndarray, "entry value"], Float[np.ndarray, " entry"], Float[np.ndarray, " value"]]:
     """Shares of each value, NaN without samples; the numbers of samples; and the values."""
+    if np.shape(counts)[-1:] != (len(values),):
+        raise SettingError(f"counts needs an entry for each of {len(values)} values; got {list(np.shape(counts))}.")
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, len(values))
     number = flat.sum(axis=1)
     shares = np.divide(flat, number[:, None], out=np.full_like(flat, np.nan), where=number[:, None] > 0)

@@ -1,10 +1,11 @@
 """Tables of a ledger: accuracy under each condition, paired with the unmasked run of the same model.
 
 Runs that differ only in their condition form a *group*: one model under one protocol. Within a group every condition is
-compared with "unmasked" on the samples that both have, and masked sinks also with the same number of random keys,
-selected and masked in the same manner (the first of several seeds). p values (McNemar's exact test) are corrected by
-Holm's method over a group's comparisons of one kind, with "unmasked" or with random keys. A condition under a cache
-policy is compared with the exact unmasked run, and its random keys are those under the same policy.
+compared with "unmasked" on the samples that both have, and with its control: masked sinks with the same number of
+random keys, selected and masked in the same manner (the first of several seeds), any other condition with the one whose
+`Condition.control_of` names it. p values (McNemar's exact test) are corrected by Holm's method over a group's
+comparisons of one kind, with "unmasked" or with controls. A condition under a cache policy is compared with the exact
+unmasked run, and its controls are those under the same policy.
 
 Caveat: a model's results differ in the last bits between device types, and so can its answers. Runs on different device
 types are not paired unless requested.
@@ -17,12 +18,12 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.conditions import CONTROLS
+from sinklens.errors import ControlWarning, LedgerError, SettingError
+from sinklens.evaluation.conditions import CONTROLS, unpaired
 from sinklens.evaluation.ledger import LedgerRun, Record
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
@@ -61,14 +62,18 @@ class Line:
         cache: the cache policy of the runs; "" for exact ones.
         accuracy: over all samples with a verdict.
         against_unmasked: paired with the unmasked run; None for the unmasked run, or if there is no such run.
-        against_random: paired with the same number of random keys, masked in the same manner; None where this does not
-            apply.
+        against_random: paired with its control: the same number of random keys, masked in the same manner, or the
+            condition whose `Condition.control_of` names this one (the first of several). None without one.
         chance: expected accuracy of a guess, in [0, 1].
         malformed: share of answers that are not of the required form (`Task.malformed`); NaN if the task requires none,
             or for records of version 0.1.
         formed: accuracy over the other answers; None where `malformed` is NaN.
         empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
         per_second: samples per second of model time.
+        control: name of that control; "" without one.
+        no_unmasked, no_random: why `against_unmasked` or `against_random` is None: "no unmasked run", "no control",
+            "not scored" or "no shared samples". "" if it is not None, or where it does not apply: to the unmasked run,
+            to controls, and to runs that change nothing but the cache policy.
         speed: seconds of the exact unmasked run over seconds of this one, on the samples that both have; NaN for the
             unmasked run, or if there is no such run.
         sinks: sinks per head and step, by the paper's definition.
@@ -100,6 +105,16 @@ class Line:
     unscored: int = 0
     cache: str = ""
     speed: float = math.nan
+    control: str = ""
+    no_unmasked: str = ""
+    no_random: str = ""
+
+
+class _Against(NamedTuple):
+    """A comparison with another run, or why there is none."""
+
+    pair: Paired | None
+    missing: str
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,15 @@ class _Read:
     @property
     def condition(self) -> dict[str, Any]:
         return dict(self.run.what["condition"])
+
+    @property
+    def name(self) -> str:
+        return str(self.condition["name"])
+
+    @property
+    def controls(self) -> str:
+        """The name of the condition that it is a control of, or ""."""
+        return str(self.condition.get("control_of", ""))
 
     @property
     def devices(self) -> set[str]:
@@ -132,6 +156,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
 
     Warns:
         UserWarning: generated programs have not been run, listed by run; see `Line.unscored`.
+        ControlWarning: a condition is a control of one that its group does not include.
     """
     read = [_read(run) for run in LedgerRun.all(Path(ledger))]
     left_out = _unscored(read, ledger)
@@ -211,20 +236,40 @@ def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
 
 def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Line]:
     base = next((one for one in members if not one.condition["hooks"] and "cache" not in one.condition), None)
-    random = {_masking_key(one): one for one in reversed(members) if one.condition["pick"] == "random"}
+    if note := unpaired({one.name: one.controls for one in members}, [one.name for one in members]):
+        warnings.warn(note, ControlWarning, stacklevel=3)
     lines = []
     for one in members:
-        condition = one.condition
-        control = random.get(_masking_key(one)) if condition["pick"] in ("strongest", "steady") else None
+        control = _control_of(one, members)
+        treated = one.condition["hooks"] and not one.controls and one.condition["pick"] not in CONTROLS
         lines.append(
             _line(
                 name, one,
-                None if base is None or one is base else _pair(base, one, mixed_devices),
-                None if control is None else _pair(control, one, mixed_devices),
+                _Against(None, "") if one is base else _against(base, one, "no unmasked run", mixed_devices),
+                _against(control, one, "no control" if treated else "", mixed_devices),
                 math.nan if base is None or one is base else _speed(base, one),
+                "" if control is None else control.name,
             )
         )  # fmt: skip
     return _corrected(lines)
+
+
+def _control_of(read: _Read, members: Sequence[_Read]) -> _Read | None:
+    """The first control of a run: one that names its condition, or random keys masked in the same manner."""
+    named = [one for one in members if one.controls == read.name]
+    if not named and read.condition["pick"] in ("strongest", "steady"):
+        random = [one for one in members if one.condition["pick"] == "random" and not one.controls]
+        named = [one for one in random if _masking_key(one) == _masking_key(read)]
+    return named[0] if named else None
+
+
+def _against(other: _Read | None, read: _Read, absent: str, mixed_devices: bool) -> _Against:
+    """The comparison with `other`, or why there is none: `absent` without another run."""
+    if other is None:
+        return _Against(None, absent)
+    pair = _pair(other, read, mixed_devices)
+    unscored = not (other.verdicts and read.verdicts)
+    return _Against(pair, "" if pair is not None else "not scored" if unscored else "no shared samples")
 
 
 def _masking_key(read: _Read) -> str:
@@ -265,7 +310,9 @@ def _speed(base: _Read, changed: _Read) -> float:
     return first / second if second else math.nan
 
 
-def _line(name: str, read: _Read, against_unmasked: Paired | None, against_random: Paired | None, speed: float) -> Line:
+def _line(
+    name: str, read: _Read, against_unmasked: _Against, against_random: _Against, speed: float, control: str
+) -> Line:
     what, condition, records = read.run.what, read.condition, list(read.records.values())
     seconds = sum(record["seconds"] for record in records)
     formed = _formed(read)
@@ -281,8 +328,8 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
         masked=condition["masked"],
         pick=condition["pick"],
         accuracy=Accuracy(sum(read.verdicts.values()), len(read.verdicts)),
-        against_unmasked=against_unmasked,
-        against_random=against_random,
+        against_unmasked=against_unmasked.pair,
+        against_random=against_random.pair,
         chance=mean(record["chance"] for record in records),
         malformed=math.nan if formed is None else 1 - formed.total / len(records),
         formed=formed,
@@ -296,6 +343,9 @@ def _line(name: str, read: _Read, against_unmasked: Paired | None, against_rando
         unscored=read.unscored,
         cache=condition.get("cache", ""),
         speed=speed,
+        control=control,
+        no_unmasked=against_unmasked.missing,
+        no_random=against_random.missing,
     )
 
 
@@ -346,6 +396,7 @@ def frame(lines: Sequence[Line]) -> "DataFrame":
             "malformed": line.malformed, "right_of_formed": math.nan if line.formed is None else line.formed.share,
             "empty": line.empty, "masks": line.masks, "unended": line.unended, "per_second": line.per_second,
             "speed": line.speed, "sinks": line.sinks, "devices": " ".join(line.devices), "paper": line.paper,
-            "unscored": line.unscored,
+            "unscored": line.unscored, "control": line.control, "no_unmasked": line.no_unmasked,
+            "no_random": line.no_random,
         })  # fmt: skip
     return pd.DataFrame(rows)

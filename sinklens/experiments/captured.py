@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.integers import as_seed
 from sinklens.interventions.heads import HeadOutputs
 from sinklens.model import Model
 from sinklens.runs import activity
@@ -43,7 +44,7 @@ class _Collected:
 
     def __init__(self, model: Model, real: Bool[Tensor, "batch pos"], seed: int) -> None:
         layers = range(model.cfg.n_layers)
-        self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(seed)
+        self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(as_seed(seed))
         self._ids: Tensor | None = None
         self._pass: dict[int, Tensor] = {}
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}

@@ -29,8 +29,8 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.runs.intervention import Intervention, within
-from sinklens.runs.request import Hooks
+from sinklens.runs.intervention import within
+from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
@@ -357,12 +357,12 @@ def effect(
         cache: a cache policy or its name, for the second and third run.
         seed, **settings: as in `sinklens.generate`.
     """
-    listed = [hooks] if isinstance(hooks, Intervention) else list(hooks)
+    entries = hook_list(hooks)
     kept = [MaskedLogits() for _ in range(3)]
     base = generate(model, prompt, seed=seed, hooks=[kept[0]], progress=False, **settings)
     settings |= {"seed": seed, "cache": cache, "progress": False}
-    free = generate(base.model, prompt, hooks=[*listed, kept[1]], **settings)
-    replayed = generate(base.model, prompt, hooks=[*listed, kept[2]], replay=base, **settings)
+    free = generate(base.model, prompt, hooks=[*entries, kept[1]], **settings)
+    replayed = generate(base.model, prompt, hooks=[*entries, kept[2]], replay=base, **settings)
     free_running, under_replay = (
         compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
     )

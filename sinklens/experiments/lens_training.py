@@ -23,6 +23,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import of_step
 from sinklens.experiments.lens import log_probabilities, streams_before
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
+from sinklens.integers import as_seed
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def train_tuned_lens(
         raise SettingError("buckets, updates, batch, places and rows must be at least 1.")
     d_model, layers = model.cfg.d_model, model.cfg.n_layers
     empty = TunedLens(model.name, torch.zeros(buckets, layers, d_model, d_model), torch.zeros(buckets, layers, d_model))
-    drawn = torch.Generator().manual_seed(seed)
+    drawn = torch.Generator().manual_seed(as_seed(seed))
     kept: list[list[Tensor]] = [[] for _ in range(buckets)]
     for start in range(0, len(prompts), rows):
         part = list(prompts[start : start + rows])

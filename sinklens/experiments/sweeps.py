@@ -27,14 +27,16 @@ from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, Places, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.identity import fingerprint
+from sinklens.integers import as_integer
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Intervention
-from sinklens.runs.request import RunRequest
+from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import AutoregressiveSettings, SamplerSettings, settings_for
+from sinklens.sampling.settings import is_finite
 
 if TYPE_CHECKING:
     from sinklens.runs.request import Hooks
@@ -93,18 +95,21 @@ def sweep(
             or a metric that does not return one number per prompt; a cache policy that this run cannot have.
     """
     model = load(model)
-    listed: dict[Any, list[Any]] = {
-        name: [hooks] if isinstance(hooks, Intervention) else list(hooks) for name, hooks in interventions.items()
-    }
+    if not isinstance(interventions, Mapping):
+        raise SettingError(
+            f"interventions must be a dict of names and interventions, {{'name': AblateHeads(heads=[0])}}; got "
+            f"{type(interventions).__name__}."
+        )
+    listed = {name: hook_list(hooks) for name, hooks in interventions.items()}
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
     policy = as_policy(cache)
     places = _places(listed, metric, replay, out, policy)
     work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out), policy)
-    limit = work.rows_within(prompts, memory_gb) if rows is None else rows
-    if limit < 1:
-        raise SettingError(f"rows, the number of rows per pass, must be at least 1; got {limit}.")
+    limit = work.rows_within(prompts, memory_gb) if rows is None else as_integer(rows)
+    if limit is None or limit < 1:
+        raise SettingError(f"rows, the number of rows per pass, must be an integer of at least 1; got {rows!r}.")
     size = min(len(prompts), limit)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     if metric is not None:
@@ -187,6 +192,8 @@ def rows_within(memory_gb: float | int, row: int) -> int:
     Raises:
         SettingError: the budget is below one row.
     """
+    if not is_finite(memory_gb):
+        raise SettingError(f"memory_gb must be a number, in 10⁹ bytes; got {memory_gb!r}.")
     if memory_gb * 1e9 < row:
         raise SettingError(f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb.")
     return int(memory_gb * 1e9 // row)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from sinklens.atomic import atomic_write
@@ -109,7 +109,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
     if sae.architecture == "topk":
         config |= {"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescale}
     with atomic_write(Path(folder) / WEIGHTS) as part:
-        save_file(tensors, part)
+        part.write_bytes(save(tensors))
     with atomic_write(Path(folder) / CONFIG) as part:
         part.write_text(json.dumps(config, indent=1) + "\n")
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from sinklens.atomic import atomic_write
@@ -30,6 +30,7 @@ from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.saelens import save_sae
 from sinklens.features.store import ActivationStore
+from sinklens.integers import check_seed_of
 
 STATE = "training.safetensors"
 AUX = 1 / 32
@@ -68,6 +69,7 @@ class Recipe:
                 f"a recipe needs 1 ≤ k ≤ d_sae, at least 1 step, a batch of at least 2 and 0 ≤ held_out < 1; got "
                 f"{self}."
             )
+        check_seed_of(self)
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class _Training:
             tensors |= {f"{name}.mean": state["exp_avg"], f"{name}.square": state["exp_avg_sq"]}
         tensors |= {"idle": self.idle, "unexplained": torch.tensor(self.unexplained)}
         with atomic_write(file) as part:
-            save_file(tensors, part, {"identity": self.identity})
+            part.write_bytes(save(tensors, {"identity": self.identity}))
 
     def restore(self, file: Path) -> None:
         """Read the state that `keep` wrote.

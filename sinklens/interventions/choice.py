@@ -3,12 +3,12 @@
 Caveat: scores are those of the step before, so nothing is chosen at step 0; `same_step` and `source` change this.
 """
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from sinklens.errors import SettingError
+from sinklens.integers import as_integer, check_seed_of
 from sinklens.interventions.controls import DRAWN, PICKS, Pick
 from sinklens.sinks.strongest import check_only
 from sinklens.sinks.track import SinkTrack, require_detector
@@ -61,7 +61,8 @@ class ChoiceRule:
         """Reject settings that exclude each other.
 
         Raises:
-            SettingError: neither or both of `top_k` and `detector`, an unknown name, or a control without its scope.
+            SettingError: neither or both of `top_k` and `detector`, an unknown name, a control without its scope, or an
+                invalid seed.
         """
         if self.top_k is not None and self.detector is not None:
             raise SettingError("pass either top_k, a number of keys per head, or detector, not both.")
@@ -72,7 +73,8 @@ class ChoiceRule:
             )
         if self.detector is not None:
             require_detector(self.detector)
-        if self.top_k is not None and not _is_count(self.top_k):
+        count = as_integer(self.top_k)
+        if self.top_k is not None and (count is None or count < 0):
             raise SettingError(f"top_k must be a number of keys, 0 or more; got {self.top_k}.")
         if self.pick not in PICKS:
             raise SettingError(f"pick must be one of {', '.join(PICKS)}; got {self.pick!r}.")
@@ -89,6 +91,7 @@ class ChoiceRule:
                 f"none. Leave it out."
             )
         check_only(self.only_names)
+        check_seed_of(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +134,12 @@ class KeyChoice(ChoiceRule):
         ) and (isinstance(self.source, str) and self.source == ITSELF)
 
 
-def _is_count(number: object) -> bool:
-    """Whether `number` is a non-negative integer."""
-    if isinstance(number, bool):
-        return False
-    try:
-        return operator.index(number) >= 0  # type: ignore[arg-type]
-    except TypeError:
-        return False
-
-
 def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
-    """`only` as a tuple, from one name or several."""
+    """`only` as a tuple, from one name or several.
+
+    Raises:
+        SettingError: it is neither.
+    """
+    if not isinstance(only, Iterable):
+        raise SettingError(f"give a name or a list of names; got {only!r}.")
     return (only,) if isinstance(only, str) else tuple(only)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.integers import check_seed_of
 from sinklens.interventions.kinds_now import kinds_now, states_now
 from sinklens.interventions.patching import along, at_heads, head_axis
 from sinklens.interventions.places import Places
@@ -163,6 +164,7 @@ class Resample(AtPositions):
 
     def __post_init__(self) -> None:
         refuse_empty(self)
+        check_seed_of(self)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.integers import check_seed_of
 from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Places, on_heads
@@ -71,10 +72,13 @@ class AblateHeads(AtPositions):
         refuse_empty(self)
         if self.by not in ("zero", "mean", "resample"):
             raise SettingError(f"by must be 'zero', 'mean' or 'resample'; got {self.by!r}.")
+        if not isinstance(self.reference, HeadOutputs | None):
+            raise SettingError(f"reference must be what head_outputs(model, prompts) returns; got {self.reference!r}.")
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
         if self.by == "zero" and self.reference is not None:
             raise SettingError("by='zero' does not use reference=; pass by='mean' or by='resample', or omit it.")
+        check_seed_of(self)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

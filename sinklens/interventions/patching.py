@@ -8,7 +8,7 @@ Limitation: prompts of different lengths have different positions. Patching betw
 ``source_positions=`` that state which position corresponds to which; a guess would put values at unrelated positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
+from sinklens.integers import as_integer
 from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
 from sinklens.interventions.where import AtPositions
@@ -86,7 +87,8 @@ class PatchHooks(AtPositions):
             many as this run has.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
-        steps: steps of this run; by default those for which `source` holds values (step t + shift).
+        steps: steps of this run; by default those for which `source` holds values (step t + shift). Without a shift,
+            this run must have all of them.
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
         positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
@@ -96,7 +98,8 @@ class PatchHooks(AtPositions):
             columns, or if the source has another length, those with the numbers in `positions`.
 
     Raises:
-        SettingError: a step or point that `source` does not hold; lengths that differ without `positions`.
+        SettingError: a step or point that `source` does not hold; a step of `source` that the run does not have;
+            lengths that differ without `positions`.
     """
 
     within_step: ClassVar[bool] = True
@@ -114,13 +117,16 @@ class PatchHooks(AtPositions):
                 f"source_positions and positions must have the same length; got {len(self.source_positions)} and "
                 f"{count}."
             )
-        if not isinstance(self.source, Mapping) or not all(isinstance(step, int) for step in self.source):
+        known = isinstance(self.source, Mapping) and not any(as_integer(step) is None for step in self.source)
+        if not known or not all(isinstance(cache, Iterable) for cache in self.source.values()):
             raise SettingError(
                 f"source maps steps to caches: pass the .caches of Activations, or what t.cache(...) returned; got "
                 f"{type(self.source).__name__}. For the cache of a single pass write source={{0: cache}}."
             )
         if not len(self.source):
             raise SettingError("source holds no step; run the model that fills it first.")
+        if as_integer(self.shift) is None:
+            raise SettingError(f"shift must be a number of steps, 0 or an integer below or above; got {self.shift!r}.")
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
@@ -186,8 +192,7 @@ class PatchHooks(AtPositions):
             self.step_test(run)
             steps = [0]
         else:
-            found = patched_steps(self.source, self.shift)
-            steps = (found or [0]) if self.steps is None else within("step", self.steps, run.steps)
+            steps = self._default_steps(run) if self.steps is None else within("step", self.steps, run.steps)
         missing = [step for step in steps if step + self.shift not in self.source]
         if missing:
             raise SettingError(
@@ -195,6 +200,23 @@ class PatchHooks(AtPositions):
                 f"change steps= or shift=."
             )
         return frozenset(steps)
+
+    def _default_steps(self, run: RunContext) -> list[int]:
+        """The steps for which `source` holds values; with a shift, those among them that the run has.
+
+        Raises:
+            SettingError: it holds a step that the run does not have, or with a shift, only such steps.
+        """
+        found = patched_steps(self.source, self.shift)
+        inside = [step for step in found if step < run.steps]
+        if (inside == found) if self.shift == 0 else inside:
+            return inside or [0]
+        last = max(self.source)
+        shifted = f" (step {last - self.shift} here, with shift={self.shift})" if self.shift else ""
+        raise SettingError(
+            f"source holds step {last}{shifted}, which does not exist in this run; it has {run.steps}, 0 to "
+            f"{run.steps - 1}. Name the steps to patch (steps=), or pass a part of source."
+        )
 
     def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext | None) -> Tensor:
         """The source's values for the queries `here`, which belong to `step`."""

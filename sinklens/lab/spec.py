@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from sinklens.errors import SettingError
+from sinklens.integers import as_seed
 from sinklens.lab.chips import Expression, expressions, is_index, read_chips
 from sinklens.lab.problems import SHIPPED
-from sinklens.lab.refusal import require
+from sinklens.lab.refusal import Refused, require
 from sinklens.sampling.registry import SAMPLERS, find_sampler
 
 MOST_CHARACTERS = 20_000  # of a prompt
-MOST_SEED = 2**63 - 1
 MOST_SETTING = 1_000_000
 MOST_REPLAYS = 32  # runs in a chain in which each replays the next
 FIELDS = (
@@ -177,8 +178,10 @@ def read_request(body: Any) -> LabRequest:
     unknown = sorted(set(body) - set(FIELDS))
     require(not unknown, f"unknown field {str(unknown[:1])[1:-1]:.40}; a run has {', '.join(FIELDS)}.")
     seed, template = body.get("seed", 0), body.get("chat_template") or False
-    valid = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MOST_SEED
-    require(valid, f"seed must be an integer of at least 0; got {seed!r:.40}.")
+    try:
+        seed = as_seed(seed)
+    except SettingError as error:
+        raise Refused(str(error)) from error
     require(
         template is True or template is False,
         "chat_template must be true or false: a template is code, and the lab runs no code that comes from the page. "

@@ -3,7 +3,7 @@
 Limitation: a cache keeps a copy of every value on the device; a complete run of a large model does not fit in memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -82,6 +82,8 @@ def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> 
         HookNameError: a name is unknown, or a predicate matches nothing.
         SettingError: a layer does not exist, or no point is left.
     """
+    if not isinstance(wanted, Iterable) and not callable(wanted):
+        raise SettingError(f"names must be hook points, a list of them, or a predicate on names; got {wanted!r}.")
     entries = [wanted] if isinstance(wanted, str) or callable(wanted) else list(wanted)
     known, size = model.hook_names(), model.cfg.n_layers
     found = {point for entry in entries for point in names.select(entry, known, size)}

@@ -26,11 +26,11 @@ from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.hook_functions import label, same_shape, shape_of, takes_hook
+from sinklens.runs.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
-from sinklens.runs.request import RunRequest
+from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
 from sinklens.sampling import sampler_of
@@ -170,10 +170,7 @@ class Denoising:
                 found += entry.hooks_for(self.model, self._context())
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
-                raise HookNameError(
-                    f"hooks= must be a list of (name or predicate, function) pairs and interventions, "
-                    f"[(name, fn), MaskSinks(top_k=1), …]; got {entry!r}."
-                )
+                raise HookNameError(f"{HOOKS}; got {entry!r}.")
             points = names.select(entry[0], known, layers)
             self._named.update(points if isinstance(entry[0], str) else ())
             if not takes_hook(entry[1]):
@@ -215,7 +212,7 @@ class Denoising:
             tree.watch.step = None
 
     def _checked(self, function: HookFunction) -> HookFunction:
-        """`function` with a check that it preserves the shape; under guidance it sees only the conditional rows."""
+        """`function` with a check that it preserves shape, dtype and device; under guidance it sees only the conditional rows."""
 
         def call(value: Tensor, hook: Point) -> Tensor | None:
             guided = self.guided and value.shape[0] == 2 * self.rows
@@ -228,6 +225,7 @@ class Denoising:
                     f"{label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
                     f"and returned {shape_of(changed)}; return the same shape, or None to change nothing."
                 )
+            refuse_kind(changed, seen, f"what {label(function)} returned at {hook.name} (step {hook.step})")
             if not guided:
                 return changed
             rest = value[self.rows :]  # the function may have expanded a mask to one row per query

@@ -28,17 +28,35 @@ def label(function: HookFunction) -> str:
     return f"hook function {getattr(function, '__name__', repr(function))}"
 
 
-def refuse_shape(value: Any, there: Tensor, what: str, point: str) -> None:
+def refuse_other(value: Any, there: Tensor, what: str, point: str) -> None:
     """Check that `value` may replace the value `there` at `point`.
 
     Raises:
-        HookFunctionError: `value` is not a tensor of the same shape.
+        HookFunctionError: `value` is not a tensor of the same shape, dtype and device.
     """
     if not same_shape(value, there, point):
         raise HookFunctionError(
             f"{what} is {shape_of(value)}, but the value at this point has shape {list(there.shape)}; assign a tensor "
             f"of that shape, or edit parts in place: t[name][:] = 0."
         )
+    refuse_kind(value, there, what)
+
+
+def refuse_kind(value: Tensor, there: Tensor, what: str) -> None:
+    """Check the dtype and the device of a tensor that may replace `there`.
+
+    Raises:
+        HookFunctionError: one of them differs; the model would fail later, far from the hook, or round differently.
+    """
+    if (value.dtype, value.device) != (there.dtype, there.device):
+        raise HookFunctionError(
+            f"{what} is {_kind(value)}, but the value at this point is {_kind(there)}; convert it with "
+            f"new.to(value), where value is the one it replaces."
+        )
+
+
+def _kind(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} on {value.device}"
 
 
 def same_shape(value: Any, there: Tensor, point: str) -> bool:

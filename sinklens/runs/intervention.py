@@ -15,7 +15,6 @@ a point after them.
 """
 
 import hashlib
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.integers import as_integer
 from sinklens.runs.control_keys import ControlLog
 
 if TYPE_CHECKING:
@@ -233,17 +233,12 @@ def whole_numbers(kind: str, chosen: Sequence[int]) -> list[int]:
             f"read only once. Write {kind}s=list(...)."
         )
     try:
-        listed = list(chosen)
-        numbers = [operator.index(number) for number in listed]
+        numbers = [as_integer(number) for number in chosen]
     except TypeError as error:
         raise SettingError(f"{kind}s must be a list of integers; got {chosen!r}.") from error
-    if any(_is_bool(number) for number in listed):
-        raise SettingError(f"{kind}s must be a list of integers; got booleans, {chosen!r}. Pass the indices instead.")
-    return numbers
-
-
-def _is_bool(number: object) -> bool:
-    return isinstance(number, bool) or (isinstance(number, Tensor) and number.dtype is torch.bool)
+    if None in numbers:
+        raise SettingError(f"{kind}s must be a list of integers; got {chosen!r}. For booleans pass their indices.")
+    return [number for number in numbers if number is not None]
 
 
 def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:

@@ -1,20 +1,26 @@
 """What a run is asked to compute: the arguments that `trace`, `generate` and `sweep` share, as one record.
 
-Pitfall: a request is not checked until `Denoising` reads it, because most checks need the model.
+Pitfall: only the seed and the form of the hooks are checked at once. Most checks need the model, so they wait until
+`Denoising` reads the request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from sinklens.errors import HookNameError
 from sinklens.hooks.names import HookName
+from sinklens.integers import check_seed_of
 from sinklens.runs.intervention import HookFunction, Intervention
 from sinklens.runs.result import Replayable
 from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
 
+HOOKS = (
+    "hooks= must be a list of (name or predicate, function) pairs and interventions, [(name, fn), MaskSinks(top_k=1), …]"
+)
 Hooks = Intervention | Sequence[tuple[HookName, HookFunction] | Intervention]
 
 
@@ -49,5 +55,18 @@ class RunRequest:
     entries: tuple[tuple[HookName, HookFunction] | Intervention, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = (self.hooks,) if isinstance(self.hooks, Intervention) else tuple(self.hooks)
-        object.__setattr__(self, "entries", given)
+        check_seed_of(self)
+        object.__setattr__(self, "entries", tuple(hook_list(self.hooks)))
+
+
+def hook_list(hooks: Hooks) -> list[Any]:
+    """`hooks` as a list; one intervention stands for a list of it.
+
+    Raises:
+        HookNameError: it is neither an intervention nor a list.
+    """
+    if isinstance(hooks, Intervention):
+        return [hooks]
+    if not isinstance(hooks, Iterable) or isinstance(hooks, str | Mapping):
+        raise HookNameError(f"{HOOKS}; got {hooks!r:.80}.")
+    return list(hooks)

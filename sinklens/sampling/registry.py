@@ -134,6 +134,8 @@ def find_sampler(name: str) -> Sampler:
     Raises:
         SettingError: no sampler has this name.
     """
+    if not isinstance(name, str):
+        raise SettingError(f"sampler must be a name, one of {', '.join(SAMPLERS)}; got {name!r}.")
     if name not in SAMPLERS:
         register_installed()
     if name not in SAMPLERS:

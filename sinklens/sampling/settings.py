@@ -6,7 +6,7 @@ does not have is an error and never ignored: otherwise ``alg`` given to LLaDA wo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
 
@@ -17,6 +17,8 @@ Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "p2"]
 Closing = Literal["pad", "eos", "none"]
 Strategy = Literal["sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"]
 ConfidenceOf = Literal["draw", "model"]
+
+SHARE = {"range": (0, 1)}  # metadata of a setting that is a probability
 
 
 class Settings(TypedDict, total=False):
@@ -90,6 +92,19 @@ class SamplerSettings:
         @property
         def steps(self) -> int: ...
 
+    def check_ranges(self) -> None:
+        """Check every setting whose field declares a range, as `SHARE` does; None is allowed.
+
+        Raises:
+            SettingError: a value is outside its range, or not a number.
+        """
+        for entry in fields(self):
+            value, limits = getattr(self, entry.name), entry.metadata.get("range")
+            if limits is not None and value is not None:
+                low, high = limits
+                valid = is_finite(value) and low <= value <= high
+                require(valid, f"{entry.name} must be a number from {low} to {high}; got {value!r}.")
+
     @property
     def reuses_keys(self) -> bool:
         """Whether the sampler itself computes some positions of a step and reads the keys of others as they were."""
@@ -119,7 +134,7 @@ def require_integer(name: str, value: object) -> None:
 
 
 def is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_nonnegative(name: str, value: float) -> None:
@@ -202,7 +217,7 @@ class LladaSettings(EqualBlocks):
     temperature: float = 0.0
     cfg_scale: float = 0.0
     remasking: Remasking = "low_confidence"
-    threshold: float | None = None
+    threshold: float | None = field(default=None, metadata=SHARE)
     factor: float | None = None
     by_quota: bool = True
     logits_eos_inf: bool = False
@@ -220,8 +235,7 @@ class LladaSettings(EqualBlocks):
             self.remasking != "random" or self.threshold is None,
             "remasking 'random' does not use confidences; leave threshold out or choose remasking 'low_confidence'.",
         )
-        if self.threshold is not None:
-            require_nonnegative("threshold", self.threshold)
+        self.check_ranges()
         self._check_parallel()
 
     def _check_parallel(self) -> None:

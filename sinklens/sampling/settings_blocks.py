@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 from sinklens.sampling.settings import (
+    SHARE,
     ConfidenceOf,
     Remasking,
     SamplerSettings,
@@ -19,7 +20,6 @@ from sinklens.sampling.settings import (
     is_finite,
     require,
     require_integer,
-    require_nonnegative,
 )
 
 
@@ -81,7 +81,7 @@ class SdarSettings(WholeBlocks):
     block_length: int = 4
     denoising_steps: int = 0
     remasking_strategy: Strategy = "low_confidence_dynamic"
-    threshold: float = 0.85
+    threshold: float = field(default=0.85, metadata=SHARE)
     eb_threshold: float = 0.35
     confidence_of: ConfidenceOf = "draw"
     temperature: float = 0.0
@@ -103,7 +103,7 @@ class SdarSettings(WholeBlocks):
         for name, allowed in (("remasking_strategy", get_args(Strategy)), ("confidence_of", get_args(ConfidenceOf))):
             value = getattr(self, name)
             require(value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
-        require_nonnegative("threshold", self.threshold)
+        self.check_ranges()
         require(
             is_finite(self.eb_threshold) and self.eb_threshold > 0,
             f"eb_threshold must be a finite number above 0; got {self.eb_threshold!r}.",
@@ -230,7 +230,7 @@ class FastDllmV2Settings(SamplerSettings):
     gen_length: int = 128
     block_length: int = 32
     small_block_size: int = 0
-    threshold: float = 1.0
+    threshold: float = field(default=1.0, metadata=SHARE)
     temperature: float = 0.0
     top_p: float | None = 0.95
     stop: bool = True
@@ -254,7 +254,7 @@ class FastDllmV2Settings(SamplerSettings):
             "use_block_cache caches finished blocks too; leave use_cache out.",
         )
         object.__setattr__(self, "positions", self.positions or self.gen_length)
-        require_nonnegative("threshold", self.threshold)
+        self.check_ranges()
         check_truncation(self.temperature, self.top_p, None)
 
     @property

@@ -6,7 +6,7 @@ Pitfall: config.json does not say which of the two versions a checkpoint is. The
 
 from dataclasses import dataclass, field
 
-from sinklens.sampling.settings import check_truncation, require, require_integer, require_nonnegative
+from sinklens.sampling.settings import SHARE, check_truncation, require, require_integer
 from sinklens.sampling.settings_blocks import WholeBlocks
 
 
@@ -38,7 +38,7 @@ class Llada2Settings(WholeBlocks):
     block_length: int = 32
     denoising_steps: int = 0
     minimal_topk: int = 1
-    threshold: float = 0.95
+    threshold: float = field(default=0.95, metadata=SHARE)
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -59,7 +59,7 @@ class Llada2Settings(WholeBlocks):
         given = self.denoising_steps or self.block_length
         require_integer("denoising_steps", given)
         object.__setattr__(self, "denoising_steps", min(given, self.block_length, passes))
-        require_nonnegative("threshold", self.threshold)
+        self.check_ranges()
         require(
             self.stop or not self.eos_early_stop,
             "eos_early_stop=True ends rows at an end-of-sequence token, which stop=False forbids; leave one of them "
@@ -104,8 +104,8 @@ class Llada21Settings(WholeBlocks):
     gen_length: int = 128
     block_length: int = 32
     num_to_transfer: int = 1
-    threshold: float = 0.7
-    editing_threshold: float = 0.5
+    threshold: float = field(default=0.7, metadata=SHARE)
+    editing_threshold: float = field(default=0.5, metadata=SHARE)
     max_post_steps: int = 16
     temperature: float = 0.0
     top_p: float | None = None
@@ -117,8 +117,7 @@ class Llada21Settings(WholeBlocks):
     def __post_init__(self) -> None:
         self._check_blocks()
         require_integer("num_to_transfer", self.num_to_transfer)
-        for name in ("threshold", "editing_threshold"):
-            require_nonnegative(name, getattr(self, name))
+        self.check_ranges()
         posts = self.max_post_steps
         valid = isinstance(posts, int) and not isinstance(posts, bool) and posts >= 0
         require(valid, f"max_post_steps must be an integer of at least 0; got {posts!r}.")

@@ -27,6 +27,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.errors import TrackError, nearest
+from sinklens.integers import as_integer
 
 Unit = Literal["sum", "percent", "fraction", "visible"]
 REQUIRED = ("score", "token_id", "masked", "committed", "is_real")
@@ -256,8 +257,9 @@ class TrackData:
         Raises:
             TrackError: `k` is below 1 or above the number of positions.
         """
-        if not _is_integer(k) or not 1 <= k <= self.data.sizes["pos"]:
-            raise TrackError(f"k must be between 1 and {self.data.sizes['pos']}, the number of positions; got {k}.")
+        number = as_integer(k)
+        if number is None or not 1 <= number <= self.data.sizes["pos"]:
+            raise TrackError(f"k must be between 1 and {self.data.sizes['pos']}, the number of positions; got {k!r}.")
         values = self.scores().fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
         exists = np.take_along_axis(values, order, axis=-1) > -np.inf
@@ -286,9 +288,10 @@ class TrackData:
             if value is None:
                 continue
             size, numbers = self.data.sizes[name], self.data[name].to_numpy().tolist()
-            if not _is_integer(value):
+            index = as_integer(value)
+            if index is None:
                 raise TrackError(f"{name} must be an integer from 0 to {size - 1}; got {value!r}.")
-            if not -size <= value < size:
+            if not -size <= index < size:
                 part = "" if numbers == list(range(size)) else f" It is part of a track and holds {name}s {numbers}."
                 raise TrackError(f"{name} {value} does not exist; this track has {size}, 0 to {size - 1}.{part}")
 
@@ -301,7 +304,3 @@ class TrackData:
         sizes = ", ".join(f"{name} {size}" for name, size in self.data["score"].sizes.items())
         unfinished = "" if self.finished else ", unfinished"
         return f"{type(self).__name__}({self.data.attrs.get('model', '?')}: {sizes}{unfinished})"
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

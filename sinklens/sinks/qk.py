@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import TrackError
+from sinklens.integers import as_integer
 
 _VERDICTS = {
     "uniform": "no more than if all keys were equal",
@@ -227,11 +227,12 @@ def _read(
 
 
 def _place(name: str, value: int, size: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    index = as_integer(value)
+    if index is None:
         raise TrackError(f"{name} must be an integer from 0 to {size - 1}; got {value!r}.")
-    if not -size <= value < size:
+    if not -size <= index < size:
         raise TrackError(f"{name} {value} does not exist; this run has {size}, 0 to {size - 1}.")
-    return value % size
+    return index % size
 
 
 def _index(position: int, positions: Sequence[int], length: int) -> int:

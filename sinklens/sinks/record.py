@@ -3,7 +3,7 @@
 Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, key] each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from sinklens.errors import SettingError, nearest
 from sinklens.hooks.sampled_sums import QuerySample
+from sinklens.integers import as_integer
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
 
@@ -58,7 +59,7 @@ class Record:
     queries: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.quantities, str):
+        if isinstance(self.quantities, str) or not isinstance(self.quantities, Iterable):
             raise SettingError(f"quantities must be a list of names; write quantities=[{self.quantities!r}].")
         for quantity in self.quantities:
             if not isinstance(quantity, Quantity) and quantity not in BY_NAME:
@@ -66,10 +67,12 @@ class Record:
                     f"unknown quantity {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
                 )
         self._refuse_duplicates()
-        if not all(isinstance(place, Sequence) and len(place) == 2 for place in self.patterns):
+        if not isinstance(self.patterns, Sequence) or not all(
+            isinstance(place, Sequence) and len(place) == 2 for place in self.patterns
+        ):
             raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         for number in (number for place in self.patterns for number in place):
-            if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            if as_integer(number) is None:
                 raise SettingError(f"patterns must hold (step, layer) pairs of integers; got {number!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         if self.queries is not None and (len(shape) != 3 or kind not in (np.dtype(bool), torch.bool)):

@@ -13,7 +13,9 @@ in one file.
 """
 
 import json
+import os
 import shutil
+import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -117,7 +119,7 @@ class ZarrStore(Store):
         self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str, overwrite: bool = False
     ) -> None:
         refuse_existing(path, overwrite)
-        self.path = Path(path).absolute()
+        self.path, self._overwrite = Path(path).absolute(), overwrite
         self._axes, self._steps, self._dtype = CANVASES | dict(axes), steps, np.dtype(dtype)
         self._arrays: dict[str, Any] = {}
         self._done = 0
@@ -130,12 +132,33 @@ class ZarrStore(Store):
 
         old = beside(self.path, "old")
         restore(self.path, old)
-        if self.path.exists():  # moved first, so that a kill leaves the earlier track or nothing
-            self.path.replace(old)
-        group = zarr.open_group(self.path, mode="w-")
-        group.update_attributes({"format": FORMAT, WRITTEN: 0, FINISHED: 0})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{self.path.stem}.", suffix=".part.zarr", dir=self.path.parent))
+        try:
+            zarr.open_group(part, mode="w-").update_attributes({"format": FORMAT, WRITTEN: 0, FINISHED: 0})
+            part.chmod(0o777 & ~_umask())
+            if self._overwrite and self.path.exists():  # moved first: a kill leaves the earlier track or nothing
+                self.path.replace(old)
+            self._claim(part)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
         restore(self.path, old)
-        return group
+        return zarr.open_group(self.path, mode="r+")
+
+    def _claim(self, part: Path) -> None:
+        """Move the new store into place, which only one of several runs can do.
+
+        Raises:
+            SettingError: another run was faster.
+        """
+        try:
+            part.rename(self.path)
+        except OSError as error:
+            if not self.path.exists():
+                raise
+            raise SettingError(
+                f"another run began to record at {self.path} in the meantime; give each run a path of its own."
+            ) from error
 
     def _consolidate(self) -> None:
         """List all arrays in the group's metadata, where xarray looks for them first."""
@@ -234,6 +257,13 @@ class ZarrStore(Store):
             self._group.update_attributes({FINISHED: 1})
         data = xr.open_zarr(self.path, chunks=None, consolidated=False)
         return data.isel(step=slice(0, data.attrs.pop(WRITTEN)))
+
+
+def _umask() -> int:
+    """The process's mask of permissions, which `tempfile` does not use."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def refuse_existing(path: str | Path, overwrite: bool = False) -> None:

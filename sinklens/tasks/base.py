@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from sinklens.errors import TaskError
+from sinklens.integers import as_integer
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,11 @@ def check_limit(limit: int | None) -> None:
     """Refuse a limit below 1.
 
     Raises:
-        TaskError: `limit` is 0 or negative.
+        TaskError: `limit` is not an integer, or below 1.
     """
-    if limit is not None and limit < 1:
-        raise TaskError(f"limit is {limit}; give the number of samples, at least 1, or None for all.")
+    number = as_integer(limit)
+    if limit is not None and (number is None or number < 1):
+        raise TaskError(f"limit is {limit!r}; give the number of samples, at least 1, or None for all.")
 
 
 def check_held_out(size: int, most: int) -> None:
@@ -154,5 +156,6 @@ def check_held_out(size: int, most: int) -> None:
     Raises:
         TaskError: `size` is not between 0 and `most`.
     """
-    if not 0 <= size <= most:
-        raise TaskError(f"give 0 to {most} held-out problems, as further ones may have been trained on; got {size}.")
+    number = as_integer(size)
+    if number is None or not 0 <= number <= most:
+        raise TaskError(f"give 0 to {most} held-out problems, as further ones may have been trained on; got {size!r}.")

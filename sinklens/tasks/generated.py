@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from sinklens.errors import TaskError
+from sinklens.integers import as_seed
 
 Item = TypeVar("Item")
 
@@ -43,7 +44,9 @@ def training_set(
 
     Raises:
         TaskError: `seed` is the held-out seed.
+        SettingError: `seed` is not a seed; see `integers.as_seed`.
     """
+    seed = as_seed(seed)
     if seed == held_out_seed:
         raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
     excluded = {identity(item) for item in held_out}

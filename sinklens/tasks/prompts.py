@@ -22,7 +22,7 @@ Ids = tuple[int, ...]
 LINES = '{"prompt": [2, 287, 28], "expected": [260, 1]}, or texts in place of the ids'
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Any]:
     """Read prompts from a file: JSON Lines with a ``prompt`` or ``question``, or one prompt per non-empty line.
 
     In JSON Lines a prompt is a text or a list of token ids. Only a line feed ends a line.
@@ -30,6 +30,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Any]:
     Raises:
         SinklensError: the file cannot be read or holds no prompt, or a line (named in the error) is invalid.
     """
+    check_limit(limit)
+    path = Path(path)
     lines = [*_lines(path)]
     if path.suffix == ".jsonl":
         return [_text_or_ids(_prompt(_entry(line, where), where), "prompt", where) for where, line in lines[:limit]]
@@ -62,6 +64,10 @@ class Prompts(Task):
     """
 
     path: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            object.__setattr__(self, "path", Path(self.path))
 
     @property
     def name(self) -> str:

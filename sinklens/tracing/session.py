@@ -24,7 +24,7 @@ from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.hook_functions import refuse_shape
+from sinklens.runs.hook_functions import refuse_other
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.request import Hooks, RunRequest
@@ -294,10 +294,10 @@ class Trace(BlockTracer):
         """Replace the value at the hook point `name` in this step.
 
         Raises:
-            HookFunctionError: `value` has a different shape than the value at this point.
+            HookFunctionError: `value` differs from the value at this point in shape, dtype or device.
         """
         point = self._point(name)
-        refuse_shape(
+        refuse_other(
             value, point.output, f"the value assigned to t[{name!r}]", self._denoising.model.tree.resolve(name)
         )
         point.output = value

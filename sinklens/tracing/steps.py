@@ -68,6 +68,12 @@ class StepServer:
             point = self._tree.hook_dict.get(place)
             if isinstance(point, SamplerPoint) and point.reached != self.step:
                 return HookOrderError(never_passed(place, self._sampler))
+            inside = [name for name in self._names if name.startswith(f"{place}.")]
+            if point is None and inside:
+                return HookOrderError(
+                    f"{place!r} holds hook points and has no value of its own; read one of them, such as "
+                    f"t[{inside[0]!r}] ({len(inside)} in all, see model.hook_names())."
+                )
             return HookOrderError(f"{place!r} {why}")
 
         self._handover.refuse_late(step, error)

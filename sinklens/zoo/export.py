@@ -13,8 +13,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
+from sinklens.folders import require_writable
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
 from sinklens.zoo.formats import FORMATS
@@ -51,16 +53,21 @@ def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], f
     Args:
         weights: all weights of the model, as in state.pt or in a kept ``weights-<step>.pt``.
         folder: where to write the checkpoint; created if missing.
-    """
-    from safetensors.torch import save_file
 
+    Raises:
+        SinklensError: the folder cannot be written.
+    """
+    from safetensors.torch import save
+
+    require_writable(folder)
     tokenizer = make_tokenizer(recipe)
     model = build_model(recipe, tokenizer)
     model.load_state_dict(weights)
     folder.mkdir(parents=True, exist_ok=True)
     layout = FORMATS[recipe.family]
     stored = {name: value.bfloat16().contiguous() for name, value in layout.weights(model).items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with atomic_write(folder / "model.safetensors") as part:
+        part.write_bytes(save(stored, metadata={"format": "pt"}))
     _write_json(folder / "config.json", layout.config(recipe, model.config, tokenizer))
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
@@ -146,7 +153,8 @@ alongside other work.
 {rows}
 """
     file = folder / "README.md"
-    file.write_text(text)
+    with atomic_write(file) as part:
+        part.write_text(text)
     return file
 
 
@@ -195,4 +203,5 @@ def _origin(recipe: Recipe) -> str:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    with atomic_write(file) as part:
+        part.write_text(json.dumps(content, indent=1) + "\n")

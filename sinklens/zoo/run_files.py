@@ -48,8 +48,8 @@ def append_record(file: Path, record: Record) -> None:
 
 def write_tensors(content: Mapping[str, Any], file: Path) -> None:
     """Write `content` with `torch.save`, completely or not at all."""
-    with atomic_write(file) as part:
-        torch.save(content, part)
+    with atomic_write(file) as part, part.open("wb") as out:
+        torch.save(content, out)  # given a path, torch would report a full disk as a RuntimeError
 
 
 def read_tensors(file: Path, device: str = "cpu") -> dict[str, Any]:

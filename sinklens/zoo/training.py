@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.folders import check_folder
 from sinklens.zoo.block_loss import block_loss
 from sinklens.zoo.canvas_loss import canvas_loss
 from sinklens.zoo.corpus import Corpus, build_corpus
@@ -133,7 +134,9 @@ def train(recipe: Recipe, out: Path, *, save_every: int = 100, keep_every: int =
     Raises:
         SettingError: `out` contains a run whose steps differ from those of this recipe.
         CheckpointError: the state of the run is truncated or corrupt.
+        SinklensError: `out` cannot be written, or holds something else.
     """
+    check_folder(out, "a training run")
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     state_file = out / "state.pt"

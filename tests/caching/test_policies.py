@@ -185,7 +185,7 @@ def test_a_row_that_waits_for_others_decides_no_masks_that_earlier_blocks_kept(w
 
     finals = [
         sinklens.generate(
-            model, prompts, cache=Everything(), hooks=[("denoise.hook_canvas", fill)], by_quota=False, threshold=2.0,
+            model, prompts, cache=Everything(), hooks=[("denoise.hook_canvas", fill)], by_quota=False, threshold=1.0,
             **settings,
         ).canvas[0, -1]
         for prompts in (PROMPTS, PROMPTS[0])
@@ -401,7 +401,9 @@ def test_freshness_staleness_and_drift_are_recorded(worded):
         (5, r"cache= must be a policy such as sinklens\.caching\.DualCache\(\) or its name, 'dual'; got 5"),
         (DualCache, "cache= must be a policy such as"),
         ("duel", "no cache policy is called 'duel'; known: none, prefix, dual.* Did you mean 'dual'|Nearest"),
-        ("dual:3", "'dual:3' is not a cache policy"),
+        ("dual:3", "'dual:3' is not a cache policy: 'dual' takes no number. Write 'dual' alone"),
+        ("keep-sinks:many", "'many' is not a number. Write a number after the colon, or 'keep-sinks' alone"),
+        ("keep-sinks:-4", r"at least 1; got -4\. Write another number after the colon, or 'keep-sinks' alone"),
     ],
 )
 def test_what_is_not_a_policy_is_refused(worded, cache, text, unchecked):
@@ -549,10 +551,10 @@ def test_values_recorded_under_a_policy_are_patched_at_their_positions_only(word
 
 def test_a_replay_that_would_run_other_steps_is_refused(worded):
     model, settings = worded("llama"), {"gen_length": 12, "block_length": 6, "steps": 4, "by_quota": False}
-    base = sinklens.generate(model, PROMPTS, threshold=2.0, **settings)
+    base = sinklens.generate(model, PROMPTS, threshold=1.0, **settings)
     with pytest.raises(SettingError, match="by_quota=False can leave masks that a run without a cache policy decides"):
-        sinklens.generate(model, PROMPTS, threshold=2.0, cache=DualCache(), replay=base, **settings)
-    again = sinklens.generate(model, PROMPTS, threshold=2.0, replay=base, **settings)
+        sinklens.generate(model, PROMPTS, threshold=1.0, cache=DualCache(), replay=base, **settings)
+    again = sinklens.generate(model, PROMPTS, threshold=1.0, replay=base, **settings)
     assert torch.equal(again.canvas, base.canvas)
 
 

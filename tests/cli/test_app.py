@@ -14,7 +14,8 @@ import pytest
 
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
-from sinklens.cli.app import _parser, main
+from sinklens.cli import main
+from sinklens.cli.app import _parser
 from sinklens.sampling.registry import SAMPLERS, setting_help
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
@@ -227,6 +228,57 @@ def test_train_rejects_invalid_steps_and_options_without_effect(arguments, text,
     assert list(tmp_path.iterdir()) == []
 
 
+OUTS = {
+    "demo": ["demo"],
+    "trace": ["trace", "tiny-llada", "--prompt", "Question: 1", "--gen-length", "4"],
+    "analyse": ["analyse", "layers", "tiny-llada", "--number", "1", "--gen-length", "4"],
+    "evaluate": ["evaluate", "tiny-llada", "--task", "tiny-gsm", "--limit", "1", "--gen-length", "4"],
+    "train": ["train", "tiny-llada", "--steps", "1", "--run", "run"],
+    "planted": ["train", "planted"],
+}
+
+
+@pytest.mark.parametrize("command", OUTS)
+def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_path, monkeypatch):
+    """With a stand-in for the model and the training, which fails when it is reached."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("sinklens.model.load", "sinklens.evaluation.runner.load", "sinklens.zoo.training.build_corpus",
+                  "sinklens.zoo.planted.build_model"):  # fmt: skip
+        monkeypatch.setattr(place, lambda *given, **more: pytest.fail("the run began"))
+    Path("file").write_text("")
+    Path("another").mkdir()
+    Path("another", "units", "run-1").mkdir(parents=True)
+    Path("another", "units", "run-1", "run.json" if command != "analyse" else "x").write_text("{}")
+    Path("another", "state.pt" if command == "analyse" else "x").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for out, text in (
+        ("file", "cannot write to "), ("/proc/no/such", "cannot write to /proc"), ("another", "another holds a "),
+    ):  # fmt: skip
+        assert main([*OUTS[command], "--out", out]) == 1
+        assert capsys.readouterr().err.startswith(f"sinklens: {text}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_output_that_cannot_be_written_is_one_message(tmp_path):
+    """A real limit: standard output is a file that cannot grow beyond 100 bytes."""
+    code = """
+import resource, signal, sys
+from sinklens.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+sys.exit(main(["models"]))
+"""
+    with (tmp_path / "printed").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "sinklens: [Errno 27] File too large.\n")
+
+
+def test_an_interrupt_during_imports_is_one_message(capsys, monkeypatch):
+    monkeypatch.setattr("sinklens.cli.app._parser", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["models"]) == 130
+    assert capsys.readouterr().err == "sinklens: interrupted; unfinished files were discarded.\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -235,10 +287,13 @@ def test_train_rejects_invalid_steps_and_options_without_effect(arguments, text,
         ["evaluate", "m", "--task", "t", "--out", "o"],
     ],
 )
-def test_a_negative_seed_is_incorrect_usage(arguments, capsys):
+def test_an_invalid_seed_is_incorrect_usage(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--seed", "99999999999999999999"])
+    assert "seed must be an integer from 0 to 2**63 - 1; got 99999999999999999999" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--seed", "-1"])
-    assert "argument --seed: -1 is negative; give 0 or more" in capsys.readouterr().err
+    assert "argument --seed: seed must be an integer from 0 to 2**63 - 1; got '-1'" in capsys.readouterr().err
 
 
 def test_help_of_analyse_names_every_study(capsys):

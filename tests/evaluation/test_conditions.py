@@ -1,12 +1,12 @@
 """Conditions: those of the study, their controls, and which ones are refused."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 import sinklens
 from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
 from sinklens.interventions import Intervention, MaskSinks, PatchHooks
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
@@ -148,12 +148,38 @@ def test_a_description_includes_the_code_of_an_outside_intervention_but_not_that
             r"a control is one of random, .*, nearest; got 'neerest'. Nearest: nearest",
         ),
         ({"counts": [1], "kind": ["digits"]}, r"'digits' is neither. .* Nearest: digit"),
+        ({"counts": 1}, r"counts must be a list of integers; write counts=\[1\]"),
+        ({"counts": ["1"]}, r"counts must be a list of integers; got \['1'\]"),
         ({"counts": [1], "part": "sinks"}, r"part must be one of all, sink, other; got 'sinks'"),
     ],
 )
 def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):
     with pytest.raises(SettingError, match=text):
         masking(**arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"name": "a", "control_of": "a"}, "'a' cannot be a control of itself"),
+        ({"name": ""}, "the name of a condition must be a text; got ''"),
+        ({"name": "a", "control_of": 3}, "the control_of of a condition must be a text; got 3"),
+        ({"name": "a", "hooks": [("hook_embed", print)]}, "the hooks of a condition are interventions, .*; got"),
+        ({"name": "a", "hooks": 3}, "hooks= must be a list of"),
+    ],
+)
+def test_a_condition_that_cannot_be_recorded_is_refused(arguments, text):
+    with pytest.raises(SinklensError, match=text):
+        Condition(**arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_intervention_may_stand_for_a_list_and_a_control_is_part_of_the_description():
+    one = Condition("a", MaskSinks(top_k=1))
+    assert one == Condition("a", [MaskSinks(top_k=1)])
+    assert "control_of" not in one.described()
+    assert replace(one, control_of="b").described() == one.described() | {"control_of": "b"}
 
 
 def test_every_condition_is_exact_and_under_each_cache_policy():

@@ -6,21 +6,25 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass, replace
 
 import pytest
 from building import shared_model
 
-from sinklens.errors import LedgerError, PromptError, SettingError
+from sinklens.analyses import find
+from sinklens.errors import ControlWarning, LedgerError, PromptError, SettingError, SinklensError
 from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
 from sinklens.evaluation.ledger import LedgerRun, Writer
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, estimate, evaluate
+from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.tiny_gsm import TinyGsm
 
 CONDITIONS = masking([1])
+PROMPT = "Question: 1 + 2\nAnswer:"
 VARYING = ("seconds", "batch", "sinks")  # the sinks' last bits depend on the batch
 ARGUMENTS = ["evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--limit", "10", "--batch", "1"]
 
@@ -226,6 +230,49 @@ def test_errors_for_bad_arguments_say_what_is_allowed(tmp_path, tiny_llama, argu
     given = {"conditions": CONDITIONS, "limit": 2} | arguments
     with pytest.raises(SettingError, match=text):
         evaluate(tiny_llama, "tiny-gsm", ledger=tmp_path, **given)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"limt": 2}, r"limt is not an option; the options are task, limit, .* Nearest: limit"),
+        ({"conditions": UNMASKED}, "conditions must be a list of Condition, .*; got Condition"),
+        ({"conditions": [MaskSinks(top_k=1)]}, "conditions must be a list of Condition, .*; got MaskSinks"),
+        ({"protocol": 3}, "an evaluation takes a protocol, or the name of a protocol or task, .*; got 3 and None"),
+        ({"task": "tiny-gsm"}, "and task= takes a Task, .* and 'tiny-gsm'"),
+        ({"limit": "2"}, "limit is '2'; give the number of samples"),
+        ({"batch": 1.5}, "batch must be at least 1 sample; got 1.5"),
+        ({"shard": "0/2"}, r"shard must be two integers, \(0, 4\) for the first of four; got '0/2'"),
+        ({"seed": 1.5}, "seed must be an integer from 0"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused_before_anything_is_written(tmp_path, tiny_llama, arguments, text):
+    given = {"protocol": "tiny-gsm", "conditions": [UNMASKED], "ledger": tmp_path / "new"} | arguments
+    for function in (evaluate, estimate):
+        with pytest.raises(SinklensError, match=text):
+            function(tiny_llama, **given)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_ledger_and_a_study_do_not_share_a_folder(tmp_path, tiny_llama):
+    evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path / "evaluation", limit=1, batch=1)
+    study = find("layers")(settings={"gen_length": 2})
+    with pytest.raises(SinklensError, match="holds an evaluation already; choose another folder for a study"):
+        study.run([tiny_llama], [PROMPT], tmp_path / "evaluation")
+    study.run([tiny_llama], [PROMPT], tmp_path / "study")
+    with pytest.raises(SinklensError, match="study holds a study already; choose another folder for an evaluation"):
+        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path / "study", limit=1)
+
+
+def test_a_control_of_a_condition_that_is_not_evaluated_warns(tmp_path, tiny_llama):
+    control = Condition("control", (AblateHeads(heads=[0]),), control_of="mine")
+    with pytest.warns(ControlWarning, match="'control' is a control of 'mine', which is not evaluated"):
+        evaluate(tiny_llama, "tiny-gsm", [control], tmp_path, limit=1)
+    with warnings.catch_warnings():  # a condition evaluated later finds its control in the ledger
+        warnings.simplefilter("error", ControlWarning)
+        evaluate(tiny_llama, "tiny-gsm", [Condition("mine", (AblateHeads(heads=[1]),))], tmp_path, limit=1)
+        evaluate(tiny_llama, "tiny-gsm", [control], tmp_path, limit=1)
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from ledgers import HAND, planted_run
 
-from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.conditions import masking, under_caches
+from sinklens.errors import ControlWarning, LedgerError, SettingError
+from sinklens.evaluation.conditions import Condition, masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun, Writer
 from sinklens.evaluation.statistics import Accuracy, holm, paired
 from sinklens.evaluation.tables import PAPER, frame, read_lines
+from sinklens.interventions import AblateHeads
 
 UNMASKED, ONE, ONE_RANDOM, FIVE, FIVE_RANDOM = masking([1, 5], ["random"])
 
@@ -74,6 +75,57 @@ def test_a_control_has_the_same_masking_settings(tmp_path):
     assert found["1 sink"].against_random.difference == -0.25
     assert found["1 sink, one set per layer"].against_random.difference == -0.75
     assert found["1 random key, seed 1"].accuracy.right == 0
+
+
+def of_own(**names):
+    """Conditions of a user's own: name -> the condition that it is a control of, or ""."""
+    return [Condition(name, (AblateHeads(heads=[place]),), control_of=names[name]) for place, name in enumerate(names)]
+
+
+def test_a_control_of_ones_own_is_paired_with_the_condition_it_names(tmp_path):
+    treated, control = under_caches(of_own(mine="", random="mine"), ["dual"])[:2]
+    planted_run(tmp_path, verdicts(BASE), UNMASKED)
+    planted_run(tmp_path, verdicts(MASKED), treated)
+    planted_run(tmp_path, verdicts(RANDOM), control)
+    found = by_condition(read_lines(tmp_path))
+    expected = paired(*(np.array(list(verdicts(text).values())) for text in (RANDOM, MASKED)))
+    pair = found["mine"].against_random
+    assert (pair.difference, pair.lost, pair.gained, pair.p) == (-0.3, 4, 1, expected.p)
+    assert (found["mine"].control, found["mine"].no_random) == ("random", "")
+    assert found["random"].against_random is None
+    table = frame(read_lines(tmp_path)).set_index("condition")
+    assert table.loc["mine", ["against_random_difference", "control"]].tolist() == [-0.3, "random"]
+
+
+def test_under_a_cache_policy_a_control_belongs_to_the_condition_under_the_same_policy(tmp_path):
+    conditions = under_caches(of_own(mine="", random="mine"), ["dual"])
+    assert [one.control_of for one in conditions] == ["", "mine", "", "mine, cache dual"]
+    for condition, text in zip(conditions, ("1000", "1100", "1110", "1111"), strict=True):
+        planted_run(tmp_path, verdicts(text), condition)
+    found = by_condition(read_lines(tmp_path))
+    assert found["mine, cache dual"].control == "random, cache dual"
+    assert found["mine, cache dual"].against_random.difference == found["mine"].against_random.difference == -0.25
+
+
+def test_an_empty_comparison_says_why(tmp_path):
+    alone, treated, control = of_own(alone="", treated="", control="treated")
+    planted_run(tmp_path, verdicts(BASE), alone)
+    planted_run(tmp_path, {"other": True}, treated)
+    planted_run(tmp_path, verdicts(BASE), control)
+    found = by_condition(read_lines(tmp_path))
+    assert {line.no_unmasked for line in found.values()} == {"no unmasked run"}
+    reasons = {name: line.no_random for name, line in found.items()}
+    assert reasons == {"alone": "no control", "treated": "no shared samples", "control": ""}
+    planted_run(tmp_path, verdicts(BASE), UNMASKED)
+    found = by_condition(read_lines(tmp_path))
+    assert (found["unmasked"].no_unmasked, found["unmasked"].no_random, found["alone"].no_unmasked) == ("", "", "")
+
+
+def test_a_control_without_a_partner_warns(tmp_path):
+    planted_run(tmp_path, verdicts(BASE), of_own(mine="", random="mien")[1])
+    planted_run(tmp_path, verdicts(BASE), of_own(mine="")[0])
+    with pytest.warns(ControlWarning, match=r"'random' is a control of 'mien', which is not evaluated.*Nearest: mine"):
+        read_lines(tmp_path)
 
 
 def test_samples_with_the_same_id_but_different_prompts_are_not_paired(tmp_path):

@@ -190,6 +190,18 @@ def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, given, tex
     assert unwatched(worded())
 
 
+@pytest.mark.parametrize(("steps", "shift"), [([99], 0), ([0, 99], 0), ([0], -7)])
+def test_a_step_that_the_run_never_reaches_is_refused(tiny_llada, steps, shift, unchecked):
+    kept = Activations(names=["blocks.1.hook_resid_post"])
+    settings = {"gen_length": 4, "steps": 2}
+    sinklens.generate(tiny_llada, "Question: 1", hooks=kept, **settings)
+    patch = PatchHooks(source=dict.fromkeys(steps, kept.caches[0]), shift=shift)
+    with pytest.raises(SettingError, match=r"source holds step .* does not exist in this run; it has 2, 0 to 1"):
+        sinklens.generate(tiny_llada, "Question: 1", hooks=patch, **settings)
+    with pytest.raises(SettingError, match="shift must be a number of steps"):
+        PatchHooks(source=kept.caches, shift=1.5)
+
+
 def test_other_lengths_and_other_numbers_of_rows_are_rejected(worded, source):
     with pytest.raises(SettingError, match=r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"):
         watch(worded(), ["w1 w2 w3 w4"], [PatchHooks(source=source, names=Z)])

@@ -22,7 +22,7 @@ def test_a_position_is_proposed_only_if_the_one_that_predicts_it_is_computed(wor
             value[:, 9:12] = value[:, 9:12].clamp(max=-1.0)  # the least confident, but not excluded
 
     run = sinklens.generate(
-        worded("dream"), PROMPTS, cache=DualCache(), by_quota=False, threshold=2.0,
+        worded("dream"), PROMPTS, cache=DualCache(), by_quota=False, threshold=1.0,
         hooks=[("denoise.hook_confidence", postpone)], **ANSWER,
     )  # fmt: skip
     for_successor = 0

@@ -305,7 +305,7 @@ def test_an_unwritable_place_is_reported_at_the_first_step(tmp_path):
     store = ZarrStore(tmp_path / "file" / "run.zarr", AXES, 4, "float32")
     with pytest.raises(
         SinklensError,
-        match=r"could not write to .*: .Errno 20. Not a directory: [^ ]*\. Make room or choose another place",
+        match=r"could not write to .*: .Errno 17. File exists: [^ ]*\. Make room or choose another place",
     ):
         store.append(small_step(0)), store.flush()
 
@@ -436,9 +436,20 @@ def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, mo
 
     record(0)
     with monkeypatch.context() as patch, pytest.raises(Killed, match="in between"):
-        patch.setattr("zarr.open_group", kill)
+        patch.setattr("pathlib.Path.rename", kill)
         record(1, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == [".run.old.zarr"]
     with pytest.raises(SettingError, match=r"run\.zarr already exists"):
         record(2)
     assert SinkTrack.open(tmp_path / "run.zarr").data.attrs["seed"] == 0
+
+
+def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_keeps_its_steps(tmp_path):
+    """Both find the path free before either writes to it."""
+    first, second = (ZarrStore(tmp_path / "run.zarr", AXES, 2, "float32") for _ in range(2))
+    first.append(small_step(0)), first.flush()
+    with pytest.raises(SettingError, match=r"another run began to record at .*run\.zarr in the meantime"):
+        second.append(small_step(1)), second.flush()
+    first.append(small_step(1)), first.flush()
+    assert first.dataset().sizes["step"] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]

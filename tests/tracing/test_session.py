@@ -18,6 +18,7 @@ from sinklens.errors import (
     SettingError,
     SinklensError,
 )
+from sinklens.experiments import effect
 from sinklens.tasks.word_problems import held_out
 
 PROMPT = held_out(1)[0].prompt
@@ -758,6 +759,42 @@ def test_a_hook_function_that_returns_another_shape_is_named(tiny_llada):
         sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", lambda value, hook: 3)])
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda value: value.double(), "float64 on cpu, but the value at this point is float32 on cpu"),
+        (lambda value: value.half(), "float16 on cpu, but"),
+        (lambda value: value.to("meta"), "float32 on meta, but"),
+    ],
+)
+def test_a_hook_function_that_returns_another_dtype_or_device_is_named(tiny_llada, change, text):
+    def other_kind(value, hook):
+        return change(value)
+
+    with pytest.raises(HookFunctionError, match=rf"other_kind returned at blocks.1.* \(step 0\) is {text}"):
+        sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.hook_resid_post", other_kind)])
+    with pytest.raises(HookFunctionError, match=rf"the value assigned to t\['hook_embed'\] is {text}"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps:
+                t["hook_embed"] = change(t["hook_embed"])
+
+
+def test_a_module_that_holds_points_has_no_value_of_its_own(tiny_llada):
+    with pytest.raises(HookOrderError, match=r"'blocks.0.attn' holds hook points .* as t\['blocks.0.attn.hook_q'\]"):
+        with sinklens.trace(tiny_llada, PROMPT) as t:
+            for _ in t.steps:
+                _ = t.blocks[0].attn.output
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("hooks", [None, 5, "hook_embed", {"hook_embed": print}], ids=repr)
+def test_hooks_that_are_not_a_list_are_refused(tiny_llada, hooks):
+    with pytest.raises(HookNameError, match=r"hooks= must be a list of \(name or predicate, function\) pairs"):
+        sinklens.generate(tiny_llada, PROMPT, hooks=hooks)
+    with pytest.raises(HookNameError, match=r"hooks= must be a list of \(name or predicate, function\) pairs"):
+        effect(tiny_llada, PROMPT, hooks)
+
+
 def test_a_hook_function_without_a_hook_argument_is_rejected_before_the_run(tiny_llada):
     with pytest.raises(HookFunctionError, match=r"<lambda> cannot be called as fn\(value, hook=point\)"):
         sinklens.generate(tiny_llada, PROMPT, hooks=[("hook_embed", lambda value: value)])
@@ -803,7 +840,7 @@ def test_an_invalid_prompt_or_setting_is_rejected_before_anything_runs(tiny_llad
 
 
 def test_a_missing_chat_template_is_an_error_and_a_given_one_is_applied(tiny_llada):
-    with pytest.raises(PromptError, match=r"has none; pass one as a string"):
+    with pytest.raises(PromptError, match=r"no chat template. Leave chat_template \(--chat\) out; in Python"):
         sinklens.generate(tiny_llada, PROMPT, chat_template=True)
     template = "{% for m in messages %}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
     problem = held_out(1)[0]

@@ -68,8 +68,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name, least in {"seconds": 0.1, "memory_mb": 64, "processes": 1, "file_mb": 1, "output_kb": 1}.items():
             value = getattr(self, name)
-            if not least <= value < 1e6:
-                raise SettingError(f"Limits({name}={value}) is out of range; give {least} or more.")
+            if not isinstance(value, int | float) or not least <= value < 1e6:
+                raise SettingError(f"Limits({name}={value!r}) is out of range; give {least} or more.")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""Folders for results, checked before the work that fills them: what marks each kind, and whether it can be written.
+
+A folder holds results of one kind, so that a rerun finds its own files and no file of another kind is replaced.
+
+Pitfall: the check cannot see the future. A disk that fills up during the run still ends it, with what is written by
+then.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from sinklens.errors import SinklensError
+
+Kind = Literal["an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint"]
+MARKS: dict[Kind, str] = {
+    "an evaluation": "run-*/run.json",
+    "a study": "units/run-*/run.json",
+    "a trace": "answer.txt",
+    "a demo": "answers.txt",
+    "a training run": "state.pt",
+    "a checkpoint": "config.json",
+}
+"""Kind -> a pattern of files that only folders of this kind have."""
+PROBE = 512  # bytes that must fit on the disk, at least a block of it
+
+
+def check_folder(folder: str | Path, kind: Kind) -> None:
+    """Check that results of `kind` can be written into `folder`, which need not exist; leaves nothing behind.
+
+    Raises:
+        SinklensError: the folder holds results of another kind; or see `require_writable`.
+    """
+    folder = Path(folder)
+    for other, mark in MARKS.items():
+        if other != kind and any(folder.glob(mark)):
+            raise SinklensError(f"{folder} holds {other} already; choose another folder for {kind}.")
+    require_writable(folder)
+
+
+def require_writable(folder: str | Path) -> None:
+    """Check that files can be written into `folder`, which need not exist; leaves nothing behind.
+
+    Raises:
+        SinklensError: it is a file, may not be written, or lies on a full disk.
+    """
+    folder = Path(folder).absolute()
+    try:
+        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(PROBE))
+            file.flush()
+    except OSError as error:
+        raise SinklensError(
+            f"cannot write to {folder}: {error.strerror}. Make room or choose another folder."
+        ) from error

@@ -1,0 +1,44 @@
+"""Integers and seeds given by a user: one reading of them for Python and the command line.
+
+Pitfall: True and 1.0 equal 1, and the text "1" reads like it, but a run with any of them could draw other numbers than
+a run with 1. None of them is an integer here.
+"""
+
+import operator
+from typing import Any
+
+from sinklens.errors import SettingError
+
+MOST_SEED = 2**63 - 1  # what the files of a run can store
+
+
+def as_integer(given: Any) -> int | None:
+    """An integer of any type, e.g. NumPy's or a tensor without axes, as Python's; None for anything else.
+
+    >>> as_integer(3), as_integer(True), as_integer(3.0)
+    (3, None, None)
+    """
+    kind, axes = str(getattr(given, "dtype", "")), int(getattr(given, "ndim", 0))
+    if isinstance(given, bool) or kind.endswith("bool") or axes > 0:  # a tensor of one value is a list of values
+        return None
+    try:
+        return operator.index(given)
+    except (TypeError, RuntimeError):
+        return None
+
+
+def as_seed(given: Any) -> int:
+    """A seed as a Python integer.
+
+    Raises:
+        SettingError: it is not an integer from 0 to `MOST_SEED`.
+    """
+    seed = as_integer(given)
+    if seed is None or not 0 <= seed <= MOST_SEED:
+        raise SettingError(f"seed must be an integer from 0 to 2**63 - 1; got {given!r:.60}.")
+    return seed
+
+
+def check_seed_of(record: Any) -> None:
+    """Replace the ``seed`` of a dataclass, which may be frozen, by the integer that `as_seed` reads; raises like it."""
+    object.__setattr__(record, "seed", as_seed(record.seed))

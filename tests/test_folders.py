@@ -1,0 +1,56 @@
+"""Folders for results: what is refused before a run, and that a check leaves nothing behind."""
+
+import pytest
+
+from sinklens.errors import SinklensError
+from sinklens.folders import MARKS, check_folder, require_writable
+
+
+@pytest.mark.parametrize("name", ["new", "new/deeper", "there"])
+def test_a_check_leaves_nothing_behind(tmp_path, name):
+    (tmp_path / "there").mkdir()
+    check_folder(tmp_path / name, "a study")
+    assert [file.name for file in tmp_path.rglob("*")] == ["there"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/deeper"])
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, name):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(SinklensError, match=r"cannot write to .*file.*: Not a directory\. Make room or choose another"):
+        require_writable(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_place_that_cannot_be_written_is_refused():
+    with pytest.raises(SinklensError, match="cannot write to /proc/no/such/folder: "):
+        require_writable("/proc/no/such/folder")
+
+
+def test_a_full_disk_is_refused(tmp_path, monkeypatch):
+    class Full:
+        def __init__(self, dir):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def write(self, content):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    with pytest.raises(SinklensError, match="No space left on device"):
+        require_writable(tmp_path)
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_results_of_two_kinds_do_not_share_a_folder(tmp_path, kind):
+    mark = tmp_path / MARKS[kind].replace("*", "1")
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text("{}")
+    check_folder(tmp_path, kind)
+    for other in MARKS.keys() - {kind}:
+        with pytest.raises(SinklensError, match=f"holds {kind} already; choose another folder for {other}"):
+            check_folder(tmp_path, other)

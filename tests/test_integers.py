@@ -1,0 +1,64 @@
+"""Integers and seeds: what counts as one, in every function that takes a seed."""
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.analyses import find
+from sinklens.errors import SettingError
+from sinklens.evaluation import UNMASKED, evaluate, masking
+from sinklens.experiments import effect, head_outputs, sweep
+from sinklens.features import Recipe
+from sinklens.integers import as_integer, as_seed
+from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.tasks import word_problems
+
+PROMPT = "Question: 1 + 2\nAnswer:"
+FEW = {"gen_length": 4, "steps": 2, "progress": False}
+INVALID = [1.5, "3", None, -1, True, 2**63, [1], float("nan"), torch.tensor([3]), np.bool_(True)]
+
+
+@pytest.mark.parametrize("given", [3, np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_an_integer_of_any_type_is_read_as_pythons(given):
+    assert type(as_integer(given)) is int
+    assert as_integer(given) == as_seed(given) == 3
+
+
+@pytest.mark.parametrize("given", INVALID, ids=repr)
+def test_what_is_not_a_seed_is_refused(given):
+    with pytest.raises(SettingError, match=r"seed must be an integer from 0 to 2\*\*63 - 1; got "):
+        as_seed(given)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("seed", [1.5, None, -1, 2**64], ids=repr)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, out, seed: sinklens.generate(model, PROMPT, seed=seed, **FEW),
+        lambda model, out, seed: sinklens.trace(model, PROMPT, seed=seed, **FEW),
+        lambda model, out, seed: effect(model, PROMPT, seed=seed, gen_length=4),
+        lambda model, out, seed: sweep(model, PROMPT, {"a": AblateHeads()}, seed=seed, **FEW),
+        lambda model, out, seed: head_outputs(model, PROMPT, seed=seed, gen_length=4),
+        lambda model, out, seed: evaluate(model, "tiny-gsm", [UNMASKED], out, seed=seed),
+        lambda model, out, seed: masking([1], ["random"], seed=seed),
+        lambda model, out, seed: MaskSinks(top_k=1, pick="random", seed=seed),
+        lambda model, out, seed: AblateHeads(seed=seed),
+        lambda model, out, seed: find("layers")(seed=seed),
+        lambda model, out, seed: Recipe(d_sae=8, k=1, seed=seed),
+        lambda model, out, seed: word_problems.training(seed, 1),
+    ],
+    ids=["generate", "trace", "effect", "sweep", "head_outputs", "evaluate", "masking", "MaskSinks", "AblateHeads",
+         "study", "Recipe", "training"],
+)  # fmt: skip
+def test_every_function_with_a_seed_has_one_rule_for_it(tiny_llada, tmp_path, use, seed):
+    with pytest.raises(SettingError, match="seed must be an integer from 0"):
+        use(tiny_llada, tmp_path / "out", seed)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_numpy_seed_draws_what_the_same_python_seed_draws(tiny_llada, unchecked):
+    runs = [sinklens.generate(tiny_llada, PROMPT, seed=seed, temperature=1.0, **FEW) for seed in (3, np.int64(3))]
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert repr(MaskSinks(top_k=1, pick="random", seed=np.int64(3))) == repr(MaskSinks(top_k=1, pick="random", seed=3))
