@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "sdar": "qwen3",
     "fast-dllm-v2": "qwen2",
     "a2d-llama": "llama",
+    "bd3lm-llama": "llama",
     "a2d-qwen2": "qwen2",
     "bd3lm-qwen2": "qwen2",
     "a2d-qwen3": "qwen3",
@@ -36,7 +37,7 @@ ARCHITECTURES = {
 }
 """Family -> the transformers class that computes the same."""
 
-BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "llada2", "bd3lm-qwen2", "bd3lm-qwen3")
+BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "llada2", "bd3lm-llama", "bd3lm-qwen2", "bd3lm-qwen3")
 """Families whose queries see their own block and earlier ones; here blocks of 4."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "llada-moe": {"head_dim": 4, "norm_topk_prob": False},
@@ -65,7 +66,7 @@ def causal(family: str) -> bool:
 
 def arguments(family: str) -> dict[str, Any]:
     """The arguments of `sinklens.load` for what the family's config.json does not say."""
-    shared = family.startswith(("a2d-qwen", "bd3lm", "open-dcoder"))  # these share their model_type
+    shared = family.startswith(("a2d-", "bd3lm", "open-dcoder"))  # these share their model_type
     return ({"family": family} if shared else {}) | ({"block_length": 4} if family in BLOCK_CAUSAL else {})
 
 
@@ -147,6 +148,7 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
     kind = {
         "dream": "Dream",
         "fast-dllm-v2": "Fast_dLLM_Qwen",
+        "bd3lm-llama": "a2d-llama",
         "bd3lm-qwen2": "a2d-qwen2",
         "bd3lm-qwen3": "a2d-qwen3",
         "open-dcoder": "qwen2",

@@ -1,6 +1,7 @@
 """The config keys and weight names of the checkpoint families, for the records of families.py.
 
 Tables called ``..._REQUIRED`` list values that can be expressed, ``..._NEEDED`` keys that config.json must have,
+``..._DEFAULTS`` what the published code uses for missing keys,
 ``..._RENAMES`` weight names. `Family` says how each is used.
 
 Pitfall: a value that a ``REQUIRED`` table forgets lets a config through that describes a different model.
@@ -39,6 +40,13 @@ LLADA_REQUIRED: Required = {
     "clip_qkv": (None,),
     "rope_scaling": (None,),
 }
+LLADA_DEFAULTS = {
+    "rope": False,
+    "block_type": "sequential",
+    "activation_type": "swiglu",
+    "layer_norm_type": "default",
+    "weight_tying": True,
+}
 LLADA_RENAMES = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
     r"^model\.transformer\.ln_f\.": "model.norm.",
@@ -52,7 +60,9 @@ LLADA_RENAMES = {
     r"\.up_proj\.": ".mlp.up_proj.",
     r"\.ff_out\.": ".mlp.down_proj.",
 }
+ROTATION: Required = {"partial_rotary_factor": (1, None)}
 QWEN_REQUIRED: Required = {
+    **ROTATION,
     "hidden_act": ("silu",),
     "rope_scaling": (None,),
     "use_sliding_window": (False,),
@@ -81,6 +91,7 @@ RND1_NEEDED = (
     "moe_intermediate_size", "norm_topk_prob",
 )  # fmt: skip
 RND1_REQUIRED: Required = {
+    **ROTATION,
     "hidden_act": ("silu",),
     "rope_scaling": (None, False),
     "sliding_window": (None, False),
@@ -104,7 +115,7 @@ LLADA2_NEEDED = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "rope_theta", "rms_norm_eps", "max_position_embeddings", "intermediate_size", "moe_intermediate_size",
     "num_experts", "num_experts_per_tok", "num_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
-    "routed_scaling_factor", "use_bias",
+    "routed_scaling_factor",
 )  # fmt: skip
 LLADA2_REQUIRED: Required = {
     "hidden_act": ("silu",),

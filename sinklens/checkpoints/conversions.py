@@ -62,7 +62,7 @@ def llada2(config: Config) -> Config:
     """
     same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
     same += ["n_group", "topk_group", "routed_scaling_factor"]
-    rotation = _rotation(config) | {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+    rotation = _rotation(config) | {"partial_rotary_factor": config["partial_rotary_factor"]}
     return {
         **_kept(config),
         **{key: config[key] for key in same},

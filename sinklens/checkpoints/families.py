@@ -19,6 +19,7 @@ from sinklens.checkpoints.config_keys import (
     LLADA2_RENAMES,
     LLADA2_REQUIRED,
     LLADA_CONFIG,
+    LLADA_DEFAULTS,
     LLADA_MOE_NEEDED,
     LLADA_MOE_REQUIRED,
     LLADA_RENAMES,
@@ -27,6 +28,7 @@ from sinklens.checkpoints.config_keys import (
     QWEN_REQUIRED,
     RND1_NEEDED,
     RND1_REQUIRED,
+    ROTATION,
     Required,
 )
 from sinklens.hooks.blocks import Start
@@ -40,6 +42,8 @@ class Family:
         name: short name, as in `Model.family`.
         model_types: values of ``model_type`` in config.json that identify this family.
         classes: values of ``architectures`` in config.json that identify this family, whatever ``model_type`` says.
+        own_classes: values of ``architectures`` that this family's checkpoints have; with another one, `sinklens.load`
+            needs ``family=``. If empty, every value is accepted.
         architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
         sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
         causal: whether queries see only earlier keys.
@@ -56,15 +60,14 @@ class Family:
             ``weight_tying``; one of them maps to ``rope_theta``; ``mlp_hidden_size``, ``n_kv_heads`` and ``vocab_size``
             are derived from ``mlp_ratio``, ``n_heads`` and ``embedding_size`` as in LLaDA; of the other keys, only
             special-token ids, ``initializer_range`` and ``attention_dropout`` are kept.
-        code: classes under ``auto_map`` in config.json that this family's checkpoints name, where the rest of the
-            config is that of another family. `sinklens.load` then needs ``family=``.
         convert: ``"module:function"`` that turns config.json into transformers' settings, for families whose config is
             more than renamed keys; `needed` lists the keys that it reads.
         needed: keys that config.json must have.
         fused: name of a stored weight -> the weights that it holds one after another along its first axis, both below
             the module that owns them.
-        required: config key -> values that can be expressed; a missing key is accepted. A dot leads into a part of the
-            config, as in ``text_config.use_bidirectional_attention``.
+        required: config key -> values that can be expressed; a missing key is accepted, unless `defaults` has it. A dot
+            leads into a part of the config, as in ``text_config.use_bidirectional_attention``.
+        defaults: config key -> the value that the published code uses if config.json lacks the key.
         renames: regular expression -> replacement, applied to weight names in order; at most one group.
         mask_token_id: used if neither the config nor the tokenizer names one.
         eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
@@ -98,7 +101,8 @@ class Family:
     dropped: tuple[str, ...] = ()
     regime: str = ""
     classes: tuple[str, ...] = ()
-    code: tuple[str, ...] = ()
+    own_classes: tuple[str, ...] = ()
+    defaults: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     convert: str = ""
     needed: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -108,6 +112,11 @@ class Family:
     config_settings: Mapping[str, str] = field(default_factory=dict)
     generation_settings: Mapping[str, str] = field(default_factory=dict)
     refused_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stock(self) -> bool:
+        """Whether its checkpoints have the ``model_type`` of transformers' own class."""
+        return self.architecture in self.model_types
 
     @property
     def attention(self) -> str:
@@ -129,6 +138,8 @@ FAMILIES: list[Family] = [
         renames=LLADA_RENAMES,
         mask_token_id=126336,
         eot_token_id=126348,
+        own_classes=("LLaDAModelLM",),
+        defaults=LLADA_DEFAULTS,
     ),
     Family(
         "mmada",
@@ -141,6 +152,8 @@ FAMILIES: list[Family] = [
         renames=LLADA_RENAMES,
         mask_token_id=126336,
         eot_token_id=126348,
+        own_classes=("MMadaModelLM",),
+        defaults=LLADA_DEFAULTS,
     ),
     Family(
         "dream",
@@ -151,6 +164,7 @@ FAMILIES: list[Family] = [
         shift=True,
         required=QWEN_REQUIRED,
         mask_token_id=151666,
+        own_classes=("DreamModel",),
     ),
     Family(
         "sdar",
@@ -163,6 +177,7 @@ FAMILIES: list[Family] = [
         block_causal=True,
         block_length_key="block_size",
         dropped=("attn_implementation", "use_cache"),
+        own_classes=("SDARForCausalLM",),
     ),
     Family(
         "fast-dllm-v2",
@@ -175,6 +190,7 @@ FAMILIES: list[Family] = [
         mask_token_id=151665,
         block_causal=True,
         block_length_key="bd_size",
+        own_classes=("Fast_dLLM_QwenForCausalLM",),
     ),
     Family(
         "llada-moe",
@@ -185,6 +201,7 @@ FAMILIES: list[Family] = [
         required=LLADA_MOE_REQUIRED,
         mask_token_id=156895,
         classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+        own_classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
         convert="sinklens.checkpoints.conversions:llada_moe",
         needed=LLADA_MOE_NEEDED,
     ),
@@ -203,6 +220,8 @@ FAMILIES: list[Family] = [
         convert="sinklens.checkpoints.conversions:llada2",
         needed=LLADA2_NEEDED,
         fused={"query_key_value.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")},
+        own_classes=("LLaDA2MoeModelLM",),
+        defaults={"partial_rotary_factor": 0.5},
     ),
     Family(
         "rnd1",
@@ -215,6 +234,7 @@ FAMILIES: list[Family] = [
         mask_token_id=151669,
         convert="sinklens.checkpoints.conversions:rnd1",
         needed=RND1_NEEDED,
+        own_classes=("RND1LM",),
     ),
     Family(
         "open-dcoder",
@@ -225,7 +245,6 @@ FAMILIES: list[Family] = [
         shift=True,
         required=QWEN_REQUIRED,
         dropped=("trust_remote_code",),
-        code=("modeling_qwen2.Qwen2ForCausalLM",),
     ),
     Family(
         "a2d-llama",
@@ -233,6 +252,21 @@ FAMILIES: list[Family] = [
         "llama",
         "llada",
         "architecture equals transformers' Llama without the causal mask; no reference outputs compared",
+        required=ROTATION,
+        regime=MASKED_DIFFUSION,
+        own_classes=("A2DLlamaLMHeadModel",),
+    ),
+    Family(
+        "bd3lm-llama",
+        ("a2d-llama",),
+        "llama",
+        "bd3lm",
+        "architecture equals transformers' Llama with the block-causal mask; no reference outputs compared",
+        required={**ROTATION, "rope_scaling": (None,)},
+        block_causal=True,
+        blocks_start="column",
+        regime=BLOCK_DIFFUSION,
+        own_classes=("A2DLlamaLMHeadModel",),
     ),
     Family(
         "a2d-qwen2",
@@ -240,8 +274,9 @@ FAMILIES: list[Family] = [
         "qwen2",
         "llada",
         "architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
-        required={"use_sliding_window": (False,)},
+        required={**ROTATION, "use_sliding_window": (False,)},
         regime=MASKED_DIFFUSION,
+        own_classes=("A2DQwen2LMHeadModel",),
     ),
     Family(
         "bd3lm-qwen2",
@@ -253,6 +288,7 @@ FAMILIES: list[Family] = [
         block_causal=True,
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
+        own_classes=("A2DQwen2LMHeadModel",),
     ),
     Family(
         "a2d-qwen3",
@@ -260,8 +296,9 @@ FAMILIES: list[Family] = [
         "qwen3",
         "llada",
         "architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
-        required={"use_sliding_window": (False,)},
+        required={**ROTATION, "use_sliding_window": (False,)},
         regime=MASKED_DIFFUSION,
+        own_classes=("A2DQwen3LMHeadModel",),
     ),
     Family(
         "bd3lm-qwen3",
@@ -273,6 +310,7 @@ FAMILIES: list[Family] = [
         block_causal=True,
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
+        own_classes=("A2DQwen3LMHeadModel",),
     ),
     Family(
         "llama",
@@ -281,12 +319,28 @@ FAMILIES: list[Family] = [
         "autoregressive",
         "logits equal transformers' own on tiny weights; Llama-3.1-8B built at full size, not run",
         causal=True,
+        required=ROTATION,
+        own_classes=("LlamaForCausalLM",),
     ),
     Family(
-        "qwen2", ("qwen2",), "qwen2", "autoregressive", "logits equal transformers' own on tiny weights", causal=True
+        "qwen2",
+        ("qwen2",),
+        "qwen2",
+        "autoregressive",
+        "logits equal transformers' own on tiny weights",
+        causal=True,
+        required=ROTATION,
+        own_classes=("Qwen2ForCausalLM",),
     ),
     Family(
-        "qwen3", ("qwen3",), "qwen3", "autoregressive", "logits equal transformers' own on tiny weights", causal=True
+        "qwen3",
+        ("qwen3",),
+        "qwen3",
+        "autoregressive",
+        "logits equal transformers' own on tiny weights",
+        causal=True,
+        required=ROTATION,
+        own_classes=("Qwen3ForCausalLM",),
     ),
     Family(
         "qwen3-moe",
@@ -295,6 +349,8 @@ FAMILIES: list[Family] = [
         "autoregressive",
         "logits equal transformers' own on tiny weights",
         causal=True,
+        required=ROTATION,
+        own_classes=("Qwen3MoeForCausalLM",),
     ),
     Family(
         "diffusion-gemma",
@@ -309,6 +365,7 @@ FAMILIES: list[Family] = [
         config_settings={"canvas_length": "canvas_length"},
         generation_settings=GEMMA_SETTINGS,
         refused_tokens={"image_token_id": "image"},
+        own_classes=("DiffusionGemmaForBlockDiffusion",),
     ),
 ]
 

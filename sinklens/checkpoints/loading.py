@@ -21,7 +21,7 @@ from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import class_for, stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
-from sinklens.checkpoints.translate import check_required, translate, value_at
+from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
 from sinklens.errors import CheckpointError
 from sinklens.hooks.blocks import Blocks, write
 
@@ -221,8 +221,7 @@ def from_pretrained_model(
     raw = hf.config.to_dict()
     kind = raw.get("model_type")
     if getattr(hf.config, "is_causal", True) is False and f"a2d-{kind}" in BY_MODEL_TYPE:
-        raw["model_type"] = f"a2d-{kind}"
-        family_name = family_name or (f"a2d-{kind}" if block_length is None else None)
+        family_name = family_name or (f"a2d-{kind}" if block_length is None else f"bd3lm-{kind}")
     family = choose_family(raw, type(hf).__name__, family_name, block_length)
     if family.architecture != kind:
         raise CheckpointError(
@@ -242,7 +241,7 @@ def from_pretrained_model(
             f"use the model that sinklens.load returned for it (set its .tokenizer to change the tokenizer)."
         )
     name = getattr(hf.config, "name_or_path", "") or kind
-    check_required(raw, family, name)
+    check_required(one_spelling(raw, name), family, name)
     generation = getattr(hf, "generation_config", None)
     defaults = {} if generation is None else _generation_defaults(generation.to_dict(), family)
     blocks = blocks_for(raw, family, block_length, name)

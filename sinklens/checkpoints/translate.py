@@ -28,7 +28,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     Raises:
         CheckpointError: it does not name a family; the message says if the checkpoint asks for code that it ships.
     """
-    for name in config.get("architectures") or ():
+    for name in class_names(config):
         if name in BY_CLASS:
             return BY_CLASS[name]
     kind = config.get("model_type")
@@ -46,6 +46,12 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     )
 
 
+def class_names(config: dict[str, Any]) -> list[str]:
+    """The entries of ``architectures``."""
+    entries = config.get("architectures")
+    return [str(name) for name in ([entries] if isinstance(entries, str) else entries or ())]
+
+
 def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
     """The transformers config for `config`, the parsed config.json of a checkpoint at `where`.
 
@@ -57,6 +63,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
+    config = one_spelling(config, where)
     check_required(config, family, where)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
@@ -64,7 +71,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
             f"checkpoint that was quantized."
         )
     try:
-        made = CONFIG_MAPPING[family.architecture](**_settings(config, family, where))
+        made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
     except CheckpointError:
         raise
     except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -74,7 +81,41 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
         ) from error
     made.is_causal = None if family.class_attention else family.causal
     _check_defaults(config, made, family, where)
+    _check_layers(made, family, where)
     return made
+
+
+def one_spelling(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """`config` with the keys of the rotation at the top level, where transformers 4 writes them.
+
+    transformers 5 writes ``rope_parameters``, which holds ``rope_theta``, ``partial_rotary_factor`` and the entries of
+    ``rope_scaling``. A dictionary per layer type stays as it is.
+
+    Raises:
+        CheckpointError: a key has one value at the top level and another one in ``rope_parameters``.
+    """
+    moved = config.get("rope_parameters")
+    if not isinstance(moved, dict) or any(isinstance(value, dict) for value in moved.values()):
+        moved = {}
+    alone = {key: moved[key] for key in ("rope_theta", "partial_rotary_factor") if moved.get(key) is not None}
+    scaling = {key: value for key, value in moved.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    found = {key: value for key, value in config.items() if key != "rope_parameters" or not moved}
+    if not _scales(found.get("rope_scaling")):
+        found.pop("rope_scaling", None)
+    for key, value in (alone | ({"rope_scaling": scaling} if _scales(scaling) else {})).items():
+        if found.get(key, value) not in (value, None):
+            raise CheckpointError(
+                f"{where}: config.json has {key} = {found[key]!r}, but {value!r} in rope_parameters; keep one of them."
+            )
+        found[key] = value
+    return found
+
+
+def _scales(scaling: Any) -> bool:
+    """Whether ``rope_scaling`` changes the rotation; the type "default" does not."""
+    if not isinstance(scaling, dict):
+        return bool(scaling)
+    return bool(scaling) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
 
 
 def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -88,14 +129,33 @@ def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, A
 
 
 def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
-    """A key that config.json leaves out gets transformers' default, which the family must be able to express too."""
+    """A key that config.json leaves out gets a default, which the family must be able to express too."""
     for key, allowed in family.required.items():
-        if not has_key(config, key) and has_key(made, key) and value_at(made, key) not in allowed:
+        published = key in family.defaults
+        if has_key(config, key) or not (published or has_key(made, key)):
+            continue
+        value = family.defaults[key] if published else value_at(made, key)
+        if value not in allowed:
+            source = "its published code" if published else f"transformers' class for {family.architecture}"
             expected = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(
-                f"{where}: config.json has no {key}, and transformers' default for {family.architecture} is "
-                f"{value_at(made, key)!r}; the {family.name} family can express only {expected}. Set it in config.json."
+                f"{where}: config.json has no {key}, and {source} then uses {value!r}; the {family.name} family can "
+                f"express only {expected}. Set it in config.json."
             )
+
+
+def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
+    """Layers see all of their keys, or a window of them, where the class has one."""
+    if family.class_attention:
+        return
+    windowed = family.causal and getattr(made, "sliding_window", None) is not None
+    allowed = {"full_attention", "sliding_attention"} if windowed else {"full_attention"}
+    if other := sorted(set(getattr(made, "layer_types", None) or ()) - allowed):
+        without = ", because use_sliding_window or sliding_window turns windows off" if family.causal else ""
+        raise CheckpointError(
+            f"{where}: layer_types in config.json has {', '.join(other)}; the {family.name} family can express only "
+            f"{' and '.join(sorted(allowed))}{without}."
+        )
 
 
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:

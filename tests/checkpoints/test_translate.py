@@ -35,23 +35,29 @@ LLADA: dict[str, Any] = {
     "clip_qkv": 8.0,
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
-WINDOW = {"use_sliding_window": True}
-DREAM = WINDOW | {"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+ROTATION = {"partial_rotary_factor": 0.5}
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+WINDOW = {"use_sliding_window": True, **ROTATION}
+DREAM = WINDOW | {"hidden_act": "gelu", **LINEAR}
 BIASED = DREAM | {"attention_bias": True}
 LLADA_MOE = DREAM | {
-    "partial_rotary_factor": 0.5,
     "shared_expert_intermediate_size": 32,
     "moe_router_enable_expert_bias": True,
     "clip_qkv": 8.0,
     "qk_layernorm": False,
     "attention_bias": True,
 }
-LLADA2 = DREAM | {"use_bias": True, "use_qk_norm": False, "using_split_qkv_in_self_attention": True}
+LLADA2 = {key: value for key, value in DREAM.items() if key not in ROTATION} | {
+    "use_bias": True,
+    "use_qk_norm": False,
+    "using_split_qkv_in_self_attention": True,
+}
 RND1 = BIASED | {"sliding_window": 4096, "is_causal": True, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
 UNSUPPORTED = {
     "llada": LLADA, "mmada": LLADA, "dream": DREAM, "sdar": BIASED, "fast-dllm-v2": DREAM,
     "a2d-qwen2": WINDOW, "bd3lm-qwen2": DREAM, "a2d-qwen3": WINDOW, "bd3lm-qwen3": BIASED,
-    "llada-moe": LLADA_MOE, "llada2": LLADA2, "rnd1": RND1, "open-dcoder": DREAM,
+    "a2d-llama": ROTATION, "bd3lm-llama": ROTATION | LINEAR, "llama": ROTATION, "qwen2": ROTATION, "qwen3": ROTATION,
+    "qwen3-moe": ROTATION, "llada-moe": LLADA_MOE, "llada2": LLADA2, "rnd1": RND1, "open-dcoder": DREAM,
 }  # fmt: skip
 REQUIRED = [(family, key) for family, values in UNSUPPORTED.items() for key in values]
 
@@ -176,8 +182,10 @@ def test_a_value_that_cannot_be_expressed_is_rejected_by_name(family, key):
 
 @pytest.mark.parametrize(("family", "key"), REQUIRED)
 def test_a_missing_key_means_the_familys_usual_value_or_is_rejected(family, key):
-    if key in family_named(family).needed:  # its default in the published code is another
-        with pytest.raises(CheckpointError, match=rf"config\.json lacks {key}, which the {family} family needs"):
+    if key in family_named(family).defaults:
+        with pytest.raises(
+            CheckpointError, match=rf"has no {key}, and its published code then uses .*can express only"
+        ):
             _translated(_without(family, key))
         return
     assert _translated(_without(family, key), family).to_dict() == _translated(_config(family), family).to_dict()
@@ -356,5 +364,5 @@ def test_a_default_of_transformers_that_the_family_cannot_express_is_rejected_to
     sizes = {"model_type": "mist", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9}
     assert translate({**sizes, "sliding_window": None}, known, "here").sliding_window is None
-    with pytest.raises(CheckpointError, match=r"no sliding_window, and transformers' default for mistral is 4096"):
+    with pytest.raises(CheckpointError, match=r"no sliding_window, and transformers' class for mistral then uses 4096"):
         translate(sizes, known, "here")
