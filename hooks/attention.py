@@ -115,8 +115,8 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     points.hook_rot_k.watch.keys = key.shape[2]
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
-    if points.hook_rot_k.watched:  # a copy: the keys of earlier passes are used again
-        key = points.hook_rot_k(key.transpose(1, 2).clone() if held else key.transpose(1, 2)).transpose(1, 2)
+    if points.hook_rot_k.watched:
+        key = _shown_keys(points.hook_rot_k, key, query.shape[2])
     bias = None
     if points.hook_attn_mask.watched:
         with torch.inference_mode(False):  # inference tensors do not record in-place writes
@@ -127,6 +127,18 @@ def attention(
             bias = None  # read but unchanged: compute attention as if it were unwatched
     operands = _operands(module, query, key, value, attention_mask, bias, counted, scaling, kwargs)
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
+
+
+def _shown_keys(
+    point: "Point", key: Float[Tensor, "batch kv_head key d_head"], new: int
+) -> Float[Tensor, "batch kv_head key d_head"]:
+    """The keys after hooks; of `new` ones that other passes read from the cache, these read what hooks made of them."""
+    watch = point.watch
+    shared = watch.held is not None or watch.stores  # then a copy: the keys of earlier passes are used again
+    shown = point(key.transpose(1, 2).clone() if shared else key.transpose(1, 2)).transpose(1, 2)
+    if watch.stores:
+        key[:, :, -new:] = shown[:, :, -new:]
+    return shown
 
 
 def _operands(

@@ -5,6 +5,9 @@ window keeps only the last ones. The *decoder* has the same layers; it works on 
 keys and all keys of the canvas, in both directions, and it does not change the cache. It also reads the logits of the
 step before (*self-conditioning*). Positions are counted over the complete text, padding included, as in transformers.
 
+Edits of ``hook_rot_k`` in the encoder change the stored keys, and with them what the decoder reads; this relies on the
+cache of transformers keeping the tensor that attention gets.
+
 Limitation: the cache holds no padding mask; pass the mask of the complete text to every pass.
 """
 
@@ -42,7 +45,7 @@ class CanvasPass:
             real: False on padding, for the text in the cache and the new positions; None without padding.
         """
         encoder = self._hf.get_submodule(self._architecture.encoder)
-        with self._reaching(cache.get_seq_length() + ids.shape[1]):
+        with self._reaching(cache.get_seq_length() + ids.shape[1], stores=True):
             encoder(input_ids=ids, attention_mask=_mask(real), past_key_values=cache)
 
     def decode(
@@ -87,13 +90,13 @@ class CanvasPass:
         return self.decode(ids[:, start:], real, cache, self_conditioning)
 
     @contextmanager
-    def _reaching(self, length: int) -> Iterator[None]:
-        """Record where the keys of this pass end."""
-        self._watch.length = length
+    def _reaching(self, length: int, stores: bool = False) -> Iterator[None]:
+        """Record where the keys of this pass end, and whether they are stored."""
+        self._watch.length, self._watch.stores = length, stores
         try:
             yield
         finally:
-            self._watch.length = None
+            self._watch.length, self._watch.stores = None, False
 
 
 def _mask(real: Real) -> Tensor | None:

@@ -36,6 +36,7 @@ class Watch:
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
         held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
+        stores: whether this pass writes its keys to a cache that later passes read.
         sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
         queries: the queries that sink scores sum over, [batch, pos]; None for all. For passes over all positions.
     """
@@ -47,6 +48,7 @@ class Watch:
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
         self.held: Any = None
+        self.stores = False
         self.sample: Any = None
         self.queries: Tensor | None = None
 

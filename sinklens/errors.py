@@ -26,6 +26,10 @@ class CheckpointError(SinklensError, ValueError):
     """A checkpoint cannot be loaded: unknown family, unsupported setting, or missing, surplus or broken weights."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint was loaded, but a part of its files was not used."""
+
+
 class SelfCheckError(SinklensError, RuntimeError):
     """A loaded model failed its self-check: its hook points do not show what the model computes."""
 

@@ -22,7 +22,7 @@ from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import class_for, stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, CheckpointWarning, warn_caller
 from sinklens.hooks.blocks import Blocks, write
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def load_checkpoint(
     empty = build_empty(config, family.model_class)
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     expected = stored_shapes(expected, family.fused)
-    files.check_weights(weights, expected, set(empty.all_tied_weights_keys), str(folder))
+    tied = dict(empty.all_tied_weights_keys)
+    files.check_weights(weights, expected, set(tied), str(folder))
     if device is not None and device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
     target = _device(device)
@@ -120,7 +121,7 @@ def load_checkpoint(
     found = tokenizer if tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
-    with _progress_bars(weights.parameters >= SMALL):
+    with _progress_bars(weights.parameters >= SMALL), _quiet(bool(set(tied) & set(weights.shapes))):
         hf = class_for(config, family).from_pretrained(
             folder,
             config=config,
@@ -131,9 +132,35 @@ def load_checkpoint(
             use_safetensors=True,
             local_files_only=True,
         )
+    _tie(hf, tied, weights, str(folder))
     if device_map is None:
         hf = hf.to(target)
     return prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
+
+
+def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
+    """Share the weights that the config ties, also where the files hold another value, which transformers 5 would use.
+
+    Raises:
+        CheckpointError: they differ, and one of them stays on disk.
+    """
+    value = hf.get_parameter_or_buffer
+    parted = [target for target, source in tied.items() if value(target) is not value(source)]
+    if not parted:
+        return
+    names = ", ".join(weights.original.get(name, name) for name in parted)
+    untie = "set tie_word_embeddings (in LLaDA's format: weight_tying) in config.json to false"
+    if any(value(name).is_meta for target in parted for name in (target, tied[target])):
+        raise CheckpointError(
+            f"{where}: config.json ties {names} to other weights, but the files hold another value. Load without "
+            f"device_map=; or, to use the stored value, {untie}."
+        )
+    hf.tie_weights()
+    warn_caller(
+        f"{where}: config.json ties {names} to other weights, so the different value in the files is not used. To use "
+        f"it, {untie}.",
+        CheckpointWarning,
+    )
 
 
 def prepare(
@@ -246,6 +273,20 @@ def from_pretrained_model(
     defaults = {} if generation is None else _generation_defaults(generation.to_dict(), family)
     blocks = blocks_for(raw, family, block_length, name)
     return prepare(hf, tokenizer, family, raw, name, defaults=defaults, blocks=blocks)
+
+
+@contextmanager
+def _quiet(needed: bool) -> Iterator[None]:
+    """Keep transformers from logging warnings: that tied weights differ is said, and repaired, by `_tie`."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    if needed:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def _refuse_other_model(config: dict[str, Any], family: Family, where: str) -> N
     choices = ", ".join(
         f"{one.name!r} ({one.attention}{', predicts the next position' * one.shift})"
         for one in FAMILIES
-        if one is family or _fits(config, one, family)
+        if (one.architecture, one.config_names) == (family.architecture, family.config_names)
     )
     raise CheckpointError(
         f"{where}: config.json is that of {family.name}, but {', and '.join(signs)}, so its model may differ. Pass "
@@ -84,12 +84,6 @@ def _signs_of_another(config: dict[str, Any], family: Family) -> list[str]:
 def _is_code(key: str) -> bool:
     """Whether an entry of ``auto_map`` is about the model, and not about a tokenizer or processor."""
     return key.startswith(("AutoConfig", "AutoModel"))
-
-
-def _fits(config: dict[str, Any], one: Family, family: Family) -> bool:
-    """Whether `one` could be meant by a config that reads as `family`'s: the same class, and the same keys."""
-    same = (one.architecture, one.config_names) == (family.architecture, family.config_names)
-    return same and not one.class_attention and all(config.get(key) is not None for key in one.needed)
 
 
 def blocks_for(config: dict[str, Any], family: Family, given: int | None, where: str) -> Blocks | None:

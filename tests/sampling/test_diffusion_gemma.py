@@ -350,6 +350,37 @@ def test_a_trace_block_reads_encoder_decoder_and_sampler(gemma, prompt):
     assert not bool(t.undecided[:, 1, 9:17].any())
 
 
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])  # a sliding one, and the last, whose output nothing reads
+def test_the_decoder_reads_the_encoders_keys_as_edited_after_the_rotation(gemma, layer):
+    """Halving a vector before or after it is rotated is the same."""
+    ids = torch.arange(2 * 25).reshape(2, 25) % 240 + 3
+
+    def halved_at(name: str, in_place: bool = False) -> Tensor:
+        hook = (lambda value, hook: value.mul_(0.5)) if in_place else (lambda value, hook: value * 0.5)
+        with torch.no_grad():
+            return gemma.run_with_hooks(ids, fwd_hooks=[(f"encoder.blocks.{layer}.attn.{name}", hook)])
+
+    wanted = halved_at("hook_k_normed")
+    assert (wanted - gemma(ids)).abs().max() > 0.1
+    for in_place in (False, True):
+        torch.testing.assert_close(halved_at("hook_rot_k", in_place), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_that_are_stored_are_edited_once(gemma, prompt):
+    """The second pass of the encoder reads the text's keys as edited in the first."""
+    seen: list[Tensor] = []
+    at = f"encoder.blocks.{LAYERS - 1}.attn.hook_rot_k"
+
+    def halve_new(value: Tensor, hook: object) -> Tensor:
+        seen.append(value.clone())
+        new = value.shape[1] - (seen[-2].shape[1] if len(seen) > 1 else 0)
+        return torch.cat([value[:, :-new], value[:, -new:] * 0.5], dim=1)
+
+    sinklens.generate(gemma, prompt, hooks=[(at, halve_new)], **SETTINGS)
+    assert [keys.shape[1] for keys in seen] == [9, 17]
+    torch.testing.assert_close(seen[1][:, :9], seen[0] * 0.5)
+
+
 def test_a_hook_must_return_the_shape_of_the_canvas(gemma, prompt):
     with pytest.raises(HookFunctionError, match=r"got a value of shape \[2, 8\] and returned \[2, 7\]"):
         sinklens.generate(gemma, prompt, hooks=[("denoise.hook_accepted", lambda v, hook: v[:, 1:])], **SETTINGS)
