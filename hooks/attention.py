@@ -39,6 +39,7 @@ from sinklens.hooks.points import at
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints
+    from sinklens.hooks.points import Point
 
 NAME = "sinklens"
 POINTS = "sinklens_points"  # key in a module's __dict__: not a submodule, so no tree lists the points twice

@@ -1,10 +1,12 @@
-"""Package versions, which every record stores with its result.
+"""Package versions: those that sinklens needs, and those that every record stores with its result.
 
 Reading a version parses the package's metadata, which takes milliseconds; each process reads it once.
 """
 
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import requires, version
+
+from sinklens.errors import SinklensError
 
 version_of = cache(version)
 
@@ -12,3 +14,24 @@ version_of = cache(version)
 def versions(*packages: str) -> dict[str, str]:
     """Package -> version, as installed when it was first looked up."""
     return {name: version_of(name) for name in packages}
+
+
+def check_versions(*packages: str) -> None:
+    """Check that the installed versions of `packages` are among those that sinklens declares as its requirements.
+
+    pip replaces a package that is installed already if another package asks for another version.
+
+    Raises:
+        SinklensError: a package has another version.
+    """
+    from packaging.requirements import Requirement
+
+    needed = {needs.name: needs.specifier for needs in map(Requirement, requires("sinklens") or ())}
+    for name in packages:
+        installed = version_of(name)
+        if not needed[name].contains(installed, prereleases=True):
+            raise SinklensError(
+                f"sinklens needs {name} {needed[name]}, but version {installed} is installed; installing another "
+                f'package may have replaced it. Run pip install "{name}{needed[name]}", in an environment of its own '
+                f"if the other package needs {name} {installed}."
+            )

@@ -40,7 +40,7 @@ LLADA_REQUIRED: Required = {
     "clip_qkv": (None,),
     "rope_scaling": (None,),
 }
-LLADA_DEFAULTS = {
+LLADA_DEFAULTS: dict[str, str | int | float | bool] = {
     "rope": False,
     "block_type": "sequential",
     "activation_type": "swiglu",
