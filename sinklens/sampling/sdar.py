@@ -36,7 +36,7 @@ def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
 def _step(state: State, settings: SdarSettings, progress: BlockProgress) -> None:
     canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
-    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k, progress.window())
+    drawn = draw(state, canvas, where, settings.truncation, progress.window())
     confidence = state.spread_confidence(where, _confidence(settings, drawn))
     commit = at(state.tree.denoise.hook_commit, _commit(settings, where, confidence, counts))
     state.end_step(torch.where(commit, drawn.canvas, canvas))

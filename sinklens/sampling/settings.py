@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
 from sinklens.errors import SettingError
 
@@ -153,11 +153,63 @@ def check_truncation(temperature: float, top_p: float | None, top_k: int | None)
         require_integer("top_k", top_k)
 
 
+def check_threshold(alg: str, threshold: float | None) -> None:
+    """Check a threshold in the unit of Dream's confidence `alg`."""
+    if threshold is None:
+        return
+    require(is_finite(threshold), f"threshold must be a finite number, in the unit of alg; got {threshold!r}.")
+    require(
+        alg != "entropy" or threshold <= 0,
+        f"alg 'entropy' compares negative entropies, at most 0, so no proposal reaches threshold {threshold}; "
+        f"choose alg='maskgit_plus' for a threshold on the probability, or give one in nats, such as -0.1.",
+    )
+
+
 def check_guided(temperature: float, cfg_scale: float, remasking: str) -> None:
     require_nonnegative("temperature", temperature)
     require_nonnegative("cfg_scale", cfg_scale)
     allowed = get_args(Remasking)
     require(remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {remasking!r}.")
+
+
+class Truncation(NamedTuple):
+    """How logits become the distribution that tokens are drawn from.
+
+    Attributes:
+        temperature: divides the logits; 0 draws the most likely token.
+        top_p: keep the smallest set of tokens with this total probability; None keeps all.
+        top_k: keep this many most likely tokens; None keeps all.
+        top_p_first: apply `top_p` to all tokens, then `top_k`; otherwise `top_p` to those that `top_k` keeps.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    top_p_first: bool = False
+
+
+class DrawSettings(SamplerSettings):
+    """Base class of settings that truncate the distribution of a token.
+
+    Attributes:
+        TOP_P_FIRST: the order of `top_p` and `top_k` in the published sampler; see `Truncation`.
+        TRUNCATES_GREEDY: whether the published sampler truncates at temperature 0 too, where this changes confidences
+            but no token.
+        temperature, top_p, top_k: fields of the subclasses; one that is left out is not a setting.
+    """
+
+    TOP_P_FIRST: ClassVar[bool] = False
+    TRUNCATES_GREEDY: ClassVar[bool] = False
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+
+    @property
+    def truncation(self) -> Truncation:
+        """What a step applies to its logits."""
+        if self.temperature == 0 and not self.TRUNCATES_GREEDY:
+            return Truncation()
+        return Truncation(self.temperature, self.top_p, self.top_k, self.TOP_P_FIRST)
 
 
 class EqualBlocks(SamplerSettings):
@@ -257,7 +309,7 @@ class LladaSettings(EqualBlocks):
 
 
 @dataclass(frozen=True)
-class ConfidenceSettings(SamplerSettings):
+class ConfidenceSettings(DrawSettings):
     """What the settings of Dream's and Open-dCoder's samplers share: both decide the positions of highest confidence.
 
     Attributes:
@@ -266,6 +318,8 @@ class ConfidenceSettings(SamplerSettings):
     """
 
     ALGS: ClassVar[tuple[Algorithm, ...]]
+    TOP_P_FIRST: ClassVar = True
+    TRUNCATES_GREEDY: ClassVar = True
     gen_length: int = 128
     steps: int = 0
     alg: Algorithm = "entropy"
@@ -319,10 +373,7 @@ class DreamSettings(ConfidenceSettings):
             self.alg != "origin" or self.threshold is None,
             "alg 'origin' does not use confidences; leave threshold out or choose another alg.",
         )
-        require(
-            self.threshold is None or is_finite(self.threshold),
-            f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
-        )
+        check_threshold(self.alg, self.threshold)
         if self.tokens_per_step is not None:
             self._check_ceiling(self.tokens_per_step)
 
@@ -344,7 +395,7 @@ class DreamSettings(ConfidenceSettings):
 
 
 @dataclass(frozen=True)
-class AutoregressiveSettings(SamplerSettings):
+class AutoregressiveSettings(DrawSettings):
     """Left-to-right decoding; a step decodes one token.
 
     Attributes:

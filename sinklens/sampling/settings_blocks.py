@@ -6,11 +6,12 @@ run records it; a value other than the model's is an error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from sinklens.sampling.settings import (
     SHARE,
     ConfidenceOf,
+    DrawSettings,
     Remasking,
     SamplerSettings,
     Strategy,
@@ -51,7 +52,7 @@ class WholeBlocks(BlockSettings):
 
 
 @dataclass(frozen=True)
-class SdarSettings(WholeBlocks):
+class SdarSettings(WholeBlocks, DrawSettings):
     """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
 
     Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
@@ -77,6 +78,7 @@ class SdarSettings(WholeBlocks):
         blocks: number of blocks of the run; set by the run.
     """
 
+    TRUNCATES_GREEDY: ClassVar = True
     gen_length: int = 128
     block_length: int = 4
     denoising_steps: int = 0
@@ -205,7 +207,7 @@ class Bd3lmCardSettings(BlockSettings):
 
 
 @dataclass(frozen=True)
-class FastDllmV2Settings(SamplerSettings):
+class FastDllmV2Settings(DrawSettings):
     """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code).
 
     The last block is always complete, as in the reference, unless only its first position is part of the answer: up to

@@ -6,12 +6,12 @@ Pitfall: config.json does not say which of the two versions a checkpoint is. The
 
 from dataclasses import dataclass, field
 
-from sinklens.sampling.settings import SHARE, check_truncation, require, require_integer
+from sinklens.sampling.settings import SHARE, DrawSettings, check_truncation, require, require_integer
 from sinklens.sampling.settings_blocks import WholeBlocks
 
 
 @dataclass(frozen=True)
-class Llada2Settings(WholeBlocks):
+class Llada2Settings(WholeBlocks, DrawSettings):
     """LLaDA2.0's sampler (2512.15745, and the published `generate`).
 
     Blocks are decoded from left to right, each in at most `denoising_steps` passes. A pass accepts all proposals above
@@ -74,7 +74,7 @@ class Llada2Settings(WholeBlocks):
 
 
 @dataclass(frozen=True)
-class Llada21Settings(WholeBlocks):
+class Llada21Settings(WholeBlocks, DrawSettings):
     """LLaDA2.1's sampler (2602.08676, and the published `generate`), which edits decided tokens.
 
     Every pass proposes a token at each answer position of the current block. Masked positions are decided as in

@@ -11,8 +11,9 @@ from sinklens.sampling.settings import (
     Algorithm,
     Closing,
     ConfidenceSettings,
+    DrawSettings,
     EqualBlocks,
-    SamplerSettings,
+    check_threshold,
     check_truncation,
     is_finite,
     require,
@@ -22,7 +23,7 @@ from sinklens.sampling.settings import (
 
 
 @dataclass(frozen=True)
-class Rnd1Settings(SamplerSettings):
+class Rnd1Settings(DrawSettings):
     """RND1's sampler (RadicalNumerics/RND1, rnd/sampling.py).
 
     Attributes:
@@ -86,7 +87,7 @@ class OpenDcoderSettings(ConfidenceSettings):
 
 
 @dataclass(frozen=True)
-class DreamBlockSettings(EqualBlocks):
+class DreamBlockSettings(EqualBlocks, DrawSettings):
     """Fast-dLLM's sampler for Dream (NVlabs/Fast-dLLM, v1/dream), for use with or without a cache policy.
 
     Attributes:
@@ -107,6 +108,8 @@ class DreamBlockSettings(EqualBlocks):
         eps: time at the end of a block's schedule, above 0.
     """
 
+    TOP_P_FIRST: ClassVar = True
+    TRUNCATES_GREEDY: ClassVar = True
     gen_length: int = 128
     steps: int = 0
     block_length: int = 0
@@ -125,9 +128,6 @@ class DreamBlockSettings(EqualBlocks):
         )
         allowed = ("entropy", "maskgit_plus", "topk_margin")
         require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
-        require(
-            self.threshold is None or is_finite(self.threshold),
-            f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
-        )
+        check_threshold(self.alg, self.threshold)
         require(is_finite(self.eps) and 0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
         check_truncation(self.temperature, self.top_p, self.top_k)
