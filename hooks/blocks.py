@@ -77,8 +77,8 @@ class Blocks:
         repeats, left = divmod(len(real), len(self.sealed))
         if left or not repeats:
             raise SettingError(
-                f"a pass of {len(real)} rows within a step that seals the prompts of {len(self.sealed)} rows: which of "
-                f"them they are is unknown. Pass all rows of the step's canvas."
+                f"a pass of {len(real)} rows cannot be matched with the {len(self.sealed)} rows of this step, whose "
+                f"prompts do not see their answers; pass all rows of the step's canvas."
             )
         sealed = torch.tensor(self.sealed, device=real.device).repeat(repeats)[:, None, None]
         columns = torch.arange(real.shape[1], device=real.device)

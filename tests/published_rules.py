@@ -594,3 +594,81 @@ def autoregressive(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -
         yield ids
         if token in oracle.ends:
             return
+
+
+def diffusion_gemma(
+    logits: Sequence[Tensor], ends: Sequence[int], noise: Sequence[Noise], given: Settings
+) -> Iterator[list[Ids]]:
+    """transformers' DiffusionGemma: the answers that enter each step, and at last those that are left.
+
+    Args:
+        logits: of each step, raw, [batch, pos, vocab].
+    """
+    size, number, rows = given["canvas_length"], 0, range(len(noise))
+    answers: list[Ids] = [[] for _ in rows]
+    over = [False for _ in rows]
+    for _ in range(given["gen_length"] // size):
+        canvas = [random_tokens(noise[row], size, logits[0].shape[-1]) for row in rows]
+        best, history, frozen = [list[int]() for _ in rows], [list[Ids]() for _ in rows], [False for _ in rows]
+        for left in range(given["max_denoising_steps"], 0, -1):
+            yield [answers[row] + canvas[row] for row in rows]
+            heat = given["t_min"] + (given["t_max"] - given["t_min"]) * left / given["max_denoising_steps"]
+            for row in [row for row in rows if not frozen[row]]:
+                probs = (logits[number][row].double() / heat).softmax(-1)
+                entropy = torch.special.entr(probs).sum(-1).tolist()
+                accepted = within_bound(entropy, given["entropy_bound"])
+                draws = [invert_surely(p, u) for p, u in zip(probs.tolist(), noise[row].double(size), strict=True)]
+                fresh = random_tokens(noise[row], size, logits[0].shape[-1])
+                canvas[row] = [draws[place] if place in accepted else fresh[place] for place in range(size)]
+                best[row], mean = probs.argmax(-1).tolist(), sum(entropy) / size
+                back = given["stability_threshold"]
+                recent = history[row][-back:] if back else []
+                history[row].append(best[row])
+                surely(mean - given["confidence_threshold"])
+                stable = len(recent) == back and all(earlier == best[row] for earlier in recent)
+                frozen[row] = stable and mean < given["confidence_threshold"]
+            number += 1
+            if all(frozen):
+                break
+        for row in rows:
+            answers[row] = answers[row] + padded(best[row], over[row], ends, given["pad_token_id"])
+            over[row] = over[row] or any(token in ends for token in answers[row][-size:])
+        if all(over):
+            break
+    yield answers
+
+
+def surely(difference: float) -> None:
+    """Refuse a comparison that float32 could decide otherwise."""
+    if abs(difference) < 1e-5:
+        raise UndeterminedError
+
+
+def invert_surely(probs: Sequence[float], number: float) -> int:
+    total = 0.0
+    for prob in probs:
+        total += prob
+        surely(total - number)
+    return invert(probs, number)
+
+
+def random_tokens(noise: Noise, count: int, vocabulary: int) -> list[int]:
+    return [int(number * vocabulary) for number in noise.double(count)]
+
+
+def within_bound(entropy: Sequence[float], bound: float) -> list[int]:
+    """Positions of lowest entropy, as long as the entropies before a position add up to at most the bound."""
+    accepted, before = [], 0.0
+    for place in sorted(range(len(entropy)), key=lambda place: entropy[place]):
+        surely(before - bound)
+        if before <= bound:
+            accepted.append(place)
+        before += entropy[place]
+    return accepted
+
+
+def padded(tokens: Ids, over: bool, ends: Sequence[int], pad: int) -> Ids:
+    """Padding after the first end token, or everywhere in a row that ended in an earlier canvas."""
+    found = [place for place, token in enumerate(tokens) if token in ends]
+    keep = 0 if over else found[0] + 1 if found else len(tokens)
+    return tokens[:keep] + [pad] * (len(tokens) - keep)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import published_rules as rules
@@ -19,6 +20,7 @@ from building import random_hf
 import sinklens
 from sinklens.checkpoints import Family
 from sinklens.checkpoints.loading import prepare
+from sinklens.errors import SettingError
 from sinklens.hooks.blocks import Blocks
 from sinklens.model import Model
 from sinklens.sampling.decisions import RowNoise
@@ -195,30 +197,35 @@ def distinct(canvases: list[rules.Ids]) -> list[rules.Ids]:
     return [canvas for canvas, _ in groupby(canvases)]
 
 
-def check(sampler: str, case: int) -> None:
+def determined(compare: Callable[[random.Random], None], name: str) -> None:
     """Compare one case; where the rules leave a choice open, another one is drawn."""
     for attempt in range(50):
         try:
-            return compare(sampler, case, random.Random(f"{sampler} {case} {attempt}"))
+            return compare(random.Random(f"{name} {attempt}"))
         except rules.UndeterminedError:
             continue
-    raise AssertionError(f"no case {case} of {sampler} without equal scores")
+    raise AssertionError(f"no case {name} without equal scores")
 
 
-def compare(sampler: str, case: int, rng: random.Random) -> None:
-    draw, rule, attention, shift = SAMPLERS[sampler]
-    given = draw(rng)
+def compare(sampler: str, seed: int, rng: random.Random) -> None:
+    given = SAMPLERS[sampler][0](rng)
     prompts = [[rng.randrange(MASK) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
+    compare_runs(sampler, given, prompts, seed, recording=seed % 4 == 0)
+
+
+def compare_runs(sampler: str, given: Settings, prompts: list[rules.Ids], seed: int, recording: bool) -> None:
+    """Compare the canvases of a batch with those of the rules, row by row."""
+    _, rule, attention, shift = SAMPLERS[sampler]
     model, oracle = model_of(attention, shift, given["block_length"] if attention.startswith("block") else 0)
-    noise, longest = RowNoise(case, prompts), max(map(len, prompts))
-    run = sinklens.generate(model, prompts, sampler=sampler, seed=case, record_sinks=case % 4 == 0, **given)
+    noise, longest = RowNoise(seed, prompts), max(map(len, prompts))
+    run = sinklens.generate(model, prompts, sampler=sampler, seed=seed, record_sinks=recording, **given)
     for row, prompt in enumerate(prompts):
         lead = longest - len(prompt) + (-longest % given["block_length"] if sampler == "bd3lm" else 0)
         canvases = list(rule(oracle, prompt, rules.Noise(noise.generators[row]), given | {"lead": lead}))
         start, found = run.prompt_length - len(prompt), run.canvas[row].tolist()
         length = len(canvases[-1])
         ours = [canvas[start : start + length] for canvas in found]
-        case_of = f"{sampler} {case}, row {row} of {prompts}: {given}"
+        case_of = f"{sampler} {seed}, row {row} of {prompts}: {given}"
         if sampler == "autoregressive":
             assert ours[-1] == canvases[-1], case_of
             continue
@@ -231,4 +238,85 @@ def compare(sampler: str, case: int, rng: random.Random) -> None:
 @pytest.mark.parametrize("cases", [CASES[0], *(pytest.param(some, marks=pytest.mark.extended) for some in CASES[1:])])
 def test_canvases_equal_the_published_rules_on_random_settings(sampler, cases):
     for case in cases:
-        check(sampler, case)
+        determined(lambda rng, case=case: compare(sampler, case, rng), f"{sampler} {case}")
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.8])
+def test_a_row_that_ends_leaves_the_sealed_prompt_of_another(guidance):
+    """The second row is still in its first block, where its prompt does not see the answer, when the first ends."""
+    given = {"gen_length": 6, "block_length": 6, "temperature": 0.0, "cfg_scale": guidance, "denoising_steps": 6}
+    given |= {"remasking": "low_confidence", "stop": True}
+    for prompts in ([[4], [1]], [[5, 9], [8]], [[3], [8]]):
+        compare_runs("bd3lm-card", given, prompts, seed=0, recording=False)
+
+
+def test_a_pass_of_other_rows_within_a_step_that_seals_prompts_is_refused():
+    model, _ = model_of("block", False, 6)
+
+    def one_row(canvas, hook):
+        model(canvas[:1])
+
+    with pytest.raises(SettingError, match=r"a pass of 1 rows cannot be matched with the 2 rows of this step"):
+        sinklens.generate(
+            model, [[4], [1]], sampler="bd3lm-card", gen_length=3, hooks=[("denoise.hook_canvas", one_row)]
+        )
+
+
+@pytest.mark.parametrize("cases", [CASES[0], *(pytest.param(some, marks=pytest.mark.extended) for some in CASES[1:])])
+def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(cases):
+    """Keys of the cache are stale, so runs with it have no rule without a model of the cache."""
+    for case in cases:
+        rng = random.Random(f"sub-block {case}")
+        given = fast_dllm_v2(rng) | {"use_cache": False, "use_block_cache": True, "sampler": "fast-dllm-v2"}
+        prompts = [[rng.randrange(MASK) for _ in range(rng.randint(1, 9))] for _ in range(3)]
+        model, _ = model_of("block", True, given["block_length"])
+        together = sinklens.generate(model, prompts, seed=case, record_sinks=False, **given)
+        for row, prompt in enumerate(prompts):
+            alone = sinklens.generate(model, [prompt], seed=case, record_sinks=False, **given)
+            start, length = together.prompt_length - len(prompt), alone.canvas.shape[2]
+            ours = together.canvas[row, :, start : start + length].tolist()
+            assert distinct(ours) == distinct(alone.canvas[0].tolist()), f"{case}, row {row} of {prompts}: {given}"
+
+
+# --- random tokens instead of masks -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(shared: Path) -> Model:
+    """The tiny DiffusionGemma, with so many end tokens that rows end."""
+    model = sinklens.load(shared / "conformance" / "diffusion-gemma")
+    model.eos_token_ids = tuple(range(2, model.cfg.d_vocab, 9))
+    return model
+
+
+def canvases(rng: random.Random) -> Settings:
+    low = rng.choice([0.0, 0.2, 0.4])
+    return {
+        "gen_length": 8 * rng.randint(1, 2), "max_denoising_steps": rng.randint(1, 5),
+        "entropy_bound": rng.choice([0.1, 1.0, 4.0]), "t_min": low, "t_max": low + rng.choice([0.1, 0.5]),
+        "stability_threshold": rng.randint(0, 2), "confidence_threshold": rng.choice([0.005, 0.3, 1.0, 2.5]),
+        "pad_token_id": rng.choice([0, 5]),
+    }  # fmt: skip
+
+
+def compare_canvases(model: Model, case: int, rng: random.Random) -> None:
+    """Compare a run with the rules, which get the logits and the random numbers of each step."""
+    given, size = canvases(rng), model.cfg.d_vocab
+    prompts = [[rng.randrange(size) for _ in range(rng.randint(3, 8))] for _ in range(rng.randint(1, 3))]
+    logits: list[torch.Tensor] = []
+    hooks = [("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))]
+    run = sinklens.generate(model, prompts, seed=case, record_sinks=False, hooks=hooks, **given)
+    noise = [rules.Noise(generator) for generator in RowNoise(case, prompts).generators]
+    found = rules.diffusion_gemma(logits, model.eos_token_ids, noise, given | {"canvas_length": 8})
+    steps = 0
+    for steps, frame in enumerate(found):
+        for row, answer in enumerate(frame):
+            ours = run.canvas[row, steps, run.prompt_length :]
+            assert ours[ours >= 0].tolist() == answer, f"{case}, row {row}, step {steps} of {prompts}: {given}"
+    assert steps == run.steps_run
+
+
+@pytest.mark.parametrize("cases", [CASES[0], *(pytest.param(some, marks=pytest.mark.extended) for some in CASES[1:])])
+def test_canvases_of_random_tokens_equal_the_published_rules_on_random_settings(gemma, cases):
+    for case in cases:
+        determined(lambda rng, case=case: compare_canvases(gemma, case, rng), f"diffusion-gemma {case}")
