@@ -4,7 +4,9 @@ Certain means low entropy of the distribution that a token is proposed from; wit
 falling probability, as far as the sum of their entropies, minus the largest, stays within it. The last step commits
 everything that is left. Logits predict the next position; `State.logits` has shifted them back.
 
-The published sampler takes one prompt; here every row has its own number of masks and its own schedule.
+The published sampler takes one prompt; here every row has its own number of masks and its own schedule. A proposed mask
+token leaves its position masked here; there it is written like any other. With `top_k` or `top_p`, the published
+entropies are NaN; here a token that is not kept contributes 0.
 
 Pitfall: with more steps than masks, steps without a commit repeat the same pass, as in the published code.
 """

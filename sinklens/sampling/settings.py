@@ -258,7 +258,8 @@ class LladaSettings(EqualBlocks):
         by_quota: commit at least the step's share of the block. False commits the most confident proposal and what
             `threshold` or `factor` adds; masks may then be left when the block's steps are used up, as in Fast-dLLM.
         logits_eos_inf: never propose an end-of-sequence token.
-        confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence.
+        confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence. The reference
+            code does so at temperature 0; above it, only for end-of-turn.
         stop_at_eos: end a row when its answer holds an end-of-text token and everything before it is decided; masks
             after it become that token. The reference code decides them too.
     """
@@ -351,10 +352,11 @@ class DreamSettings(ConfidenceSettings):
             "topk_margin" by the margin over the second most likely token, "entropy" by negative entropy.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_k: propose from this many most likely of the tokens that `top_p` keeps; None turns it off.
         alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
-        threshold: also commit every proposal of at least this confidence, in the unit of `alg`; None turns it off.
+        threshold: also commit every proposal of at least this confidence, in the unit of `alg` (for "entropy" at most
+            0); None turns it off.
         tokens_per_step: commit by `threshold` alone, the most confident proposal in any case, but in the first i steps
             at most i times this many tokens; None follows the schedule. With `alg` "maskgit_plus" this is Fast-dLLM's
             "confidence_threshold" without a cache, whose own `steps` are `gen_length` / `tokens_per_step`.
@@ -401,8 +403,9 @@ class AutoregressiveSettings(DrawSettings):
     Attributes:
         gen_length: maximum number of tokens; a row ends at its end-of-sequence token.
         temperature: randomness of the sampled token; 0 takes the most likely.
-        top_p: sample from the smallest set of tokens with this total probability; None turns it off.
-        top_k: sample from this many most likely tokens; None turns it off.
+        top_p: at a temperature above 0, sample from the smallest set of tokens with this total probability, among those
+            that `top_k` keeps, as transformers does; None turns it off.
+        top_k: at a temperature above 0, sample from this many most likely tokens; None turns it off.
         use_cache: cache keys and values, so that a step computes only new positions: one, or the current block.
     """
 

@@ -71,7 +71,8 @@ class SdarSettings(WholeBlocks, DrawSettings):
         confidence_of: the confidence of a proposal is its probability in the distribution it was drawn from, "draw"
             (generate.py, JetEngine), or without temperature, `top_p` and `top_k`, "model" (OpenCompass).
         temperature: randomness of the proposed tokens; 0 takes the most likely.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_p: propose from the smallest set of tokens with this total probability, among those that `top_k` keeps; None
+            turns it off.
         top_k: propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
@@ -220,7 +221,7 @@ class FastDllmV2Settings(DrawSettings):
         block_length: positions per block; always the model's.
         small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
         threshold: besides the most confident proposal, accept all of more confidence; 1 accepts one per step.
-        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        temperature: randomness of the proposed tokens, but of the first one of a block; 0 takes the most likely.
         top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.

@@ -25,8 +25,9 @@ class Llada2Settings(WholeBlocks, DrawSettings):
         minimal_topk: a block has at most ``gen_length // minimal_topk`` passes.
         threshold: besides the share of the pass, accept all proposals of more confidence.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability, among
+            those that `top_k` keeps; None turns it off.
+        top_k: at a temperature above 0, propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
         eos_early_stop: also end a row in the step that decides an end-of-sequence token, if no masked position
             precedes it.
@@ -93,8 +94,9 @@ class Llada21Settings(WholeBlocks, DrawSettings):
             differs, 1 turns editing off.
         max_post_steps: most passes over a block without masked positions.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability, among
+            those that `top_k` keeps; None turns it off.
+        top_k: at a temperature above 0, propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears, as the published ``eos_early_stop``;
             the answer, which ends there, is the same.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.

@@ -28,13 +28,16 @@ class Rnd1Settings(DrawSettings):
 
     Attributes:
         gen_length: number of answer positions, all masked at the start; `closing` comes after them.
-        steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain.
+        steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain,
+            where the quotient is rounded to float32 as in the published code.
         temperature: divides the logits, also those that the order of commits goes by; above 0.
         greedy: take the most likely token instead of a random one.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_p: propose from the smallest set of tokens with this total probability, among those that `top_k` keeps; None
+            turns it off.
         top_k: propose from this many most likely tokens; None turns it off.
-        eb_gamma: commit, in order of falling probability, as many tokens as the sum of their entropies minus the
-            largest of these allows (in nats), at least one; None commits the tokens of lowest entropy by the schedule.
+        eb_gamma: in every step but the last, commit in order of falling probability as many tokens as the sum of their
+            entropies minus the largest of these allows (in nats), at least one; None commits the tokens of lowest
+            entropy by the schedule.
         closing: the token that follows the answer: "pad" as in the published code, "eos", or "none".
     """
 
@@ -71,7 +74,7 @@ class OpenDcoderSettings(ConfidenceSettings):
             step and masks the least probable ones, also tokens that were committed (path planning; 2502.03540).
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_k: propose from this many most likely of the tokens that `top_p` keeps; None turns it off.
         alg_temp: temperature for choosing positions; None or 0 takes the most confident. Not with "p2".
         eps: time at the end of the schedule, above 0. "p2" does not use it.
     """
@@ -104,7 +107,7 @@ class DreamBlockSettings(EqualBlocks, DrawSettings):
             "confidence_threshold" is `alg` "maskgit_plus" with a threshold.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_k: propose from this many most likely of the tokens that `top_p` keeps; None turns it off.
         eps: time at the end of a block's schedule, above 0.
     """
 
