@@ -282,9 +282,9 @@ def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(cases
 
 
 @pytest.fixture(scope="module")
-def gemma(shared: Path) -> Model:
+def gemma(conformance: Path) -> Model:
     """The tiny DiffusionGemma, with so many end tokens that rows end."""
-    model = sinklens.load(shared / "conformance" / "diffusion-gemma")
+    model = sinklens.load(conformance / "diffusion-gemma")
     model.eos_token_ids = tuple(range(2, model.cfg.d_vocab, 9))
     return model
 
