@@ -345,6 +345,8 @@ class ConfidenceSettings(DrawSettings):
 class DreamSettings(ConfidenceSettings):
     """Dream's sampler (Ye et al., 2508.15487, and its reference code).
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
+
     Attributes:
         gen_length: number of answer positions, all masked at the start.
         steps: denoising steps; default `gen_length`.
@@ -352,7 +354,7 @@ class DreamSettings(ConfidenceSettings):
             "topk_margin" by the margin over the second most likely token, "entropy" by negative entropy.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely of the tokens that `top_p` keeps; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
         alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
         threshold: also commit every proposal of at least this confidence, in the unit of `alg` (for "entropy" at most

@@ -66,6 +66,8 @@ class Rnd1Settings(DrawSettings):
 class OpenDcoderSettings(ConfidenceSettings):
     """Open-dCoder's sampler (pengzhangzhi/Open-dLLM, `_mdm_sample`).
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
+
     Attributes:
         gen_length: number of answer positions, all masked at the start.
         steps: denoising steps; default `gen_length`. A run ends early when no position is masked.
@@ -74,7 +76,7 @@ class OpenDcoderSettings(ConfidenceSettings):
             step and masks the least probable ones, also tokens that were committed (path planning; 2502.03540).
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely of the tokens that `top_p` keeps; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
         alg_temp: temperature for choosing positions; None or 0 takes the most confident. Not with "p2".
         eps: time at the end of the schedule, above 0. "p2" does not use it.
     """
@@ -93,6 +95,8 @@ class OpenDcoderSettings(ConfidenceSettings):
 class DreamBlockSettings(EqualBlocks, DrawSettings):
     """Fast-dLLM's sampler for Dream (NVlabs/Fast-dLLM, v1/dream), for use with or without a cache policy.
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
+
     Attributes:
         gen_length: number of answer positions, all masked at the start.
         steps: denoising steps of the complete generation, summed over blocks; default `gen_length`. With a threshold a
@@ -107,7 +111,7 @@ class DreamBlockSettings(EqualBlocks, DrawSettings):
             "confidence_threshold" is `alg` "maskgit_plus" with a threshold.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
         top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely of the tokens that `top_p` keeps; None turns it off.
+        top_k: propose from this many most likely tokens; None turns it off.
         eps: time at the end of a block's schedule, above 0.
     """
 
