@@ -31,8 +31,11 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "mask_token_id": MASK,
     "initializer_range": 0.5,
 }  # fmt: skip
-CASES = [range(3), *(range(first, first + 50) for first in range(3, 203, 50))]
-"""The first test of each sampler is part of `make test`."""
+PARTS = [range(3), *(range(first, first + 50) for first in range(3, 203, 50))]
+in_parts = pytest.mark.parametrize(
+    "cases", [PARTS[0], *(pytest.param(some, marks=pytest.mark.extended) for some in PARTS[1:])], ids=str
+)
+"""Of 203 cases, the first three are part of `make test`."""
 
 Settings = dict[str, Any]
 
@@ -235,7 +238,7 @@ def compare_runs(sampler: str, given: Settings, prompts: list[rules.Ids], seed: 
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("cases", [CASES[0], *(pytest.param(some, marks=pytest.mark.extended) for some in CASES[1:])])
+@in_parts
 def test_canvases_equal_the_published_rules_on_random_settings(sampler, cases):
     for case in cases:
         determined(lambda rng, case=case: compare(sampler, case, rng), f"{sampler} {case}")
@@ -262,7 +265,7 @@ def test_a_pass_of_other_rows_within_a_step_that_seals_prompts_is_refused():
         )
 
 
-@pytest.mark.parametrize("cases", [CASES[0], *(pytest.param(some, marks=pytest.mark.extended) for some in CASES[1:])])
+@in_parts
 def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(cases):
     """Keys of the cache are stale, so runs with it have no rule without a model of the cache."""
     for case in cases:
@@ -316,7 +319,7 @@ def compare_canvases(model: Model, case: int, rng: random.Random) -> None:
     assert steps == run.steps_run
 
 
-@pytest.mark.parametrize("cases", [CASES[0], *(pytest.param(some, marks=pytest.mark.extended) for some in CASES[1:])])
+@in_parts
 def test_canvases_of_random_tokens_equal_the_published_rules_on_random_settings(gemma, cases):
     for case in cases:
         determined(lambda rng, case=case: compare_canvases(gemma, case, rng), f"diffusion-gemma {case}")
