@@ -235,15 +235,17 @@ def most_confident(
     Positions with confidence −inf are never committed.
 
     Args:
-        padding: columns before the text of each row; None if there are none. `torch.topk` orders equal confidences by
-            where they stand, so a row is chosen from without these columns, as if it were alone.
+        padding: columns before the text of each row; None chooses from the positions with a proposal alone.
+            `torch.topk` orders equal confidences by where they stand among how many, and `top_k=1` makes all of them
+            equal, so a row is chosen from as if it were alone: without padding, and in a run by blocks without the
+            columns that complete another row's last block.
     """
     commit = torch.zeros_like(confidence, dtype=torch.bool)
     for row, count in enumerate(counts):
         if count:
-            first = 0 if padding is None else padding[row]
-            part = confidence[row, first:]
-            commit[row, first + part.topk(min(count, len(part))).indices] = True
+            columns = torch.arange(confidence.shape[1], device=confidence.device)
+            places = columns[confidence[row] > -torch.inf] if padding is None else columns[padding[row] :]
+            commit[row, places[confidence[row, places].topk(min(count, len(places))).indices]] = True
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)

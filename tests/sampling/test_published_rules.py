@@ -265,6 +265,24 @@ def test_a_pass_of_other_rows_within_a_step_that_seals_prompts_is_refused():
         )
 
 
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("llada", "bd3lm", "bd3lm-card")])
+def test_equal_confidences_are_ordered_alike_alone_and_in_a_batch(sampler):
+    """A distribution of one token has probability 1 and entropy 0, at every position."""
+    _, _, attention, shift = SAMPLERS[sampler]
+    model, _ = model_of(attention, shift, 6 if attention == "block" else 0)
+    given: Settings = {"gen_length": 8, "temperature": 1.0} | (
+        {"top_p": 1e-6} if sampler == "fast-dllm-v2" else {"top_k": 1}
+    )
+    given |= {"remasking_strategy": "low_confidence_static"} if sampler == "sdar" else {}
+    prompts = [[5, 9, 1, 4, 8, 2, 0], [6, 10], [1, 2, 0, 11]]
+    together = sinklens.generate(model, prompts, sampler=sampler, record_sinks=False, **given)
+    for row, prompt in enumerate(prompts):
+        alone = sinklens.generate(model, [prompt], sampler=sampler, record_sinks=False, **given)
+        start, length = together.prompt_length - len(prompt), alone.canvas.shape[2]
+        ours = together.canvas[row, :, start : start + length].tolist()
+        assert distinct(ours)[: alone.steps_run] == distinct(alone.canvas[0].tolist())[: alone.steps_run]
+
+
 @in_parts
 def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(cases):
     """Keys of the cache are stale, so runs with it have no rule without a model of the cache."""
@@ -304,7 +322,7 @@ def canvases(rng: random.Random) -> Settings:
 
 def compare_canvases(model: Model, case: int, rng: random.Random) -> None:
     """Compare a run with the rules, which get the logits and the random numbers of each step."""
-    given, size = canvases(rng), model.cfg.d_vocab
+    given, size = canvases(rng), 250  # later tokens stand for images
     prompts = [[rng.randrange(size) for _ in range(rng.randint(3, 8))] for _ in range(rng.randint(1, 3))]
     logits: list[torch.Tensor] = []
     hooks = [("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))]
