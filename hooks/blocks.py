@@ -11,7 +11,7 @@ the complete text.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -63,9 +63,24 @@ class Blocks:
         seen = (number[:, None, :] <= reach[:, :, None]) & real[:, None, :]
         return (seen & ~self._hidden(real, queries) if self.sealed else seen)[:, None]
 
+    def of_rows(self, rows: Bool[Tensor, " batch"]) -> "Blocks":
+        """The same blocks for a pass over some `rows` of the batch."""
+        kept = zip(self.sealed, rows.tolist(), strict=True) if self.sealed else ()
+        return replace(self, sealed=tuple(columns for columns, here in kept if here))
+
     def _hidden(self, real: Bool[Tensor, "batch key"], queries: slice) -> Bool[Tensor, "batch query key"]:
-        """True where a sealed query would see a column after the sealed ones; guidance repeats the rows."""
-        sealed = torch.tensor(self.sealed, device=real.device).repeat(len(real) // len(self.sealed))[:, None, None]
+        """True where a sealed query would see a column after the sealed ones; guidance repeats the rows.
+
+        Raises:
+            SettingError: the pass has other rows than the sealed ones.
+        """
+        repeats, left = divmod(len(real), len(self.sealed))
+        if left or not repeats:
+            raise SettingError(
+                f"a pass of {len(real)} rows cannot be matched with the {len(self.sealed)} rows of this step, whose "
+                f"prompts do not see their answers; pass all rows of the step's canvas."
+            )
+        sealed = torch.tensor(self.sealed, device=real.device).repeat(repeats)[:, None, None]
         columns = torch.arange(real.shape[1], device=real.device)
         return (columns[queries][:, None] < sealed) & (columns >= sealed)
 
@@ -88,11 +103,15 @@ def blocks_of(config: Any) -> Blocks | None:
 @contextmanager
 def ruled_by(config: Any, blocks: Blocks) -> Iterator[None]:
     """Within the block, passes of a model with this transformers config go by `blocks`."""
+    before = getattr(config, RULE, None)
     setattr(config, RULE, blocks)
     try:
         yield
     finally:
-        delattr(config, RULE)
+        if before is None:
+            delattr(config, RULE)
+        else:
+            setattr(config, RULE, before)
 
 
 def check_length(length: Any) -> int:

@@ -74,7 +74,7 @@ def _decode(
     """Decode one token in the `running` rows; the others repeat their end token."""
     denoise_points = state.tree.denoise
     logits = state.checked(at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float())
-    kept = decisions.truncate(logits, settings.temperature, settings.top_p, settings.top_k)
+    kept = decisions.truncate(logits, settings.truncation)
     probs = kept.softmax(dim=-1, dtype=torch.float64)
     where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
     where[running] = True

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.sampling.settings import Truncation
+
 SLICE = 1 << 22
 """Number of logits converted to float64 probabilities at a time."""
 
@@ -79,6 +81,15 @@ def linear_schedule(masked: int, steps: int) -> list[int]:
     return [count for count in counts if count]
 
 
+def entropy_schedule(masked: int, steps: int) -> list[int]:
+    """RND1's schedule: how many of `masked` positions each of `steps` steps leaves masked, none after the last.
+
+    ⌊masked · (s / steps)⌋ for s = steps − 1, …, 0. The quotient is rounded to float32 before the product, as in the
+    reference, and this decides: 22 masks in 22 steps leave 12 after the ninth, not 13.
+    """
+    return [int(np.float32(masked) * np.float32(left / steps)) for left in reversed(range(steps))]
+
+
 def dream_times(steps: int, eps: float) -> Float[Tensor, " step"]:
     """Dream's times: `steps` + 1 values from 1 down to `eps`, in float32 as in the reference."""
     return torch.linspace(1, eps, steps + 1)
@@ -108,25 +119,36 @@ def gumbel_candidates(
     return (logits.double() - temperature * torch.log(-torch.log(noise))).argmax(dim=-1)
 
 
-def truncate(
-    logits: Float[Tensor, "masked vocab"], temperature: float, top_p: float | None, top_k: int | None
-) -> Float[Tensor, "masked vocab"]:
+def truncate(logits: Float[Tensor, "masked vocab"], truncation: Truncation) -> Float[Tensor, "masked vocab"]:
     """Divide logits by the temperature, keep the `top_p` nucleus and the `top_k` largest, and lower the rest.
 
-    Logits that are not kept become the lowest finite value.
+    Which of the two comes first decides what is kept: the nucleus of the `top_k` largest holds fewer tokens than that
+    of all. Logits that are not kept become the lowest finite value.
     """
+    temperature, top_p, top_k, top_p_first = truncation
     if temperature > 0:
         logits = logits / temperature
-    lowest = torch.finfo(logits.dtype).min
-    if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        beyond = ordered.softmax(dim=-1).cumsum(dim=-1) > top_p
-        beyond = F.pad(beyond[..., :-1], (1, 0), value=False)  # the token that crosses top_p stays
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), lowest)
-    if top_k is not None:
-        least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, lowest)
-    return logits
+    if top_p_first:
+        return _largest(_nucleus(logits, top_p), top_k)
+    return _nucleus(_largest(logits, top_k), top_p)
+
+
+def _nucleus(logits: Float[Tensor, "masked vocab"], top_p: float | None) -> Float[Tensor, "masked vocab"]:
+    """`logits`, lowered outside the smallest set whose probability exceeds `top_p`."""
+    if top_p is None or top_p >= 1:
+        return logits
+    ordered, order = logits.sort(dim=-1, descending=True)
+    beyond = ordered.softmax(dim=-1).cumsum(dim=-1) > top_p
+    beyond = F.pad(beyond[..., :-1], (1, 0), value=False)  # the token that crosses top_p stays
+    return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), torch.finfo(logits.dtype).min)
+
+
+def _largest(logits: Float[Tensor, "masked vocab"], top_k: int | None) -> Float[Tensor, "masked vocab"]:
+    """`logits`, lowered below the `top_k` largest."""
+    if top_k is None:
+        return logits
+    least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < least, torch.finfo(logits.dtype).min)
 
 
 def categorical_candidates(
@@ -183,6 +205,16 @@ def dream_confidence(
     return probability(probs, candidates)
 
 
+def floored_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
+    """Σ_v p_v log max(p_v, 1e-10) in nats, as Open-dCoder computes it; at most 0."""
+    return (probs * probs.clamp_min(1e-10).log()).sum(dim=-1)
+
+
+def certainty(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
+    """Σ_v p_v log p_v in nats, where 0 log 0 = 0; at most 0."""
+    return -torch.special.entr(probs).sum(dim=-1)
+
+
 def clamped_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
     """Σ_v p_v log p_v in nats with p_v at least 1e-12, as JetEngine computes it; at most 0."""
     probs = probs.clamp_min(1e-12)
@@ -203,15 +235,17 @@ def most_confident(
     Positions with confidence −inf are never committed.
 
     Args:
-        padding: columns before the text of each row; None if there are none. `torch.topk` orders equal confidences by
-            where they stand, so a row is chosen from without these columns, as if it were alone.
+        padding: columns before the text of each row; None chooses from the positions with a proposal alone.
+            `torch.topk` orders equal confidences by where they stand among how many, and `top_k=1` makes all of them
+            equal, so a row is chosen from as if it were alone: without padding, and in a run by blocks without the
+            columns that complete another row's last block.
     """
     commit = torch.zeros_like(confidence, dtype=torch.bool)
     for row, count in enumerate(counts):
         if count:
-            first = 0 if padding is None else padding[row]
-            part = confidence[row, first:]
-            commit[row, first + part.topk(min(count, len(part))).indices] = True
+            columns = torch.arange(confidence.shape[1], device=confidence.device)
+            places = columns[confidence[row] > -torch.inf] if padding is None else columns[padding[row] :]
+            commit[row, places[confidence[row, places].topk(min(count, len(places))).indices]] = True
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)
@@ -272,12 +306,13 @@ def within_entropy(confidence: Float[Tensor, "batch pos"], bound: float) -> Bool
 def sampled_by_confidence(
     confidence: Float[Tensor, "batch pos"], counts: Sequence[int], alg_temp: float, noise: RowNoise
 ) -> Bool[Tensor, "batch pos"]:
-    """True at `counts` positions per row, sampled without replacement with weights softmax(confidence / alg_temp)."""
-    commit = torch.zeros_like(confidence, dtype=torch.bool)
-    for row, (count, generator) in enumerate(zip(counts, noise.generators, strict=True)):
-        places = (confidence[row] > -torch.inf).nonzero()[:, 0]  # alone, so that the draw does not depend on padding
-        weights = (confidence[row, places] / alg_temp).softmax(dim=-1).cpu()
-        count = min(count, int((weights > 0).sum()))
-        if count:
-            commit[row, places[torch.multinomial(weights, count, generator=generator).to(places.device)]] = True
-    return commit
+    """True at `counts` positions per row, sampled without replacement with weights softmax(confidence / alg_temp).
+
+    The most likely positions after Gumbel noise are such a sample (Gumbel-top-k). Weights so small that they would
+    round to 0 can still be drawn, so a step commits as many positions as the schedule says.
+    """
+    where = confidence > -torch.inf
+    uniform = noise.uniform(where, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
+    scores = confidence[where].double() / alg_temp - torch.log(-torch.log(uniform))
+    spread = torch.full_like(confidence, -torch.inf, dtype=torch.float64).masked_scatter(where, scores)
+    return most_confident(spread, counts, None)

@@ -33,7 +33,7 @@ def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], 
     canvas = state.begin_step()
     masks = (canvas == state.mask_id) & state.real
     where = masks & state.computed()
-    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k)
+    drawn = draw(state, canvas, where, settings.truncation)
     scores = decisions.dream_confidence(settings.alg, drawn.probs, drawn.candidates)
     confidence = state.spread_confidence(where, scores)
     commit = at(

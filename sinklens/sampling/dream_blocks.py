@@ -43,7 +43,7 @@ def _step(state: State, settings: DreamBlockSettings, block: slice, times: Float
     decided = slice(block.start, block.start + 1) if number == 0 else block
     masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
     where = masks & state.computed()
-    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k)
+    drawn = draw(state, canvas, where, settings.truncation)
     scores = decisions.dream_confidence(settings.alg, drawn.probs, drawn.candidates)
     confidence = state.spread_confidence(where, scores)
     counts = _counts(settings, masks.sum(dim=1), times, number)

@@ -1,8 +1,9 @@
 """Fast-dLLM v2's sampler: blocks from left to right, each in sub-blocks; the logits predict the next position.
 
 The model was made from an autoregressive one, so the first token of a block is decided as there: from the last position
-of the finished block before it, in a separate step. The other positions of a block are decided sub-block by sub-block:
-every step accepts the most confident proposal and all above a threshold.
+of the finished block before it, in a separate step. It is the most likely token at every temperature. The other
+positions of a block are decided sub-block by sub-block: every step accepts the most confident proposal and all above a
+threshold.
 
 Where the published implementation fails, this sampler does not: a prompt of exactly one block is seen (the reference
 ignores it), and a proposed mask token stays masked (the reference never ends).
@@ -47,8 +48,7 @@ def denoise(state: State, settings: FastDllmV2Settings) -> Iterator[None]:
 def _step(state: State, settings: FastDllmV2Settings, progress: BlockProgress) -> None:
     canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
     where = _next((canvas == state.mask_id) & block, state, settings.small_block_size)
-    top_p = settings.top_p if settings.temperature > 0 else None
-    drawn = draw(state, canvas, where, settings.temperature, top_p, window=progress.window())
+    drawn = draw(state, canvas, where, settings.truncation, progress.window(), greedy=_offsets(state) == 0)
     confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
     commit = decisions.most_confident(confidence, counts, None) | (confidence > settings.threshold)
     commit = at(state.tree.denoise.hook_commit, commit)
@@ -59,10 +59,8 @@ class SubBlockCache(Policy):
     """The keys that a step computes: those of the sub-block that it decides, or of a complete block."""
 
     def __init__(self, state: State, progress: BlockProgress, size: int) -> None:
-        blocks = state.tree.attention_blocks
-        assert blocks is not None
         self._state, self._progress, self._size = state, progress, size
-        self._offsets = blocks.offsets(state.real)
+        self._offsets = _offsets(state)
 
     def plan(self, history: History) -> Int[Tensor, "batch 1 pos"]:
         """The plan of the next step; keys that were never computed are computed anyway."""
@@ -82,8 +80,13 @@ class SubBlockCache(Policy):
 
 def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:
     """Each row's masked positions of its first unfinished sub-block; of a block's first position, that one alone."""
+    offsets = _offsets(state)
+    group = torch.where(offsets == 0, -1, offsets // size).masked_fill(~masked, masked.shape[1])
+    return masked & (group == group.amin(dim=1, keepdim=True))
+
+
+def _offsets(state: State) -> Int[Tensor, "batch pos"]:
+    """Place of each position within its block."""
     blocks = state.tree.attention_blocks
     assert blocks is not None
-    offsets = blocks.offsets(state.real)
-    group = torch.where(offsets == 0, -1, offsets // size).masked_fill(~masked, blocks.length)
-    return masked & (group == group.amin(dim=1, keepdim=True))
+    return blocks.offsets(state.real)

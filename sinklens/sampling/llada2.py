@@ -32,7 +32,7 @@ def denoise(state: State, settings: Llada2Settings) -> Iterator[None]:
 def _step(state: State, settings: Llada2Settings, progress: BlockProgress) -> None:
     canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
-    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k, progress.window())
+    drawn = draw(state, canvas, where, settings.truncation, progress.window())
     confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
     commit = decisions.above_or_best(confidence, counts, settings.threshold)
     commit = at(state.tree.denoise.hook_commit, commit)

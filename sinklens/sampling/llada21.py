@@ -39,7 +39,7 @@ def _step(state: State, settings: Llada21Settings, progress: "_EditProgress") ->
     canvas, block = state.begin_step(), progress.current()
     masked = (canvas == state.mask_id) & block
     progress.count_pass(masked.any(dim=1))
-    drawn = draw(state, canvas, block, settings.temperature, settings.top_p, settings.top_k, progress.window())
+    drawn = draw(state, canvas, block, settings.truncation, progress.window())
     confidence = state.spread_confidence(block, decisions.probability(drawn.probs, drawn.candidates))
     commit = decisions.above_or_best(
         confidence.masked_fill(~masked, -torch.inf), [settings.num_to_transfer] * len(canvas), settings.threshold

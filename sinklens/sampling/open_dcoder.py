@@ -66,12 +66,12 @@ def _plan(state: State, settings: OpenDcoderSettings, variable: Bool[Tensor, "ba
 def _draw(
     state: State, settings: OpenDcoderSettings, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
 ) -> Proposals:
-    return draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k)
+    return draw(state, canvas, where, settings.truncation)
 
 
 def _confidence(settings: OpenDcoderSettings, drawn: Proposals) -> Float[Tensor, " masked"]:
     if settings.alg == "topk_margin":
         return decisions.margin(drawn.probs)
     if settings.alg == "entropy":
-        return decisions.clamped_negative_entropy(drawn.probs)
+        return decisions.floored_negative_entropy(drawn.probs)
     return decisions.probability(drawn.probs, drawn.candidates)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.sampling import decisions
+from sinklens.sampling.settings import Truncation
 from sinklens.sampling.state import State
 
 
@@ -36,14 +37,22 @@ def draw(
     state: State,
     canvas: Int[Tensor, "batch pos"],
     where: Bool[Tensor, "batch pos"],
-    temperature: float,
-    top_p: float | None = None,
-    top_k: int | None = None,
+    truncation: Truncation,
     window: slice | None = None,
+    greedy: Bool[Tensor, "batch pos"] | None = None,
 ) -> Proposals:
-    """Draw a token at every True of `where`; at temperature 0 the most likely one."""
+    """Draw a token at every True of `where`; at temperature 0 the most likely one.
+
+    Args:
+        greedy: positions that get the most likely token of the model's own distribution whatever the temperature.
+    """
     logits = state.logits(canvas, where, window=window)
-    probs = decisions.truncate(logits, temperature, top_p, top_k).softmax(dim=-1, dtype=torch.float64)
-    noise = state.noise.uniform(where, dtype=torch.float64) if temperature > 0 else None
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
+    probs = decisions.truncate(logits, truncation).softmax(dim=-1, dtype=torch.float64)
+    noise = state.noise.uniform(where, dtype=torch.float64) if truncation.temperature > 0 else None
+    drawn = decisions.categorical_candidates(probs, noise)
+    if greedy is not None and truncation.temperature > 0:
+        best = greedy[where]
+        probs[best] = logits[best].softmax(dim=-1, dtype=torch.float64)
+        drawn[best] = logits[best].argmax(dim=-1)
+    proposed, candidates = state.propose(where, drawn, canvas)
     return Proposals(logits, probs, candidates, proposed)

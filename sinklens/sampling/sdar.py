@@ -5,8 +5,8 @@ the block is masked, or after ``denoising_steps`` passes. Rows therefore do not 
 canvases are the same as in a run of that row alone.
 
 Where the published implementations fail, this sampler does not: only masked positions are ever written (generate.py and
-JetEngine overwrite prompt tokens if fewer masks are left than the pass would decide), and a position whose proposal is
-the mask token stays masked (generate.py raises IndexError).
+JetEngine overwrite prompt and decided tokens if fewer masks are left than the pass would decide), and a position whose
+proposal is the mask token stays masked (generate.py raises IndexError).
 
 Pitfall: a finished block is not decided again. A position of it that a hook masks again stays masked.
 """
@@ -36,7 +36,7 @@ def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
 def _step(state: State, settings: SdarSettings, progress: BlockProgress) -> None:
     canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
     where = (canvas == state.mask_id) & block
-    drawn = draw(state, canvas, where, settings.temperature, settings.top_p, settings.top_k, progress.window())
+    drawn = draw(state, canvas, where, settings.truncation, progress.window())
     confidence = state.spread_confidence(where, _confidence(settings, drawn))
     commit = at(state.tree.denoise.hook_commit, _commit(settings, where, confidence, counts))
     state.end_step(torch.where(commit, drawn.canvas, canvas))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
 from sinklens.errors import SettingError
 
@@ -153,11 +153,63 @@ def check_truncation(temperature: float, top_p: float | None, top_k: int | None)
         require_integer("top_k", top_k)
 
 
+def check_threshold(alg: str, threshold: float | None) -> None:
+    """Check a threshold in the unit of Dream's confidence `alg`."""
+    if threshold is None:
+        return
+    require(is_finite(threshold), f"threshold must be a finite number, in the unit of alg; got {threshold!r}.")
+    require(
+        alg != "entropy" or threshold <= 0,
+        f"alg 'entropy' compares negative entropies, at most 0, so no proposal reaches threshold {threshold}; "
+        f"choose alg='maskgit_plus' for a threshold on the probability, or give one in nats, such as -0.1.",
+    )
+
+
 def check_guided(temperature: float, cfg_scale: float, remasking: str) -> None:
     require_nonnegative("temperature", temperature)
     require_nonnegative("cfg_scale", cfg_scale)
     allowed = get_args(Remasking)
     require(remasking in allowed, f"remasking must be one of {', '.join(allowed)}; got {remasking!r}.")
+
+
+class Truncation(NamedTuple):
+    """How logits become the distribution that tokens are drawn from.
+
+    Attributes:
+        temperature: divides the logits; 0 draws the most likely token.
+        top_p: keep the smallest set of tokens with this total probability; None keeps all.
+        top_k: keep this many most likely tokens; None keeps all.
+        top_p_first: apply `top_p` to all tokens, then `top_k`; otherwise `top_p` to those that `top_k` keeps.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    top_p_first: bool = False
+
+
+class DrawSettings(SamplerSettings):
+    """Base class of settings that truncate the distribution of a token.
+
+    Attributes:
+        TOP_P_FIRST: the order of `top_p` and `top_k` in the published sampler; see `Truncation`.
+        TRUNCATES_GREEDY: whether the published sampler truncates at temperature 0 too, where this changes confidences
+            but no token.
+        temperature, top_p, top_k: fields of the subclasses; one that is left out is not a setting.
+    """
+
+    TOP_P_FIRST: ClassVar[bool] = False
+    TRUNCATES_GREEDY: ClassVar[bool] = False
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+
+    @property
+    def truncation(self) -> Truncation:
+        """What a step applies to its logits."""
+        if self.temperature == 0 and not self.TRUNCATES_GREEDY:
+            return Truncation()
+        return Truncation(self.temperature, self.top_p, self.top_k, self.TOP_P_FIRST)
 
 
 class EqualBlocks(SamplerSettings):
@@ -206,7 +258,8 @@ class LladaSettings(EqualBlocks):
         by_quota: commit at least the step's share of the block. False commits the most confident proposal and what
             `threshold` or `factor` adds; masks may then be left when the block's steps are used up, as in Fast-dLLM.
         logits_eos_inf: never propose an end-of-sequence token.
-        confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence.
+        confidence_eos_eot_inf: treat end-of-sequence and end-of-turn proposals as having no confidence. The reference
+            code does so at temperature 0; above it, only for end-of-turn.
         stop_at_eos: end a row when its answer holds an end-of-text token and everything before it is decided; masks
             after it become that token. The reference code decides them too.
     """
@@ -257,7 +310,7 @@ class LladaSettings(EqualBlocks):
 
 
 @dataclass(frozen=True)
-class ConfidenceSettings(SamplerSettings):
+class ConfidenceSettings(DrawSettings):
     """What the settings of Dream's and Open-dCoder's samplers share: both decide the positions of highest confidence.
 
     Attributes:
@@ -266,6 +319,8 @@ class ConfidenceSettings(SamplerSettings):
     """
 
     ALGS: ClassVar[tuple[Algorithm, ...]]
+    TOP_P_FIRST: ClassVar = True
+    TRUNCATES_GREEDY: ClassVar = True
     gen_length: int = 128
     steps: int = 0
     alg: Algorithm = "entropy"
@@ -290,6 +345,8 @@ class ConfidenceSettings(SamplerSettings):
 class DreamSettings(ConfidenceSettings):
     """Dream's sampler (Ye et al., 2508.15487, and its reference code).
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
+
     Attributes:
         gen_length: number of answer positions, all masked at the start.
         steps: denoising steps; default `gen_length`.
@@ -300,7 +357,8 @@ class DreamSettings(ConfidenceSettings):
         top_k: propose from this many most likely tokens; None turns it off.
         alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         eps: time at the end of the schedule, above 0.
-        threshold: also commit every proposal of at least this confidence, in the unit of `alg`; None turns it off.
+        threshold: also commit every proposal of at least this confidence, in the unit of `alg` (for "entropy" at most
+            0); None turns it off.
         tokens_per_step: commit by `threshold` alone, the most confident proposal in any case, but in the first i steps
             at most i times this many tokens; None follows the schedule. With `alg` "maskgit_plus" this is Fast-dLLM's
             "confidence_threshold" without a cache, whose own `steps` are `gen_length` / `tokens_per_step`.
@@ -319,10 +377,7 @@ class DreamSettings(ConfidenceSettings):
             self.alg != "origin" or self.threshold is None,
             "alg 'origin' does not use confidences; leave threshold out or choose another alg.",
         )
-        require(
-            self.threshold is None or is_finite(self.threshold),
-            f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
-        )
+        check_threshold(self.alg, self.threshold)
         if self.tokens_per_step is not None:
             self._check_ceiling(self.tokens_per_step)
 
@@ -344,14 +399,15 @@ class DreamSettings(ConfidenceSettings):
 
 
 @dataclass(frozen=True)
-class AutoregressiveSettings(SamplerSettings):
+class AutoregressiveSettings(DrawSettings):
     """Left-to-right decoding; a step decodes one token.
 
     Attributes:
         gen_length: maximum number of tokens; a row ends at its end-of-sequence token.
         temperature: randomness of the sampled token; 0 takes the most likely.
-        top_p: sample from the smallest set of tokens with this total probability; None turns it off.
-        top_k: sample from this many most likely tokens; None turns it off.
+        top_p: at a temperature above 0, sample from the smallest set of tokens with this total probability, among those
+            that `top_k` keeps, as transformers does; None turns it off.
+        top_k: at a temperature above 0, sample from this many most likely tokens; None turns it off.
         use_cache: cache keys and values, so that a step computes only new positions: one, or the current block.
     """
 

@@ -6,11 +6,12 @@ run records it; a value other than the model's is an error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from sinklens.sampling.settings import (
     SHARE,
     ConfidenceOf,
+    DrawSettings,
     Remasking,
     SamplerSettings,
     Strategy,
@@ -51,7 +52,7 @@ class WholeBlocks(BlockSettings):
 
 
 @dataclass(frozen=True)
-class SdarSettings(WholeBlocks):
+class SdarSettings(WholeBlocks, DrawSettings):
     """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
 
     Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
@@ -70,13 +71,15 @@ class SdarSettings(WholeBlocks):
         confidence_of: the confidence of a proposal is its probability in the distribution it was drawn from, "draw"
             (generate.py, JetEngine), or without temperature, `top_p` and `top_k`, "model" (OpenCompass).
         temperature: randomness of the proposed tokens; 0 takes the most likely.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_p: propose from the smallest set of tokens with this total probability, among those that `top_k` keeps; None
+            turns it off.
         top_k: propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
         blocks: number of blocks of the run; set by the run.
     """
 
+    TRUNCATES_GREEDY: ClassVar = True
     gen_length: int = 128
     block_length: int = 4
     denoising_steps: int = 0
@@ -205,7 +208,7 @@ class Bd3lmCardSettings(BlockSettings):
 
 
 @dataclass(frozen=True)
-class FastDllmV2Settings(SamplerSettings):
+class FastDllmV2Settings(DrawSettings):
     """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code).
 
     The last block is always complete, as in the reference, unless only its first position is part of the answer: up to
@@ -218,7 +221,7 @@ class FastDllmV2Settings(SamplerSettings):
         block_length: positions per block; always the model's.
         small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
         threshold: besides the most confident proposal, accept all of more confidence; 1 accepts one per step.
-        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        temperature: randomness of the proposed tokens, but of the first one of a block; 0 takes the most likely.
         top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.

@@ -6,12 +6,12 @@ Pitfall: config.json does not say which of the two versions a checkpoint is. The
 
 from dataclasses import dataclass, field
 
-from sinklens.sampling.settings import SHARE, check_truncation, require, require_integer
+from sinklens.sampling.settings import SHARE, DrawSettings, check_truncation, require, require_integer
 from sinklens.sampling.settings_blocks import WholeBlocks
 
 
 @dataclass(frozen=True)
-class Llada2Settings(WholeBlocks):
+class Llada2Settings(WholeBlocks, DrawSettings):
     """LLaDA2.0's sampler (2512.15745, and the published `generate`).
 
     Blocks are decoded from left to right, each in at most `denoising_steps` passes. A pass accepts all proposals above
@@ -25,8 +25,9 @@ class Llada2Settings(WholeBlocks):
         minimal_topk: a block has at most ``gen_length // minimal_topk`` passes.
         threshold: besides the share of the pass, accept all proposals of more confidence.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability, among
+            those that `top_k` keeps; None turns it off.
+        top_k: at a temperature above 0, propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
         eos_early_stop: also end a row in the step that decides an end-of-sequence token, if no masked position
             precedes it.
@@ -74,7 +75,7 @@ class Llada2Settings(WholeBlocks):
 
 
 @dataclass(frozen=True)
-class Llada21Settings(WholeBlocks):
+class Llada21Settings(WholeBlocks, DrawSettings):
     """LLaDA2.1's sampler (2602.08676, and the published `generate`), which edits decided tokens.
 
     Every pass proposes a token at each answer position of the current block. Masked positions are decided as in
@@ -93,8 +94,9 @@ class Llada21Settings(WholeBlocks):
             differs, 1 turns editing off.
         max_post_steps: most passes over a block without masked positions.
         temperature: randomness of the proposed tokens; 0 takes the most likely.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
-        top_k: propose from this many most likely tokens; None turns it off.
+        top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability, among
+            those that `top_k` keeps; None turns it off.
+        top_k: at a temperature above 0, propose from this many most likely tokens; None turns it off.
         stop: end a row after the block in which an end-of-sequence token appears, as the published ``eos_early_stop``;
             the answer, which ends there, is the same.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.

@@ -11,8 +11,9 @@ from sinklens.sampling.settings import (
     Algorithm,
     Closing,
     ConfidenceSettings,
+    DrawSettings,
     EqualBlocks,
-    SamplerSettings,
+    check_threshold,
     check_truncation,
     is_finite,
     require,
@@ -22,18 +23,21 @@ from sinklens.sampling.settings import (
 
 
 @dataclass(frozen=True)
-class Rnd1Settings(SamplerSettings):
+class Rnd1Settings(DrawSettings):
     """RND1's sampler (RadicalNumerics/RND1, rnd/sampling.py).
 
     Attributes:
         gen_length: number of answer positions, all masked at the start; `closing` comes after them.
-        steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain.
+        steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain,
+            where the quotient is rounded to float32 as in the published code.
         temperature: divides the logits, also those that the order of commits goes by; above 0.
         greedy: take the most likely token instead of a random one.
-        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+        top_p: propose from the smallest set of tokens with this total probability, among those that `top_k` keeps; None
+            turns it off.
         top_k: propose from this many most likely tokens; None turns it off.
-        eb_gamma: commit, in order of falling probability, as many tokens as the sum of their entropies minus the
-            largest of these allows (in nats), at least one; None commits the tokens of lowest entropy by the schedule.
+        eb_gamma: in every step but the last, commit in order of falling probability as many tokens as the sum of their
+            entropies minus the largest of these allows (in nats), at least one; None commits the tokens of lowest
+            entropy by the schedule.
         closing: the token that follows the answer: "pad" as in the published code, "eos", or "none".
     """
 
@@ -62,6 +66,8 @@ class Rnd1Settings(SamplerSettings):
 class OpenDcoderSettings(ConfidenceSettings):
     """Open-dCoder's sampler (pengzhangzhi/Open-dLLM, `_mdm_sample`).
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
+
     Attributes:
         gen_length: number of answer positions, all masked at the start.
         steps: denoising steps; default `gen_length`. A run ends early when no position is masked.
@@ -86,8 +92,10 @@ class OpenDcoderSettings(ConfidenceSettings):
 
 
 @dataclass(frozen=True)
-class DreamBlockSettings(EqualBlocks):
+class DreamBlockSettings(EqualBlocks, DrawSettings):
     """Fast-dLLM's sampler for Dream (NVlabs/Fast-dLLM, v1/dream), for use with or without a cache policy.
+
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
 
     Attributes:
         gen_length: number of answer positions, all masked at the start.
@@ -107,6 +115,8 @@ class DreamBlockSettings(EqualBlocks):
         eps: time at the end of a block's schedule, above 0.
     """
 
+    TOP_P_FIRST: ClassVar = True
+    TRUNCATES_GREEDY: ClassVar = True
     gen_length: int = 128
     steps: int = 0
     block_length: int = 0
@@ -125,9 +135,6 @@ class DreamBlockSettings(EqualBlocks):
         )
         allowed = ("entropy", "maskgit_plus", "topk_margin")
         require(self.alg in allowed, f"alg must be one of {', '.join(allowed)}; got {self.alg!r}.")
-        require(
-            self.threshold is None or is_finite(self.threshold),
-            f"threshold must be a finite number, in the unit of alg; got {self.threshold!r}.",
-        )
+        check_threshold(self.alg, self.threshold)
         require(is_finite(self.eps) and 0 < self.eps < 1, f"eps must be between 0 and 1; got {self.eps}.")
         check_truncation(self.temperature, self.top_p, self.top_k)

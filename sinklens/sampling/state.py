@@ -5,6 +5,7 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import NotANumberError, SettingError
+from sinklens.hooks.blocks import ruled_by
 from sinklens.hooks.points import at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.block_cache import BlockCache
@@ -169,7 +171,8 @@ class State:
         elif self.cache is None or window is None:
             running = self._running(where)
             chosen = running.repeat(len(rows) // len(where))
-            hidden, where = self.tree.hidden(rows[chosen], real[chosen]), where[running]
+            with self._rule_of(running):
+                hidden, where = self.tree.hidden(rows[chosen], real[chosen]), where[running]
             if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
                 hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         else:
@@ -205,6 +208,13 @@ class State:
         if alone and not self.tree.denoise.hook_logits.watched and not self.tree.is_watched:
             return deciding
         return torch.ones_like(deciding)
+
+    def _rule_of(self, running: Bool[Tensor, " batch"]) -> AbstractContextManager[None]:
+        """The attention rule of a pass over the `running` rows, where it differs from row to row."""
+        blocks = self.tree.attention_blocks
+        if blocks is None or not blocks.sealed:
+            return nullcontext()
+        return ruled_by(self.tree.hf.config, blocks.of_rows(running))
 
     def _partial(
         self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]

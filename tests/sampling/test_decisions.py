@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sinklens.sampling import decisions
+from sinklens.sampling.settings import Truncation
 
 
 @pytest.mark.parametrize(
@@ -67,15 +68,45 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 def test_top_p_keeps_the_smallest_nucleus_that_reaches_p():
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    kept = decisions.truncate(probs.log(), 0.0, 0.7, None).softmax(-1)
+    kept = decisions.truncate(probs.log(), Truncation(top_p=0.7)).softmax(-1)
     torch.testing.assert_close(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
 
 
 def test_top_k_keeps_the_k_largest_logits_and_temperature_divides_them():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    kept = decisions.truncate(logits, 2.0, None, 2).softmax(-1)
+    kept = decisions.truncate(logits, Truncation(temperature=2.0, top_k=2)).softmax(-1)
     expected = torch.tensor([[-torch.inf, 1.5, 1.0]]).softmax(-1)
     torch.testing.assert_close(kept, expected)
+
+
+def test_top_p_is_a_share_of_what_top_k_keeps_or_of_everything():
+    """0.4 is less than 60 % of all but more than 60 % of the best two."""
+    logits = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log() + torch.tensor([[0.0, 1e-3, 0.0, -1e-3]])
+    after = decisions.truncate(logits, Truncation(top_p=0.6, top_k=2)).softmax(-1)
+    first = decisions.truncate(logits, Truncation(top_p=0.6, top_k=2, top_p_first=True)).softmax(-1)
+    assert (after > 0).tolist() == [[True, False, False, False]]
+    assert (first > 0).tolist() == [[True, True, False, False]]
+
+
+def test_rnd1s_schedule_rounds_the_quotient_to_float32():
+    """22 · float32(13 / 22) is below 13; exact arithmetic would leave 13 masks."""
+    assert decisions.entropy_schedule(22, 22)[7:10] == [14, 12, 12]
+    differing = 0
+    for masks in range(1, 65):
+        for steps in range(1, 65):
+            found = decisions.entropy_schedule(masks, steps)
+            expected = [int((torch.tensor(masks) * (left / steps)).long()) for left in range(steps - 1, -1, -1)]
+            assert found == expected
+            differing += found != [masks * left // steps for left in range(steps - 1, -1, -1)]
+    assert differing > 0
+
+
+def test_entropies_follow_the_floor_of_each_published_sampler():
+    probs = torch.tensor([[1 - 1e-13, 1e-13, 0.0]], dtype=torch.float64)
+    exact = float((probs[:, :2] * probs[:, :2].log()).sum())
+    floored = float((probs * torch.tensor([0.0, math.log(1e-10), math.log(1e-10)])).sum())
+    assert decisions.certainty(probs).item() == pytest.approx(exact, rel=1e-3)
+    assert decisions.floored_negative_entropy(probs).item() == pytest.approx(floored, rel=0.1)
 
 
 def test_confidences_of_a_known_distribution_are_exact():
@@ -129,6 +160,13 @@ def test_sampling_by_confidence_commits_the_requested_number_and_prefers_the_con
         first[int(commit[0].nonzero())] += 1
     assert first[2] == 0
     assert first[0] > first[3] > first[1] > 0
+
+
+def test_sampling_by_confidence_commits_the_requested_number_even_if_weights_vanish():
+    """exp(−900) is 0 in float64."""
+    confidence = torch.tensor([[0.95, 0.05, -torch.inf, 0.04]])
+    commit = decisions.sampled_by_confidence(confidence, [3], 1e-3, decisions.RowNoise(0, [[1]]))
+    assert commit.tolist() == [[True, True, False, True]]
 
 
 def test_the_noise_of_a_row_depends_only_on_its_prompt_and_the_seed():

@@ -1,0 +1,343 @@
+"""Every sampler equals the published decision rules, written out in tests/published_rules.py, on random settings.
+
+A case draws settings, prompts of different lengths and a seed; the rules run on each prompt alone, sinklens on the
+padded batch. Models are random, in float64, so that no decision is a question of rounding.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import published_rules as rules
+import pytest
+import torch
+from building import random_hf
+
+import sinklens
+from sinklens.checkpoints import Family
+from sinklens.checkpoints.loading import prepare
+from sinklens.errors import SettingError
+from sinklens.hooks.blocks import Blocks
+from sinklens.model import Model
+from sinklens.sampling.decisions import RowNoise
+
+VOCABULARY, MASK, ENDS = 13, 12, (3, 7)
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "mask_token_id": MASK,
+    "initializer_range": 0.5,
+}  # fmt: skip
+PARTS = [range(3), *(range(first, first + 50) for first in range(3, 203, 50))]
+in_parts = pytest.mark.parametrize(
+    "cases", [PARTS[0], *(pytest.param(some, marks=pytest.mark.extended) for some in PARTS[1:])], ids=str
+)
+"""Of 203 cases, the first three are part of `make test`."""
+
+Settings = dict[str, Any]
+
+
+@cache
+def model_of(attention: str, shift: bool, length: int = 0) -> tuple[Model, rules.Oracle]:
+    """A random model as sinklens prepares it, and an untouched copy for the rules."""
+    hf = random_hf("qwen3", attention == "causal", torch.float64, **SIZES)
+    oracle = rules.Oracle(copy.deepcopy(hf), MASK, ENDS)
+    oracle.hf.set_attn_implementation("sdpa")
+    start = "column" if attention == "block-columns" else "token"
+    family = Family(
+        "random", (), "qwen3", {"causal": "autoregressive", "full": "llada"}.get(attention, "sdar"), "not at all",
+        causal=attention == "causal", shift=shift, mask_token_id=MASK, block_causal=length > 0,
+    )  # fmt: skip
+    raw = hf.config.to_dict() | {"eos_token_id": list(ENDS)}
+    blocks = Blocks(length, start) if length else None
+    return Model(prepare(hf, None, family, raw, "random", blocks=blocks)), oracle
+
+
+def truncation(rng: random.Random) -> Settings:
+    return {
+        "temperature": rng.choice([0.0, 0.0, 0.5, 1.0, 1.7]),
+        "top_p": rng.choice([None, None, 0.3, 0.6, 0.9, 1.0]),
+        "top_k": rng.choice([None, None, 1, 2, 4, 9, 40]),
+    }
+
+
+def dividing(rng: random.Random) -> Settings:
+    """Lengths of samplers whose blocks and steps have to divide the answer."""
+    size, blocks = rng.randint(1, 6), rng.randint(1, 3)
+    return {"gen_length": size * blocks, "block_length": size, "steps": blocks * rng.randint(1, size)}
+
+
+def llada(rng: random.Random) -> Settings:
+    given = dividing(rng) | {
+        "temperature": rng.choice([0.0, 0.0, 0.7, 1.5]), "cfg_scale": rng.choice([0.0, 0.0, 0.8]),
+        "remasking": rng.choice(["low_confidence", "low_confidence", "random"]), "threshold": None, "factor": None,
+        "by_quota": True, "logits_eos_inf": rng.random() < 0.2, "confidence_eos_eot_inf": rng.random() < 0.2,
+    }  # fmt: skip
+    if given["remasking"] == "low_confidence":
+        rule = rng.choice(["quota", "threshold", "factor"])
+        if rule != "quota":
+            given |= {rule: rng.choice([0.2, 0.5, 0.9]), "by_quota": rng.random() < 0.3}
+    return given
+
+
+def dream(rng: random.Random) -> Settings:
+    length = rng.randint(1, 10)
+    given = {"gen_length": length, "steps": rng.randint(1, 14), "eps": rng.choice([1e-3, 0.1])} | truncation(rng)
+    given |= {"alg": rng.choice(["origin", "maskgit_plus", "topk_margin", "entropy"])}
+    given |= {"threshold": None, "tokens_per_step": None, "alg_temp": rng.choice([None, None, 0.0, 0.001, 0.5])}
+    if given["alg"] != "origin" and rng.random() < 0.5:
+        given["threshold"] = -rng.choice([0.2, 0.8, 1.5]) if given["alg"] == "entropy" else rng.choice([0.3, 0.6])
+        if not given["alg_temp"] and rng.random() < 0.5:
+            divisors = [number for number in range(1, length + 1) if length % number == 0]
+            given |= {"tokens_per_step": rng.choice(divisors), "steps": length}
+    return given
+
+
+def dream_blocks(rng: random.Random) -> Settings:
+    given = dividing(rng) | truncation(rng) | {"eps": rng.choice([1e-3, 0.1]), "threshold": None}
+    given["alg"] = rng.choice(["maskgit_plus", "topk_margin", "entropy"])
+    if rng.random() < 0.5:
+        given["threshold"] = -rng.choice([0.2, 0.8, 1.5]) if given["alg"] == "entropy" else rng.choice([0.3, 0.6])
+        given["steps"] = given["gen_length"]
+    return given
+
+
+def open_dcoder(rng: random.Random) -> Settings:
+    given = {"gen_length": rng.randint(1, 10), "steps": rng.randint(1, 14), "eps": rng.choice([1e-3, 0.1])}
+    given |= truncation(rng) | {"alg": rng.choice(["p2", "maskgit_plus", "topk_margin", "entropy"])}
+    return given | {"alg_temp": None if given["alg"] == "p2" else rng.choice([None, 0.0, 0.001, 0.5])}
+
+
+def rnd1(rng: random.Random) -> Settings:
+    given = {"gen_length": rng.choice([1, 2, 5, 9, 22]), "steps": rng.choice([1, 3, 5, 9, 12, 22])}
+    given |= truncation(rng) | {"temperature": rng.choice([0.3, 1.0, 1.5]), "greedy": rng.random() < 0.6}
+    return given | {"eb_gamma": rng.choice([None, None, 0.0, 0.5, 3.0]), "closing": rng.choice(["none", "eos"])}
+
+
+def in_blocks(rng: random.Random) -> Settings:
+    """Lengths of samplers of block-causal models; the answer need not be complete blocks."""
+    size = rng.choice([2, 3, 4, 6])
+    return {"gen_length": rng.randint(1, 11), "block_length": size, "stop": rng.random() < 0.7} | {
+        "use_cache": rng.random() < 0.5
+    }
+
+
+def sdar(rng: random.Random) -> Settings:
+    given = in_blocks(rng) | truncation(rng)
+    strategies = ["sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"]
+    return given | {
+        "denoising_steps": rng.randint(1, given["block_length"]), "remasking_strategy": rng.choice(strategies),
+        "threshold": rng.choice([0.2, 0.5, 0.85]), "eb_threshold": rng.choice([0.35, 1.0, 3.0]),
+        "confidence_of": rng.choice(["draw", "model"]),
+    }  # fmt: skip
+
+
+def llada2(rng: random.Random) -> Settings:
+    given = in_blocks(rng) | truncation(rng) | {"threshold": rng.choice([0.2, 0.5, 0.95])}
+    given["minimal_topk"] = rng.randint(1, given["gen_length"])
+    return given | {
+        "denoising_steps": rng.randint(1, 9), "eos_early_stop": given["stop"] and rng.random() < 0.5,
+    }  # fmt: skip
+
+
+def llada21(rng: random.Random) -> Settings:
+    return in_blocks(rng) | truncation(rng) | {
+        "threshold": rng.choice([0.2, 0.5, 0.9]), "editing_threshold": rng.choice([0.0, 0.3, 0.6, 1.0]),
+        "max_post_steps": rng.randint(0, 4), "num_to_transfer": rng.randint(1, 3),
+    }  # fmt: skip
+
+
+def guided(rng: random.Random) -> Settings:
+    return {
+        "temperature": rng.choice([0.0, 0.7, 1.5]), "cfg_scale": rng.choice([0.0, 0.8, 2.0]),
+        "remasking": rng.choice(["low_confidence", "low_confidence", "random"]),
+    }  # fmt: skip
+
+
+def bd3lm(rng: random.Random) -> Settings:
+    return in_blocks(rng) | guided(rng) | {"steps": rng.randint(1, 14), "right_shift_logits": rng.random() < 0.3}
+
+
+def bd3lm_card(rng: random.Random) -> Settings:
+    return in_blocks(rng) | guided(rng) | {"denoising_steps": rng.randint(1, 8)}
+
+
+def fast_dllm_v2(rng: random.Random) -> Settings:
+    given = in_blocks(rng) | {
+        "temperature": rng.choice([0.0, 0.5, 1.0, 1.7]),
+        "top_p": rng.choice([0.3, 0.6, 0.95, 1.0]),
+    }
+    sizes = [size for size in range(1, given["block_length"] + 1) if given["block_length"] % size == 0]
+    return given | {"small_block_size": rng.choice(sizes), "threshold": rng.choice([0.2, 0.6, 1.0])}
+
+
+def autoregressive(rng: random.Random) -> Settings:
+    return {"gen_length": rng.randint(1, 10), "use_cache": rng.random() < 0.5} | truncation(rng)
+
+
+SAMPLERS: dict[str, tuple[Callable[[random.Random], Settings], Any, str, bool]] = {
+    "llada": (llada, rules.llada, "full", False),
+    "dream": (dream, rules.dream, "full", True),
+    "dream-blocks": (dream_blocks, rules.dream_blocks, "full", True),
+    "open-dcoder": (open_dcoder, rules.open_dcoder, "full", True),
+    "rnd1": (rnd1, rules.rnd1, "full", True),
+    "sdar": (sdar, rules.sdar, "block", False),
+    "llada2": (llada2, rules.llada2, "block", False),
+    "llada2.1": (llada21, rules.llada21, "block", False),
+    "bd3lm": (bd3lm, rules.bd3lm, "block-columns", False),
+    "bd3lm-card": (bd3lm_card, rules.bd3lm_card, "block", False),
+    "fast-dllm-v2": (fast_dllm_v2, rules.fast_dllm_v2, "block", True),
+    "autoregressive": (autoregressive, rules.autoregressive, "causal", False),
+}
+"""Sampler -> how its settings are drawn, its published rules, and the attention and shift of its models."""
+
+
+def distinct(canvases: list[rules.Ids]) -> list[rules.Ids]:
+    """Without repetitions: in a batch, a row may wait for the others."""
+    return [canvas for canvas, _ in groupby(canvases)]
+
+
+def determined(compare: Callable[[random.Random], None], name: str) -> None:
+    """Compare one case; where the rules leave a choice open, another one is drawn."""
+    for attempt in range(50):
+        try:
+            return compare(random.Random(f"{name} {attempt}"))
+        except rules.UndeterminedError:
+            continue
+    raise AssertionError(f"no case {name} without equal scores")
+
+
+def compare(sampler: str, seed: int, rng: random.Random) -> None:
+    given = SAMPLERS[sampler][0](rng)
+    prompts = [[rng.randrange(MASK) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
+    compare_runs(sampler, given, prompts, seed, recording=seed % 4 == 0)
+
+
+def compare_runs(sampler: str, given: Settings, prompts: list[rules.Ids], seed: int, recording: bool) -> None:
+    """Compare the canvases of a batch with those of the rules, row by row."""
+    _, rule, attention, shift = SAMPLERS[sampler]
+    model, oracle = model_of(attention, shift, given["block_length"] if attention.startswith("block") else 0)
+    noise, longest = RowNoise(seed, prompts), max(map(len, prompts))
+    run = sinklens.generate(model, prompts, sampler=sampler, seed=seed, record_sinks=recording, **given)
+    for row, prompt in enumerate(prompts):
+        lead = longest - len(prompt) + (-longest % given["block_length"] if sampler == "bd3lm" else 0)
+        canvases = list(rule(oracle, prompt, rules.Noise(noise.generators[row]), given | {"lead": lead}))
+        start, found = run.prompt_length - len(prompt), run.canvas[row].tolist()
+        length = len(canvases[-1])
+        ours = [canvas[start : start + length] for canvas in found]
+        case_of = f"{sampler} {seed}, row {row} of {prompts}: {given}"
+        if sampler == "autoregressive":
+            assert ours[-1] == canvases[-1], case_of
+            continue
+        assert distinct(ours) == distinct([ours[0], *canvases]), case_of
+        if len(prompts) == 1:
+            assert run.steps_run == len(canvases), case_of
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@in_parts
+def test_canvases_equal_the_published_rules_on_random_settings(sampler, cases):
+    for case in cases:
+        determined(lambda rng, case=case: compare(sampler, case, rng), f"{sampler} {case}")
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.8])
+def test_a_row_that_ends_leaves_the_sealed_prompt_of_another(guidance):
+    """The second row is still in its first block, where its prompt does not see the answer, when the first ends."""
+    given = {"gen_length": 6, "block_length": 6, "temperature": 0.0, "cfg_scale": guidance, "denoising_steps": 6}
+    given |= {"remasking": "low_confidence", "stop": True}
+    for prompts in ([[4], [1]], [[5, 9], [8]], [[3], [8]]):
+        compare_runs("bd3lm-card", given, prompts, seed=0, recording=False)
+
+
+def test_a_pass_of_other_rows_within_a_step_that_seals_prompts_is_refused():
+    model, _ = model_of("block", False, 6)
+
+    def one_row(canvas, hook):
+        model(canvas[:1])
+
+    with pytest.raises(SettingError, match=r"a pass of 1 rows cannot be matched with the 2 rows of this step"):
+        sinklens.generate(
+            model, [[4], [1]], sampler="bd3lm-card", gen_length=3, hooks=[("denoise.hook_canvas", one_row)]
+        )
+
+
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("llada", "bd3lm", "bd3lm-card")])
+def test_equal_confidences_are_ordered_alike_alone_and_in_a_batch(sampler):
+    """A distribution of one token has probability 1 and entropy 0, at every position."""
+    _, _, attention, shift = SAMPLERS[sampler]
+    model, _ = model_of(attention, shift, 6 if attention == "block" else 0)
+    given: Settings = {"gen_length": 8, "temperature": 1.0} | (
+        {"top_p": 1e-6} if sampler == "fast-dllm-v2" else {"top_k": 1}
+    )
+    given |= {"remasking_strategy": "low_confidence_static"} if sampler == "sdar" else {}
+    prompts = [[5, 9, 1, 4, 8, 2, 0], [6, 10], [1, 2, 0, 11]]
+    together = sinklens.generate(model, prompts, sampler=sampler, record_sinks=False, **given)
+    for row, prompt in enumerate(prompts):
+        alone = sinklens.generate(model, [prompt], sampler=sampler, record_sinks=False, **given)
+        start, length = together.prompt_length - len(prompt), alone.canvas.shape[2]
+        ours = together.canvas[row, :, start : start + length].tolist()
+        assert distinct(ours)[: alone.steps_run] == distinct(alone.canvas[0].tolist())[: alone.steps_run]
+
+
+@in_parts
+def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(cases):
+    """Keys of the cache are stale, so runs with it have no rule without a model of the cache."""
+    for case in cases:
+        rng = random.Random(f"sub-block {case}")
+        given = fast_dllm_v2(rng) | {"use_cache": False, "use_block_cache": True, "sampler": "fast-dllm-v2"}
+        prompts = [[rng.randrange(MASK) for _ in range(rng.randint(1, 9))] for _ in range(3)]
+        model, _ = model_of("block", True, given["block_length"])
+        together = sinklens.generate(model, prompts, seed=case, record_sinks=False, **given)
+        for row, prompt in enumerate(prompts):
+            alone = sinklens.generate(model, [prompt], seed=case, record_sinks=False, **given)
+            start, length = together.prompt_length - len(prompt), alone.canvas.shape[2]
+            ours = together.canvas[row, :, start : start + length].tolist()
+            assert distinct(ours) == distinct(alone.canvas[0].tolist()), f"{case}, row {row} of {prompts}: {given}"
+
+
+# --- random tokens instead of masks -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(conformance: Path) -> Model:
+    """The tiny DiffusionGemma, with so many end tokens that rows end."""
+    model = sinklens.load(conformance / "diffusion-gemma")
+    model.eos_token_ids = tuple(range(2, model.cfg.d_vocab, 9))
+    return model
+
+
+def canvases(rng: random.Random) -> Settings:
+    low = rng.choice([0.0, 0.2, 0.4])
+    return {
+        "gen_length": 8 * rng.randint(1, 2), "max_denoising_steps": rng.randint(1, 5),
+        "entropy_bound": rng.choice([0.1, 1.0, 4.0]), "t_min": low, "t_max": low + rng.choice([0.1, 0.5]),
+        "stability_threshold": rng.randint(0, 2), "confidence_threshold": rng.choice([0.005, 0.3, 1.0, 2.5]),
+        "pad_token_id": rng.choice([0, 5]),
+    }  # fmt: skip
+
+
+def compare_canvases(model: Model, case: int, rng: random.Random) -> None:
+    """Compare a run with the rules, which get the logits and the random numbers of each step."""
+    given, size = canvases(rng), 250  # later tokens stand for images
+    prompts = [[rng.randrange(size) for _ in range(rng.randint(3, 8))] for _ in range(rng.randint(1, 3))]
+    logits: list[torch.Tensor] = []
+    hooks = [("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))]
+    run = sinklens.generate(model, prompts, seed=case, record_sinks=False, hooks=hooks, **given)
+    noise = [rules.Noise(generator) for generator in RowNoise(case, prompts).generators]
+    found = rules.diffusion_gemma(logits, model.eos_token_ids, noise, given | {"canvas_length": 8})
+    steps = 0
+    for steps, frame in enumerate(found):
+        for row, answer in enumerate(frame):
+            ours = run.canvas[row, steps, run.prompt_length :]
+            assert ours[ours >= 0].tolist() == answer, f"{case}, row {row}, step {steps} of {prompts}: {given}"
+    assert steps == run.steps_run
+
+
+@in_parts
+def test_canvases_of_random_tokens_equal_the_published_rules_on_random_settings(gemma, cases):
+    for case in cases:
+        determined(lambda rng, case=case: compare_canvases(gemma, case, rng), f"diffusion-gemma {case}")
