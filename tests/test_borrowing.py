@@ -6,9 +6,10 @@ import pytest
 import torch
 from building import random_hf
 from nnsight import NNsight
+from transformers import pipeline
 
 import sinklens
-from sinklens.errors import CheckpointError, SelfCheckError, SinklensError
+from sinklens.errors import CheckpointError, SelfCheckError, SettingError, SinklensError
 
 IDS = torch.tensor([[5, 3, 9, 11, 2]])
 
@@ -128,3 +129,27 @@ def test_an_earlier_copy_has_the_logits_of_the_released_model(hf_model):
     with sinklens.borrow(hf_model) as model:
         sinklens.generate(model, IDS, gen_length=2)
     assert torch.equal(plain(twin), plain(hf_model))
+
+
+def test_a_diffusion_model_is_not_decoded_from_left_to_right_while_it_is_loaded():
+    hf = random_hf("llama", causal=False)
+    before, expected = graph(hf), hf.generate(IDS, max_new_tokens=2)
+    with sinklens.borrow(hf) as model:
+        decoders = [hf.generate, model.hf.generate, model.original_model.generate]
+        for decode in decoders:
+            with pytest.raises(SettingError, match=r"left to right.*Call sinklens\.generate\(model, prompt"):
+                decode(IDS, max_new_tokens=2)
+    assert graph(hf) == before
+    assert torch.equal(hf.generate(IDS, max_new_tokens=2), expected)
+
+
+def test_an_autoregressive_model_keeps_the_generate_of_transformers(hf_model):
+    expected = hf_model.eval().generate(IDS, max_new_tokens=2, do_sample=False)
+    with sinklens.borrow(hf_model) as model:
+        assert torch.equal(model.hf.generate(IDS, max_new_tokens=2, do_sample=False), expected)
+
+
+def test_a_pipeline_of_transformers_does_not_decode_a_diffusion_model_from_left_to_right(tiny_llada):
+    writer = pipeline("text-generation", model=tiny_llada.tree.hf, tokenizer=tiny_llada.tokenizer)
+    with pytest.raises(SettingError, match="tiny-llada is a diffusion model"):
+        writer("Question:", max_new_tokens=2)

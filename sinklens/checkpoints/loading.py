@@ -6,14 +6,18 @@ half-loaded. transformers reads them (`from_pretrained` with the translated conf
 `is_causal` is set on the config, which decides the mask, and on every attention module, where transformers' fused
 attention looks for it if no mask is passed. A class that decides this itself (`Family.class_attention`) keeps its
 flags.
+
+Silent failure that is refused: transformers' own `generate` decodes any model from left to right, also one that was
+trained to fill masks. While a diffusion model is loaded, its `generate` is an error; see `_refuse_decoding`.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,7 +26,7 @@ from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import class_for, stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
-from sinklens.errors import CheckpointError, CheckpointWarning, warn_caller
+from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
 from sinklens.hooks.blocks import Blocks, write
 
 if TYPE_CHECKING:
@@ -189,6 +193,8 @@ def prepare(
     for module in hf.modules():
         if hasattr(module, "is_causal") and not family.class_attention:
             module.is_causal = family.causal
+    if not family.causal:
+        _refuse_decoding(hf, name, undo)
     ends = _end_tokens(hf, tokenizer, raw)
     chosen = {setting: raw[key] for key, setting in family.config_settings.items() if key in raw} | (defaults or {})
     refused = {raw[key]: what for key, what in family.refused_tokens.items() if raw.get(key) is not None}
@@ -211,6 +217,29 @@ def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
             config.__dict__.update(values)
 
     return restore
+
+
+def _refuse_decoding(hf: "PreTrainedModel", name: str, undo: ExitStack) -> None:
+    """Make transformers' left-to-right decoding of a diffusion model an error, also inside its pipelines.
+
+    A class with a `generate` of its own keeps it.
+    """
+    from transformers import GenerationMixin
+
+    if type(hf).generate is not GenerationMixin.generate:
+        return
+    before = {"generate": hf.__dict__["generate"]} if "generate" in hf.__dict__ else {}
+    hf.__dict__["generate"] = partial(_refused_decoding, name)
+    undo.callback(hf.__dict__.update, before)
+    undo.callback(hf.__dict__.pop, "generate", None)
+
+
+def _refused_decoding(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise SettingError(
+        f"{name} is a diffusion model, and transformers' generate would decode it from left to right, which gives text "
+        f"that the model was not trained to write. Call sinklens.generate(model, prompt, gen_length=...); "
+        f"model.release() restores transformers' method."
+    )
 
 
 def _mask_token(
